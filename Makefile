@@ -1,0 +1,100 @@
+# The front door: every target sets up .venv first (a second call finds it whole). The commands are those of the README.
+BIN := .venv/bin
+STAMP := .venv/installed
+RECIPE := configs/embedded.yaml
+TARGET_RECIPE := configs/draft_lm/embedded.yaml
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+
+# Two CPU processes make a real DeepSpeed group; with GPUs, one process each, two at most (the embedded run is small).
+PROCESSES := $(if $(filter 1,$(GPUS)),1,2)
+# Two processes share two cores: an over-subscribed torch is several times slower.
+demo test soak: export OMP_NUM_THREADS := 1
+demo test soak: export TOKENIZERS_PARALLELISM := false
+# No library chatter between the progress lines, and no waiting for a Hub that the embedded run does not need.
+demo: export HF_HUB_OFFLINE := 1
+demo: export PYTHONWARNINGS := ignore
+demo: export TORCH_CPP_LOG_LEVEL := ERROR
+demo: export TRANSFORMERS_VERBOSITY := error
+ifeq ($(GPUS),0)
+demo: export DS_ACCELERATOR := cpu
+endif
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help demo test soak lint clean
+help:
+	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (at most 10 minutes)"
+	@echo "make test   the tests (at most 15 minutes; .venv/bin/python -m pytest -m 'not slow': at most 90 s)"
+	@echo "make soak   the long trials"
+	@echo "make lint   ruff and mypy"
+	@echo "make clean  removes caches and runs/embedded; .venv and other runs stay"
+
+demo: $(STAMP)
+	@$(BIN)/python data/main.py synthetic --config $(RECIPE)
+	@$(call launched,zero1,train/main.py --config $(TARGET_RECIPE))
+	@$(call launched,cpu,data/main.py features --config $(RECIPE))
+	@$(call launched,zero2,train/main.py --config $(RECIPE))
+	@$(BIN)/python infer/main.py calibrate --config $(RECIPE)
+	@$(BIN)/python infer/main.py bench --config $(RECIPE)
+	@$(BIN)/python infer/main.py report --config $(RECIPE)
+
+# $(call launched,TOPOLOGY,COMMAND): nothing when the stage is whole; else the plan, which turns a mistake into one line and
+# exit code 2 (the launcher would make it 1 and a traceback), then the command under accelerate.
+define launched
+$(BIN)/python $(2) --is-whole; code=$$?; \
+if [ $$code -eq 1 ]; then \
+	$(BIN)/python $(2) --plan && \
+	$(BIN)/accelerate launch --config_file configs/accelerate/$(1).yaml \
+		$(if $(filter zero%,$(1)),--num_processes $(PROCESSES)) $(2); \
+else exit $$code; fi
+endef
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy model data train infer pipeline.py
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs/embedded
+	find configs data infer model tests train -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(find_python); \
+	echo "setting up .venv with $$python ($$("$$python" --version)): torch $(TORCH), then the rest; about two minutes"; \
+	[ -x $(BIN)/python ] || "$$python" -m venv .venv
+	@$(install_torch)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[report,dev]'
+	@touch $(STAMP)
+
+# The first interpreter that is recent enough and can make a virtual environment; PYTHON=... goes first.
+define find_python
+python=; for candidate in "$(PYTHON)" python3.11 python3.12 python3.13 python3 python; do \
+	if [ -n "$$candidate" ] && "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+		>/dev/null 2>&1; then python=$$candidate; break; fi; \
+done; \
+if [ -z "$$python" ]; then \
+	echo "error: no Python 3.11 or newer with venv found; install it (Debian: apt-get install python3 python3-venv)" \
+		"or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; \
+fi
+endef
+
+# torch goes first, alone. With a GPU: the build that pip's index has (CUDA). Without: the CPU build (200 MB instead of
+# several GB), from wherever pip is set up to look (a find-links folder), else from PyTorch's own index, else what there is.
+define install_torch
+pip="$(BIN)/python -m pip install -qq --disable-pip-version-check"; \
+if $(BIN)/python -c 'import sys; from importlib.metadata import version; sys.exit(version("torch").split("+")[0] != "$(TORCH)")' \
+	2>/dev/null; then :; \
+elif [ "$(GPUS)" != 0 ]; then $$pip -c constraints.txt 'torch==$(TORCH)'; \
+elif $$pip --no-deps 'torch==$(TORCH)+cpu' 2>/dev/null; then :; \
+elif $$pip --no-deps --index-url $(CPU_WHEELS) 'torch==$(TORCH)' 2>/dev/null; then :; \
+else echo "no CPU build of torch $(TORCH) found (it is at $(CPU_WHEELS)); taking pip's default build, which may be large"; \
+	$$pip -c constraints.txt 'torch==$(TORCH)'; fi
+endef

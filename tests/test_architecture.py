@@ -1,0 +1,142 @@
+"""The house's laws, read from the source: the import ladder, file length, names, declared dependencies."""
+
+import ast
+import functools
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LADDER = {
+    "model": {"model"},
+    "data": {"model", "data"},
+    "train": {"model", "data", "train"},
+    "infer": {"model", "data", "infer"},
+}
+OURS = {*LADDER, "pipeline", "tests"}
+SOURCES = sorted([*(path for package in LADDER for path in (ROOT / package).rglob("*.py")), ROOT / "pipeline.py"])
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+MAX_LINES = 400
+
+
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Installed distributions by top-level module (reading them takes a moment)."""
+    return packages_distributions()
+
+
+def imported(source: str) -> Iterator[str]:
+    """Dotted names of every import in source, also in functions, under TYPE_CHECKING and by import_module("...")."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names = (argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant))
+            yield from (name for name in names if isinstance(name, str))
+
+
+def off_the_ladder(file: str, source: str) -> list[str]:
+    """The imports that a file may not make: main.py may compose, pipeline.py sees configurations and model only."""
+    names = [name for name in imported(source) if name.split(".")[0] in OURS]
+    if file == "pipeline.py":
+        return [name for name in names if name.split(".")[0] != "model" and name.split(".")[1:2] != ["config"]]
+    if file.endswith("/main.py"):
+        return [name for name in names if name.split(".")[0] == "tests"]
+    return [name for name in names if name.split(".")[0] not in LADDER[file.split("/")[0]]]
+
+
+def undeclared(source: str, declared: set[str]) -> list[str]:
+    """Third-party imports whose distribution (normalised name) is not among the declared ones."""
+    installed = distributions()
+    outside = {name.split(".")[0] for name in imported(source)} - OURS - set(sys.stdlib_module_names)
+    return sorted(name for name in outside if not {normal(d) for d in installed.get(name, [name])} & declared)
+
+
+def soak_but_not_slow(source: str) -> list[str]:
+    """Names of tests that are marked soak and not slow: -m 'not slow' would run them."""
+    tests = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    marks = {test.name: " ".join(ast.unparse(mark) for mark in test.decorator_list) for test in tests}
+    return [name for name, text in marks.items() if "mark.soak" in text and "mark.slow" not in text]
+
+
+def declared(*extras: str) -> set[str]:
+    """Normalised names of the dependencies in pyproject.toml, with these extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    return {normal(re.split(r"[^\w.-]", line)[0]) for line in wanted}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_imports_go_down_the_ladder_and_train_and_infer_never_meet() -> None:
+    found = {relative(path): off_the_ladder(relative(path), path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("model/target.py", "import data.config"),
+        ("data/chat.py", "from infer.tree import Tree"),
+        ("train/loop.py", "def later():\n    from infer import engine"),
+        ("infer/engine.py", "import importlib\nimportlib.import_module('train.loop')"),
+        ("infer/drafters/eagle.py", "from pipeline import Recipe"),
+        ("pipeline.py", "from train.loop import run"),
+        ("train/main.py", "from tests.tiny import target"),
+    ],
+)
+def test_a_planted_upward_import_is_found(file: str, source: str) -> None:
+    assert off_the_ladder(file, source)
+    assert not off_the_ladder("infer/main.py", "from train.loop import run\nimport torch")
+
+
+def test_no_source_file_is_two_concepts_long() -> None:
+    lengths = {relative(path): path.read_text(encoding="utf-8").count("\n") for path in SOURCES}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_file_stem_hides_a_package_a_stdlib_module_or_an_installed_one() -> None:
+    libraries = {name for name, owners in distributions().items() if set(owners) != {"aerie"}}
+    taken = {*LADDER, *sys.stdlib_module_names, *libraries} - {"__init__", "__main__"}
+    stems = {path.stem: relative(path) for path in SOURCES if relative(path) != "pipeline.py"}
+    assert {"data", "ast", "torch"} <= taken
+    assert sorted(stems[stem] for stem in taken & stems.keys()) == []
+
+
+def test_every_third_party_import_is_declared() -> None:
+    at_run_time, in_tests = declared("report"), declared("report", "dev")
+    found = {path: undeclared(path.read_text(encoding="utf-8"), at_run_time) for path in SOURCES}
+    found |= {path: undeclared(path.read_text(encoding="utf-8"), in_tests) for path in TESTS}
+    assert {relative(path): names for path, names in found.items() if names} == {}
+    planted = "import yaml, torch, never_installed\nfrom scipy import stats"
+    assert undeclared(planted, at_run_time) == ["never_installed", "scipy"]
+
+
+def test_every_package_is_listed_for_the_installation() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    packages = {relative(path.parent).replace("/", ".") for path in SOURCES if path.parent != ROOT}
+    assert sorted(packages) == sorted(listed)
+
+
+def test_every_directory_of_source_and_tests_is_a_package() -> None:
+    directories = {path.parent for path in [*SOURCES, *TESTS] if path.parent != ROOT}
+    assert [relative(place) for place in sorted(directories) if not (place / "__init__.py").is_file()] == []
+
+
+def test_every_soak_test_is_slow_too() -> None:
+    found = {relative(path): soak_but_not_slow(path.read_text(encoding="utf-8")) for path in TESTS}
+    assert {path: names for path, names in found.items() if names} == {}
+    assert soak_but_not_slow("@pytest.mark.soak\ndef test_long(): ...") == ["test_long"]

@@ -1,0 +1,65 @@
+"""Every recipe that ships loads, so none can rot."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+import pipeline
+from model.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+TOPOLOGIES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
+RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if path not in TOPOLOGIES)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(CONFIGS).as_posix()
+
+
+def load(path: Path, *overrides: str) -> pipeline.Recipe:
+    parser = argparse.ArgumentParser()
+    pipeline.add_arguments(parser)
+    return pipeline.load(*parser.parse_known_args(["--config", str(path), *overrides]))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_every_recipe_loads_and_keeps_its_run_under_runs(path: Path) -> None:
+    recipe = load(path)
+    assert recipe.run.startswith("runs/")
+    template = recipe.target.chat_template
+    assert template is None or (ROOT / template).is_file(), f"{name(path)}: target.chat_template: no such file"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_a_misspelt_key_in_any_recipe_is_refused_with_its_line(path: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(path.read_text(encoding="utf-8").replace("\ndata:", "\ndatum: 1\ndata:"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"broken\.yaml:\d+: datum: unknown key; did you mean 'data'"):
+        load(broken)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_a_full_conversation_and_a_drafted_path_fit_the_head(path: Path) -> None:
+    recipe = load(path)
+    positions = recipe.head.max_position_embeddings
+    assert positions is None or positions >= recipe.data.max_length + recipe.tree.levels
+
+
+def test_the_published_recipes_are_all_there() -> None:
+    models = {"vicuna-7b", "vicuna-13b", "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b"}
+    assert models <= {path.stem for path in RECIPES if path.parent.name == "eagle1"}
+
+
+@pytest.mark.parametrize("path", TOPOLOGIES, ids=name)
+def test_every_topology_is_one_that_accelerate_reads(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    deepspeed = yaml.safe_load(path.read_text(encoding="utf-8")).get("deepspeed_config", {})
+    assert config.num_processes == (1 if path.stem == "cpu" else 2)
+    assert config.use_cpu == (path.stem == "cpu")  # use_cpu would switch DeepSpeed off
+    assert {"gradient_clipping", "gradient_accumulation_steps"}.isdisjoint(deepspeed)  # the recipe's, set by the loop
+    if path.stem.startswith("zero"):
+        assert deepspeed["zero_stage"] == int(path.stem.removeprefix("zero"))
