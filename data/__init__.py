@@ -1,0 +1,1 @@
+"""Text to tokens, loss mask and features."""

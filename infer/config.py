@@ -1,0 +1,77 @@
+"""The sections `tree`, `calibrate` and `bench` of a recipe."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from model.recipe import STRICT
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """How far and how wide to draft. Nodes count the root, as SafeAILab's total_token does."""
+
+    __pydantic_config__ = STRICT
+    shape: Literal["dynamic", "chain"] = "dynamic"
+    levels: int = 6  # draft depth; published EAGLE-2: 6, EAGLE-3: 8
+    k: int = 10  # branching and frontier width of a dynamic tree
+    nodes: int = 60  # verified nodes with the root
+
+    def __post_init__(self) -> None:
+        if min(self.levels, self.k) < 1 or self.nodes < 2:
+            raise ValueError("a tree needs levels >= 1, k >= 1 and nodes >= 2")
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    """Measuring prompts: Spec-Bench style questions {question_id, category, turns}, or lines of plain text."""
+
+    __pydantic_config__ = STRICT
+    path: str
+    num_prompts: int | None = 80
+    max_new_tokens: int = 512
+    task: str | None = None  # null: the file's categories
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One row of the table: a method with its tree."""
+
+    __pydantic_config__ = STRICT
+    method: Literal["vanilla", "eagle2", "eagle-chain"]
+    tree: TreeConfig = TreeConfig()
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Sampling of one bench pass; temperature 0 is argmax."""
+
+    __pydantic_config__ = STRICT
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured: every row on every prompt, interleaved, in one process."""
+
+    __pydantic_config__ = STRICT
+    prompts: PromptsConfig
+    rows: tuple[BenchRow, ...]
+    sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)
+    warmup_prompts: int = 2
+    reference: bool = True  # also time transformers' generate and the bare forwards
+
+    def __post_init__(self) -> None:
+        if not any(row.method == "vanilla" for row in self.rows):
+            raise ValueError("rows must contain the vanilla row: speedup is measured against it")
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """Decoding cycles on held-out prompts that show how confidence predicts acceptance."""
+
+    __pydantic_config__ = STRICT
+    prompts: PromptsConfig
+    tree: TreeConfig = TreeConfig()
+    bins: int = 20

@@ -1,0 +1,51 @@
+"""The sections `target` and `head` of a recipe."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from model.recipe import STRICT
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+HeadKind = Literal["eagle1", "draft_lm"]
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen causal LM that is sped up."""
+
+    __pydantic_config__ = STRICT
+    path: str  # local directory or Hub id
+    revision: str | None = None
+    dtype: DType = "auto"  # auto: what the checkpoint was saved in
+    device_map: str | None = None  # "auto" spreads the target over the GPUs that are there
+    trust_remote_code: bool = False
+    chat_template: str | None = None  # a .jinja file, for targets whose tokenizer has none
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The trained module. Sizes left at null are the target's own."""
+
+    __pydantic_config__ = STRICT
+    kind: HeadKind = "eagle1"
+    num_hidden_layers: int = 1
+    hidden_size: int | None = None  # draft_lm only: EAGLE-1's width is the target's
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    bias: bool = False  # fc.bias: false is what every server loads; published Vicuna and LLaMA-2 heads have it
+    rope_theta: float | None = None  # null: the target's RoPE, base and scaling
+    max_position_embeddings: int | None = None  # null: the target's
+    init_from: str | None = None  # warm start: a head directory
+
+    def __post_init__(self) -> None:
+        if self.num_hidden_layers < 1:
+            raise ValueError("num_hidden_layers must be at least 1")
+        if self.kind == "draft_lm":
+            needed = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+            missing = [name for name in needed if getattr(self, name) is None]
+            if missing and self.init_from is None:
+                raise ValueError(f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)")
+        elif self.hidden_size is not None:
+            raise ValueError(f"hidden_size is set by the target for {self.kind}; leave it out")

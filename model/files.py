@@ -1,0 +1,84 @@
+"""Files that are either whole or absent: written under a temporary name, synced, renamed."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from model.errors import UserError
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Calls write(temporary path), then syncs and renames it to path, with the umask's usual permissions."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # safetensors writes mode 0600 whatever the umask
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes text to path atomically (UTF-8)."""
+    write_atomically(path, lambda temporary: _write_text(temporary, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes value as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file; UserError when it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not JSON ({error})") from error
+
+
+@contextmanager
+def directory_atomically(path: Path) -> Iterator[Path]:
+    """Yields a temporary directory that becomes path when the block ends without an exception."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.exists():
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            path.rename(old)
+            temporary.rename(path)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def digest(value: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of value's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def file_digest(path: Path) -> str:
+    """The first 16 hex digits of the SHA-256 of a file's bytes."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()[:16]

@@ -1,0 +1,201 @@
+"""The decoder layer that every trained head is built of: RMSNorm, RoPE, attention, SwiGLU.
+
+Parameter names are those of Llama in transformers, because published heads use them. The layer takes its keys and
+values from whoever calls it, so that training (a whole sequence), drafting (a preallocated buffer) and the unrolled
+forward (step 0 plus the slot's own later steps) share one set of weights and one forward each.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from model.errors import UserError
+
+FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Widths of one decoder layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool = False
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in float32 inside (Zhang and Sennrich, arXiv 1910.07467, equation 4)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rotary:
+    """RoPE's cosines and sines for any position below max_position_embeddings, tabulated as far as was asked.
+
+    The frequencies are transformers' own, so that a head follows its target's base and scaling. A plain object and no
+    module: its table is derived, never saved, and never cast to bf16.
+    """
+
+    def __init__(self, theta: float, scaling: dict[str, Any] | None, head_dim: int, max_positions: int) -> None:
+        parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+        if parameters["rope_type"] not in FIXED_ROPE_TYPES:
+            raise UserError(
+                f"rope_scaling: type {parameters['rope_type']!r} changes its frequencies with the length; heads know "
+                f"{', '.join(FIXED_ROPE_TYPES)}: set head.rope_theta to give the head a plain RoPE"
+            )
+        config = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            rope_parameters=parameters,
+        )
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(config)
+        self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
+        self._scale = float(rotary.attention_scaling)
+        self.max_positions = max_positions
+        self._cos: Tensor | None = None
+        self._sin: Tensor | None = None
+
+    def at(self, positions: Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin at positions [..., T], all below length: two tensors [..., 1, T, head_dim] of like's dtype."""
+        if (
+            self._cos is None
+            or self._cos.shape[0] < length
+            or self._cos.device != like.device
+            or self._cos.dtype != like.dtype
+        ):
+            self._tabulate(length, like)
+        assert self._cos is not None and self._sin is not None
+        return self._cos[positions].unsqueeze(-3), self._sin[positions].unsqueeze(-3)
+
+    def _tabulate(self, length: int, like: Tensor) -> None:
+        if length > self.max_positions:
+            raise UserError(
+                f"position {length - 1} is beyond the head's max_position_embeddings {self.max_positions}; "
+                f"train the head with a larger head.max_position_embeddings"
+            )
+        rows = min(self.max_positions, max(256, 2 ** math.ceil(math.log2(max(length, 1)))))
+        angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._frequencies)  # [rows, head_dim / 2]
+        angles = torch.cat([angles, angles], dim=-1)  # [rows, head_dim]
+        self._cos = (angles.cos() * self._scale).to(like.device, like.dtype)
+        self._sin = (angles.sin() * self._scale).to(like.device, like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE applied to x [..., heads, T, head_dim] (Su et al., arXiv 2104.09864, equation 34; halves as in Llama)."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos + turned * sin
+
+
+@dataclass
+class KeyValueBuffer:
+    """Preallocated keys and values of one layer, [B, KV, capacity, head_dim]; `length` columns are in use."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+
+    @classmethod
+    def allocate(cls, batch: int, sizes: LayerSizes, capacity: int, like: Tensor) -> "KeyValueBuffer":
+        shape = (batch, sizes.num_key_value_heads, capacity, sizes.head_dim)
+        return cls(like.new_empty(shape), like.new_empty(shape))
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes after `length` and returns everything up to there; the caller moves `length` when rows are kept."""
+        end = self.length + keys.shape[2]
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+@dataclass
+class UnrollMemory:
+    """Keys and values of the earlier unroll steps of one layer, each [B, KV, T, head_dim]; step 0 is the sequence."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with RoPE and grouped key/value heads."""
+
+    def __init__(self, sizes: LayerSizes, input_size: int) -> None:
+        super().__init__()
+        self.sizes = sizes
+        heads, kv, dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
+        self.q_proj = nn.Linear(input_size, heads * dim, bias=sizes.attention_bias)
+        self.k_proj = nn.Linear(input_size, kv * dim, bias=sizes.attention_bias)
+        self.v_proj = nn.Linear(input_size, kv * dim, bias=sizes.attention_bias)
+        self.o_proj = nn.Linear(heads * dim, sizes.hidden_size, bias=False)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]."""
+        shape = (*x.shape[:-1], -1, self.sizes.head_dim)
+        q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return rotate(q, *rope), rotate(k, *rope), v
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, buffer: KeyValueBuffer | None = None
+    ) -> Tensor:
+        """Attention over x itself (mask None: causal) or over a buffer's rows and x (mask [.., T, S] required)."""
+        q, k, v = self.project(x, rope)
+        if buffer is not None:
+            k, v = buffer.append(k, v)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def unroll(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, memory: UnrollMemory) -> Tensor:
+        """One unroll step for all slots at once: step-0 keys up to the slot, later steps' keys of the slot alone.
+
+        Slot p's chain at step k sees the T step-0 keys that mask [.., T, T] allows and its own keys of steps 1..k, in
+        one softmax: what step-by-step drafting from prefix p would see. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
+        """
+        q, k, v = self.project(x, rope)
+        memory.keys.append(k)
+        memory.values.append(v)
+        groups = q.shape[1] // k.shape[1]
+        keys = [key.repeat_interleave(groups, dim=1) for key in memory.keys]
+        values = [value.repeat_interleave(groups, dim=1) for value in memory.values]
+        scale = 1.0 / math.sqrt(self.sizes.head_dim)
+        scores = (q @ keys[0].transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))  # [B, H, T, T]
+        own = [(q * key).sum(-1, keepdim=True) * scale for key in keys[1:]]  # each [B, H, T, 1]
+        law = torch.cat([scores, *own], dim=-1).float().softmax(-1).to(q.dtype)  # [B, H, T, T + k]
+        length = keys[0].shape[2]
+        out = law[..., :length] @ values[0]  # [B, H, T, hd]
+        for step, value in enumerate(values[1:]):
+            out = out + law[..., length + step : length + step + 1] * value
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202, section 2)."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

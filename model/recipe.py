@@ -1,0 +1,180 @@
+"""YAML recipe -> frozen dataclasses, every problem at once, each with its file, line and a suggestion.
+
+The schema is plain frozen dataclasses, pydantic's TypeAdapter validates, `yaml.compose` knows the lines.
+"""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from model.errors import UserError
+
+T = TypeVar("T")
+STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML with YAML 1.2 floats (3e-5 is a number) and booleans (only true and false)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    key: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    for key, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), list("tf"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.[0-9]+)$"),
+    list("-+0123456789."),
+)
+
+
+def load(path: Path, schema: type[T], overrides: list[str]) -> T:
+    """The recipe at path with `section.key=value` overrides applied.
+
+    Raises UserError that lists every unknown key (with a suggestion), wrong type and duplicate, with file:line.
+    """
+    values, lines = read_yaml(path)
+    for override in overrides:
+        _apply(override, values, lines, schema)
+    return validate(values, schema, str(path), lines)
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's mapping and, for each dotted key, 'file:line'."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"{path}: cannot read the recipe: {reason}") from error
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        values = yaml.load(text, Loader=_Loader)  # noqa: S506 (_Loader is a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UserError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from error
+    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}")
+    lines: dict[str, str] = {}
+    _mark_lines(node, "", path, lines)
+    return values, lines
+
+
+def validate(values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str]) -> T:
+    """values as a schema instance; UserError with one line per problem."""
+    try:
+        return TypeAdapter(schema).validate_python(values)
+    except ValidationError as error:
+        problems = [_sentence(item, schema, source, lines) for item in error.errors()]
+        raise UserError("\n".join(problems)) from error
+
+
+def dump(recipe: Any) -> str:
+    """The resolved recipe as YAML, every default spelt out."""
+    value = TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
+
+
+def as_dict(section: Any) -> dict[str, Any]:
+    """One section (or a whole recipe) as JSON-ready values."""
+    value = TypeAdapter(type(section)).dump_python(section, mode="json")
+    assert isinstance(value, dict)
+    return value
+
+
+def _mark_lines(node: yaml.MappingNode, prefix: str, path: Path, lines: dict[str, str]) -> None:
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        where = f"{path}:{key.start_mark.line + 1}"
+        if name in lines:
+            raise UserError(f"{where}: {name}: set twice (first at {lines[name]})")
+        lines[name] = where
+        if isinstance(value, yaml.MappingNode):
+            _mark_lines(value, f"{name}.", path, lines)
+
+
+def _apply(override: str, values: dict[str, Any], lines: dict[str, str], schema: type) -> None:
+    name, separator, text = override.partition("=")
+    if not separator:
+        raise UserError(f"--{override}: an override needs a value: --{override} VALUE")
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506
+    except yaml.YAMLError as error:
+        raise UserError(f"--{name}: cannot read the value {text!r}") from error
+    *parents, leaf = name.split(".")
+    place = values
+    for depth, parent in enumerate(parents):
+        if parent not in dict(_fields(_class_at(schema, parents[:depth]))):
+            raise UserError(f"--{name}: unknown option{_suggest(name, _all_names(schema))}")
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise UserError(f"--{name}: {parent} is not a section")
+    place[leaf] = value
+    lines[name] = f"--{name}"
+
+
+def _sentence(item: Any, schema: type, source: str, lines: dict[str, str]) -> str:
+    location = [str(part) for part in item["loc"] if not str(part).startswith(("tagged-union", "function-"))]
+    name = ".".join(location)
+    known = [n for n in (".".join(location[:end]) for end in range(len(location), 0, -1)) if n in lines]
+    where = lines[known[0]] if known else source
+    prefix = where if where == f"--{name}" else f"{where}: {name}"
+    if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        parent = location[:-1]
+        siblings = [".".join([*parent, field]) for field, _ in _fields(_class_at(schema, parent))]
+        return f"{prefix}: unknown key{_suggest(name, siblings)}"
+    if item["type"] in ("missing", "missing_argument"):
+        return f"{prefix}: required, and not set"
+    message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    shown = (
+        "" if isinstance(item["input"], dict | list) or item["type"] == "value_error" else f", not {item['input']!r}"
+    )
+    return f"{prefix}: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _suggest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if not close:
+        leaf = name.rsplit(".", 1)[-1]
+        close = [n for n in names if n.rsplit(".", 1)[-1].startswith(leaf[:4])][:1]
+    return (
+        f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(n.rsplit('.', 1)[-1] for n in names)}"
+    )
+
+
+def _fields(cls: Any) -> list[tuple[str, Any]]:
+    if not dataclasses.is_dataclass(cls):
+        return []
+    hints = typing.get_type_hints(cls)
+    return [(field.name, _unwrap(hints[field.name])) for field in dataclasses.fields(cls)]
+
+
+def _unwrap(hint: Any) -> Any:
+    """The dataclass inside Optional[X], or the hint itself."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        for argument in typing.get_args(hint):
+            if dataclasses.is_dataclass(argument):
+                return argument
+    return hint
+
+
+def _class_at(schema: Any, path: list[str]) -> Any:
+    for part in path:
+        schema = dict(_fields(schema)).get(part)
+    return schema
+
+
+def _all_names(schema: Any, prefix: str = "") -> list[str]:
+    names = []
+    for name, hint in _fields(schema):
+        names.append(prefix + name)
+        names.extend(_all_names(hint, f"{prefix}{name}."))
+    return names

@@ -1,0 +1,118 @@
+"""The whole recipe and where a run keeps its files: what the four `main.py` share.
+
+This is the one place beside them that sees every section; it imports configurations only.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.config import DataConfig, FeaturesConfig, SyntheticConfig
+from infer.config import BenchConfig, CalibrateConfig, TreeConfig
+from model import recipe as yaml_recipe
+from model.config import HeadConfig, TargetConfig
+from model.errors import UserError
+from model.recipe import STRICT
+from train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run: every section, validated once."""
+
+    __pydantic_config__ = STRICT
+    run: str  # the run's directory
+    target: TargetConfig
+    data: DataConfig
+    head: HeadConfig = HeadConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    train: TrainConfig = TrainConfig()
+    tree: TreeConfig = TreeConfig()
+    calibrate: CalibrateConfig | None = None
+    bench: BenchConfig | None = None
+    synthetic: SyntheticConfig | None = None
+    output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
+    threads: int | None = None  # torch threads per process; null: torch's choice
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run directory (every arrow of the pipeline is one of them)."""
+
+    root: Path
+
+    @property
+    def conversations(self) -> Path:
+        return self.root / "conversations"
+
+    @property
+    def features(self) -> Path:
+        return self.root / "features"
+
+    @property
+    def calibration(self) -> Path:
+        return self.root / "calibration"
+
+    @property
+    def bench(self) -> Path:
+        return self.root / "bench"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    def state(self, kind: str) -> Path:
+        return self.root / "state" / kind
+
+    def head(self, recipe: Recipe) -> Path:
+        return Path(recipe.output) if recipe.output else self.root / "heads" / recipe.head.kind
+
+
+def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True) -> None:
+    """The options that every command has; any other `--section.key value` overrides the recipe."""
+    parser.add_argument("--config", type=Path, required=config_required, help="the recipe (YAML)")
+    parser.add_argument("--run", help="the run's directory (overrides the recipe)")
+    parser.add_argument("--target", help="local directory or Hub id of the target (overrides target.path)")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (overrides target.dtype)")
+    parser.add_argument("--device-map", help="'auto' spreads the target over the GPUs (overrides target.device_map)")
+    parser.add_argument("--plan", action="store_true", help="validate everything, print what would run, and stop")
+    parser.add_argument("--overwrite", action="store_true", help="replace what another recipe left in the output")
+
+
+def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
+    """The recipe that --config names, with the command line's overrides; UserError lists every problem."""
+    overrides = _pairs(unknown)
+    for flag, key in (
+        ("run", "run"),
+        ("target", "target.path"),
+        ("dtype", "target.dtype"),
+        ("device_map", "target.device_map"),
+    ):
+        value = getattr(arguments, flag, None)
+        if value is not None:
+            overrides.append(f"{key}={value}")
+    return yaml_recipe.load(arguments.config, Recipe, overrides)
+
+
+def _pairs(words: list[str]) -> list[str]:
+    """['--a.b', '3', '--c=4'] -> ['a.b=3', 'c=4']."""
+    pairs: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if not word.startswith("--"):
+            raise UserError(f"{word}: not an option; overrides look like --train.learning_rate 1e-4")
+        name = word[2:]
+        if "=" not in name:
+            position += 1
+            if position >= len(words):
+                raise UserError(f"{word}: needs a value")
+            name = f"{name}={words[position]}"
+        pairs.append(name)
+        position += 1
+    return pairs

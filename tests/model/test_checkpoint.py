@@ -1,0 +1,123 @@
+"""Heads on disk: bit-exact round trips, and nothing loaded by luck."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.checkpoint import check_fits, eagle1_config, load_head, new_head, save_head
+from model.config import HeadConfig
+from model.errors import UserError
+from tests import tiny
+
+# The published EAGLE-1 key list, without fc.bias (SafeAILab, EAGLE-LLaMA3-Instruct-8B).
+PUBLISHED = {
+    "embed_tokens.weight",
+    "fc.weight",
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight",
+    "layers.0.self_attn.o_proj.weight",
+    "layers.0.mlp.gate_proj.weight",
+    "layers.0.mlp.up_proj.weight",
+    "layers.0.mlp.down_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
+    return tmp_path / "head"
+
+
+def test_a_head_has_exactly_the_published_keys(saved: Path) -> None:
+    state = load_file(saved / "model.safetensors")
+    assert set(state) == PUBLISHED
+    assert state["fc.weight"].shape == (32, 64)
+
+
+def test_with_bias_and_two_layers_the_second_has_its_input_norm() -> None:
+    head = tiny.head(tiny.ends().embedding, bias=True, num_hidden_layers=2)
+    extra = set(head.state_dict()) - PUBLISHED
+    assert "fc.bias" in extra and "layers.1.input_layernorm.weight" in extra
+    assert "layers.0.input_layernorm.weight" not in extra
+
+
+def test_a_round_trip_is_bit_exact_and_readable_by_others(saved: Path) -> None:
+    head, again = tiny.head(tiny.ends().embedding), load_head(saved)
+    for name, value in head.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert again.config == head.config
+    assert (saved / "model.safetensors").stat().st_mode & 0o044  # not the 0600 of safetensors
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape", "truncated", "config"])
+def test_a_damaged_head_is_one_sentence_and_no_model(saved: Path, damage: str) -> None:
+    weights = saved / "model.safetensors"
+    state = load_file(weights)
+    words = {
+        "missing": "missing 'fc.weight'",
+        "unexpected": "unexpected 'lm_head.weight'",
+        "shape": "fc.weight has shape",
+    }
+    if damage == "missing":
+        del state["fc.weight"]
+    elif damage == "unexpected":
+        state["lm_head.weight"] = torch.zeros(2, 2)
+    elif damage == "shape":
+        state["fc.weight"] = torch.zeros(32, 32)
+    if damage in words:
+        save_file(state, weights)
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        (saved / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=words.get(damage, "cannot read|not a head")):
+        load_head(saved)
+
+
+def test_a_head_for_another_target_is_refused() -> None:
+    head = tiny.head(tiny.ends().embedding)
+    with pytest.raises(UserError, match="hidden size is 32, that of other is 64"):
+        check_fits(head, tiny.ends(hidden_size=64), "head", "other")
+    with pytest.raises(UserError, match="vocabulary is 320, that of other is 400"):
+        check_fits(head, tiny.ends(vocab_size=400), "head", "other")
+
+
+def test_a_new_head_spells_out_the_targets_rope_and_length() -> None:
+    scaling: dict[str, Any] = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    text = tiny.llama(rope_parameters=scaling).config
+    config = eagle1_config(HeadConfig(), text, tiny.ends())
+    assert config.rope_theta == 500000.0 and config.max_position_embeddings == 256
+    assert config.rope_scaling is not None and config.rope_scaling["rope_type"] == "llama3"
+    plain = eagle1_config(HeadConfig(rope_theta=1e4, max_position_embeddings=64), text, tiny.ends())
+    assert (plain.rope_theta, plain.rope_scaling, plain.max_position_embeddings) == (1e4, None, 64)
+
+
+def test_a_warm_start_takes_the_other_heads_weights(saved: Path) -> None:
+    head = new_head(HeadConfig(init_from=str(saved)), tiny.llama().config, tiny.ends(), seed=9)
+    assert torch.equal(head.fc.weight, load_head(saved).fc.weight)
+
+
+def test_the_same_seed_gives_the_same_new_head() -> None:
+    text = tiny.llama().config
+    one, two, other = (new_head(HeadConfig(), text, tiny.ends(), seed) for seed in (1, 1, 2))
+    assert torch.equal(one.fc.weight, two.fc.weight) and not torch.equal(one.fc.weight, other.fc.weight)
+    assert torch.equal(one.embed_tokens.weight, tiny.ends().embedding)
+
+
+def test_config_json_carries_the_published_keys(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    for key in ("hidden_size", "num_key_value_heads", "rope_theta", "max_position_embeddings", "bias", "vocab_size"):
+        assert key in config

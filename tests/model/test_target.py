@@ -1,0 +1,162 @@
+"""Any stock causal LM: its features and logits are the model's own, without forked files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from infer.cached_lm import CachedLM
+from infer.engine import SpeculativeDecoder
+from infer.tree import Tree, ancestors
+from model.config import TargetConfig
+from model.errors import UserError
+from model.target import Target, default_taps, fingerprint, load_ends
+from tests import tiny
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, Any] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "mistral": (MistralConfig, {"sliding_window": 16, "head_dim": 8}),
+    "gemma2": (Gemma2Config, {"head_dim": 8, "sliding_window": 16, "final_logit_softcapping": 3.0}),
+    "gemma3": (Gemma3TextConfig, {"head_dim": 8, "sliding_window": 16, "final_logit_softcapping": 2.0}),
+    "granite": (GraniteConfig, {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def family(name: str) -> Target:
+    cls, changes = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(cls(**{**SIZES, **changes}), dtype=torch.float32)
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    return Target(model, TargetConfig(path=name))
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_last_hidden_are_the_models_own(name: str) -> None:
+    target, ids = family(name), prompt(64)[None]
+    with torch.inference_mode():
+        own = target.model(ids).logits
+    torch.testing.assert_close(target.logits(target.features(ids).last_hidden), own, rtol=1e-4, atol=1e-4)
+    rows = torch.tensor([5, 11, 96])
+    torch.testing.assert_close(
+        target.logits(target.features(ids).last_hidden, rows), own[..., rows], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tree_forward_equals_plain_forwards_along_every_path(name: str) -> None:
+    """Also with a sliding window of 16 under a prompt of 64, and after rows were gathered out of order."""
+    target, ids = family(name), prompt(64)
+    lm = CachedLM(target)
+    parents = torch.tensor([0, 0, 0, 1, 1, 2, 5])
+    tree = Tree(
+        tokens=prompt(7, seed=1),
+        parents=parents,
+        depth=torch.tensor([0, 1, 1, 2, 2, 2, 3]),
+        mask=ancestors(parents, 3),
+        confidence=torch.zeros(7),
+        survival=torch.zeros(7),
+        levels=3,
+        draft_forwards=3,
+    )
+    with torch.inference_mode():
+        lm.prefill(ids, capacity=96)
+        step = lm.extend(tree)
+        for node in range(7):
+            path = [int(n) for n in tree.mask[node].nonzero().flatten()]
+            plain = target.model(torch.cat([ids, tree.tokens[path]])[None]).logits[0, -1]
+            torch.testing.assert_close(step.logits[node], plain, rtol=1e-4, atol=1e-4)
+        lm.keep([0, 2, 5])
+        kept = torch.cat([ids, tree.tokens[[0, 2, 5]]])
+        again = lm.extend(tree)
+        plain = target.model(torch.cat([kept, tree.tokens[[0, 2, 5, 6]]])[None]).logits[0, -1]
+        torch.testing.assert_close(again.logits[6], plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_vanilla_decoding_equals_generate(name: str) -> None:
+    target, ids = family(name), prompt(40)[None]
+    own = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    ours = SpeculativeDecoder(target).generate(ids, do_sample=False, max_new_tokens=24)
+    assert ours.sequences.tolist() == own.tolist()
+
+
+def test_taps_are_the_residual_streams_after_k_blocks() -> None:
+    target, ids = family("llama"), prompt(10)[None]
+    with torch.inference_mode():
+        states = target.model(ids, output_hidden_states=True).hidden_states
+    taps = target.features(ids, after_blocks=(0, 2)).taps
+    torch.testing.assert_close(taps, torch.cat([states[0], states[2]], dim=-1))
+    with pytest.raises(UserError, match="4 is no tap"):
+        target.features(ids, after_blocks=(1, 4))
+
+
+def test_default_taps_need_seven_blocks() -> None:
+    assert default_taps(32) == (2, 16, 29)
+    with pytest.raises(UserError, match="at least 7 blocks"):
+        default_taps(6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool) -> None:
+    directory = tiny.target(tmp_path / "t", tie_word_embeddings=tied)
+    config = TargetConfig(path=str(directory), dtype="float32")
+    whole = Target.load(config)
+    text, ends = load_ends(config)
+    assert torch.equal(ends.embedding, whole.ends.embedding) and torch.equal(ends.lm_head, whole.ends.lm_head)
+    assert fingerprint(text, ends) == whole.fingerprint()
+
+
+def test_another_targets_fingerprint_differs(tmp_path: Path) -> None:
+    one = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "a", seed=0))))
+    other = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "b", seed=1))))
+    assert one.fingerprint() != other.fingerprint()
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2"])
+def test_a_final_transform_that_is_not_known_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the LM head alone, as most engines do, is what this finds."""
+    target = family(name)
+    monkeypatch.setattr("model.target._final_transform", lambda config: (1.0, None))
+    with pytest.raises(UserError, match="would not be lossless"):
+        Target(target.model, target.recipe)
+
+
+def test_a_missing_target_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such target directory"):
+        Target.load(TargetConfig(path=str(tmp_path / "nothing")))

@@ -1,0 +1,144 @@
+"""Tiny targets, tokenizers, conversations and heads that the tests share: seeded, quick, no downloads."""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from model.heads.eagle1 import Eagle1Config, Eagle1Head
+from model.target import TargetEnds
+
+SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+NOUNS = ("boats", "apples", "letters", "stones", "lamps", "owls")
+VERBS = ("count", "sort", "draw", "carry", "paint", "name")
+
+
+@cache
+def _tokenizer_json(vocab_size: int) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [turn["value"] for row in conversations(64, seed=0) for turn in row["conversations"]]
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str())
+
+
+def tokenizer(vocab_size: int = 320, chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with eos <|end|>, pad <|pad|> and, unless None is given, a chat template."""
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_tokenizer_json(vocab_size)),
+        eos_token="<|end|>",  # noqa: S106
+        pad_token="<|pad|>",  # noqa: S106
+    )
+    made.chat_template = chat_template
+    return made
+
+
+def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """ShareGPT rows of one to three turns."""
+    chance = random.Random(seed)  # noqa: S311
+    rows = []
+    for number in range(count):
+        turns = []
+        for _ in range(chance.randint(1, 3)):
+            verb, noun, amount = chance.choice(VERBS), chance.choice(NOUNS), chance.randint(2, 99)
+            turns.append({"from": "human", "value": f"Please {verb} {amount} {noun}."})
+            tail = " ".join(chance.choice(NOUNS) for _ in range(chance.randint(1, 6)))
+            turns.append({"from": "gpt", "value": f"I {verb} {amount} {noun}: {tail}."})
+        rows.append({"id": f"row-{number}", "conversations": turns})
+    return rows
+
+
+def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
+    """The same rows as a JSONL file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in conversations(count, seed)), encoding="utf-8")
+    return path
+
+
+def llama(
+    vocab_size: int = 320, hidden_size: int = 32, num_blocks: int = 4, seed: int = 0, **changes: Any
+) -> LlamaForCausalLM:
+    """A Llama with random weights of which a few tokens are likelier than others (scale 0.2, not 0.02)."""
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_blocks,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "eos_token_id": SPECIAL.index("<|end|>"),
+        "pad_token_id": SPECIAL.index("<|pad|>"),
+        "bos_token_id": None,
+        **changes,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+
+
+def target(directory: Path, chat_template: str | None = TEMPLATE, **sizes: Any) -> Path:
+    """A target directory as Hugging Face writes it: config, generation_config, safetensors, tokenizer."""
+    made = llama(**sizes)
+    made.save_pretrained(directory)
+    tokenizer(made.config.vocab_size, chat_template).save_pretrained(directory)
+    return directory
+
+
+def ends(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> TargetEnds:
+    """Random target ends, [V, D] each."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(vocab_size, hidden_size, generator=generator)
+    lm_head = torch.randn(vocab_size, hidden_size, generator=generator)
+    return TargetEnds(embedding, lm_head, None, 1.0, None)
+
+
+def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -> Eagle1Head:
+    """An EAGLE-1 head (GQA 4:2) for an embedding [V, D]; scale multiplies its matrices, so that a lost term shows."""
+    sizes: dict[str, Any] = {
+        "hidden_size": embedding.shape[1],
+        "intermediate_size": 2 * embedding.shape[1],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": embedding.shape[1] // 4,
+        "num_hidden_layers": 1,
+        "vocab_size": embedding.shape[0],
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        **changes,
+    }
+    made = Eagle1Head(Eagle1Config(**sizes))
+    made.initialise(embedding, torch.Generator().manual_seed(seed))
+    for name, parameter in made.named_parameters():
+        if parameter.ndim == 2 and name != "embed_tokens.weight":
+            parameter.data.mul_(scale)
+    return made
+
+
+def recipe(path: Path, values: dict[str, Any]) -> Path:
+    """A recipe file with these sections."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return path
