@@ -1,0 +1,180 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.config import DataConfig
+from data.conversations import Conversation, Tally, TokenRow, load_conversations, split_by_hash
+from model.errors import UserError
+
+HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
+
+
+def turns(text: str) -> list[dict[str, str]]:
+    """ShareGPT turns from 'human=hello|gpt=fine'."""
+    return [dict(zip(("from", "value"), turn.split("="), strict=True)) for turn in text.split("|")]
+
+
+def load(tmp_path: Path, *rows: Any, **options: Any) -> tuple[list[Any], Tally]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    tally = Tally()
+    return list(load_conversations(DataConfig((str(path),), **options), tally)), tally
+
+
+def messages(tmp_path: Path, row: Any, **options: Any) -> list[dict[str, Any]]:
+    (conversation,), _ = load(tmp_path, row, **options)
+    assert isinstance(conversation, Conversation)
+    return list(conversation.messages)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": turns("human=hello|gpt=fine")},
+        {"conversations": turns("user=hello|chatgpt=fine")},
+        {"conversations": HELLO},
+        {"messages": HELLO},
+        {"messages": [HELLO[0], {"role": "assistant", "content": [{"type": "text", "text": "fine"}]}]},
+        {"prompt": "hello", "completion": "fine"},
+        {"prompt": HELLO[:1], "completion": HELLO[1:]},
+        {"question": "hello", "answer": "fine"},
+        {"instruction": "hello", "input": "", "output": "fine"},
+        {"problem": "hello", "solution": "fine", "id": 7},
+    ],
+)
+def test_every_shape_gives_the_same_conversation(tmp_path: Path, row: dict[str, Any]) -> None:
+    (conversation,), tally = load(tmp_path, row)
+    (same,), _ = load(tmp_path, {"messages": HELLO})
+    assert list(conversation.messages) == HELLO
+    assert conversation.digest == same.digest
+    assert not tally.findings
+
+
+def test_named_fields_come_before_the_usual_ones(tmp_path: Path) -> None:
+    row = {"question": "no", "answer": "no", "ask": "hello", "say": "fine"}
+    assert messages(tmp_path, row, prompt_field="ask", completion_field="say") == HELLO
+
+
+def test_an_instructions_input_belongs_to_the_question(tmp_path: Path) -> None:
+    row = {"instruction": "Sort.", "input": "3 1", "output": "1 3"}
+    assert messages(tmp_path, row)[0]["content"] == "Sort.\n\n3 1"
+
+
+def test_tools_calls_and_reasoning_are_kept(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    row = {
+        "messages": [
+            HELLO[0],
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "1"},
+            {"role": "tool", "content": ""},
+            {"role": "assistant", "content": "one", "reasoning_content": "easy"},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+    }
+    (conversation,), tally = load(tmp_path, row)
+    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert conversation.messages[4]["reasoning_content"] == "easy"
+    assert not tally.findings
+
+
+def test_tokens_and_mask_pass_through(tmp_path: Path) -> None:
+    (row,), _ = load(tmp_path, {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]})
+    assert isinstance(row, TokenRow)
+    assert (row.input_ids, row.loss_mask) == ((1, 2, 3), (0, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "reason"),
+    [
+        ("gpt=welcome|human=hello|gpt=fine", "user assistant", "began with the assistant; that turn dropped"),
+        ("system=|human=hello|gpt=fine", "user assistant", "empty system turn dropped"),
+        ("human=hello|gpt=fine|human= |gpt=what", "user assistant", "cut before an empty turn"),
+        ("human=hello|gpt=fine|human=more", "user assistant", "turns after the last answer cut"),
+        ("human=hello|human=there|gpt=fine", "user assistant", "two turns of the user in a row joined"),
+        (
+            "system=a|human=hello|gpt=fine|gpt=too",
+            "system user assistant",
+            "two turns of the assistant in a row joined",
+        ),
+    ],
+)
+def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kept: str, reason: str) -> None:
+    (conversation,), tally = load(tmp_path, {"conversations": turns(text)})
+    assert " ".join(message["role"] for message in conversation.messages) == kept
+    assert [(kind, found) for kind, found in tally.findings] == [("mended", reason)]
+
+
+def test_joined_turns_keep_both_texts(tmp_path: Path) -> None:
+    assert messages(tmp_path, {"conversations": turns("human=a|human=b|gpt=c")})[0]["content"] == "a\n\nb"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"conversations": turns("human=hello|gtp=fine")}, "unknown role"),
+        ({"conversations": turns("human=hello|gpt=")}, "no answer to a user's turn"),
+        ({"conversations": turns("gpt=fine")}, "no answer to a user's turn"),
+        ({"conversations": turns("human=hello")}, "no assistant turn"),
+        ({"conversations": []}, "no assistant turn"),
+        ({"conversations": ["hello"]}, "turn is no object"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]}, "turn is not text"),
+        ({"messages": HELLO, "tools": "[oops"}, "tools are not JSON"),
+        ({"prompt": 3, "completion": "three"}, "field is no text"),
+        ({"stranger": 1}, "keys of no known shape"),
+        (["hello"], "row is no object"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "mask and ids differ in length"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "mask is not 0 and 1"),
+        ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "token ids or mask are no integers"),
+    ],
+)
+def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason: str) -> None:
+    kept, tally = load(tmp_path, {"messages": HELLO}, row)
+    assert len(kept) == tally.kept == 1
+    assert tally.rows == 2
+    ((key, finding),) = tally.findings.items()
+    assert key == ("skipped", reason)
+    assert "rows.jsonl: row 2: " in finding.example
+
+
+def test_wrong_keys_in_the_first_row_are_an_error_with_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rows\.jsonl: row 1 has keys question, anwser; .*did you mean 'answer'"):
+        load(tmp_path, {"question": "hello", "anwser": "fine"})
+    with pytest.raises(UserError, match=r"has keys a, b; expected conversations.*set data\.prompt_field"):
+        load(tmp_path, {"a": "hello", "b": "fine"})
+    with pytest.raises(UserError, match=r"no 'questoin'.*did you mean 'question'"):
+        load(tmp_path, {"question": "a", "text": "b"}, prompt_field="questoin", completion_field="text")
+
+
+def test_nothing_left_is_an_error_with_the_reasons(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"no usable conversation: 2 read, 0 kept; 2 x no assistant turn .*row 1"
+    ) as caught:
+        load(tmp_path, *[{"conversations": turns("human=hello")}] * 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_system_prompt_goes_before_conversations_without_one(tmp_path: Path) -> None:
+    rows = [{"messages": HELLO}, {"messages": [{"role": "system", "content": "own"}, *HELLO]}]
+    kept, _ = load(tmp_path, *rows, system_prompt="ours")
+    assert [conversation.messages[0]["content"] for conversation in kept] == ["ours", "own"]
+
+
+def test_a_rows_system_field_is_its_system_turn(tmp_path: Path) -> None:
+    row = {"system": "be short", "conversations": turns("human=hello|gpt=fine")}
+    assert messages(tmp_path, row, system_prompt="ours")[0] == {"role": "system", "content": "be short"}
+
+
+def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:
+    rows = [{"conversations": turns(f"human=hello {number}|gpt=fine")} for number in range(400)]
+    forward, _ = load(tmp_path, *rows)
+    backward, _ = load(tmp_path, *reversed(rows), *rows, system_prompt="another")
+    out = {row.messages[0]["content"] for row in forward if split_by_hash(row.digest, 0.1)}
+    again = {row.messages[1]["content"] for row in backward if split_by_hash(row.digest, 0.1)}
+    assert out == again
+    assert 20 <= len(out) <= 60  # 40 expected, standard deviation 6
+    assert not any(split_by_hash(row.digest, 0.0) for row in forward)
