@@ -1,0 +1,207 @@
+"""Records -> the rows of summary.json: tau, speedup with its interval, and what was spent.
+
+One counter for every row: the prefill's token belongs to the prefill, so new_tokens - 1 tokens are what wall - prefill
+(the decode seconds) bought, in vanilla and in every other method alike.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from infer.records import FloatArray, Milliseconds, Record
+
+RESAMPLES = 2000
+VANILLA = "vanilla"
+PARTS = ("prefill", "draft", "verify", "commit", "other", "wall")
+ALL_TASKS = "all"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers of one row at one sampling, and vanilla's answers at the same sampling by prompt."""
+
+    records: tuple[Record, ...]
+    baseline: dict[tuple[str, str], Record]
+
+    @property
+    def first(self) -> Record:
+        return self.records[0]
+
+    @property
+    def failed(self) -> list[Record]:
+        return [record for record in self.records if record.status != "ok"]
+
+    @property
+    def pairs(self) -> list[tuple[Record, Record]]:
+        """(this row's answer, vanilla's) of the prompts that are ok in both."""
+        return [
+            (r, self.baseline[r.prompt_key]) for r in self.records if r.prompt_key in self.baseline and r.status == "ok"
+        ]
+
+    def by_task(self) -> dict[str, "Group"]:
+        """The same row for each task alone, in order of appearance."""
+        tasks = dict.fromkeys(record.task for record in self.records)
+        return {task: replace(self, records=tuple(r for r in self.records if r.task == task)) for task in tasks}
+
+
+def group(records: Iterable[Record]) -> list[Group]:
+    """One group per (sampling, row): samplings in order of appearance, rows in the recipe's order."""
+    found: dict[tuple[tuple[float, int, float], int], list[Record]] = {}
+    for record in records:
+        found.setdefault((record.sampling, record.row), []).append(record)
+    samplings = list(dict.fromkeys(sampling for sampling, _ in found))
+    baselines: dict[tuple[float, int, float], dict[tuple[str, str], Record]] = {}
+    for (sampling, _), members in sorted(found.items(), key=lambda item: item[0][1]):
+        if members[0].method == VANILLA and sampling not in baselines:
+            baselines[sampling] = {record.prompt_key: record for record in members if record.status == "ok"}
+    keys = sorted(found, key=lambda key: (samplings.index(key[0]), key[1]))
+    return [Group(tuple(found[key]), baselines.get(key[0], {})) for key in keys]
+
+
+def row(members: Group, seed: int = 0) -> dict[str, Any]:
+    """One row of summary.json. With a failed prompt: its identity, status "error" and a message, and no figure.
+
+    ms are sums over the prompts, as new_tokens and target_forwards are; peak_memory_gib is the largest.
+    """
+    identity = _identity(members)
+    if members.failed:
+        return {**identity, "status": "error", "message": _failure(members)}
+    records = members.records
+    new_tokens = sum(record.new_tokens for record in records)
+    forwards = sum(record.target_forwards for record in records)
+    nodes = sum(record.draft_nodes for record in records)
+    times = milliseconds(records)
+    decode_seconds = (times.wall - times.prefill) / 1000.0
+    memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]
+    return {
+        **identity,
+        "new_tokens": new_tokens,
+        "tau": tau(records),
+        "tau_macro": tau_macro(records),
+        "accepted_histogram": accepted_histogram(records),
+        "tokens_per_s": (new_tokens - len(records)) / decode_seconds if decode_seconds > 0 else None,
+        **speedups(members.pairs, seed),
+        "target_forwards": forwards,
+        "draft_forwards": sum(record.draft_forwards for record in records),
+        "draft_forwards_wasted": sum(record.draft_forwards_wasted for record in records),
+        "draft_nodes": nodes,
+        "accept_rate": sum(sum(record.accepted) for record in records) / nodes if nodes else None,
+        "identical": _count(records, "identical", True),
+        "mismatch": _count(records, "identical", False),
+        "peak_memory_gib": max(memory, default=None),
+        "ms": {part: getattr(times, part) for part in PARTS},
+        "status": "ok",
+    }
+
+
+def tau(records: Sequence[Record]) -> float | None:
+    """New tokens after the prefill's per target forward, bonus included, pooled over prompts (vanilla: 1.0)."""
+    forwards = sum(record.target_forwards for record in records)
+    return (sum(record.new_tokens for record in records) - len(records)) / forwards if forwards else None
+
+
+def tau_macro(records: Sequence[Record]) -> float | None:
+    """The mean over prompts of each prompt's own tau; prompts that ended at the prefill's token have none."""
+    values = [(record.new_tokens - 1) / record.target_forwards for record in records if record.target_forwards]
+    return float(np.mean(values)) if values else None
+
+
+def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None:
+    """95 % bootstrap interval of tau over prompts."""
+    tokens = np.array([record.new_tokens - 1 for record in records], dtype=np.float64)
+    forwards = np.array([record.target_forwards for record in records], dtype=np.float64)
+    if len(records) < 2 or not forwards.any():
+        return None
+    weights = _resamples(len(records), seed)  # [R, n]
+    return _interval(weights @ tokens, weights @ forwards)
+
+
+def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str, Any]:
+    """speedup, its 95 % interval, the mean of the prompts' own speedups, and the speedup with the prefill counted.
+
+    The interval is a paired bootstrap: a resampled prompt brings the method's answer and vanilla's. With the prefill
+    counted, all new_tokens are the tokens of the whole wall time. None where no prompt is ok in both.
+    """
+    used = [(mine, base) for mine, base in pairs if mine.new_tokens > 1 and base.new_tokens > 1]
+    if not used:
+        return dict.fromkeys(("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill"))
+    tokens, seconds = _decode(mine for mine, _ in used)
+    base_tokens, base_seconds = _decode(base for _, base in used)
+    weights = _resamples(len(used), seed)  # [R, n]
+    own_rate = (weights @ tokens) * (weights @ base_seconds)
+    base_rate = (weights @ base_tokens) * (weights @ seconds)
+    return {
+        "speedup": float(tokens.sum() * base_seconds.sum() / (base_tokens.sum() * seconds.sum())),
+        "speedup_ci95": _interval(own_rate, base_rate) if len(used) > 1 else None,
+        "speedup_mean_per_prompt": float(np.mean(tokens * base_seconds / (base_tokens * seconds))),
+        "speedup_with_prefill": _rate_with_prefill(mine for mine, _ in pairs) / _rate_with_prefill(b for _, b in pairs),
+    }
+
+
+def accepted_histogram(records: Sequence[Record]) -> list[int]:
+    """Entry a is the number of cycles in which a draft tokens were kept; as long as the tree is deep, plus one."""
+    tree = records[0].tree
+    accepted = np.array([kept for record in records for kept in record.accepted], dtype=np.int64)
+    return [int(count) for count in np.bincount(accepted, minlength=(tree.levels if tree else 0) + 1)]
+
+
+def milliseconds(records: Sequence[Record]) -> Milliseconds:
+    """The parts of wall-clock summed over prompts."""
+    return Milliseconds(**{part: sum(getattr(r.ms, part) for r in records if r.ms is not None) for part in PARTS})
+
+
+def _identity(members: Group) -> dict[str, Any]:
+    first = members.first
+    tasks = {record.task for record in members.records}
+    tree = None
+    if first.tree is not None:
+        # a chain has one child per node, whatever k the recipe leaves standing
+        k = 1 if first.tree.shape == "chain" else first.tree.k
+        tree = {"levels": first.tree.levels, "k": k, "nodes": first.tree.nodes}
+    return {
+        "method": first.method,
+        "task": first.task if len(tasks) == 1 else ALL_TASKS,
+        "temperature": first.temperature,
+        "top_k": first.top_k,
+        "top_p": first.top_p,
+        "prompts": len(members.records),
+        "verify": first.verify,
+        "tree": tree,
+    }
+
+
+def _failure(members: Group) -> str:
+    first = members.failed[0]
+    return f"{len(members.failed)} of {len(members.records)} prompts failed; first {first.prompt_id!r}: {first.message}"
+
+
+def _count(records: Sequence[Record], name: str, value: bool) -> int | None:
+    """How many records have this value; None where none was compared (sampled rows)."""
+    compared = [getattr(record, name) for record in records if getattr(record, name) is not None]
+    return sum(found is value for found in compared) if compared else None
+
+
+def _decode(records: Iterable[Record]) -> tuple[FloatArray, FloatArray]:
+    """Tokens after the prefill's and the decode milliseconds, one entry per record."""
+    rows = [(record.new_tokens - 1, record.ms.wall - record.ms.prefill) for record in records if record.ms is not None]
+    table = np.array(rows, dtype=np.float64)  # [n, 2]
+    return table[:, 0], table[:, 1]
+
+
+def _rate_with_prefill(records: Iterable[Record]) -> float:
+    rows = [(record.new_tokens, record.ms.wall) for record in records if record.ms is not None]
+    return sum(tokens for tokens, _ in rows) / sum(wall for _, wall in rows)
+
+
+def _resamples(size: int, seed: int) -> FloatArray:
+    """How often each prompt is drawn in each resample: [RESAMPLES, size]."""
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(size, np.full(size, 1.0 / size), size=RESAMPLES).astype(np.float64)
+
+
+def _interval(numerators: FloatArray, denominators: FloatArray) -> list[float]:
+    valid = denominators > 0  # a resample of prompts without one decode step has no ratio
+    low, high = np.percentile(numerators[valid] / denominators[valid], [2.5, 97.5])
+    return [float(low), float(high)]

@@ -1,0 +1,260 @@
+"""Every row on every prompt, interleaved in one process and one model load, appended to a JSONL as it goes."""
+
+import itertools
+import os
+import resource
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.progress import bar
+from infer.config import BenchConfig, BenchRow, SamplingConfig
+from infer.drafters.eagle import EagleDrafter
+from infer.engine import Generation, SpeculativeDecoder
+from infer.records import Milliseconds, Record, Reference, TreeShape, line_of, read_records
+from infer.shape import make_shape
+from infer.tasks import Prompt, encode
+from infer.tree import root_only
+from model.errors import UserError
+from model.files import write_json
+from model.target import Target
+
+REFERENCE_PROMPTS = 6
+Key = tuple[int, tuple[float, int, float], tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured: the decoders of the rows on one target, and where the records go."""
+
+    target: Target
+    tokenizer: Any
+    decoders: list[SpeculativeDecoder]
+    config: BenchConfig
+    directory: Path
+
+    @property
+    def records_path(self) -> Path:
+        return self.directory / "records.jsonl"
+
+
+def make_decoders(target: Target, rows: Iterable[BenchRow], load_head: Callable[[], Any]) -> list[SpeculativeDecoder]:
+    """One decoder per row; the head is loaded once, and only when a row drafts."""
+    decoders, head = [], None
+    for row in rows:
+        if row.method == "vanilla":
+            decoders.append(SpeculativeDecoder(target))
+            continue
+        if (row.method == "eagle-chain") != (row.tree.shape == "chain"):
+            raise UserError(
+                f"bench.rows: {row.method} with tree.shape {row.tree.shape}: eagle-chain is the method of shape chain"
+            )
+        head = head or load_head()
+        decoders.append(SpeculativeDecoder(target, EagleDrafter(head, target), make_shape(row.tree)))
+    return decoders
+
+
+def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
+    """Measures what records.jsonl does not hold yet, and returns all records.
+
+    For each prompt the rows take turns, starting with another one each time, so that a drift of the machine's speed
+    falls on all of them alike.
+    """
+    bench.directory.mkdir(parents=True, exist_ok=True)
+    records = _known(bench)
+    done: dict[Key, Record] = {(r.row, r.sampling, r.prompt_key): r for r in records}
+    jobs = [(sampling, prompt) for sampling in bench.config.sampling for prompt in prompts]
+    _warm_up(bench, prompts)
+    total = len(jobs) * len(bench.decoders)
+    with bench.records_path.open("a", encoding="utf-8") as file, bar(total, "answers", "bench") as progress:
+        for number, (sampling, prompt) in enumerate(jobs):
+            ids = encode(prompt.text, bench.tokenizer, bench.target)
+            for offset in range(len(bench.decoders)):
+                row = (number + offset) % len(bench.decoders)
+                key = (row, (sampling.temperature, sampling.top_k, sampling.top_p), (prompt.task, prompt.prompt_id))
+                if key not in done:
+                    done[key] = _measure(bench, row, sampling, prompt, ids, seed + number)
+                    file.write(line_of(done[key]))
+                    file.flush()
+                    os.fsync(file.fileno())
+                progress.update()
+    return compared(list(done.values()))
+
+
+def compared(records: list[Record]) -> list[Record]:
+    """The greedy records with `identical` set against the vanilla row's tokens of the same prompt."""
+    vanilla = {(r.sampling, r.prompt_key): r.output_ids for r in records if r.method == "vanilla" and r.status == "ok"}
+    out = []
+    for record in records:
+        plain = vanilla.get((record.sampling, record.prompt_key))
+        if record.status == "ok" and record.temperature == 0.0 and plain is not None:
+            record = Record(**{**record.__dict__, "identical": record.output_ids == plain})
+        out.append(record)
+    return out
+
+
+def measure_reference(bench: Bench, prompts: list[Prompt], records: list[Record]) -> list[Record]:
+    """transformers' generate on every greedy prompt, and the bare forwards replayed; writes reference.json.
+
+    Returns the records with `identical_to_generate`. The vanilla row must be no slower than generate with a static
+    cache, nor than 1.1 times its forwards without an engine around them; the same prompts are timed in turn.
+    """
+    greedy = [r for r in records if r.temperature == 0.0 and r.method == "vanilla" and r.status == "ok"]
+    texts = {(prompt.task, prompt.prompt_id): prompt.text for prompt in prompts}
+    answers: dict[tuple[str, str], tuple[int, ...]] = {}
+    seconds: dict[str, list[tuple[float, int]]] = {"static": [], "bare": [], "vanilla": []}
+    vanilla = SpeculativeDecoder(bench.target)
+    with bar(len(greedy), "prompts", "reference") as progress:
+        for number, record in enumerate(greedy):
+            ids = encode(texts[record.prompt_key], bench.tokenizer, bench.target)
+            started = _now(bench.target)
+            answer = _generate(bench, ids)
+            elapsed = _now(bench.target) - started
+            answers[record.prompt_key] = tuple(answer)
+            if number < REFERENCE_PROMPTS:
+                seconds["static"].append((elapsed, len(answer)))
+                seconds["bare"].append((_replay(vanilla, ids, answer), len(answer)))
+                plain = vanilla.generate(
+                    ids, max_new_tokens=bench.config.prompts.max_new_tokens, do_sample=False, timed=True
+                )
+                seconds["vanilla"].append((plain.statistics.ms["wall"] / 1000, plain.statistics.new_tokens))
+            progress.update()
+    per_token = {
+        name: 1000 * sum(t for t, _ in rows) / max(1, sum(n for _, n in rows)) for name, rows in seconds.items()
+    }
+    checked = [
+        Record(**{**r.__dict__, "identical_to_generate": r.output_ids == answers[r.prompt_key]})
+        if r.status == "ok" and r.temperature == 0.0 and r.prompt_key in answers
+        else r
+        for r in records
+    ]
+    reference = Reference(
+        vanilla_ms_per_token=per_token["vanilla"],
+        bare_forward_ms_per_token=per_token["bare"],
+        prompts=len(greedy),
+        identical_to_generate=sum(bool(r.identical_to_generate) for r in checked if r.method == "vanilla"),
+        generate_static_ms_per_token=per_token["static"],
+    )
+    write_json(bench.directory / "reference.json", asdict(reference))
+    return checked
+
+
+def _known(bench: Bench) -> list[Record]:
+    """Records of an earlier call; a line that was cut by a kill is dropped and measured again."""
+    path = bench.records_path
+    if not path.is_file():
+        return []
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if whole != raw:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return read_records(path)
+
+
+def _warm_up(bench: Bench, prompts: list[Prompt]) -> None:
+    for prompt in prompts[: bench.config.warmup_prompts]:
+        ids = encode(prompt.text, bench.tokenizer, bench.target)
+        for decoder in bench.decoders:
+            decoder.generate(ids, max_new_tokens=min(24, bench.config.prompts.max_new_tokens), do_sample=False)
+
+
+def _measure(bench: Bench, row: int, sampling: SamplingConfig, prompt: Prompt, ids: Tensor, seed: int) -> Record:
+    """One answer as a record; a failure is a record with its message and no time."""
+    config = bench.config.rows[row]
+    common: dict[str, Any] = {
+        "row": row,
+        "method": config.method,
+        "tree": None if config.method == "vanilla" else TreeShape(**asdict(config.tree)),
+        "verify": "R2" if sampling.temperature > 0 else "R0",
+        **asdict(sampling),
+        "task": prompt.task,
+        "prompt_id": prompt.prompt_id,
+        "prompt_tokens": ids.shape[1],
+        "prompt_ids": tuple(ids[0].tolist()),
+        "prompt_text": prompt.text,
+    }
+    generator = torch.Generator(bench.target.device).manual_seed(seed)
+    try:
+        generation = bench.decoders[row].generate(
+            ids,
+            max_new_tokens=bench.config.prompts.max_new_tokens,
+            do_sample=sampling.temperature > 0,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            generator=generator,
+            timed=True,
+        )
+    except (UserError, RuntimeError) as error:
+        return Record(**common, status="error", message=str(error).splitlines()[0])
+    return Record(**common, **_facts(generation, bench.tokenizer))
+
+
+def _facts(generation: Generation, tokenizer: Any) -> dict[str, Any]:
+    statistics, ids = generation.statistics, generation.new_ids
+    ends = [1]
+    for count in statistics.cycle_tokens:
+        ends.append(ends[-1] + count)
+    texts = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in ends]
+    pieces = [texts[0], *(later[len(earlier) :] for earlier, later in itertools.pairwise(texts))]
+    return {
+        "new_tokens": statistics.new_tokens,
+        "output_ids": tuple(ids),
+        "text": texts[-1],
+        "cycle_texts": tuple(pieces),
+        "accepted": tuple(statistics.accepted),
+        "cycle_tokens": tuple(statistics.cycle_tokens),
+        "target_forwards": statistics.target_forwards,
+        "draft_forwards": statistics.draft_forwards,
+        "draft_forwards_wasted": statistics.draft_forwards_wasted,
+        "draft_nodes": statistics.draft_nodes,
+        "ms": Milliseconds(**statistics.ms),
+        "peak_memory_gib": peak_memory_gib(),
+    }
+
+
+def peak_memory_gib() -> float:
+    """The most memory that this process has held: of the GPU where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _generate(bench: Bench, ids: Tensor) -> list[int]:
+    """The new tokens of transformers' own greedy generate with a static cache."""
+    model = bench.target.model
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=bench.config.prompts.max_new_tokens,
+            cache_implementation="static",
+            disable_compile=True,
+        )
+    answer: list[int] = out[0, ids.shape[1] :].tolist()
+    return answer
+
+
+@torch.inference_mode()
+def _replay(vanilla: SpeculativeDecoder, ids: Tensor, answer: list[int]) -> float:
+    """Seconds of the bare target forwards that write this answer: no choice, no stop rule, no statistics."""
+    tokens = torch.tensor(answer, device=ids.device)
+    started = _now(vanilla.target)
+    vanilla.lm.prefill(ids[0], ids.shape[1] + len(answer) + 1)
+    for position in range(len(answer) - 1):
+        vanilla.lm.extend(root_only(tokens[position : position + 1]))
+        vanilla.lm.keep([0])
+    return _now(vanilla.target) - started
+
+
+def _now(target: Target) -> float:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()

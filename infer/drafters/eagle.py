@@ -1,0 +1,76 @@
+"""Drafting with an EAGLE head: its own keys and values, true features where they are known, predictions below."""
+
+import torch
+from torch import Tensor
+
+from model.heads.eagle1 import Eagle1Head
+from model.layers import KeyValueBuffer
+from model.target import Target
+
+
+class EagleDrafter:
+    """Slot p holds (feature of t_p, token t_{p+1}) at position p; its output is the predicted feature of t_{p+1}.
+
+    `commit` appends slots with the target's true features; they stay. `step` appends slots with the head's own
+    predictions; they are forgotten at the next commit, so no guess ever outlives its cycle.
+    """
+
+    def __init__(self, head: Eagle1Head, target: Target) -> None:
+        self.head = head
+        self.target = target
+        self._buffers: list[KeyValueBuffer] = []
+        self._length = 0  # committed slots
+        self._hidden: Tensor | None = None  # [1, rows of the last call, D]
+        self._mask: Tensor | None = None  # [rows of the last call, drafted slots so far]
+        self._levels = 0
+
+    @property
+    def max_positions(self) -> int:
+        return self.head.config.max_position_embeddings
+
+    def reset(self, capacity: int) -> None:
+        """Forgets everything and makes room for `capacity` slots (prompt, answer and one tree's drafted slots)."""
+        like = self.head.fc.weight
+        sizes = self.head.config.sizes()
+        self._buffers = [KeyValueBuffer.allocate(1, sizes, capacity, like) for _ in self.head.layers]
+        self._length = 0
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        """Appends slots: the target's features [n, D] of n tokens, and the n tokens [n] that follow each of them."""
+        count = tokens.shape[0]
+        for buffer in self._buffers:
+            buffer.length = self._length
+        total = self._length + count
+        positions = torch.arange(self._length, total, device=tokens.device)
+        mask = torch.ones(count, total, dtype=torch.bool, device=tokens.device).tril_(self._length)
+        hidden = self.head.draft(tokens[None], features[None], positions[None], mask[None, None], self._buffers)
+        self._length = total
+        self._hidden = hidden[:, -1:]
+
+    def start(self) -> Tensor:
+        """log q [1, V] after the last committed token."""
+        for buffer in self._buffers:
+            buffer.length = self._length
+        self._mask = torch.zeros(1, 0, dtype=torch.bool, device=self.target.device)
+        self._levels = 0
+        return self._log_q()
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """log q [n, V] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
+        assert self._hidden is not None and self._mask is not None
+        count = tokens.shape[0]
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device)
+        self._mask = torch.cat([self._mask[parents], own], dim=1)  # [n, drafted slots]
+        known = self._mask.new_ones(count, self._length)
+        mask = torch.cat([known, self._mask], dim=1)[None, None]
+        positions = torch.full((1, count), self._length + self._levels, dtype=torch.long, device=tokens.device)
+        features = self._hidden[:, parents]
+        self._hidden = self.head.draft(tokens[None], features, positions, mask, self._buffers)
+        for buffer in self._buffers:
+            buffer.length += count
+        self._levels += 1
+        return self._log_q()
+
+    def _log_q(self) -> Tensor:
+        assert self._hidden is not None
+        return self.target.logits(self._hidden[0]).float().log_softmax(-1)

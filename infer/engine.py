@@ -1,0 +1,327 @@
+"""The decoding loop: draft a tree, verify it in one target forward, commit what was accepted. Lossless.
+
+Plain decoding (`vanilla`) is the same loop with a tree of one node: same cache, dtype, stop rules and token counter,
+so that a speedup compares nothing but drafting.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from infer.cached_lm import CachedLM, TargetStep
+from infer.config import TreeConfig
+from infer.drafters.eagle import EagleDrafter
+from infer.sampling import Decoding, Sampler, resolve
+from infer.shape import Shape, make_shape
+from infer.tree import Tree, check_connected, root_only
+from infer.verify import Verdict, verify
+from model.checkpoint import check_fits, load_head
+from model.config import TargetConfig
+from model.errors import UserError
+from model.heads.eagle1 import Eagle1Head
+from model.target import Target
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Everything about one cycle, for whoever measures: the tree, the target's answer, and what was accepted."""
+
+    tree: Tree
+    step: TargetStep
+    verdict: Verdict
+    sampler: Sampler
+
+
+@dataclass
+class Statistics:
+    """What one generation cost and yielded. Counts stop at the end token and at max_new_tokens."""
+
+    prompt_tokens: int
+    decoding: dict[str, Any]
+    cycle_tokens: list[int] = field(default_factory=list)  # new tokens per cycle, bonus included
+    accepted: list[int] = field(default_factory=list)  # drafted tokens among them
+    draft_forwards: int = 0
+    draft_forwards_wasted: int = 0  # levels drafted beyond the accepted length
+    draft_nodes: int = 0
+    ms: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "commit", "other", "wall"), 0.0)
+    )
+
+    @property
+    def new_tokens(self) -> int:
+        """Generated tokens; the first is the prefill's and nobody's draft."""
+        return 1 + sum(self.cycle_tokens)
+
+    @property
+    def target_forwards(self) -> int:
+        """Verifying forwards; the prefill is not one of them."""
+        return len(self.cycle_tokens)
+
+    @property
+    def tau(self) -> float:
+        """New tokens per cycle, bonus included; 1.0 without drafting."""
+        return sum(self.cycle_tokens) / len(self.cycle_tokens) if self.cycle_tokens else 1.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Prompt and answer [1, T + new], and what they cost."""
+
+    sequences: Tensor
+    statistics: Statistics
+
+    @property
+    def new_ids(self) -> list[int]:
+        ids: list[int] = self.sequences[0, self.statistics.prompt_tokens :].tolist()
+        return ids
+
+
+class CachedDrafter(Protocol):
+    """A drafter with memory: what the engine needs beside the laws that a shape asks for."""
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def reset(self, capacity: int) -> None: ...
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None: ...
+
+    def start(self) -> Tensor: ...
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor: ...
+
+
+class SpeculativeDecoder:
+    """Decodes with a target and a drafter, token for token what the target alone would write."""
+
+    def __init__(self, target: Target, drafter: CachedDrafter | None = None, shape: Shape | None = None) -> None:
+        if (drafter is None) != (shape is None):
+            raise ValueError("a drafter needs a shape, and a shape a drafter")
+        self.target = target
+        self.drafter = drafter
+        self.shape = shape
+        self.lm = CachedLM(target)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Target,
+        head: str | None = None,
+        *,
+        tree: TreeConfig | None = None,
+        dtype: str = "auto",
+        device_map: str | None = None,
+        device: str | None = None,
+    ) -> "SpeculativeDecoder":
+        """A decoder for a target (local directory, Hub id or loaded Target) and a head directory; no head: vanilla."""
+        if isinstance(target, str):
+            target = Target.load(TargetConfig(path=target, dtype=dtype, device_map=device_map), device)  # type: ignore[arg-type]
+        if head is None:
+            return cls(target)
+        return cls(target, EagleDrafter(load_head_for(target, head), target), make_shape(tree or TreeConfig()))
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        streamer: BaseStreamer | None = None,
+        generator: torch.Generator | None = None,
+        on_cycle: Callable[[Cycle], None] | None = None,
+        timed: bool = False,
+        **settings: Any,
+    ) -> Generation:
+        """Prompt and answer for input_ids [1, T], and statistics.
+
+        settings are transformers' names: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, eos_token_id;
+        what is left out comes from the target's generation_config. timed synchronises the device around each phase.
+        """
+        decoding = resolve(self.target.generation_config, **_known(settings))
+        prompt = self._checked_prompt(input_ids, attention_mask, decoding)
+        run = _Run(self, prompt, decoding, _generator(generator, self.target.device), timed)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        tokens = run.prefill()
+        while True:
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+            if run.done:
+                break
+            tokens = run.cycle(on_cycle)
+        if streamer is not None:
+            streamer.end()
+        run.clock.finish(run.statistics.ms)
+        answer = torch.tensor([run.answer], dtype=input_ids.dtype, device=input_ids.device)
+        return Generation(torch.cat([input_ids, answer], dim=1), run.statistics)
+
+    def _checked_prompt(self, input_ids: Tensor, attention_mask: Tensor | None, decoding: Decoding) -> Tensor:
+        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+            raise UserError(
+                f"input_ids has shape {list(input_ids.shape)}; aerie decodes one prompt at a time, [1, T]: "
+                f"loop over prompts"
+            )
+        if input_ids.shape[1] == 0:
+            raise UserError("the prompt is empty: it needs at least one token")
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise UserError("attention_mask hides tokens of the prompt; pass the prompt without padding")
+        largest = int(input_ids.max())
+        if largest >= self.target.ends.embedding.shape[0]:
+            raise UserError(
+                f"token id {largest} is outside the target's vocabulary of {self.target.ends.embedding.shape[0]}"
+            )
+        length, new = input_ids.shape[1], decoding.max_new_tokens
+        limits = {"the target's context": int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)}
+        if self.drafter is not None:
+            limits["the draft head's max_position_embeddings"] = self.drafter.max_positions
+        for name, limit in limits.items():
+            if length + new > limit:
+                raise UserError(
+                    f"prompt of {length} tokens + max_new_tokens {new} = {length + new} exceeds {name} ({limit}); "
+                    f"shorten the prompt or lower max_new_tokens"
+                )
+        return input_ids[0].to(self.target.device)
+
+
+class _Run:
+    """The state of one generation."""
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, prompt: Tensor, decoding: Decoding, generator: torch.Generator, timed: bool
+    ) -> None:
+        self.lm, self.drafter, self.shape = decoder.lm, decoder.drafter, decoder.shape
+        self.prompt = prompt
+        self.decoding = decoding
+        self.sampler = Sampler(decoding, generator)
+        self.clock = Clock(prompt.device if timed else None)
+        self.statistics = Statistics(prompt.shape[0], decoding.as_dict())
+        self.answer: list[int] = []
+        self.done = False
+        self._root = prompt[-1:]
+
+    def prefill(self) -> list[int]:
+        """Runs the prompt through the target and the drafter; the answer's first token."""
+        nodes = self.shape.max_nodes if self.shape else 1
+        self.clock.start()
+        capacity = self.prompt.shape[0] + self.decoding.max_new_tokens + nodes
+        step = self.lm.prefill(self.prompt, capacity)
+        choice = self.sampler.choose(step.logits)  # [1]
+        first = int(choice)
+        if self.drafter is not None:
+            self.drafter.reset(capacity + _draft_slots(self.shape))
+            self.drafter.commit(torch.cat([self.prompt[1:], choice]), step.last_hidden)
+        self._root = choice
+        self.clock.lap("prefill")
+        return self._take([first])
+
+    def cycle(self, on_cycle: Callable[[Cycle], None] | None) -> list[int]:
+        """Drafts, verifies and commits once; the answer's new tokens."""
+        remaining = self.decoding.max_new_tokens - len(self.answer)
+        if self.shape is None or self.drafter is None or remaining < 2:
+            tree = root_only(self._root)  # the bonus token alone fills what is left
+        else:
+            tree = self.shape.grow(self.drafter, self._root, max_levels=remaining - 1)
+            if __debug__ and self._root.device.type == "cpu":
+                check_connected(tree)
+        self.clock.lap("draft")
+        step = self.lm.extend(tree)
+        verdict = verify(tree, self.sampler.choose(step.logits))
+        self.clock.lap("verify")
+        if on_cycle is not None:
+            on_cycle(Cycle(tree, step, verdict, self.sampler))
+            self.clock.lap("other")
+        self._commit(step, verdict)
+        taken = self._take([*verdict.tokens, verdict.bonus])
+        self._count(tree, verdict, taken)
+        self.clock.lap("commit")
+        return taken
+
+    def _commit(self, step: TargetStep, verdict: Verdict) -> None:
+        self.lm.keep(verdict.path)
+        tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=self._root.device)
+        if self.drafter is not None:
+            self.drafter.commit(tokens, step.last_hidden[verdict.path])
+        self._root = tokens[-1:]
+
+    def _take(self, tokens: list[int]) -> list[int]:
+        """Appends tokens up to the end token and max_new_tokens."""
+        tokens = tokens[: self.decoding.max_new_tokens - len(self.answer)]
+        for position, token in enumerate(tokens):
+            if token in self.decoding.eos_token_ids:
+                tokens = tokens[: position + 1]
+                self.done = True
+                break
+        self.answer += tokens
+        self.done = self.done or len(self.answer) >= self.decoding.max_new_tokens
+        return tokens
+
+    def _count(self, tree: Tree, verdict: Verdict, taken: list[int]) -> None:
+        statistics = self.statistics
+        statistics.cycle_tokens.append(len(taken))
+        statistics.accepted.append(min(verdict.accepted, len(taken)))
+        statistics.draft_forwards += tree.draft_forwards
+        statistics.draft_forwards_wasted += tree.draft_forwards - min(verdict.accepted, tree.draft_forwards)
+        statistics.draft_nodes += len(tree) - 1
+
+
+class Clock:
+    """Milliseconds per phase. Given a device it synchronises it at each lap: a phase pays for its own kernels."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._synchronise = torch.cuda.synchronize if device is not None and device.type == "cuda" else None
+        self._seconds: dict[str, float] = {}
+        self._began = self._last = 0.0
+
+    def start(self) -> None:
+        if self._synchronise:
+            self._synchronise()
+        self._began = self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        if self._synchronise:
+            self._synchronise()
+        now = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def finish(self, ms: dict[str, float]) -> None:
+        """Fills ms: the phases, the wall time since start, and under "other" what belongs to no phase."""
+        self.lap("other")
+        ms.update({phase: 1000 * seconds for phase, seconds in self._seconds.items()})
+        ms["wall"] = 1000 * (self._last - self._began)
+
+
+def load_head_for(target: Target, head: str) -> Eagle1Head:
+    """The head in a directory, checked against the target, in its dtype, on the device of its LM head."""
+    module = load_head(Path(head), dtype=target.dtype)
+    check_fits(module, target.ends, head, target.recipe.path)
+    return module.to(target.device).eval().requires_grad_(False)
+
+
+def _draft_slots(shape: Shape | None) -> int:
+    """Slots that one cycle's drafting may append to a head's buffer beyond the kept ones."""
+    levels, k = getattr(shape, "levels", 0), getattr(shape, "k", 1)
+    return int(levels) * int(k)
+
+
+def _generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """The caller's generator, or one seeded from torch's global one, so that torch.manual_seed decides."""
+    if generator is not None:
+        return generator
+    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,))))
+
+
+SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
+
+
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    foreign = sorted(settings.keys() - set(SETTINGS))
+    if foreign:
+        raise UserError(f"generate() does not know {', '.join(foreign)}; it takes {', '.join(SETTINGS)}")
+    return settings

@@ -1,0 +1,397 @@
+"""Decode with a draft head, calibrate it, measure it, and report: generate, calibrate, bench, report."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not infer/
+
+import pipeline
+from data.inputs import target_inputs
+from data.provenance import Stage, write_status
+from infer.config import PromptsConfig, TreeConfig
+from model.config import TargetConfig
+from model.errors import UserError, exit_code
+from model.files import file_digest, read_json, write_json
+from model.recipe import as_dict
+
+if TYPE_CHECKING:
+    from infer.engine import SpeculativeDecoder
+    from model.target import Target
+
+
+def main() -> int:
+    arguments, unknown = _parser().parse_known_args()
+    run: dict[str, Any] = {"generate": _generate, "calibrate": _calibrate, "bench": _bench, "report": _report}
+    return int(run[arguments.command](arguments, unknown))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python infer/main.py", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    generate = commands.add_parser("generate", help="stream an answer; accepted draft tokens are green")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
+    generate.add_argument("--method", choices=("eagle2", "eagle-chain", "vanilla"), default="eagle2")
+    generate.add_argument("--max-new-tokens", type=int)
+    generate.add_argument("--temperature", type=float)
+    generate.add_argument("--top-k", type=int)
+    generate.add_argument("--top-p", type=float)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--show-tree", action="store_true", help="print the first draft tree")
+    pipeline.add_arguments(generate, config_required=False)
+    for name, text in (
+        ("calibrate", "how confidence predicts acceptance, from decoding cycles on held-out prompts"),
+        ("bench", "tau and speedup of every row of the recipe"),
+        ("report", "summary.json and index.html from what was measured"),
+    ):
+        pipeline.add_arguments(commands.add_parser(name, help=text))
+    for command in commands.choices.values():
+        command.add_argument("--head", type=Path, help="a head directory (default: the run's own)")
+    return parser
+
+
+def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    target_config, tree, head, threads = _generation(arguments, unknown)
+    if arguments.method == "eagle-chain":
+        tree = TreeConfig(shape="chain", levels=tree.levels, nodes=tree.levels + 1)
+    if arguments.plan:
+        print(f"generate: {target_config.path}, {arguments.method} with {head}, {as_dict(tree)}")
+        return 0
+    _prepare(threads)
+    import torch
+
+    from infer.engine import SpeculativeDecoder
+    from infer.stream import ColouredStreamer
+    from infer.tasks import encode
+    from model.target import Target, load_tokenizer
+
+    target = Target.load(target_config, _device())
+    tokenizer = load_tokenizer(target_config)
+    decoder = SpeculativeDecoder.from_pretrained(
+        target, None if arguments.method == "vanilla" else str(head), tree=tree
+    )
+    if arguments.raw:
+        ids = torch.tensor([tokenizer(arguments.prompt)["input_ids"]], device=target.device)
+    else:
+        ids = encode(arguments.prompt, tokenizer, target)
+    streamer = ColouredStreamer(tokenizer, coloured=sys.stdout.isatty())
+    watcher = _TreePrinter(tokenizer, streamer) if arguments.show_tree else streamer
+    generation = decoder.generate(
+        ids,
+        streamer=streamer,
+        on_cycle=watcher.on_cycle,
+        generator=torch.Generator(target.device).manual_seed(arguments.seed),
+        timed=True,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+    )
+    _print_statistics(generation.statistics)
+    return 0
+
+
+def _generation(arguments: argparse.Namespace, unknown: list[str]) -> tuple[TargetConfig, TreeConfig, Path, int | None]:
+    """Target, tree, head and threads from a recipe, or from --target and --head alone."""
+    if arguments.config is not None:
+        recipe = pipeline.load(arguments, unknown)
+        return (
+            recipe.target,
+            recipe.tree,
+            arguments.head or pipeline.RunPaths(Path(recipe.run)).head(recipe),
+            recipe.threads,
+        )
+    if arguments.target is None or (arguments.head is None and arguments.method != "vanilla"):
+        raise UserError("generate needs --config RECIPE, or --target and --head (or --method vanilla)")
+    if unknown:
+        raise UserError(f"{unknown[0]}: overrides need a recipe: give --config")
+    config = TargetConfig(arguments.target, dtype=arguments.dtype or "auto", device_map=arguments.device_map)
+    return config, TreeConfig(), arguments.head or Path(), None
+
+
+def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    recipe, paths, head = _recipe(arguments, unknown)
+    section = recipe.calibrate
+    if section is None:
+        raise UserError(f"{arguments.config}: has no section 'calibrate'; add one with prompts: {{path: ...}}")
+    _check_inputs(recipe, head, section.prompts)
+    stage = Stage(
+        "calibration", paths.calibration, _inputs(recipe, head, {"calibrate": as_dict(section)}, section.prompts)
+    )
+    if arguments.plan:
+        print(
+            f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
+            f"{as_dict(section.tree)} -> {paths.calibration}"
+        )
+        return 0
+    if stage.is_whole():
+        print(f"calibrate: whole, reused ({paths.calibration})")
+        return 0
+    stage.require_own_directory(arguments.overwrite)
+    write_status(paths.status, "calibrate", "running")
+    _prepare(recipe.threads)
+    from data.progress import bar
+    from infer.calibrate import summarise
+    from infer.collect import NodeCollector
+    from infer.records import write_cycles
+    from infer.tasks import encode, load_prompts
+
+    target, tokenizer, decoder = _decoder(recipe, head, section.tree)
+    collector = NodeCollector()
+    prompts = load_prompts(section.prompts)
+    with bar(len(prompts), "prompts", "calibrate") as progress:
+        for collector.prompt, prompt in enumerate(prompts):
+            ids = encode(prompt.text, tokenizer, target)
+            decoder.generate(ids, max_new_tokens=section.prompts.max_new_tokens, do_sample=False, on_cycle=collector)
+            progress.update()
+    arrays = collector.arrays()
+    write_cycles(paths.calibration / "cycles.npz", arrays)
+    summary = summarise(arrays, section.bins)
+    write_json(paths.calibration / "calibration.json", summary)
+    stage.finish(nodes=len(arrays.prompt), cycles=len(arrays.accepted_length))
+    write_status(paths.status, "calibrate", "done")
+    print(
+        f"calibrate: {len(arrays.prompt):,} drafted nodes of {len(arrays.accepted_length):,} cycles; "
+        f"ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}"
+    )
+    return 0
+
+
+def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    recipe, paths, head = _recipe(arguments, unknown)
+    section = recipe.bench
+    if section is None:
+        raise UserError(f"{arguments.config}: has no section 'bench'; add one with prompts and rows")
+    drafts = any(row.method != "vanilla" for row in section.rows)
+    _check_inputs(recipe, head if drafts else None, section.prompts)
+    stage = Stage(
+        "bench",
+        paths.bench,
+        _inputs(
+            recipe, head if drafts else None, {"bench": as_dict(section), "threads": recipe.threads}, section.prompts
+        ),
+    )
+    answers = (section.prompts.num_prompts or 0) * len(section.rows) * len(section.sampling)
+    if arguments.plan:
+        print(
+            f"bench: {len(section.rows)} rows, {answers} answers of {section.prompts.max_new_tokens} new tokens "
+            f"-> {paths.bench}"
+        )
+        return 0
+    if stage.is_whole():
+        print(f"bench: whole, reused ({paths.bench})")
+        return 0
+    stage.require_own_directory(arguments.overwrite)
+    _begin_bench(stage, arguments.overwrite)
+    write_status(paths.status, "bench", "running")
+    _prepare(recipe.threads)
+    from infer.bench import Bench, make_decoders, measure_reference, run
+    from infer.engine import load_head_for
+    from infer.records import line_of
+    from infer.tasks import load_prompts
+    from model.files import write_text
+    from model.target import Target, load_tokenizer
+
+    target = Target.load(recipe.target, _device())
+    decoders = make_decoders(target, section.rows, lambda: load_head_for(target, str(head)))
+    bench = Bench(target, load_tokenizer(recipe.target), decoders, section, paths.bench)
+    prompts = load_prompts(section.prompts)
+    records = run(bench, prompts, recipe.seed)
+    if section.reference:
+        records = measure_reference(bench, prompts, records)
+    write_text(bench.records_path, "".join(line_of(record) for record in records))
+    stage.finish(hardware=_hardware(target, recipe.threads), answers=len(records))
+    failed = [record for record in records if record.status == "error"]
+    write_status(paths.status, "bench", "done")
+    print(
+        f"bench: {len(records)} answers -> {paths.bench}"
+        + (f"; {len(failed)} failed: {failed[0].message}" if failed else "")
+    )
+    return 0
+
+
+def _begin_bench(stage: Stage, overwrite: bool) -> None:
+    """A bench that was killed goes on only under the same inputs."""
+    job, records = stage.output / "job.json", stage.output / "records.jsonl"
+    same = job.is_file() and read_json(job) == stage.inputs
+    if records.is_file() and not same:
+        if not overwrite:
+            raise UserError(
+                f"{records}: holds answers of another recipe, head or target; "
+                f"measure anew with --overwrite, or choose another --run"
+            )
+        records.unlink()
+    write_json(job, stage.inputs)
+
+
+def _report(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    recipe, paths, head = _recipe(arguments, unknown)
+    if arguments.plan:
+        print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
+        return 0
+    from infer.report import Facts, console_table, write_report
+
+    measured = paths.bench / "provenance.json"
+    if not measured.is_file():
+        raise UserError(
+            f"{paths.bench}: nothing was measured yet; run: python infer/main.py bench --config {arguments.config}"
+        )
+    facts = read_json(measured)
+    provenance = head / "provenance.json"
+    trained = read_json(provenance) if provenance.is_file() else {}
+    summary = write_report(
+        paths.bench,
+        paths.calibration,
+        paths.report,
+        Facts(
+            run=str(recipe.run),
+            commit=facts.get("commit"),
+            target={"name": recipe.target.path, "dtype": recipe.target.dtype},
+            head={
+                "kind": recipe.head.kind,
+                "name": str(head),
+                **{k: trained[k] for k in ("training_tokens", "steps", "seconds") if k in trained},
+            },
+            hardware=facts.get("hardware", {}),
+            commands=_commands(arguments.config),
+        ),
+        seed=recipe.seed,
+    )
+    print(console_table(summary))
+    print(f"\nreport: {paths.report / 'index.html'}")
+    return 0
+
+
+def _commands(config: Path) -> tuple[str, ...]:
+    return (
+        f"accelerate launch data/main.py features --config {config}",
+        f"accelerate launch train/main.py --config {config}",
+        f"python infer/main.py calibrate --config {config}",
+        f"python infer/main.py bench --config {config}",
+        f"python infer/main.py report --config {config}",
+    )
+
+
+def _recipe(arguments: argparse.Namespace, unknown: list[str]) -> tuple[pipeline.Recipe, pipeline.RunPaths, Path]:
+    recipe = pipeline.load(arguments, unknown)
+    paths = pipeline.RunPaths(Path(recipe.run))
+    return recipe, paths, arguments.head or paths.head(recipe)
+
+
+def _inputs(
+    recipe: pipeline.Recipe, head: Path | None, sections: dict[str, Any], prompts: PromptsConfig
+) -> dict[str, Any]:
+    """Everything that a measurement depends on, by content."""
+    weights = {} if head is None else {name: file_digest(head / name) for name in ("config.json", "model.safetensors")}
+    return {
+        "target": target_inputs(recipe.target),
+        "head": weights,
+        **sections,
+        "prompts": file_digest(Path(prompts.path)),
+        "seed": recipe.seed,
+    }
+
+
+def _check_inputs(recipe: pipeline.Recipe, head: Path | None, prompts: PromptsConfig) -> None:
+    """Everything that can be refused before torch is imported."""
+    target_inputs(recipe.target)
+    if not Path(prompts.path).is_file():
+        raise UserError(f"{prompts.path}: no such file of prompts")
+    if head is None:
+        return
+    for name in ("config.json", "model.safetensors"):
+        if not (head / name).is_file():
+            raise UserError(
+                f"{head / name}: no such file; train the head with: accelerate launch train/main.py --config RECIPE"
+            )
+
+
+def _prepare(threads: int | None) -> None:
+    """Threads as the recipe says, and no chatter from the libraries."""
+    import logging
+    import warnings
+
+    import torch
+    import transformers
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch").setLevel(logging.ERROR)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _decoder(recipe: pipeline.Recipe, head: Path, tree: TreeConfig) -> "tuple[Target, Any, SpeculativeDecoder]":
+    from infer.engine import SpeculativeDecoder
+    from model.target import Target, load_tokenizer
+
+    target = Target.load(recipe.target, _device())
+    return target, load_tokenizer(recipe.target), SpeculativeDecoder.from_pretrained(target, str(head), tree=tree)
+
+
+def _hardware(target: "Target", threads: int | None) -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    if target.device.type == "cuda":
+        device = torch.cuda.get_device_name(target.device)
+    else:
+        names = [
+            line.split(":", 1)[1].strip() for line in _read_lines("/proc/cpuinfo") if line.startswith("model name")
+        ]
+        device = names[0] if names else platform.processor() or platform.machine()
+    return {
+        "device": device,
+        "threads": threads or torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+
+
+def _read_lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _print_statistics(statistics: Any) -> None:
+    ms = statistics.ms
+    seconds = (ms["wall"] - ms["prefill"]) / 1000
+    rate = (statistics.new_tokens - 1) / seconds if seconds > 0 else 0.0
+    settings = {k: v for k, v in statistics.decoding.items() if k != "eos_token_ids"}
+    print(
+        f"\n{statistics.new_tokens} tokens in {statistics.target_forwards} target forwards: tau {statistics.tau:.2f}, "
+        f"{rate:.1f} tokens/s (prefill {ms['prefill']:.0f} ms apart) | {settings}",
+        file=sys.stderr,
+    )
+
+
+class _TreePrinter:
+    """Prints the first draft tree, then only streams."""
+
+    def __init__(self, tokenizer: Any, streamer: Any) -> None:
+        self.tokenizer, self.streamer, self._done = tokenizer, streamer, False
+
+    def on_cycle(self, cycle: Any) -> None:
+        from infer.tree import describe
+
+        self.streamer.on_cycle(cycle)
+        if not self._done:
+            names = [self.tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
+            print("\n" + describe(cycle.tree, names), file=sys.stderr)
+            self._done = True
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

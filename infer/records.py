@@ -1,0 +1,237 @@
+"""What measuring leaves behind: a record per (row, sampling, prompt), the reference times, the calibration's nodes."""
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from model.errors import UserError
+from model.files import read_json, write_atomically
+from model.recipe import STRICT
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+NODE_ARRAYS = ("prompt", "depth", "confidence", "survival", "acceptance")
+CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The tree of one row; nodes count the root."""
+
+    __pydantic_config__ = STRICT
+    shape: Literal["dynamic", "chain"]
+    levels: int
+    k: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Milliseconds:
+    """Wall-clock of one answer. wall - prefill is what decoding took; the parts sum to wall."""
+
+    __pydantic_config__ = STRICT
+    prefill: float
+    draft: float
+    verify: float
+    commit: float
+    other: float
+    wall: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """One answer of one row. `new_tokens` counts the prefill's token too; `cycle_tokens` does not."""
+
+    __pydantic_config__ = STRICT
+    row: int  # position in the recipe's bench.rows
+    method: str
+    tree: TreeShape | None  # null: vanilla
+    verify: str  # R0 (argmax) or R2 (sampling over deterministic children)
+    temperature: float
+    top_k: int
+    top_p: float
+    task: str
+    prompt_id: str
+    prompt_tokens: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    prompt_text: str | None = None  # shown above the sample outputs when given
+    new_tokens: int = 0
+    output_ids: tuple[int, ...] = ()
+    text: str = ""
+    cycle_texts: tuple[str, ...] = ()  # the prefill's token first, then each cycle's new text
+    accepted: tuple[int, ...] = ()  # draft tokens kept per cycle, after the cut at end-of-text or max_new_tokens
+    cycle_tokens: tuple[int, ...] = ()  # new tokens per cycle, after the same cut
+    target_forwards: int = 0  # the prefill is not counted
+    draft_forwards: int = 0
+    draft_forwards_wasted: int = 0
+    draft_nodes: int = 0
+    ms: Milliseconds | None = None
+    identical: bool | None = None  # to the vanilla row's tokens; null where sampled
+    identical_to_generate: bool | None = None  # to transformers' generate(do_sample=False)
+    peak_memory_gib: float | None = None
+    status: Literal["ok", "error"] = "ok"
+    message: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.status == "error":
+            if not self.message:
+                raise ValueError("a failed record needs a message")
+            return
+        if self.ms is None:
+            raise ValueError("a record that is ok needs its ms")
+        if not len(self.accepted) == len(self.cycle_tokens) == self.target_forwards:
+            raise ValueError(
+                f"{len(self.accepted)} accepted and {len(self.cycle_tokens)} cycle_tokens "
+                f"for {self.target_forwards} target_forwards; one entry per cycle"
+            )
+        if sum(self.cycle_tokens) + 1 != self.new_tokens:
+            raise ValueError(
+                f"cycle_tokens sum to {sum(self.cycle_tokens)}, new_tokens is {self.new_tokens}; "
+                "it must be one more (the prefill's token)"
+            )
+        for kept, new in zip(self.accepted, self.cycle_tokens, strict=True):
+            if not kept <= new <= kept + 1:
+                raise ValueError(
+                    f"a cycle of {new} tokens cannot hold {kept} accepted ones and at most one bonus token"
+                )
+
+    @property
+    def sampling(self) -> tuple[float, int, float]:
+        """(temperature, top_k, top_p)."""
+        return self.temperature, self.top_k, self.top_p
+
+    @property
+    def prompt_key(self) -> tuple[str, str]:
+        """(task, prompt_id): what pairs a row's answer with vanilla's."""
+        return self.task, self.prompt_id
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the vanilla row is held against: transformers' generate and the bare forwards replayed."""
+
+    __pydantic_config__ = STRICT
+    vanilla_ms_per_token: float
+    bare_forward_ms_per_token: float
+    prompts: int
+    identical_to_generate: int
+    generate_static_ms_per_token: float | None = None
+    generate_dynamic_ms_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class CycleArrays:
+    """Drafted nodes whose parent was accepted (n of them), and the cycles (c) that they came from."""
+
+    prompt: IntArray  # [n]
+    depth: IntArray  # [n], 1 = child of the root
+    confidence: FloatArray  # [n], q of the node
+    survival: FloatArray  # [n], product of q along the path
+    acceptance: FloatArray  # [n], 0 or 1 at T = 0; p(x) at T > 0 (rule R2's chance to take the node)
+    accepted_length: IntArray  # [c]
+    cycle_prompt: IntArray  # [c]
+    temperature: float
+
+    def __post_init__(self) -> None:
+        for names in (NODE_ARRAYS, CYCLE_ARRAYS):
+            shapes = {name: getattr(self, name).shape for name in names}
+            if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+                raise ValueError(f"arrays of different shapes: {shapes}")
+        for name in ("confidence", "survival", "acceptance"):
+            values = getattr(self, name)
+            if values.size and not (values.min() >= 0.0 and values.max() <= 1.0 + 1e-5):
+                raise ValueError(f"{name} spans [{values.min():g}, {values.max():g}]; a probability lies in [0, 1]")
+
+
+def line_of(record: Record) -> str:
+    """The record as one line of JSON, newline included."""
+    return TypeAdapter(Record).dump_json(record).decode() + "\n"
+
+
+def read_records(path: Path) -> list[Record]:
+    """Every record of the file; UserError (file:line) for what is no record, or measured twice.
+
+    Text after the last newline is a write that was cut: it is left out, so that the bench measures that prompt again.
+    """
+    adapter = TypeAdapter(Record)
+    records: list[Record] = []
+    seen: dict[tuple[Any, ...], int] = {}
+    for number, line in enumerate(_read_text(path).split("\n")[:-1], start=1):
+        if not line.strip():
+            continue
+        try:
+            record = adapter.validate_json(line)
+        except ValidationError as error:
+            raise UserError(f"{path}:{number}: {_problem(error)}; delete the line to measure it again") from error
+        key = (record.row, record.sampling, record.prompt_key)
+        if key in seen:
+            raise UserError(
+                f"{path}:{number}: row {record.row}, prompt {record.prompt_id!r} of {record.task!r} was measured "
+                f"already at line {seen[key]}; delete one of the two lines"
+            )
+        seen[key] = number
+        records.append(record)
+    return records
+
+
+def read_reference(path: Path) -> Reference:
+    """The reference times; UserError when the file is missing or holds something else."""
+    try:
+        return TypeAdapter(Reference).validate_python(read_json(path))
+    except ValidationError as error:
+        raise UserError(f"{path}: {_problem(error)}; measure again with: python infer/main.py bench") from error
+
+
+def write_cycles(path: Path, arrays: CycleArrays) -> None:
+    """Writes cycles.npz atomically."""
+    values = {name: getattr(arrays, name) for name in (*NODE_ARRAYS, *CYCLE_ARRAYS)}
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as handle:  # a path without .npz would get the suffix appended
+            np.savez_compressed(handle, temperature=np.float64(arrays.temperature), **values)
+
+    write_atomically(path, write)
+
+
+def read_cycles(path: Path) -> CycleArrays:
+    """The arrays of cycles.npz; UserError when the file is missing, damaged or lacks an array."""
+    fix = "collect them again with: python infer/main.py calibrate"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            values = {name: file[name] for name in file.files}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; {fix}") from error
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path}: not an npz file of arrays ({error}); {fix}") from error
+    missing = sorted({*NODE_ARRAYS, *CYCLE_ARRAYS, "temperature"} - values.keys())
+    if missing:
+        raise UserError(f"{path}: missing {', '.join(missing)}; {fix}")
+    integers = {name: values[name].astype(np.int64) for name in ("prompt", "depth", *CYCLE_ARRAYS)}
+    floats = {name: values[name].astype(np.float64) for name in ("confidence", "survival", "acceptance")}
+    try:
+        return CycleArrays(**integers, **floats, temperature=float(values["temperature"]))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; {fix}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; measure first with: python infer/main.py bench") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _problem(error: ValidationError) -> str:
+    """The first problem as 'key: what was wrong'."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message

@@ -1,0 +1,164 @@
+"""Where to draft: which nodes a tree gets, given the laws that a drafter proposes."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infer.config import TreeConfig
+from infer.stop import Constant, Level, Stop
+from infer.tree import Tree, ancestors
+
+
+class Drafter(Protocol):
+    """Proposes laws. One cycle is `start`, then any number of `step`s, each over children of the step before."""
+
+    def start(self) -> Tensor:
+        """log q [1, V] of the root's children."""
+        ...
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """log q [n, V] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
+        ...
+
+
+class Shape(Protocol):
+    """Grows one tree under a root token."""
+
+    @property
+    def max_nodes(self) -> int: ...
+
+    def grow(self, drafter: Drafter, root: Tensor, max_levels: int) -> Tree:
+        """The tree under root [1], at most max_levels deep."""
+        ...
+
+
+def make_shape(config: TreeConfig) -> Shape:
+    """The shape that a recipe names."""
+    stop = Constant(config.levels)
+    return (
+        Chain(stop, config.levels)
+        if config.shape == "chain"
+        else DynamicTree(stop, config.levels, config.k, config.nodes)
+    )
+
+
+class Chain:
+    """gamma tokens in a row, the draft's argmax each."""
+
+    def __init__(self, stop: Stop, levels: int) -> None:
+        self.stop = stop
+        self.levels = levels
+
+    @property
+    def max_nodes(self) -> int:
+        return self.levels + 1
+
+    def grow(self, drafter: Drafter, root: Tensor, max_levels: int) -> Tree:
+        self.stop.reset()
+        tokens, confidences = [root], [torch.zeros(1, device=root.device)]
+        survival, levels = confidences[0], min(self.levels, max_levels)
+        zero = torch.zeros(1, dtype=torch.long, device=root.device)
+        log_q = drafter.start()
+        for depth in range(1, levels + 1):
+            confidence, token = log_q.max(-1)  # [1], [1]
+            survival = survival + confidence
+            tokens.append(token)
+            confidences.append(confidence)
+            if depth == levels or self.stop.ends(Level(depth, confidence, survival)):
+                break
+            log_q = drafter.step(token, zero)
+        count = len(tokens)
+        line = torch.arange(count, device=root.device)
+        confidence = torch.cat(confidences)
+        mask = torch.ones(count, count, dtype=torch.bool, device=root.device).tril_()
+        return Tree(
+            torch.cat(tokens),
+            (line - 1).clamp_(min=0),
+            line,
+            mask,
+            confidence,
+            confidence.cumsum(0),
+            count - 1,
+            count - 1,
+        )
+
+
+class DynamicTree:
+    """EAGLE-2's tree: expand the k most probable paths of each level, then keep the best nodes of all levels.
+
+    Survival never grows along a path, so the best `nodes` by survival are connected once ties go to the shallower node:
+    candidates stand shallow-first and the sort is stable. Deterministic, so pruning it leaves the output's law alone.
+    Source: EAGLE-2 (arXiv 2406.16858), sections 4.1 (expansion) and 4.2 (reranking).
+    """
+
+    def __init__(self, stop: Stop, levels: int, k: int, nodes: int) -> None:
+        self.stop = stop
+        self.levels, self.k, self.nodes = levels, k, nodes
+
+    @property
+    def max_nodes(self) -> int:
+        return self.nodes
+
+    def grow(self, drafter: Drafter, root: Tensor, max_levels: int) -> Tree:
+        pool = _Pool(root)
+        self.stop.reset()
+        levels = min(self.levels, max_levels)
+        log_q = drafter.start()  # [1, V]
+        frontier = torch.zeros(1, dtype=torch.long, device=root.device)  # pool indices of the expanded nodes
+        above = torch.zeros(1, device=root.device)  # their survival
+        depth = 0
+        while True:
+            depth += 1
+            confidence, tokens = log_q.topk(min(self.k, log_q.shape[-1]), dim=-1)  # [rows, k]
+            survival = above[:, None] + confidence
+            first = pool.add(tokens, frontier, confidence, survival, depth)
+            above, best = survival.flatten().topk(min(self.k, survival.numel()))
+            if depth == levels or self.stop.ends(Level(depth, confidence.flatten()[best], above)):
+                break
+            log_q = drafter.step(tokens.flatten()[best], best // tokens.shape[1])
+            frontier = best + first
+        return pool.rerank(self.nodes, depth)
+
+
+class _Pool:
+    """Every candidate of one tree, shallow-first; the root is candidate 0."""
+
+    def __init__(self, root: Tensor) -> None:
+        zero = torch.zeros(1, device=root.device)
+        self._tokens, self._parents = [root], [torch.zeros_like(root)]
+        self._confidence, self._survival = [zero], [zero]
+        self._depth = [torch.zeros_like(root)]
+        self._size = 1
+
+    def add(self, tokens: Tensor, parents: Tensor, confidence: Tensor, survival: Tensor, depth: int) -> int:
+        """Adds [rows, k] candidates under parents [rows] (pool indices); returns the pool index of the first."""
+        rows, k = tokens.shape
+        first = self._size
+        self._tokens.append(tokens.flatten())
+        self._parents.append(parents[:, None].expand(rows, k).flatten())
+        self._confidence.append(confidence.flatten())
+        self._survival.append(survival.flatten())
+        self._depth.append(torch.full((rows * k,), depth, dtype=torch.long, device=tokens.device))
+        self._size += rows * k
+        return first
+
+    def rerank(self, nodes: int, levels: int) -> Tree:
+        """The best `nodes` candidates by survival, the root among them, in level order."""
+        survival = torch.cat(self._survival)
+        order = survival.sort(descending=True, stable=True).indices[:nodes]
+        kept = order.sort().values  # [N] pool indices: level order, parents first
+        count = kept.shape[0]
+        place = torch.full_like(survival, -1, dtype=torch.long)
+        place[kept] = torch.arange(count, device=kept.device)
+        parents = place[torch.cat(self._parents)[kept]]
+        return Tree(
+            tokens=torch.cat(self._tokens)[kept],
+            parents=parents,
+            depth=torch.cat(self._depth)[kept],
+            mask=ancestors(parents, levels),
+            confidence=torch.cat(self._confidence)[kept],
+            survival=survival[kept],
+            levels=levels,
+            draft_forwards=levels,
+        )

@@ -1,0 +1,130 @@
+"""The rows of a summary as text: a console table, Markdown, CSV, and the words the page uses for a row."""
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+NOTHING = "–"
+CONSOLE_COLUMNS = ("method", "tree", "T", "tau", "speedup", "95 % interval", "identical")
+MARKDOWN_COLUMNS = (
+    "method", "tree", "task", "T", "prompts", "tau", "tau (macro)", "speedup", "tokens/s", "identical", "accept rate",
+)  # fmt: skip
+CSV_COLUMNS = (
+    "method", "levels", "k", "nodes", "task", "temperature", "top_k", "top_p", "verify", "prompts", "status",
+    "new_tokens", "tau", "tau_macro", "tokens_per_s", "speedup", "speedup_low", "speedup_high",
+    "speedup_mean_per_prompt", "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted",
+    "draft_nodes", "accept_rate", "identical", "mismatch", "peak_memory_gib", "ms_prefill", "ms_draft", "ms_verify",
+    "ms_commit", "ms_other", "ms_wall", "message",
+)  # fmt: skip
+
+
+def tree_text(row: dict[str, Any]) -> str:
+    """'6 levels, k 8, 16 nodes', '5 levels, chain', or a dash for vanilla."""
+    tree = row["tree"]
+    if tree is None:
+        return NOTHING
+    if tree["k"] == 1:
+        return f"{tree['levels']} levels, chain"
+    return f"{tree['levels']} levels, k {tree['k']}, {tree['nodes']} nodes"
+
+
+def sampling_text(row: dict[str, Any]) -> str:
+    """'0', '1', or '0.6, top-p 0.8'."""
+    parts = [f"{row['temperature']:g}"]
+    if row["temperature"] > 0 and row["top_k"]:
+        parts.append(f"top-k {row['top_k']}")
+    if row["temperature"] > 0 and row["top_p"] < 1:
+        parts.append(f"top-p {row['top_p']:g}")
+    return ", ".join(parts)
+
+
+def label(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """The row in a few words: method, tree, and its sampling where the rows have several."""
+    words = [row["method"]] if row["tree"] is None else [row["method"], tree_text(row)]
+    if len({sampling_text(other) for other in rows}) > 1:
+        words.append(f"T {sampling_text(row)}")
+    return ", ".join(words)
+
+
+def identical_text(row: dict[str, Any]) -> str:
+    """'40/40'; a dash where nothing was compared."""
+    identical = row.get("identical")
+    return NOTHING if identical is None else f"{identical}/{identical + row['mismatch']}"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """The value with this many digits after the point, or a dash."""
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def interval(row: dict[str, Any]) -> str:
+    """The speedup's interval as '2.20–2.43'; a dash for vanilla, which is compared with itself."""
+    bounds = row.get("speedup_ci95")
+    return NOTHING if bounds is None or row["method"] == "vanilla" else f"{bounds[0]:.2f}–{bounds[1]:.2f}"
+
+
+def ms_per_cycle(row: dict[str, Any]) -> dict[str, float]:
+    """Decode milliseconds per cycle by part; empty for a row that failed or never decoded."""
+    if row["status"] != "ok" or not row["target_forwards"]:
+        return {}
+    return {part: row["ms"][part] / row["target_forwards"] for part in ("draft", "verify", "commit", "other")}
+
+
+def console_table(summary: dict[str, Any]) -> str:
+    """method, tree, T, tau, speedup, interval, identical: what a terminal shows at the end."""
+    lines: list[list[str]] = [list(CONSOLE_COLUMNS)]
+    failures: dict[int, str] = {}
+    for row in summary["rows"]:
+        cells = [row["method"], tree_text(row), sampling_text(row)]
+        if row["status"] == "ok":
+            speedup = NOTHING if row["speedup"] is None else f"{row['speedup']:.2f}x"
+            cells += [number(row["tau"]), speedup, interval(row), identical_text(row)]
+        else:
+            failures[len(lines)] = f"error: {row['message']}"
+            cells += [""] * (len(CONSOLE_COLUMNS) - len(cells))
+        lines.append(cells)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(CONSOLE_COLUMNS))]
+    text = []
+    for place, line in enumerate(lines):
+        padded = [
+            cell.ljust(width) if name in ("method", "tree", "T", "95 % interval") else cell.rjust(width)
+            for name, cell, width in zip(CONSOLE_COLUMNS, line, widths, strict=True)
+        ]
+        shown = [*padded[:3], failures[place]] if place in failures else padded
+        text.append("  ".join(shown).rstrip())
+    text.insert(1, "  ".join("─" * width for width in widths))
+    return "\n".join(text)
+
+
+def markdown_table(summary: dict[str, Any]) -> str:
+    """The main table in GitHub's Markdown."""
+    lines = [f"| {' | '.join(MARKDOWN_COLUMNS)} |", f"|{'---|' * len(MARKDOWN_COLUMNS)}"]
+    for row in summary["rows"]:
+        cells = [row["method"], tree_text(row), row["task"], sampling_text(row), str(row["prompts"])]
+        if row["status"] != "ok":
+            cells += [f"error: {row['message']}", *[NOTHING] * (len(MARKDOWN_COLUMNS) - len(cells) - 1)]
+        else:
+            speedup = NOTHING if row["speedup"] is None else f"{row['speedup']:.2f}x"
+            if interval(row) != NOTHING:
+                speedup += f" [{interval(row)}]"
+            cells += [number(row["tau"]), number(row["tau_macro"]), speedup, number(row["tokens_per_s"], 1)]
+            cells += [identical_text(row), number(row["accept_rate"], 3)]
+        lines.append(f"| {' | '.join(_markdown_cell(cell) for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def csv_table(summary: dict[str, Any]) -> str:
+    """One line per row with every figure, unrounded; empty where there is none."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, CSV_COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in summary["rows"]:
+        low, high = row.get("speedup_ci95") or (None, None)
+        times = {f"ms_{part}": value for part, value in row.get("ms", {}).items()}
+        writer.writerow({**row, **(row["tree"] or {}), **times, "speedup_low": low, "speedup_high": high})
+    return buffer.getvalue()
+
+
+def _markdown_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,69 @@
+"""A draft tree as flat tensors: node 0 is the root, nodes stand in level order, every parent before its children."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tree:
+    """N nodes with the root. The root is the last known token; its law comes from the target, not from a draft."""
+
+    tokens: Tensor  # [N] target ids
+    parents: Tensor  # [N] node indices; the root is its own parent
+    depth: Tensor  # [N] 0 for the root
+    mask: Tensor  # [N, N] boolean: row i is True at i and at its ancestors
+    confidence: Tensor  # [N] log q of the node under its parent; 0 for the root
+    survival: Tensor  # [N] sum of confidence along the path (EAGLE-2's log value)
+    levels: int  # drafted depth, which a pruned tree need not reach
+    draft_forwards: int
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+def root_only(token: Tensor) -> Tree:
+    """The tree of plain decoding: the token [1] alone."""
+    zero = torch.zeros(1, dtype=torch.long, device=token.device)
+    one = torch.ones(1, 1, dtype=torch.bool, device=token.device)
+    nothing = torch.zeros(1, device=token.device)
+    return Tree(token, zero, zero, one, nothing, nothing, levels=0, draft_forwards=0)
+
+
+def ancestors(parents: Tensor, levels: int) -> Tensor:
+    """The boolean [N, N] matrix of ancestors-or-self of nodes with these parents, at most `levels` deep.
+
+    Squaring (I + P) doubles the distance covered, so log2(levels) products replace a loop over nodes.
+    """
+    count = parents.shape[0]
+    reach = torch.eye(count, device=parents.device)
+    reach.scatter_(1, parents[:, None], 1.0)
+    covered = 1
+    while covered < levels:
+        reach = (reach @ reach).clamp_(max=1.0)
+        covered *= 2
+    return reach > 0
+
+
+def check_connected(tree: Tree) -> None:
+    """Raises AssertionError unless every node's parent is in the tree, one level above and before it."""
+    index = torch.arange(1, len(tree), device=tree.parents.device)
+    parents = tree.parents[1:]
+    assert bool((parents >= 0).all()) and bool((parents < index).all()), "a node's parent is missing or comes after it"
+    assert bool((tree.depth[1:] == tree.depth[parents] + 1).all()), "a node does not stand one level below its parent"
+
+
+def describe(tree: Tree, names: list[str]) -> str:
+    """The tree as indented text, one node a line with its token, confidence and survival (EAGLE-2, figure 7)."""
+    parents, depth = tree.parents.tolist(), tree.depth.tolist()
+    confidence, survival = tree.confidence.exp().tolist(), tree.survival.exp().tolist()
+    children: dict[int, list[int]] = {}
+    for node in range(1, len(tree)):
+        children.setdefault(parents[node], []).append(node)
+    lines, stack = [], [0]
+    while stack:
+        node = stack.pop()
+        lines.append(f"{'  ' * depth[node]}{names[node]!r}  q {confidence[node]:.3f}  survival {survival[node]:.3f}")
+        stack.extend(reversed(children.get(node, [])))
+    return "\n".join(lines)

@@ -1,0 +1,175 @@
+"""Made-up answers, reference times and calibration nodes for the tests of aggregation and report."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infer.calibrate import summarise
+from infer.records import CycleArrays, Milliseconds, Record, TreeShape, line_of
+from model.files import write_json, write_text
+
+TREES = {
+    "vanilla": None,
+    "eagle2": TreeShape("dynamic", 6, 8, 16),
+    "eagle2-wide": TreeShape("dynamic", 8, 8, 48),
+    "eagle-chain": TreeShape("chain", 5, 10, 6),
+}
+WORDS = "Each crate holds 12 jars , so 7 crates hold 84 . <b>Bold</b> & then she gives away 9 of them ; 75 stay".split()
+
+
+def record(**changes: Any) -> Record:
+    """A greedy answer of one vanilla prompt: 5 new tokens in 4 forwards, 10 ms of prefill and 40 of decoding."""
+    values: dict[str, Any] = {
+        "row": 0,
+        "method": "vanilla",
+        "tree": None,
+        "verify": "R0",
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "task": "sums",
+        "prompt_id": "0",
+        "new_tokens": 5,
+        "accepted": (0, 0, 0, 0),
+        "cycle_tokens": (1, 1, 1, 1),
+        "target_forwards": 4,
+        "ms": milliseconds(prefill=10.0, wall=50.0),
+    }
+    return Record(**{**values, **changes})
+
+
+def milliseconds(prefill: float, wall: float, draft: float = 0.0) -> Milliseconds:
+    """Times whose verify part takes what prefill and draft leave."""
+    return Milliseconds(prefill, draft, wall - prefill - draft, 0.0, 0.0, wall)
+
+
+def drafted(tokens: tuple[int, ...], **changes: Any) -> Record:
+    """An answer of a drafting row whose cycles gave these tokens, bonus included."""
+    values: dict[str, Any] = {
+        "row": 1,
+        "method": "eagle2",
+        "tree": TREES["eagle2"],
+        "new_tokens": sum(tokens) + 1,
+        "accepted": tuple(count - 1 for count in tokens),
+        "cycle_tokens": tokens,
+        "target_forwards": len(tokens),
+        "draft_forwards": 6 * len(tokens),
+        "draft_nodes": 15 * len(tokens),
+        "identical": True,
+        "identical_to_generate": True,
+    }
+    return record(**{**values, **changes})
+
+
+def write_run(root: Path, temperatures: tuple[float, ...] = (0.0,), failing: bool = False) -> tuple[Path, Path]:
+    """A whole made-up run of 12 prompts in three tasks: the bench and the calibration directory."""
+    generator = np.random.default_rng(0)
+    lines = []
+    for temperature in temperatures:
+        for prompt in range(12):
+            output = generator.integers(0, 400, size=64).tolist()
+            for row, method in enumerate(TREES):
+                lines.append(line_of(_answer(generator, row, method, temperature, prompt, output)))
+            if failing:
+                lines.append(line_of(_failure(len(TREES), temperature, prompt)))
+    bench, calibration = root / "bench", root / "calibration"
+    write_text(bench / "records.jsonl", "".join(lines))
+    reference = {
+        "generate_static_ms_per_token": 7.9,
+        "generate_dynamic_ms_per_token": 6.4,
+        "bare_forward_ms_per_token": 4.8,
+        "vanilla_ms_per_token": 5.0,
+        "prompts": 12,
+        "identical_to_generate": 12,
+    }
+    write_json(bench / "reference.json", reference)
+    write_json(calibration / "calibration.json", summarise(cycles(generator)))
+    return bench, calibration
+
+
+def cycles(generator: np.random.Generator, num_cycles: int = 400) -> CycleArrays:
+    """Nodes of a slightly overconfident head."""
+    accepted = np.minimum(generator.geometric(0.25, size=num_cycles) - 1, 6)
+    nodes: dict[str, list[float]] = {"prompt": [], "depth": [], "confidence": [], "survival": [], "acceptance": []}
+    for cycle, length in enumerate(accepted):
+        survival = 1.0
+        for depth in range(1, min(int(length) + 1, 6) + 1):
+            confidence = float(generator.beta(5, 1) if depth <= length else generator.beta(1, 2))
+            survival *= confidence
+            values = (cycle % 12, depth, confidence, survival, float(depth <= length))
+            for name, value in zip(nodes, values, strict=True):
+                nodes[name].append(value)
+    return CycleArrays(
+        prompt=np.array(nodes["prompt"], dtype=np.int64),
+        depth=np.array(nodes["depth"], dtype=np.int64),
+        confidence=np.array(nodes["confidence"]),
+        survival=np.array(nodes["survival"]),
+        acceptance=np.array(nodes["acceptance"]),
+        accepted_length=accepted.astype(np.int64),
+        cycle_prompt=np.arange(num_cycles) % 12,
+        temperature=0.0,
+    )
+
+
+def _answer(
+    generator: np.random.Generator, row: int, method: str, temperature: float, prompt: int, output: list[int]
+) -> Record:
+    tree = TREES[method]
+    tokens: list[int] = []
+    while sum(tokens) < 63:
+        longest = 1 if tree is None else tree.levels + 1
+        tokens.append(min(int(generator.geometric(0.2)), longest, 63 - sum(tokens)))
+    verify = len(tokens) * (4.8 if tree is None else 5.0 + 0.09 * tree.nodes) * float(generator.uniform(0.95, 1.05))
+    draft = 0.0 if tree is None else len(tokens) * 0.62 * tree.levels
+    other = 0.2 * len(tokens)
+    words = [str(word) for word in generator.choice(WORDS, size=64)]
+    ends = np.cumsum([1, *tokens])
+    texts = (words[0], *("".join(f" {w}" for w in words[a:b]) for a, b in pairwise(ends)))
+    return Record(
+        row=row,
+        method=method.removesuffix("-wide"),
+        tree=tree,
+        verify="R0" if temperature == 0 else "R2",
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        task=("sums", "units", "letters")[prompt % 3],
+        prompt_id=str(prompt),
+        prompt_tokens=20,
+        prompt_ids=tuple(range(20)),
+        prompt_text="How many jars stay? <script>alert(1)</script>",
+        new_tokens=64,
+        output_ids=tuple(output),
+        text="".join(texts),
+        cycle_texts=texts,
+        accepted=tuple(count - 1 for count in tokens),
+        cycle_tokens=tuple(tokens),
+        target_forwards=len(tokens),
+        draft_forwards=0 if tree is None else tree.levels * len(tokens),
+        draft_nodes=0 if tree is None else (tree.nodes - 1) * len(tokens),
+        ms=Milliseconds(
+            9.0, draft, verify, 0.15 * len(tokens), other, 9.0 + draft + verify + 0.15 * len(tokens) + other
+        ),
+        identical=True if temperature == 0 else None,
+        identical_to_generate=True if temperature == 0 else None,
+        peak_memory_gib=0.6,
+    )
+
+
+def _failure(row: int, temperature: float, prompt: int) -> Record:
+    """Prompt 7 of this row did not fit; the others are ok."""
+    tree = TreeShape("dynamic", 12, 10, 96)
+    if prompt != 7:
+        return drafted((3, 1), row=row, tree=tree, temperature=temperature, task="sums", prompt_id=str(prompt))
+    return record(
+        row=row,
+        method="eagle2",
+        tree=tree,
+        temperature=temperature,
+        prompt_id="7",
+        status="error",
+        message="needs 530 positions; the target has 512 <max_position_embeddings>",
+        ms=None,
+    )

@@ -1,0 +1,97 @@
+"""Laws of the files that measuring leaves behind."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infer.records import line_of, read_cycles, read_records, read_reference, write_cycles
+from model.errors import UserError
+from tests.infer.made_up import cycles, drafted, record
+
+
+def test_records_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    written = [record(), drafted((3, 1), text="two\nlines é", output_ids=(1, 2, 3, 4, 5))]
+    path.write_text("".join(line_of(item) for item in written), encoding="utf-8")
+    assert read_records(path) == written
+
+
+def test_a_cut_last_line_is_left_out_and_a_damaged_whole_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(line_of(record()) + line_of(drafted((3, 1)))[:80])
+    assert read_records(path) == [record()]
+    path.write_text(line_of(record()) + line_of(drafted((3, 1)))[:80] + "\n")
+    with pytest.raises(UserError, match=r"records\.jsonl:2: .*delete the line"):
+        read_records(path)
+
+
+def test_one_answer_measured_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(line_of(record()) + line_of(drafted((3, 1))) + line_of(record()))
+    with pytest.raises(UserError, match=r":3: row 0, prompt '0' of 'sums' was measured already at line 1"):
+        read_records(path)
+
+
+def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"records\.jsonl: No such file.*infer/main\.py bench"):
+        read_records(tmp_path / "records.jsonl")
+    with pytest.raises(UserError, match=r"cycles\.npz: No such file.*infer/main\.py calibrate"):
+        read_cycles(tmp_path / "cycles.npz")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"new_tokens": 4}, "one more"),
+        ({"accepted": (2,)}, "one entry per cycle"),
+        ({"accepted": (0, 0)}, "at most one bonus"),
+        ({"ms": None}, "needs its ms"),
+        ({"status": "error"}, "needs a message"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(drafted((3, 1)), **changes)  # type: ignore[arg-type]
+
+
+def test_an_answer_may_end_inside_a_cycle_without_its_bonus_token() -> None:
+    assert replace(drafted((3, 2)), accepted=(2, 2)).new_tokens == 6
+
+
+def test_an_unknown_key_of_the_reference_times_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "reference.json"
+    path.write_text('{"vanilla_ms_per_token": 1, "bare_forward_ms_per_token": 1, "prompts": 1, "identical": 1}')
+    with pytest.raises(UserError, match=r"reference\.json: identical"):
+        read_reference(path)
+
+
+def test_cycles_survive_the_file(tmp_path: Path) -> None:
+    arrays = cycles(np.random.default_rng(1), num_cycles=20)
+    write_cycles(tmp_path / "cycles.npz", arrays)
+    found = read_cycles(tmp_path / "cycles.npz")
+    for name in ("prompt", "depth", "confidence", "survival", "acceptance", "accepted_length", "cycle_prompt"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(arrays, name))
+    assert found.temperature == 0.0
+
+
+def test_damaged_or_incomplete_cycles_are_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "cycles.npz"
+    np.savez(path, prompt=np.zeros(3))
+    with pytest.raises(UserError, match="missing acceptance"):
+        read_cycles(path)
+    path.write_bytes(b"no archive")
+    with pytest.raises(UserError, match="not an npz file"):
+        read_cycles(path)
+    path.write_bytes(b"PK\x03\x04 a cut archive")
+    with pytest.raises(UserError, match="not an npz file"):
+        read_cycles(path)
+
+
+def test_nodes_of_different_counts_and_impossible_probabilities_are_refused() -> None:
+    arrays = cycles(np.random.default_rng(1), num_cycles=20)
+    with pytest.raises(ValueError, match="different shapes"):
+        replace(arrays, depth=arrays.depth[:-1])
+    with pytest.raises(ValueError, match="confidence spans"):
+        replace(arrays, confidence=arrays.confidence + 1.0)

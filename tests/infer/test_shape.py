@@ -1,0 +1,159 @@
+"""Trees against brute force: EAGLE-2's expansion and reranking, node by node in plain Python."""
+
+import math
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.config import TreeConfig
+from infer.shape import make_shape
+from infer.tree import Tree, ancestors, check_connected, describe, root_only
+
+VOCAB = 11
+
+
+class TableDrafter:
+    """Laws that are a fixed function of the path, so that a tree can be checked by enumeration."""
+
+    def __init__(self, seed: int, sharpness: float = 2.0) -> None:
+        self.seed, self.sharpness = seed, sharpness
+        self.rows: list[tuple[int, ...]] = []
+        self.calls = 0
+
+    def law(self, path: tuple[int, ...]) -> Tensor:
+        seed = hash((self.seed, path)) % 2**31
+        return (self.sharpness * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))).log_softmax(-1)
+
+    def start(self) -> Tensor:
+        self.rows, self.calls = [()], 1
+        return self.law(())[None]
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self.calls += 1
+        self.rows = [(*self.rows[p], t) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
+        return torch.stack([self.law(path) for path in self.rows])
+
+
+def brute_force(drafter: TableDrafter, levels: int, k: int, nodes: int) -> dict[tuple[int, ...], float]:
+    """path -> log survival of EAGLE-2's tree, root left out."""
+    pool: list[tuple[float, int, tuple[int, ...]]] = []
+    order = count()
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    for _ in range(levels):
+        level = []
+        for path, value in frontier:
+            law = drafter.law(path).tolist()
+            for token in sorted(range(VOCAB), key=lambda t: -law[t])[:k]:
+                level.append(((*path, token), value + law[token]))
+        pool += [(-value, next(order), path) for path, value in level]
+        frontier = sorted(level, key=lambda item: -item[1])[:k]
+    return {path: -value for value, _, path in sorted(pool)[: nodes - 1]}
+
+
+def paths(tree: Tree) -> dict[tuple[int, ...], float]:
+    out: dict[tuple[int, ...], float] = {}
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    names: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree)):
+        names.append((*names[parents[node]], tokens[node]))
+        out[names[-1]] = float(tree.survival[node])
+    return out
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("levels", "k", "nodes"), [(1, 3, 4), (3, 2, 6), (4, 4, 20), (6, 3, 60), (5, 1, 9)])
+def test_the_dynamic_tree_is_eagle_2s(seed: int, levels: int, k: int, nodes: int) -> None:
+    drafter = TableDrafter(seed)
+    tree = make_shape(TreeConfig(levels=levels, k=k, nodes=nodes)).grow(drafter, torch.tensor([7]), levels)
+    expected = brute_force(drafter, levels, k, nodes)
+    found = paths(tree)
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        assert math.isclose(found[path], value, abs_tol=1e-5)
+    check_connected(tree)
+    assert tree.draft_forwards == drafter.calls == levels
+    assert len(tree) <= nodes and int(tree.tokens[0]) == 7
+
+
+def test_confidence_is_the_nodes_own_and_survival_the_paths() -> None:
+    drafter = TableDrafter(1)
+    tree = make_shape(TreeConfig(levels=4, k=3, nodes=15)).grow(drafter, torch.tensor([0]), 4)
+    for node in range(1, len(tree)):
+        parent = int(tree.parents[node])
+        assert float(tree.survival[node]) == pytest.approx(
+            float(tree.survival[parent] + tree.confidence[node]), abs=1e-6
+        )
+
+
+def test_certain_drafts_stay_connected_although_every_survival_ties() -> None:
+    """q = 1 along a path makes a child tie with its parent; the shallower must win the cut."""
+
+    class Certain(TableDrafter):
+        def law(self, path: tuple[int, ...]) -> Tensor:
+            law = torch.full((VOCAB,), -200.0)
+            law[len(path) % VOCAB] = 0.0
+            return law
+
+    for nodes in range(2, 12):
+        tree = make_shape(TreeConfig(levels=8, k=4, nodes=nodes)).grow(Certain(0), torch.tensor([0]), 8)
+        check_connected(tree)
+        assert int(tree.depth.max()) == min(8, nodes - 1)
+
+
+def test_a_lost_parent_is_found() -> None:
+    tree = make_shape(TreeConfig(levels=3, k=2, nodes=8)).grow(TableDrafter(0), torch.tensor([0]), 3)
+    broken = Tree(**{**tree.__dict__, "parents": tree.parents.roll(1)})
+    with pytest.raises(AssertionError):
+        check_connected(broken)
+
+
+def test_a_chain_is_the_argmax_path() -> None:
+    drafter = TableDrafter(3)
+    tree = make_shape(TreeConfig(shape="chain", levels=4, nodes=5)).grow(drafter, torch.tensor([2]), 4)
+    path: tuple[int, ...] = ()
+    for token in tree.tokens[1:].tolist():
+        assert token == int(drafter.law(path).argmax())
+        path = (*path, token)
+    check_connected(tree)
+    assert tree.draft_forwards == drafter.calls == 4
+
+
+@pytest.mark.parametrize("shape", ["dynamic", "chain"])
+def test_no_level_is_drafted_beyond_what_is_left_to_write(shape: str) -> None:
+    drafter = TableDrafter(3)
+    config = TreeConfig(shape=shape, levels=6, k=3, nodes=7)  # type: ignore[arg-type]
+    tree = make_shape(config).grow(drafter, torch.tensor([2]), max_levels=2)
+    assert int(tree.depth.max()) == 2 and drafter.calls == 2
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 5, 8, 13])
+def test_ancestors_are_those_of_walking_up(levels: int) -> None:
+    parents = [0]
+    generator = torch.Generator().manual_seed(levels)
+    depth = [0]
+    for node in range(1, 40):
+        parent = int(torch.randint(node, (1,), generator=generator))
+        while depth[parent] >= levels:
+            parent = parents[parent]
+        parents.append(parent)
+        depth.append(depth[parent] + 1)
+    mask = ancestors(torch.tensor(parents), levels)
+    for node in range(40):
+        expected, walker = {node, 0}, node
+        while walker:
+            walker = parents[walker]
+            expected.add(walker)
+        assert set(mask[node].nonzero().flatten().tolist()) == expected
+
+
+def test_the_root_alone_is_a_tree_of_one() -> None:
+    tree = root_only(torch.tensor([4]))
+    assert len(tree) == 1 and tree.draft_forwards == 0 and bool(tree.mask.all())
+
+
+def test_a_tree_prints_one_line_a_node() -> None:
+    tree = make_shape(TreeConfig(levels=2, k=2, nodes=5)).grow(TableDrafter(0), torch.tensor([0]), 2)
+    lines = describe(tree, [str(t) for t in tree.tokens.tolist()]).splitlines()
+    assert len(lines) == 5 and lines[0].startswith("'0'") and "survival" in lines[1]
