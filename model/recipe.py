@@ -65,7 +65,14 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise UserError(f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}")
     lines: dict[str, str] = {}
     _mark_lines(node, "", path, lines)
-    return values, lines
+    return _unshared(values), lines
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which a YAML anchor used twice is two values, so that an override changes one of them."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
 
 
 def validate(values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str]) -> T:

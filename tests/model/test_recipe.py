@@ -50,6 +50,12 @@ def test_an_override_wins_and_creates_missing_sections(tmp_path: Path) -> None:
     assert (run.optim.steps, run.extra) == (7, Optim(steps=3))
 
 
+def test_an_override_does_not_reach_through_a_yaml_anchor(tmp_path: Path) -> None:
+    text = "name: a\noptim: &same {steps: 2}\nextra: *same\n"
+    run = load(write(tmp_path / "r.yaml", text), Run, ["extra.steps=3"])
+    assert (run.optim.steps, run.extra) == (2, Optim(steps=3))
+
+
 def test_every_unknown_key_is_named_with_its_line_and_a_suggestion(tmp_path: Path) -> None:
     path = write(tmp_path / "r.yaml", "name: a\noptim:\n  lerning_rate: 1\n  stpes: 2\n")
     problems = refusal(path)
