@@ -1,0 +1,112 @@
+"""The feature cache as a sequence of rows: token ids, turns and the target's states, read from mapped files."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from torch import Tensor
+
+from data.index import COMMAND, CacheIndex, Split, read_index
+from data.shards import ShardReader
+from model.errors import UserError
+from model.files import digest
+
+OPEN_SHARDS = 128  # mapped at once by one process
+
+
+@dataclass(frozen=True)
+class CachedRow:
+    """One row: input_ids int64 [T], turns int32 [T], last_hidden [T, D], taps [T, L*D] (None without).
+
+    number counts over the whole cache, so it is the same whichever split or process reads the row.
+    """
+
+    input_ids: Tensor
+    turns: Tensor
+    last_hidden: Tensor
+    taps: Tensor | None
+    number: int
+
+
+class FeatureCache(Sequence[CachedRow]):
+    """Rows of a complete cache; a split or a slice is a view of the same files."""
+
+    def __init__(self, directory: Path, contents: CacheIndex, numbers: range) -> None:
+        self.directory = directory
+        self.contents = contents
+        self.numbers = numbers
+        self._first_rows = [shard.first_row for shard in contents.shards]
+        self._readers: dict[int, ShardReader] = {}
+
+    @classmethod
+    def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
+        """The cache in directory.
+
+        expected holds those keys of the fingerprint (target, tokenizer, template, after_blocks, dtype, data, rows)
+        that must agree. UserError, with the command that helps, when the cache is absent, not whole or another's.
+        """
+        contents = read_index(directory)
+        for key, asked in (expected or {}).items():
+            difference = _difference(key, contents.fingerprint.get(key), asked)
+            if difference:
+                raise UserError(f"{directory}: built with {difference}; rebuild with: {COMMAND} --overwrite")
+        return cls(directory, contents, range(len(contents.lengths)))
+
+    def split(self, name: Split) -> "FeatureCache":
+        """The rows of one split, in order."""
+        return FeatureCache(self.directory, self.contents, range(*self.contents.splits[name]))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row of this view."""
+        return [self.contents.lengths[number] for number in self.numbers]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the cache was made from."""
+        return self.contents.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, position: int) -> CachedRow: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> "FeatureCache": ...
+
+    def __getitem__(self, position: int | slice) -> "CachedRow | FeatureCache":
+        if isinstance(position, slice):
+            return FeatureCache(self.directory, self.contents, self.numbers[position])
+        number = self.numbers[position]
+        shard = bisect_right(self._first_rows, number) - 1
+        row = self._reader(shard).row(number - self._first_rows[shard])
+        return CachedRow(row.input_ids, row.turns, row.last_hidden, row.taps, number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_readers": {}}  # a worker process maps the files itself
+
+    def _reader(self, shard: int) -> ShardReader:
+        if shard not in self._readers:
+            if len(self._readers) >= OPEN_SHARDS:
+                del self._readers[next(iter(self._readers))]
+            path = self.directory / self.contents.shards[shard].file
+            self._readers[shard] = ShardReader(path, bool(self.contents.after_blocks))
+        return self._readers[shard]
+
+
+def _difference(key: str, found: Any, asked: Any) -> str | None:
+    """'after_blocks [2, 16, 29], this recipe asks [1, 15, 28]' for the first leaf that differs, or None."""
+    if digest(found) == digest(asked):
+        return None
+    if isinstance(found, dict) and isinstance(asked, dict):
+        inner = (_difference(f"{key}.{name}", found.get(name), asked.get(name)) for name in sorted({*found, *asked}))
+        return next(difference for difference in inner if difference)
+    return f"{key} {_short(found)}, this recipe asks {_short(asked)}"
+
+
+def _short(value: Any) -> str:
+    text = str(tuple(value)) if isinstance(value, list | tuple) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

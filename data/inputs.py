@@ -1,0 +1,119 @@
+"""What a stage is made from, as digests of content: read without torch, so that a whole stage is told at once."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from data import provenance
+from data.config import DataConfig, FeaturesConfig
+from model.config import TargetConfig
+from model.errors import UserError
+from model.files import file_digest
+from model.recipe import as_dict
+
+WHOLE_FILE_BYTES = 10**9  # longer files are sampled
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+OTHER_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.py",
+)
+CONVERSATION_SUFFIXES = (".json", ".jsonl", ".parquet")
+SAMPLES, SAMPLE_BYTES = 256, 4096
+
+
+def target_inputs(config: TargetConfig) -> dict[str, Any]:
+    """The target's path, dtype and digests of its files; weights are sampled, the rest is read whole.
+
+    A Hub id is its own identity: pin target.revision where it may move.
+    """
+    inputs: dict[str, Any] = {"path": config.path, "revision": config.revision, "dtype": config.dtype}
+    directory = Path(config.path)
+    if directory.is_dir():
+        inputs["files"] = {
+            **{path.name: _content(path) for path in _matching(directory, OTHER_FILES)},
+            **{path.name: sampled_digest(path) for path in _matching(directory, WEIGHT_FILES)},
+        }
+    elif directory.exists() or _looks_local(config.path):
+        raise UserError(f"{config.path}: no such target directory (target.path is a local directory or a Hub id)")
+    if config.chat_template is not None:
+        template = Path(config.chat_template)
+        if not template.is_file():
+            raise UserError(f"target.chat_template: {template}: no such file")
+        inputs["chat_template"] = file_digest(template)
+    return inputs
+
+
+def conversation_inputs(config: DataConfig) -> dict[str, str]:
+    """A digest for each local conversation file; names that are no local file are left to the loader."""
+    digests = {}
+    for name in config.conversations:
+        path = Path(name)
+        if path.is_file():
+            digests[name] = _content(path)
+        elif path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in CONVERSATION_SUFFIXES and file.is_file())
+            digests.update({str(file): _content(file) for file in found if file.name != provenance.FILE})
+    return digests
+
+
+def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesConfig) -> dict[str, Any]:
+    """Everything that the feature cache depends on.
+
+    features.batch_tokens is left out: it moves a state by rounding only, and a run that met a full memory goes on
+    with a smaller one.
+    """
+    section = as_dict(features)
+    del section["batch_tokens"]
+    return {
+        "target": target_inputs(target),
+        "data": as_dict(data),
+        "conversations": conversation_inputs(data),
+        "features": section,
+    }
+
+
+def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The part of feature_inputs that decides the states of given token ids: weights, dtypes and taps, not text."""
+    target = dict(inputs["target"])
+    target.pop("chat_template", None)
+    if "files" in target:
+        del target["path"]
+        target["files"] = {
+            name: value
+            for name, value in target["files"].items()
+            if name == "config.json" or Path(name).suffix in (".safetensors", ".bin", ".py")
+        }
+    taps, dtype = inputs["features"]["after_blocks"], inputs["features"]["dtype"]
+    return {"target": target, "after_blocks": taps, "dtype": dtype}
+
+
+def sampled_digest(path: Path) -> str:
+    """16 hex digits over a file's size, its first MiB (a safetensors header) and evenly spaced samples."""
+    size = path.stat().st_size
+    hasher = hashlib.sha256(str(size).encode())
+    with path.open("rb") as handle:
+        hasher.update(handle.read(1 << 20))
+        for sample in range(SAMPLES):
+            handle.seek(size * sample // SAMPLES)
+            hasher.update(handle.read(SAMPLE_BYTES))
+    return hasher.hexdigest()[:16]
+
+
+def _content(path: Path) -> str:
+    return file_digest(path) if path.stat().st_size <= WHOLE_FILE_BYTES else sampled_digest(path)
+
+
+def _matching(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") > 1

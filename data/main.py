@@ -1,0 +1,271 @@
+"""The data commands.
+
+python data/main.py synthetic|show|features --config RECIPE [--section.key VALUE ...]
+accelerate launch data/main.py features --config RECIPE
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == Path(__file__).parent else sys.path[0]
+
+import argparse
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pipeline
+from data.index import is_complete
+from data.inputs import feature_inputs, state_inputs
+from data.provenance import Stage, write_status
+from model.errors import UserError, exit_code
+from model.recipe import as_dict
+
+BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
+
+
+def main() -> int:
+    """The exit code of the command in sys.argv."""
+    parser = argparse.ArgumentParser(description="Conversations, loss masks and the feature cache.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    chosen: dict[str, Callable[[argparse.Namespace, pipeline.Recipe], int]] = {}
+    for command, summary in (
+        (synthetic, "write the embedded corpus and train its tokenizer"),
+        (show, "print conversations with the loss mask"),
+        (features, "run the target over the conversations and cache its states"),
+    ):
+        name = command.__name__
+        options = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
+        pipeline.add_arguments(options)
+        chosen[name] = command
+        if name == "show":
+            options.add_argument("--limit", type=int, default=3, help="how many rows (3)")
+            options.add_argument("--plain", action="store_true", help="brackets instead of colour")
+        if name == "features":
+            options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
+    arguments, unknown = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stopped job cleans up as after Ctrl-C
+    return chosen[arguments.command](arguments, pipeline.load(arguments, unknown))
+
+
+def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Writes RUN/conversations and RUN/tokenizer, or reuses them."""
+    if recipe.synthetic is None:
+        raise UserError(
+            f"{arguments.config}: no section 'synthetic'; the embedded corpus needs one (configs/embedded.yaml)"
+        )
+    root, inputs = Path(recipe.run), {"synthetic": as_dict(recipe.synthetic)}
+    stages = [
+        Stage("corpus", pipeline.RunPaths(root).conversations, inputs),
+        Stage("tokenizer", root / "tokenizer", inputs),
+    ]
+    if all(stage.is_whole() for stage in stages):
+        return _reuse("synthetic", stages[0], root, arguments.plan)
+    for stage in stages:
+        _require_own(stage, arguments.overwrite)
+    if arguments.plan:
+        config, where = recipe.synthetic, stages[0].output
+        print(f"synthetic: {config.num_conversations:,} conversations, 2 x {config.num_prompts:,} prompts to {where}")
+        return 0
+    return _with_status("synthetic", root, lambda: _write_synthetic(recipe, *stages))
+
+
+def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Prints the first rows with the supervised tokens in green (bracketed with --plain)."""
+    if arguments.limit < 1:
+        raise UserError(f"--limit: must be at least 1, not {arguments.limit}")
+    if arguments.plan:
+        print(f"show: {arguments.limit:,} rows of {', '.join(recipe.data.conversations)} through {recipe.target.path}")
+        return 0
+    _be_quiet()
+    from data.preview import show as preview
+
+    limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
+    data, tokenizer, tally = _tokenised(replace(recipe, data=replace(recipe.data, limit=limit)), rank=0)
+    print(preview([*data.train, *data.held_out], tokenizer, arguments.limit, color=not arguments.plain))
+    print(f"\n{tally.table()}")
+    return 0
+
+
+def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Writes RUN/features, or reuses it; with --plan only says what would be written."""
+    root = Path(recipe.run)
+    try:
+        inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
+    except UserError:
+        if arguments.is_whole:
+            return 1  # the stage before has not written the target yet
+        raise
+    stage = Stage("features", pipeline.RunPaths(root).features, inputs)
+    if stage.is_whole() and is_complete(stage.output):
+        return 0 if arguments.is_whole else _reuse("features", stage, root, arguments.plan)
+    if arguments.is_whole:
+        return 1
+    stage.require_own_directory(arguments.overwrite)
+    if arguments.plan:
+        _be_quiet()
+        _planned(recipe, stage, arguments.overwrite, rank=0)
+        return 0
+    return _with_status("features", root, lambda: _write_features(recipe, stage, arguments.overwrite))
+
+
+def _write_synthetic(recipe: pipeline.Recipe, corpus: Stage, tokenizer: Stage) -> int:
+    _be_quiet()
+    import json
+
+    from data.bpe import train_tokenizer
+    from data.synthetic import write_corpus
+    from model.files import directory_atomically
+
+    assert recipe.synthetic is not None
+    with directory_atomically(corpus.output) as conversations, directory_atomically(tokenizer.output) as directory:
+        counts = write_corpus(recipe.synthetic, conversations)
+        lines = (conversations / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = (turn["value"] for line in lines for turn in json.loads(line)["conversations"])
+        trained = train_tokenizer(texts, recipe.synthetic.vocab_size)
+        trained.save_pretrained(directory)
+        replace(tokenizer, output=directory).finish(vocab_size=len(trained))
+        replace(corpus, output=conversations).finish(rows=counts)
+    written = ", ".join(f"{count:,} rows in {name}" for name, count in counts.items())
+    print(f"synthetic: {written} ({corpus.output}); {len(trained):,} tokens in {tokenizer.output}", flush=True)
+    return 0
+
+
+def _write_features(recipe: pipeline.Recipe, stage: Stage, overwrite: bool) -> int:
+    _be_quiet()
+    import torch
+
+    from data.features import extract, text_fingerprint
+    from model.target import Target
+
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    state = _processes(recipe)
+    plan, tokenizer, facts = _planned(recipe, stage, overwrite, state.process_index)
+    target = Target.load(recipe.target, state.device)
+    index = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data))
+    if index is not None:
+        record = stage.finish(
+            **facts, tokens=index.num_tokens, bytes=index.num_bytes, batch_tokens=recipe.features.batch_tokens
+        )
+        speed = index.num_tokens / max(record["seconds"], 0.1)
+        size = f"{index.num_tokens:,} tokens, {index.num_bytes / 2**20:,.1f} MiB"
+        print(
+            f"features: {size} in {record['seconds']:,.1f} s ({speed:,.0f} tok/s with the loading): {stage.output}",
+            flush=True,
+        )
+    state.destroy_process_group()
+    return 0
+
+
+def _planned(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, rank: int) -> tuple[Any, Any, dict[str, Any]]:
+    """(CachePlan, tokenizer, facts) after every check that needs no weights; rank 0 prints the estimate."""
+    from data.plan import estimate, plan_cache, require_own_shards, require_space
+    from data.tokens import statistics
+    from model.target import load_config
+
+    hf_config = load_config(recipe.target)
+    data, tokenizer, tally = _tokenised(recipe, rank)
+    origin = state_inputs(stage.inputs)
+    plan = plan_cache(stage.output, data, recipe.features, recipe.target.path, hf_config, origin)
+    facts = {"train": statistics(data.train).line(), "held_out": statistics(data.held_out).line()}
+    if rank == 0:
+        print(
+            "\n".join([tally.table(), *(f"{name}: {line}" for name, line in facts.items()), estimate(plan)]), flush=True
+        )
+    require_own_shards(plan, overwrite)
+    require_space(plan)
+    return plan, tokenizer, facts
+
+
+def _tokenised(recipe: pipeline.Recipe, rank: int) -> tuple[Any, Any, Any]:
+    """(TokenisedData, tokenizer, Tally) of the recipe's conversations."""
+    from transformers import GenerationConfig
+
+    from data.chat import end_of_turn_ids
+    from data.tally import Tally
+    from data.tokens import tokenize
+    from model.target import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.target)
+    try:
+        stops = GenerationConfig.from_pretrained(recipe.target.path, revision=recipe.target.revision).eos_token_id
+    except OSError:  # the file is optional
+        stops = None
+    tally = Tally()
+    data = tokenize(
+        recipe.data, tokenizer, end_of_turn_ids(tokenizer, stops), tally, disable_bar=None if rank == 0 else True
+    )
+    return data, tokenizer, tally
+
+
+def _processes(recipe: pipeline.Recipe) -> Any:
+    """accelerate's PartialState; UserError when the launcher started other processes than this one sees."""
+    import torch
+    from accelerate import PartialState
+
+    launched = "LOCAL_RANK" in os.environ
+    has_gpu = torch.cuda.is_available()
+    state = PartialState(cpu=not has_gpu, timeout=BARRIER) if launched else PartialState()
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != state.num_processes:
+        raise UserError(
+            f"WORLD_SIZE: the launcher asked for {asked} processes and {state.num_processes} answer; two processes on "
+            f"a CPU go through configs/accelerate/zero1.yaml or torchrun"
+        )
+    if recipe.target.device_map is not None and state.num_processes > 1:
+        raise UserError(
+            f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
+            f"{state.num_processes} processes cannot share; start one process"
+        )
+    return state
+
+
+def _require_own(stage: Stage, overwrite: bool) -> None:
+    """UserError when the directory holds anything that is not this stage's."""
+    stage.require_own_directory(overwrite)
+    if not overwrite and not stage.is_whole() and stage.output.is_dir() and any(stage.output.iterdir()):
+        raise UserError(
+            f"{stage.output}: holds files that this stage did not write; choose another --run, or use --overwrite"
+        )
+
+
+def _reuse(name: str, stage: Stage, root: Path, plan_only: bool) -> int:
+    print(f"{name}: whole, reused ({stage.output})", flush=True)
+    if not plan_only:
+        write_status(pipeline.RunPaths(root).status, name, "done")
+    return 0
+
+
+def _with_status(name: str, root: Path, run: Callable[[], int]) -> int:
+    """run's exit code, with status.json following it."""
+    path = pipeline.RunPaths(root).status
+    write_status(path, name, "running")
+    try:
+        code = run()
+    except KeyboardInterrupt:
+        write_status(path, name, "interrupted", 130)
+        raise
+    except UserError:
+        write_status(path, name, "failed", 2)
+        raise
+    except BaseException:
+        write_status(path, name, "failed", 1)
+        raise
+    write_status(path, name, "done", code)
+    return code
+
+
+def _be_quiet() -> None:
+    """Only our own lines: no advice and no loading bars of transformers, no forks warned about by tokenizers."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,47 @@
+"""Tiny rows, plans and caches for the tests of the feature cache."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+
+from data.cache import FeatureCache
+from data.chat import Row
+from data.config import FeaturesConfig
+from data.features import extract
+from data.plan import CachePlan, plan_cache
+from data.tokens import TokenisedData
+from model.config import TargetConfig
+from model.target import Target, load_config
+from tests import tiny
+
+
+def rows(count: int, seed: int = 0, longest: int = 40) -> list[Row]:
+    """Rows of 3 to `longest` random tokens with one turn each."""
+    chance = random.Random(seed)  # noqa: S311
+    made = []
+    for number in range(count):
+        length = chance.randint(3, longest)
+        ids = [chance.randrange(320) for _ in range(length)]
+        border = chance.randint(1, length - 2)
+        made.append(Row(ids, [0] * border + [1] * (length - border), f"rows.jsonl: row {number + 1}"))
+    return made
+
+
+def load_target(directory: Path, **sizes: Any) -> Target:
+    """A tiny target, written to directory and loaded from it."""
+    return Target.load(TargetConfig(path=str(tiny.target(directory, **sizes))))
+
+
+def plan(directory: Path, target: Target, data: TokenisedData, **features: Any) -> CachePlan:
+    """The plan of a cache with several shards."""
+    config = FeaturesConfig(**{"shard_tokens": 120, "batch_tokens": 128, **features})
+    origin = {"target": {"dtype": target.recipe.dtype}, "features": list(config.after_blocks)}
+    return plan_cache(directory, data, config, target.recipe.path, load_config(target.recipe), origin)
+
+
+def cache(directory: Path, target: Target, data: TokenisedData, **features: Any) -> FeatureCache:
+    """The cache of these rows, extracted in this process."""
+    extract(target, plan(directory, target, data, **features), PartialState(), {"data": {"max_length": 40}})
+    return FeatureCache.open(directory)

@@ -1,0 +1,110 @@
+"""Laws of batches: what is supervised, which rows a step takes, and that padding is nothing."""
+
+import itertools
+
+import pytest
+import torch
+
+from data.batches import Batch, Order, collate, keyed_generator, prefetched
+from tests import tiny
+
+
+def _batch(turns: list[int]) -> Batch:
+    row = torch.tensor([turns])
+    return Batch(torch.arange(len(turns))[None], row, torch.tensor([len(turns)]), (0,))
+
+
+def test_an_assistant_span_s_to_e_supervises_slots_s_minus_1_to_e_minus_2() -> None:
+    batch = _batch([0, 0, 0, 1, 1, 1, 1, 0, 0])  # s = 3, e = 6
+    assert batch.supervised()[0].nonzero().flatten().tolist() == [2, 3, 4]
+
+
+def test_each_unroll_step_loses_the_last_slot_of_every_turn() -> None:
+    batch = _batch([0, 1, 1, 1, 1, 0, 2, 2, 2])
+    assert batch.supervised(0)[0].nonzero().flatten().tolist() == [0, 1, 2, 5, 6]
+    assert batch.supervised(1)[0].nonzero().flatten().tolist() == [0, 1, 5]
+    assert batch.supervised(2)[0].nonzero().flatten().tolist() == [0]
+    assert not batch.supervised(20).any()
+
+
+def test_two_adjacent_turns_are_not_one() -> None:
+    assert _batch([0, 1, 1, 2, 2, 0]).supervised()[0].nonzero().flatten().tolist() == [0, 2]
+
+
+def test_padding_supervises_nothing_and_keeps_every_row() -> None:
+    rows = tiny.rows(3)
+    batch = collate(rows, [4, 5, 6])
+    assert batch.num_tokens == sum(len(row.input_ids) for row in rows) and batch.rows == (4, 5, 6)
+    for at, row in enumerate(rows):
+        alone = collate([row], [0])
+        length = len(row.input_ids)
+        assert (
+            batch.supervised()[at, :length].equal(alone.supervised()[0]) and not batch.supervised()[at, length:].any()
+        )
+        assert batch.features is not None and batch.features[at, :length].equal(row.last_hidden)
+        assert not batch.features[at, length:].any()
+
+
+def test_no_rows_make_a_batch_without_anything_to_learn() -> None:
+    batch = collate([], [])
+    assert batch.num_tokens == 0 and not batch.supervised().any()
+
+
+LENGTHS = [3 + (7 * row) % 40 for row in range(101)]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "world_size"), [(2, 4, 1), (8, 1, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]
+)
+def test_a_step_takes_the_same_rows_however_it_is_cut(batch_size: int, accumulation: int, world_size: int) -> None:
+    whole = Order(LENGTHS, seed=3, batch_size=1, accumulation=8)
+    cut = Order(LENGTHS, 3, batch_size, accumulation, world_size)
+    for step in range(2 * whole.steps_per_epoch):
+        parts = [part for rank in range(world_size) for part in cut.parts(step, rank)]
+        assert all(len(part) <= batch_size for part in parts)
+        assert sorted(itertools.chain(*parts)) == sorted(whole.rows(step))
+
+
+def test_an_epoch_takes_every_row_once_in_steps_of_even_size() -> None:
+    order = Order(LENGTHS, seed=0, batch_size=8)
+    steps = [order.rows(step) for step in range(order.steps_per_epoch)]
+    assert sorted(itertools.chain(*steps)) == list(range(len(LENGTHS)))
+    assert {len(step) for step in steps} == {7, 8}
+
+
+def test_epochs_and_seeds_differ_and_the_order_needs_no_history() -> None:
+    order = Order(LENGTHS, seed=0, batch_size=8)
+    later = order.steps_per_epoch + 2
+    assert order.rows(2) != order.rows(later)
+    assert Order(LENGTHS, 0, 8).rows(later) == order.rows(later) and Order(LENGTHS, 1, 8).rows(later) != order.rows(
+        later
+    )
+
+
+def test_lengths_of_a_step_lie_together() -> None:
+    lengths = [1 + (37 * row) % 1000 for row in range(1600)]
+    order = Order(lengths, seed=0, batch_size=16)
+    padded = sum(max(lengths[row] for row in order.rows(step)) * len(order.rows(step)) for step in range(100))
+    assert padded < 1.1 * sum(lengths)
+
+
+def test_prefetching_keeps_the_order_and_passes_on_errors() -> None:
+    assert list(prefetched(lambda n: n * n, range(5))) == [0, 1, 4, 9, 16]
+
+    def fails(number: int) -> int:
+        if number == 2:
+            raise KeyError("row 2")
+        return number
+
+    made = prefetched(fails, range(5))
+    assert [next(made), next(made)] == [0, 1]
+    with pytest.raises(KeyError, match="row 2"):
+        next(made)
+
+
+def test_keyed_generators_depend_on_every_part_of_the_key() -> None:
+    draws = {
+        tuple(torch.rand(2, generator=keyed_generator(*key)).tolist()) for key in ((1, 2), (2, 1), (12,), (1, 2, 0))
+    }
+    assert len(draws) == 4
+    assert torch.rand(2, generator=keyed_generator(1, 2)).equal(torch.rand(2, generator=keyed_generator(1, 2)))

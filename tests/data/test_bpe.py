@@ -1,0 +1,97 @@
+"""Laws of the embedded tokenizer."""
+
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data.bpe import END, PAD, train_tokenizer
+from data.families import FAMILIES
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 4 times 12?"},
+    {"role": "assistant", "content": "It is 48.\n\n  Anything else?"},
+    {"role": "user", "content": "No."},
+    {"role": "assistant", "content": "Bye!"},
+]
+RENDERED = (
+    "<|system|>Be brief.<|end|><|user|>What is 4 times 12?<|end|><|assistant|>It is 48.\n\n  Anything else?<|end|>"
+    "<|user|>No.<|end|><|assistant|>Bye!<|end|>"
+)
+
+
+def texts() -> list[str]:
+    draws = (family(Random(f"{name}/{index}")) for name, family in FAMILIES.items() for index in range(40))
+    return [text for turns in draws for turn in turns for text in (turn.question, turn.answer)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(texts(), 700)
+
+
+def test_the_same_texts_give_the_same_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    again = train_tokenizer(iter(texts()), 700)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert len(tokenizer) == 700
+
+
+def test_any_text_survives_a_round_trip(tokenizer: PreTrainedTokenizerFast) -> None:
+    for text in (
+        "for i in x:\n\n        y += 1\n",
+        "  two  spaces ",
+        "Grüße, 3.5 °C, 日本 🦅",
+        "a\tb\r\n",
+        *texts()[:50],
+    ):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_digits_are_tokens_of_their_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    pieces = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    assert [piece for piece in pieces if sum(character.isdigit() for character in piece) > 1] == []
+    assert len(tokenizer("12345")["input_ids"]) == 5
+
+
+def test_eos_ends_a_turn_and_pad_is_another_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (END, PAD)
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert tokenizer.decode(tokenizer(RENDERED)["input_ids"], skip_special_tokens=True).startswith("Be brief.What is")
+
+
+def test_the_template_masks_exactly_what_the_assistant_writes(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == RENDERED
+    encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    written = [t for t, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if own]
+    assert tokenizer.decode(written) == "It is 48.\n\n  Anything else?<|end|>Bye!<|end|>"
+
+
+def test_the_generation_prompt_is_a_prefix_of_the_answered_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
+    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True)["input_ids"]
+    answered = tokenizer.apply_chat_template(CHAT[:3])["input_ids"]
+    assert answered[: len(asked)] == asked
+    assert len(answered) > len(asked)
+
+
+def test_an_unknown_role_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(Exception, match="not critic"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "Hm."}], tokenize=False)
+
+
+@pytest.mark.slow
+def test_a_saved_tokenizer_renders_the_same_in_another_process(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    code = (
+        "import sys; from transformers import AutoTokenizer; t = AutoTokenizer.from_pretrained(sys.argv[1]);"
+        "e = t.apply_chat_template(eval(sys.argv[2]), return_dict=True, return_assistant_tokens_mask=True);"
+        "print(e['input_ids'], e['assistant_masks'], t.eos_token, t.pad_token)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path), repr(CHAT)], capture_output=True, text=True)
+    encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    assert result.stdout.strip() == f"{encoded['input_ids']} {encoded['assistant_masks']} {END} {PAD}", result.stderr
