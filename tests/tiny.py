@@ -12,8 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.cache import CachedRow
 from model.heads.eagle1 import Eagle1Config, Eagle1Head
 from model.target import TargetEnds
+
+torch.set_num_threads(1)  # tests run beside other work: one thread each
 
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>"]
 TEMPLATE = (
@@ -142,3 +145,17 @@ def recipe(path: Path, values: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return path
+
+
+def rows(count: int, vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> list[CachedRow]:
+    """Rows with random tokens, one or two assistant turns and random features, as a feature cache yields them."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        pieces = torch.randint(3, 9, (4,), generator=generator).tolist()  # user, assistant, user, assistant
+        kept = pieces[: 2 + 2 * (number % 2)]
+        turns = torch.cat([torch.full((n,), (at + 1) // 2 if at % 2 else 0) for at, n in enumerate(kept)])
+        ids = torch.randint(5, vocab_size, (len(turns),), generator=generator)
+        features = torch.randn(len(turns), hidden_size, generator=generator)
+        made.append(CachedRow(ids, turns.int(), features, None, number))
+    return made

@@ -1,0 +1,64 @@
+"""Runs of the real loop in this process, on a tiny head and random rows."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from data.cache import CachedRow
+from model.checkpoint import save_head
+from tests import tiny
+from train.config import TrainConfig
+from train.launch import Launch, build_accelerator
+from train.loop import Job, Loop, Outcome
+from train.objectives.eagle1 import Eagle1Objective
+
+ENDS = tiny.ends()
+
+
+def config(**changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "epochs": 3,
+        "batch_size": 4,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "eval_every": 0,
+        "log_every": 1,
+        **changes,
+    }
+    return TrainConfig(**values)
+
+
+def job(directory: Path, settings: TrainConfig, rows: list[CachedRow] | None = None, **changes: Any) -> Job:
+    """A job on 20 rows that writes below directory."""
+    rows = tiny.rows(20) if rows is None else rows
+    values: dict[str, Any] = {
+        "kind": "eagle1",
+        "module": tiny.head(ENDS.embedding, scale=5.0),
+        "objective": Eagle1Objective(ENDS, settings),
+        "train": rows,
+        "lengths": [len(row.input_ids) for row in rows],
+        "held_out": tiny.rows(4, seed=1),
+        "config": settings,
+        "output": directory / "head",
+        "state": directory / "state",
+        "metrics": directory / "metrics.jsonl",
+        "save": lambda head, facts: save_head(head, directory / "head", **facts),
+        **changes,
+    }
+    return Job(**values)
+
+
+def sitting(made: Job, recipe: str = "recipe") -> tuple[Outcome, Loop]:
+    """The job run by a fresh accelerator, as a new process would."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(int(torch.randint(1 << 30, ()).item()))  # nothing may depend on the global generator
+    accelerator = build_accelerator(made.config, Launch(), made.state)
+    loop = Loop(made, accelerator, recipe)
+    return loop.run(), loop
+
+
+def weights(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in loop.module.named_parameters()}

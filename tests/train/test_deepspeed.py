@@ -1,0 +1,163 @@
+"""ZeRO on two CPU processes: the losses of one process, the same head at every stage, exact resume."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe with its feature cache; wide enough for ZeRO-3 to shard fc, the MLP and the frozen embedding."""
+    root = tmp_path_factory.mktemp("zero")
+    tiny.target(root / "target", hidden_size=256, vocab_size=512, num_blocks=2)
+    tiny.write_conversations(root / "train.jsonl", 80)
+    values = {
+        "run": str(root / "run"),
+        "threads": 1,
+        "target": {"path": str(root / "target"), "dtype": "float32"},
+        "data": {"conversations": [str(root / "train.jsonl")], "max_length": 128, "held_out": 0.2},
+        "tree": {"levels": 4},
+        "train": {
+            "max_steps": 8,
+            "batch_size": 4,
+            "learning_rate": 2e-3,
+            "warmup_steps": 1,
+            "log_every": 1,
+            "eval_every": 4,
+        },
+    }
+    path = tiny.recipe(root / "recipe.yaml", values)
+    _run([sys.executable, "data/main.py", "features", "--config", str(path)])
+    features = root / "run/features"
+    for name in ("one", "zero1", "zero2", "zero3", "torchrun", "cut", "whole"):
+        (root / name).mkdir()
+        (root / name / "features").symlink_to(features)
+    return path
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"}
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _launch(recipe: Path, stage: int, run: str, *words: str) -> list[str]:
+    command = [
+        str(BIN / "accelerate"),
+        "launch",
+        "--config_file",
+        f"configs/accelerate/zero{stage}.yaml",
+        "train/main.py",
+    ]
+    return [*command, "--config", str(recipe), "--run", str(recipe.parent / run), *words]
+
+
+def _losses(recipe: Path, run: str) -> list[dict[str, Any]]:
+    lines = (recipe.parent / run / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def _head(recipe: Path, run: str) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = load_file(recipe.parent / run / "heads/eagle1/model.safetensors")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def zero1(recipe: Path) -> Path:
+    _run(_launch(recipe, 1, "zero1"))
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def one(recipe: Path) -> Path:
+    words = ["--run", str(recipe.parent / "one"), "--train.accumulation", "2"]
+    _run([sys.executable, "train/main.py", "--config", str(recipe), *words])
+    return recipe
+
+
+@pytest.mark.parametrize("launcher", ["zero2", "torchrun"])
+def test_two_processes_have_the_losses_of_one_process(one: Path, launcher: str) -> None:
+    # the bare -- keeps torchrun from taking --run for an abbreviation of its own --run-path
+    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--", "train/main.py", "--config", str(one)]
+    torchrun = [*command, "--run", str(one.parent / "torchrun")]
+    _run(_launch(one, 2, "zero2") if launcher == "zero2" else torchrun)
+    provenance = json.loads((one.parent / launcher / "heads/eagle1/provenance.json").read_text())
+    assert provenance["processes"] == 2
+    alone, together = _losses(one, "one"), _losses(one, launcher)
+    assert len(alone) == len(together) == 8
+    for first, second in zip(alone, together, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
+        assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
+        assert second["learning_rate"] == first["learning_rate"]
+    assert alone[-1]["loss"] < 0.99 * alone[0]["loss"]
+
+
+def test_a_head_saved_under_zero3_equals_the_one_saved_under_zero1(zero1: Path) -> None:
+    _run(_launch(zero1, 3, "zero3"))
+    first, second = _head(zero1, "zero1"), _head(zero1, "zero3")
+    assert first.keys() == second.keys() and first["fc.weight"].dtype == torch.float32
+    for name, value in first.items():
+        assert second[name].shape == value.shape
+        assert (second[name] - value).abs().max() < 1e-5, name
+
+
+def test_gradient_clipping_of_the_recipe_reaches_deepspeed(zero1: Path) -> None:
+    # Adam forgets a constant factor, but not one that puts the gradient far below its eps of 1e-8
+    _run(_launch(zero1, 1, "whole", "--train.clip_norm", "1e-9", "--train.max_steps", "4"))
+    moved = [
+        (_head(zero1, run)["fc.weight"] - _initial(zero1)["fc.weight"]).abs().max().item() for run in ("whole", "zero1")
+    ]
+    assert moved[0] < 0.2 * moved[1]
+
+
+def _initial(recipe: Path) -> dict[str, torch.Tensor]:
+    directory = recipe.parent / "initial"
+    if not directory.exists():
+        words = ["--config", str(recipe), "--run", str(recipe.parent / "cut"), "--plan", "--init-to", str(directory)]
+        _run([sys.executable, "train/main.py", *words])
+    loaded: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
+    return loaded
+
+
+def test_a_stopped_zero2_run_goes_on_bit_for_bit(zero1: Path) -> None:
+    words = ["--train.max_steps", "60", "--train.epochs", "60", "--train.save_every", "5", "--train.eval_every", "0"]
+    _run(_launch(zero1, 2, "whole", "--overwrite", *words))
+    command = _launch(zero1, 2, "cut", *words)
+    child = subprocess.Popen(
+        command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if re.match(r"step 1\d/60 ", line):
+            os.killpg(child.pid, signal.SIGINT)  # as the terminal does: the launcher and both processes
+            break
+    child.communicate(timeout=120)
+    time.sleep(0.5)
+    assert json.loads((zero1.parent / "cut/status.json").read_text())["state"] == "interrupted"
+    assert "going on from step" in _run(command)
+    whole, cut = _head(zero1, "whole"), _head(zero1, "cut")
+    assert all(cut[name].equal(value) for name, value in whole.items())
+    assert [r["loss"] for r in _losses(zero1, "cut")] == [r["loss"] for r in _losses(zero1, "whole")]

@@ -1,0 +1,106 @@
+"""The Accelerator, with or without DeepSpeed, on CPUs and GPUs; and the whole fp32 weights of what it has sharded."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from model.errors import UserError
+from train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher told this process; local_rank is None outside a launcher."""
+
+    local_rank: int | None = None
+    world_size: int = 1
+    uses_deepspeed: bool = False
+
+
+def build_accelerator(config: TrainConfig, launch: Launch, directory: Path) -> Accelerator:
+    """The Accelerator of this process; UserError when the launcher started processes that do not know each other."""
+    quiet_deepspeed()
+    has_gpu = torch.cuda.is_available()
+    # Without the gloo backend DeepSpeed on CPUs believes in one process; on a GPU it would take NCCL's place.
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if launch.local_rank is not None and not has_gpu else []
+    accelerator = Accelerator(
+        # torchrun on CPUs needs it said: else the processes find each other but keep their gradients to themselves.
+        cpu=bool(handlers) and not launch.uses_deepspeed,
+        gradient_accumulation_steps=config.accumulation,
+        log_with=list(config.trackers) or None,
+        project_dir=str(directory),
+        kwargs_handlers=handlers,
+    )
+    apart = launch.world_size > 1 and accelerator.distributed_type == DistributedType.NO
+    if apart or accelerator.num_processes != launch.world_size:
+        raise UserError(
+            f"WORLD_SIZE: the launcher asked for {launch.world_size} processes that train together and "
+            f"{1 if apart else accelerator.num_processes} does; "
+            f"launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+        )
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        settings = plugin.deepspeed_config
+        settings["gradient_clipping"] = config.clip_norm  # clip_grad_norm_ clips nothing under DeepSpeed
+        settings["gradient_accumulation_steps"] = config.accumulation
+        settings["train_micro_batch_size_per_gpu"] = config.batch_size
+    return accelerator
+
+
+def quiet_deepspeed() -> None:
+    """Keeps DeepSpeed's start-up to warnings, and its shared-memory C++ op (a 70 s build) from CPU runs."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if torch.cuda.is_available():
+        return
+    try:
+        import deepspeed.ops
+    except ImportError:
+        return
+    table = getattr(deepspeed.ops, "__compatible_ops__", None)  # a private name: gloo alone serves as well
+    if isinstance(table, dict):
+        table["deepspeed_shm_comm"] = False
+
+
+def is_deepspeed(accelerator: Accelerator) -> bool:
+    return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+
+def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, whole, in float32 masters where there are some, on the CPU of every process.
+
+    All processes must call it: under ZeRO each parameter is gathered in turn.
+    """
+    module = accelerator.unwrap_model(prepared)
+    if not is_deepspeed(accelerator):
+        return {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
+    return {name: _gathered(parameter) for name, parameter in module.named_parameters()}
+
+
+def load_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copies full_weights into an unsharded twin of the module."""
+    own = dict(module.named_parameters())
+    if own.keys() != weights.keys():
+        raise ValueError(f"weights do not belong to the module: {sorted(own.keys() ^ weights.keys())[:4]}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+
+
+def _gathered(parameter: nn.Parameter) -> Tensor:
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+    if master is not None:
+        return master.detach().float().cpu().clone()
+    if hasattr(parameter, "ds_id"):  # ZeRO-3, frozen
+        context: Any = GatheredParameters([parameter])
+        with context:
+            return parameter.detach().cpu().clone()
+    return parameter.detach().cpu().clone()

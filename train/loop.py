@@ -1,0 +1,269 @@
+"""The training loop: the one place that divides a loss, steps an optimiser and decides what is kept.
+
+The loss of a step is the sum over its supervised slots, over all processes and accumulation parts, divided by their
+number. The number is known before the first backward, because DeepSpeed divides by the accumulation, averages over
+processes, clips and steps inside the last backward: nothing can be rescaled later.
+"""
+
+import copy
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from data.batches import Batch, Order, TokenisedRow, collate, prefetched
+from data.progress import bar
+from train import resume
+from train.config import TrainConfig
+from train.evaluate import evaluate
+from train.launch import full_weights, load_weights
+from train.metrics import Meter, MetricsFile, StepRecord, all_reduce, held_out_line, means, peak_memory_gib
+from train.objectives.step import Objective
+from train.optim import build_optimizer, learning_rate
+from train.signals import STATES, StopRequest
+from train.timing import StepClock, profiler_window
+
+Save = Callable[[Any, dict[str, Any]], None]  # (the module with its whole weights, facts) -> files
+Measure = Callable[[Any], dict[str, float]]  # measures by decoding, on every process; 'tau' then chooses the weights
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained on what, and where it goes."""
+
+    kind: str
+    module: nn.Module
+    objective: Objective
+    train: Sequence[TokenisedRow]
+    lengths: Sequence[int]  # of the training rows, in tokens
+    held_out: Sequence[TokenisedRow]
+    config: TrainConfig
+    output: Path
+    state: Path
+    metrics: Path
+    save: Save
+    save_dtype: torch.dtype = torch.float32
+    measure: Measure | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a sitting ended: finished, budget (max_seconds), interrupted or requeue; totals are of all sittings."""
+
+    state: str
+    code: int
+    progress: resume.Progress
+    total_steps: int
+    held_out: dict[str, float] = field(default_factory=dict)
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Optimiser steps of the whole run: its epochs, cut by max_steps."""
+    steps = config.epochs * steps_per_epoch
+    return steps if config.max_steps is None else min(steps, config.max_steps)
+
+
+class Loop:
+    """One sitting of a run."""
+
+    def __init__(self, job: Job, accelerator: Accelerator, recipe: str) -> None:
+        """recipe is the digest of everything that decides the weights; states of another are refused."""
+        self.job, self.config, self.accelerator = job, job.config, accelerator
+        self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
+        config = self.config
+        self.order = Order(job.lengths, config.seed, config.batch_size, config.accumulation, self.world)
+        self.total = total_steps(config, self.order.steps_per_epoch)
+        self.progress, folder = resume.find(job.state, resume.Progress(recipe, self.world), job.overwrite)
+        self.twin = (
+            copy.deepcopy(job.module).to(self.device, job.save_dtype).eval()
+        )  # never sharded: measured and saved
+        self.module, self.optimizer = accelerator.prepare(job.module, build_optimizer(job.module, config))
+        self.module.train()
+        self._restore(folder)
+        self.meter, self.clock = Meter(), StepClock()
+        self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
+        self.held_out: dict[str, float] = {}
+        self._write_line: Callable[[str], None] = print
+        self._term_weights: dict[str, float] = {}
+        self._grad_norm: Any = 0.0
+        self._since = time.monotonic() - self.progress.seconds
+
+    def run(self) -> Outcome:
+        """Steps until the end, the budget or a signal; what was reached is then evaluated or saved."""
+        steps = range(self.progress.step, self.total)
+        ending = "finished"
+        with (
+            StopRequest() as stop,
+            profiler_window(self.config, self.job.state, self.rank) as window,
+            bar(self.total, "step", f"train {self.job.kind}", self.rank) as shown,
+        ):
+            self._write_line = shown.write
+            shown.update(self.progress.step)
+            before = time.monotonic()
+            for step, parts in zip(steps, prefetched(self._parts, steps), strict=True):
+                window.before(step)
+                waited = time.monotonic() - before
+                tokens, requests = self._step(step, parts, stop)
+                self.clock.add(tokens, time.monotonic() - before, waited)
+                shown.update(1)
+                if requests and self.progress.step < self.total:
+                    ending = requests
+                    break
+                self._periodic()
+                before = time.monotonic()
+            return self._end(ending)
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar, on the first process."""
+        if self.rank == 0:
+            self._write_line(text)
+
+    def _parts(self, step: int) -> list[Batch]:
+        epoch = self.order.epoch_of(step)
+        made = [collate([self.job.train[row] for row in rows], rows) for rows in self.order.parts(step, self.rank)]
+        return [self.job.objective.prepare(batch, epoch) for batch in made]
+
+    def _step(self, step: int, parts: list[Batch], stop: StopRequest) -> tuple[float, str]:
+        """One optimiser step: its tokens, and how the run should end here ('' when it should go on)."""
+        count, tokens, ending = self._agree(parts, stop)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.total, self.config)
+        scale = self.world * self.config.accumulation / max(count, 1.0)
+        for batch in parts:
+            with self.accelerator.accumulate(self.module):
+                output = self.job.objective(self.module, batch.to(self.device))
+                self.accelerator.backward(output.total() * scale)
+                self.meter.add(output.sums())
+                if self.accelerator.sync_gradients:
+                    self._grad_norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.clip_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self._term_weights = {name: weight for name, (weight, _, _) in output.terms.items()}
+        seconds = time.monotonic() - self._since
+        self.progress = self.progress.moved(step=step + 1, tokens=self.progress.tokens + int(tokens), seconds=seconds)
+        return tokens, ending
+
+    def _agree(self, parts: list[Batch], stop: StopRequest) -> tuple[float, float, str]:
+        """Supervised slots and tokens of the whole step, and the ending that any process asks for."""
+        budget = self.config.max_seconds
+        own = [
+            sum(self.job.objective.num_supervised(batch) for batch in parts),
+            sum(batch.num_tokens for batch in parts),
+            stop.received == signal.SIGUSR1,
+            stop.received is not None,
+            budget is not None and time.monotonic() - self._since > budget,
+        ]
+        place = self.device if self.world > 1 else "cpu"
+        count, tokens, *asked = all_reduce(torch.tensor(own, dtype=torch.float64, device=place)).tolist()
+        endings = [name for name, value in zip(("requeue", "interrupted", "budget"), asked, strict=True) if value]
+        return count, tokens, endings[0] if endings else ""
+
+    def _periodic(self) -> None:
+        step, config = self.progress.step, self.config
+        if step == self.total:
+            return
+        if step % config.log_every == 0:
+            self._log()
+        if config.eval_every and step % config.eval_every == 0:
+            self._evaluate()
+        if step % config.save_every == 0:
+            self._save_state()
+
+    def _end(self, ending: str) -> Outcome:
+        self._log()
+        codes = dict(STATES.values())
+        if ending in codes:
+            self._save_state()
+            self.say(f"stopped by a signal after step {self.progress.step:,}; the same command goes on from there")
+            return Outcome(ending, codes[ending], self.progress, self.total)
+        if ending == "budget":
+            self.say(
+                f"train.max_seconds {self.config.max_seconds:g} is spent after step {self.progress.step:,} of "
+                f"{self.total:,}: the learning rate did not reach zero; lower train.max_steps, or raise the budget"
+            )
+        self._evaluate()
+        if ending == "budget":
+            self._save_state()
+        elif self.rank == 0:
+            resume.clear(self.job.state)
+        self.accelerator.wait_for_everyone()
+        return Outcome(ending, 0, self.progress, self.total, self.held_out)
+
+    def _log(self) -> None:
+        if not self.clock.steps:
+            return
+        found = self.meter.flush(self.device)
+        step = self.progress.step
+        record = StepRecord(
+            kind=self.job.kind,
+            step=step,
+            total_steps=self.total,
+            epoch=self.order.epoch_of(step - 1),
+            means=found,
+            loss=sum(weight * found[name] for name, weight in self._term_weights.items()),
+            grad_norm=float(self._grad_norm),
+            learning_rate=learning_rate(step - 1, self.total, self.config),
+            peak_memory_gib=peak_memory_gib(self.device),
+            **self.clock.flush(self.total - step),
+        )
+        self.say(record.line())
+        self._record(record.to_json(), "train")
+
+    def _record(self, values: dict[str, Any], section: str) -> None:
+        if self.file is not None:
+            self.file.write(values)
+        numbers = {f"{section}/{name}": value for name, value in values.items() if isinstance(value, float)}
+        self.accelerator.log(numbers, step=self.progress.step)
+
+    def _evaluate(self) -> None:
+        """Measures the weights on held-out rows, and keeps them where they are the best so far."""
+        load_weights(self.twin, full_weights(self.accelerator, self.module))
+        rows = self.job.held_out[: self.config.eval_conversations]
+        step, score = self.progress.step, 0.0
+        if rows:
+            place = (self.device, self.rank, self.world)
+            reduce = lambda sums: means(sums, self.device)  # noqa: E731
+            self.held_out = evaluate(self.twin, self.job.objective, rows, self.config.batch_size, place, reduce)
+            if self.job.measure is not None:
+                self.held_out |= self.job.measure(self.twin)
+            score = self._score()
+            self.say(held_out_line(step, self.total, len(rows), self.held_out))
+            held_out = {f"held_out_{name}": value for name, value in self.held_out.items()}
+            self._record({"kind": self.job.kind, "step": step, **held_out}, "held_out")
+        elif step == self.total:
+            self.say("no conversation is held out (data.held_out): the last weights are kept, unmeasured")
+        best = self.progress.best_score
+        if best is None or not rows or score > best:
+            self.progress = self.progress.moved(best_score=score, best_step=step)
+            if self.rank == 0:
+                self.job.save(self.twin, {"step": step, **self.held_out})
+        self.accelerator.wait_for_everyone()
+
+    def _score(self) -> float:
+        if "tau" in self.held_out:
+            return self.held_out["tau"]
+        name = self.job.objective.score_name
+        return -self.held_out[name[1:]] if name.startswith("-") else self.held_out[name]
+
+    def _save_state(self) -> None:
+        write = lambda folder: self.accelerator.save_state(str(folder))  # noqa: E731
+        self.progress = self.progress.moved(seconds=time.monotonic() - self._since)
+        resume.save(self.job.state, self.progress, write, self.rank, self.accelerator.wait_for_everyone)
+
+    def _restore(self, folder: Path | None) -> None:
+        if folder is not None:
+            self.accelerator.load_state(str(folder))
+            if not self.job.output.exists():  # the best weights so far went with it
+                self.progress = self.progress.moved(best_score=None)
+            if self.rank == 0:
+                print(f"going on from step {self.progress.step:,} of {self.total:,} ({folder})", flush=True)
+        elif self.rank == 0 and self.job.state.is_dir():
+            resume.clear(self.job.state)
+        self.accelerator.wait_for_everyone()

@@ -1,0 +1,163 @@
+"""Sums that are divided once, over all processes; the log line and metrics.jsonl."""
+
+import json
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from model.files import write_text
+from train.objectives.step import Sums
+
+SHOWN = {"classification": "class", "greedy_agreement": "agree", "predicted_tau": "tau~"}  # shorter in a line
+
+
+def all_reduce(values: torch.Tensor) -> torch.Tensor:
+    """values summed over the processes (themselves where there is one)."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def means(sums: Sums, device: torch.device) -> dict[str, float]:
+    """sum / count of every name over all processes; every process must have the same names."""
+    if not sums:
+        return {}
+    names = sorted(sums)
+    table = [[torch.as_tensor(x, dtype=torch.float64) for x in sums[name]] for name in names]
+    stacked = torch.stack([torch.stack([x.to(device) for x in pair]) for pair in table])  # [names, 2]
+    totals = all_reduce(stacked).tolist()
+    found = {name: total / count if count else 0.0 for name, (total, count) in zip(names, totals, strict=True)}
+    return {name: found[name] for name in sums}
+
+
+class Meter:
+    """Collects the sums of several steps without waiting for the device."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    def add(self, sums: Sums) -> None:
+        for name, (value, count) in sums.items():
+            before = self.sums.get(name)
+            pair = (value.double(), count.double())
+            self.sums[name] = pair if before is None else (before[0] + pair[0], before[1] + pair[1])
+
+    def flush(self, device: torch.device) -> dict[str, float]:
+        """Means over all processes since the last flush."""
+        found = means(self.sums, device)
+        self.sums = {}
+        return found
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this process has held: of the GPU where there is one, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One log line's values; means are per supervised slot."""
+
+    kind: str
+    step: int
+    total_steps: int
+    epoch: int
+    means: dict[str, float]
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    data_wait: float  # share of the wall time
+    tokens_per_s: float
+    step_ms: float
+    peak_memory_gib: float
+    eta_s: float
+
+    def line(self) -> str:
+        """One dense line with units."""
+        parts = [f"step {self.step:,}/{self.total_steps:,}", f"loss {self.loss:.4f}"]
+        parts += [f"{SHOWN.get(name, name)} {value:.4f}" for name, value in self.means.items()]
+        parts += [
+            f"grad {self.grad_norm:.3g}",
+            f"lr {self.learning_rate:.2e}",
+            f"wait {self.data_wait:.0%}",
+            f"{thousands(self.tokens_per_s)} tok/s",
+            f"{self.step_ms:.0f} ms",
+            f"{self.peak_memory_gib:.2f} GiB",
+            f"eta {clock(self.eta_s)}",
+        ]
+        return " | ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": self.loss,
+            **self.means,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "data_wait_share": self.data_wait,
+            "tokens_per_s": self.tokens_per_s,
+            "step_ms": self.step_ms,
+            "peak_memory_gib": self.peak_memory_gib,
+        }
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line. A run that goes on from a step forgets what came after it."""
+
+    def __init__(self, path: Path, kind: str, from_step: int) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if not _is_stale(line, kind, from_step)]
+        if len(kept) != len(lines):
+            write_text(path, "".join(line + "\n" for line in kept))
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record) + "\n")
+
+
+def held_out_line(step: int, total_steps: int, rows: int, values: dict[str, float]) -> str:
+    """One line: the accuracies by depth together, the predicted tau first."""
+    prefix = "accuracy_at_"
+    depths = [f"@{name.removeprefix(prefix)} {value:.3f}" for name, value in values.items() if name.startswith(prefix)]
+    rest = {name: value for name, value in values.items() if not name.startswith(prefix)}
+    parts = [f"{SHOWN.get(name, name)} {value:.4f}" for name, value in rest.items()]
+    accuracies = [f"acc {' '.join(depths)}"] if depths else []
+    where = f"step {step:,}/{total_steps:,} | held out ({rows:,} rows)"
+    return " | ".join([where, *parts[:1], *accuracies, *parts[1:]])
+
+
+def thousands(value: float) -> str:
+    """912, 41.2k, 3.4M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """0:43, 12:05, 3:20:11."""
+    whole = int(max(seconds, 0))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _is_stale(line: str, kind: str, from_step: int) -> bool:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return True  # cut off by a kill
+    return bool(record.get("kind") == kind and record.get("step", 0) > from_step)
