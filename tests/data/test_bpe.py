@@ -92,6 +92,7 @@ def test_a_saved_tokenizer_renders_the_same_in_another_process(
         "e = t.apply_chat_template(eval(sys.argv[2]), return_dict=True, return_assistant_tokens_mask=True);"
         "print(e['input_ids'], e['assistant_masks'], t.eos_token, t.pad_token)"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path), repr(CHAT)], capture_output=True, text=True)
+    command = [sys.executable, "-c", code, str(tmp_path), repr(CHAT)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     assert result.stdout.strip() == f"{encoded['input_ids']} {encoded['assistant_masks']} {END} {PAD}", result.stderr
