@@ -34,7 +34,7 @@ help:
 demo: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE)
 	@$(call launched,zero1,train/main.py --config $(TARGET_RECIPE))
-	@$(call launched,cpu,data/main.py features --config $(RECIPE))
+	@$(call launched,zero1,data/main.py features --config $(RECIPE))
 	@$(call launched,zero2,train/main.py --config $(RECIPE))
 	@$(BIN)/python infer/main.py calibrate --config $(RECIPE)
 	@$(BIN)/python infer/main.py bench --config $(RECIPE)

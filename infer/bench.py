@@ -3,6 +3,7 @@
 import itertools
 import os
 import resource
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from model.errors import UserError
 from model.files import write_json
 from model.target import Target
 
-REFERENCE_PROMPTS = 6
+REFERENCE_PROMPTS = 12
 Key = tuple[int, tuple[float, int, float], tuple[str, str]]
 
 
@@ -98,50 +99,55 @@ def compared(records: list[Record]) -> list[Record]:
     return out
 
 
-def measure_reference(bench: Bench, prompts: list[Prompt], records: list[Record]) -> list[Record]:
+def measure_reference(bench: Bench, prompts: list[Prompt], records: list[Record]) -> tuple[Reference, list[Record]]:
     """transformers' generate on every greedy prompt, and the bare forwards replayed; writes reference.json.
 
-    Returns the records with `identical_to_generate`. The vanilla row must be no slower than generate with a static
-    cache, nor than 1.1 times its forwards without an engine around them; the same prompts are timed in turn.
+    Returns the figures (medians over the first prompts, each timed all three ways in turn, prefill included) and the
+    records with `identical_to_generate`.
     """
     greedy = [r for r in records if r.temperature == 0.0 and r.method == "vanilla" and r.status == "ok"]
     texts = {(prompt.task, prompt.prompt_id): prompt.text for prompt in prompts}
     answers: dict[tuple[str, str], tuple[int, ...]] = {}
-    seconds: dict[str, list[tuple[float, int]]] = {"static": [], "bare": [], "vanilla": []}
+    ms_per_token: dict[str, list[float]] = {"static": [], "bare": [], "vanilla": []}
     vanilla = SpeculativeDecoder(bench.target)
+    new = bench.config.prompts.max_new_tokens
     with bar(len(greedy), "prompts", "reference") as progress:
         for number, record in enumerate(greedy):
             ids = encode(texts[record.prompt_key], bench.tokenizer, bench.target)
-            started = _now(bench.target)
-            answer = _generate(bench, ids)
-            elapsed = _now(bench.target) - started
+            seconds, answer = _timed(bench.target, lambda ids=ids: _generate(bench, ids))  # type: ignore[misc]
             answers[record.prompt_key] = tuple(answer)
             if number < REFERENCE_PROMPTS:
-                seconds["static"].append((elapsed, len(answer)))
-                seconds["bare"].append((_replay(vanilla, ids, answer), len(answer)))
-                plain = vanilla.generate(
-                    ids, max_new_tokens=bench.config.prompts.max_new_tokens, do_sample=False, timed=True
+                bare, _ = _timed(bench.target, lambda ids=ids, answer=answer: _replay(vanilla, ids, answer))  # type: ignore[misc]
+                plain, _ = _timed(
+                    bench.target,
+                    lambda ids=ids: vanilla.generate(ids, max_new_tokens=new, do_sample=False),  # type: ignore[misc]
                 )
-                seconds["vanilla"].append((plain.statistics.ms["wall"] / 1000, plain.statistics.new_tokens))
+                for name, value in (("static", seconds), ("bare", bare), ("vanilla", plain)):
+                    ms_per_token[name].append(1000 * value / len(answer))
             progress.update()
-    per_token = {
-        name: 1000 * sum(t for t, _ in rows) / max(1, sum(n for _, n in rows)) for name, rows in seconds.items()
-    }
     checked = [
         Record(**{**r.__dict__, "identical_to_generate": r.output_ids == answers[r.prompt_key]})
         if r.status == "ok" and r.temperature == 0.0 and r.prompt_key in answers
         else r
         for r in records
     ]
+    medians = {name: statistics.median(values) if values else 0.0 for name, values in ms_per_token.items()}
     reference = Reference(
-        vanilla_ms_per_token=per_token["vanilla"],
-        bare_forward_ms_per_token=per_token["bare"],
+        vanilla_ms_per_token=medians["vanilla"],
+        bare_forward_ms_per_token=medians["bare"],
         prompts=len(greedy),
         identical_to_generate=sum(bool(r.identical_to_generate) for r in checked if r.method == "vanilla"),
-        generate_static_ms_per_token=per_token["static"],
+        generate_static_ms_per_token=medians["static"],
     )
     write_json(bench.directory / "reference.json", asdict(reference))
-    return checked
+    return reference, checked
+
+
+def _timed(target: Target, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of work, and what it returned."""
+    started = _now(target)
+    result = work()
+    return _now(target) - started, result
 
 
 def _known(bench: Bench) -> list[Record]:
@@ -197,24 +203,24 @@ def _measure(bench: Bench, row: int, sampling: SamplingConfig, prompt: Prompt, i
 
 
 def _facts(generation: Generation, tokenizer: Any) -> dict[str, Any]:
-    statistics, ids = generation.statistics, generation.new_ids
+    counted, ids = generation.statistics, generation.new_ids
     ends = [1]
-    for count in statistics.cycle_tokens:
+    for count in counted.cycle_tokens:
         ends.append(ends[-1] + count)
     texts = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in ends]
     pieces = [texts[0], *(later[len(earlier) :] for earlier, later in itertools.pairwise(texts))]
     return {
-        "new_tokens": statistics.new_tokens,
+        "new_tokens": counted.new_tokens,
         "output_ids": tuple(ids),
         "text": texts[-1],
         "cycle_texts": tuple(pieces),
-        "accepted": tuple(statistics.accepted),
-        "cycle_tokens": tuple(statistics.cycle_tokens),
-        "target_forwards": statistics.target_forwards,
-        "draft_forwards": statistics.draft_forwards,
-        "draft_forwards_wasted": statistics.draft_forwards_wasted,
-        "draft_nodes": statistics.draft_nodes,
-        "ms": Milliseconds(**statistics.ms),
+        "accepted": tuple(counted.accepted),
+        "cycle_tokens": tuple(counted.cycle_tokens),
+        "target_forwards": counted.target_forwards,
+        "draft_forwards": counted.draft_forwards,
+        "draft_forwards_wasted": counted.draft_forwards_wasted,
+        "draft_nodes": counted.draft_nodes,
+        "ms": Milliseconds(**counted.ms),
         "peak_memory_gib": peak_memory_gib(),
     }
 
@@ -243,15 +249,13 @@ def _generate(bench: Bench, ids: Tensor) -> list[int]:
 
 
 @torch.inference_mode()
-def _replay(vanilla: SpeculativeDecoder, ids: Tensor, answer: list[int]) -> float:
-    """Seconds of the bare target forwards that write this answer: no choice, no stop rule, no statistics."""
+def _replay(vanilla: SpeculativeDecoder, ids: Tensor, answer: list[int]) -> None:
+    """The bare target forwards that write this answer: no choice, no stop rule, no statistics."""
     tokens = torch.tensor(answer, device=ids.device)
-    started = _now(vanilla.target)
     vanilla.lm.prefill(ids[0], ids.shape[1] + len(answer) + 1)
     for position in range(len(answer) - 1):
         vanilla.lm.extend(root_only(tokens[position : position + 1]))
         vanilla.lm.keep([0])
-    return _now(vanilla.target) - started
 
 
 def _now(target: Target) -> float:

@@ -84,7 +84,6 @@ class CachedLM:
         self.cache: PreallocatedCache | None = None
         self._layer_kinds = _layer_kinds(target.config)
         self._window = int(getattr(target.config, "sliding_window", None) or 0)
-        self._additive = target.model.config._attn_implementation == "eager"
 
     @property
     def length(self) -> int:
@@ -132,7 +131,7 @@ class CachedLM:
         return torch.cat([out.hidden_states[k][0].to(out.last_hidden_state.device) for k in self.after_blocks], dim=-1)
 
     def _mask(self, tree: Tree) -> Tensor | dict[str, Tensor]:
-        """Boolean [1, 1, N, length + N] (additive for eager attention), or one per kind of layer."""
+        """Additive [1, 1, N, length + N], or one per kind of layer. (Each layer would convert a boolean one anew.)"""
         count = len(tree)
         full = torch.cat([tree.mask.new_ones(count, self.length), tree.mask], dim=1)  # [N, length + N]
         masks = {"full_attention": full}
@@ -141,14 +140,13 @@ class CachedLM:
             positions = torch.cat([rows, tree.depth + self.length])  # [length + N]
             near = (tree.depth + self.length)[:, None] - positions[None] < self._window
             masks["sliding_attention"] = full & near
-        shaped = {kind: self._shaped(masks[kind]) for kind in self._layer_kinds}
+        shaped = {kind: self._additive(masks[kind]) for kind in self._layer_kinds}
         return shaped if len(shaped) > 1 else next(iter(shaped.values()))
 
-    def _shaped(self, mask: Tensor) -> Tensor:
-        if self._additive:
-            lowest = torch.finfo(self.target.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.target.dtype, device=mask.device).masked_fill_(~mask, lowest)
-        return mask[None, None]
+    def _additive(self, mask: Tensor) -> Tensor:
+        lowest = torch.finfo(self.target.dtype).min
+        zeros = torch.zeros(mask.shape, dtype=self.target.dtype, device=mask.device)
+        return zeros.masked_fill_(~mask, lowest)[None, None]
 
 
 def _layer_kinds(config: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from infer.config import TreeConfig
 from infer.drafters.eagle import EagleDrafter
 from infer.sampling import Decoding, Sampler, resolve
 from infer.shape import Shape, make_shape
-from infer.tree import Tree, check_connected, root_only
+from infer.tree import Tree, root_only
 from infer.verify import Verdict, verify
 from model.checkpoint import check_fits, load_head
 from model.config import TargetConfig
@@ -227,8 +227,6 @@ class _Run:
             tree = root_only(self._root)  # the bonus token alone fills what is left
         else:
             tree = self.shape.grow(self.drafter, self._root, max_levels=remaining - 1)
-            if __debug__ and self._root.device.type == "cpu":
-                check_connected(tree)
         self.clock.lap("draft")
         step = self.lm.extend(tree)
         verdict = verify(tree, self.sampler.choose(step.logits))

@@ -64,11 +64,12 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     import torch
 
     from infer.engine import SpeculativeDecoder
-    from infer.stream import ColouredStreamer
+    from infer.hardware import default_device
+    from infer.stream import ColouredStreamer, TreePrinter
     from infer.tasks import encode
     from model.target import Target, load_tokenizer
 
-    target = Target.load(target_config, _device())
+    target = Target.load(target_config, default_device())
     tokenizer = load_tokenizer(target_config)
     decoder = SpeculativeDecoder.from_pretrained(
         target, None if arguments.method == "vanilla" else str(head), tree=tree
@@ -78,7 +79,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     else:
         ids = encode(arguments.prompt, tokenizer, target)
     streamer = ColouredStreamer(tokenizer, coloured=sys.stdout.isatty())
-    watcher = _TreePrinter(tokenizer, streamer) if arguments.show_tree else streamer
+    watcher = TreePrinter(tokenizer, streamer) if arguments.show_tree else streamer
     generation = decoder.generate(
         ids,
         streamer=streamer,
@@ -190,20 +191,26 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     _prepare(recipe.threads)
     from infer.bench import Bench, make_decoders, measure_reference, run
     from infer.engine import load_head_for
+    from infer.hardware import default_device, describe
     from infer.records import line_of
     from infer.tasks import load_prompts
     from model.files import write_text
     from model.target import Target, load_tokenizer
 
-    target = Target.load(recipe.target, _device())
+    target = Target.load(recipe.target, default_device())
     decoders = make_decoders(target, section.rows, lambda: load_head_for(target, str(head)))
     bench = Bench(target, load_tokenizer(recipe.target), decoders, section, paths.bench)
     prompts = load_prompts(section.prompts)
     records = run(bench, prompts, recipe.seed)
     if section.reference:
-        records = measure_reference(bench, prompts, records)
+        reference, records = measure_reference(bench, prompts, records)
+        print(
+            f"ms per token, prefill included: vanilla {reference.vanilla_ms_per_token:.2f}, its bare forwards "
+            f"{reference.bare_forward_ms_per_token:.2f}, transformers' generate with a static cache "
+            f"{reference.generate_static_ms_per_token:.2f}"
+        )
     write_text(bench.records_path, "".join(line_of(record) for record in records))
-    stage.finish(hardware=_hardware(target, recipe.threads), answers=len(records))
+    stage.finish(hardware=describe(target), answers=len(records))
     failed = [record for record in records if record.status == "error"]
     write_status(paths.status, "bench", "done")
     print(
@@ -325,44 +332,13 @@ def _prepare(threads: int | None) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
 
 
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _decoder(recipe: pipeline.Recipe, head: Path, tree: TreeConfig) -> "tuple[Target, Any, SpeculativeDecoder]":
     from infer.engine import SpeculativeDecoder
+    from infer.hardware import default_device
     from model.target import Target, load_tokenizer
 
-    target = Target.load(recipe.target, _device())
+    target = Target.load(recipe.target, default_device())
     return target, load_tokenizer(recipe.target), SpeculativeDecoder.from_pretrained(target, str(head), tree=tree)
-
-
-def _hardware(target: "Target", threads: int | None) -> dict[str, Any]:
-    import platform
-
-    import torch
-
-    if target.device.type == "cuda":
-        device = torch.cuda.get_device_name(target.device)
-    else:
-        names = [
-            line.split(":", 1)[1].strip() for line in _read_lines("/proc/cpuinfo") if line.startswith("model name")
-        ]
-        device = names[0] if names else platform.processor() or platform.machine()
-    return {
-        "device": device,
-        "threads": threads or torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
-
-
-def _read_lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def _print_statistics(statistics: Any) -> None:
@@ -375,22 +351,6 @@ def _print_statistics(statistics: Any) -> None:
         f"{rate:.1f} tokens/s (prefill {ms['prefill']:.0f} ms apart) | {settings}",
         file=sys.stderr,
     )
-
-
-class _TreePrinter:
-    """Prints the first draft tree, then only streams."""
-
-    def __init__(self, tokenizer: Any, streamer: Any) -> None:
-        self.tokenizer, self.streamer, self._done = tokenizer, streamer, False
-
-    def on_cycle(self, cycle: Any) -> None:
-        from infer.tree import describe
-
-        self.streamer.on_cycle(cycle)
-        if not self._done:
-            names = [self.tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
-            print("\n" + describe(cycle.tree, names), file=sys.stderr)
-            self._done = True
 
 
 if __name__ == "__main__":

@@ -107,55 +107,58 @@ class DynamicTree:
         log_q = drafter.start()  # [1, V]
         frontier = torch.zeros(1, dtype=torch.long, device=root.device)  # pool indices of the expanded nodes
         above = torch.zeros(1, device=root.device)  # their survival
-        depth = 0
-        while True:
-            depth += 1
-            confidence, tokens = log_q.topk(min(self.k, log_q.shape[-1]), dim=-1)  # [rows, k]
+        k = min(self.k, log_q.shape[-1])
+        for depth in range(1, levels + 1):
+            confidence, tokens = log_q.topk(k, dim=-1)  # [rows, k]
             survival = above[:, None] + confidence
-            first = pool.add(tokens, frontier, confidence, survival, depth)
-            above, best = survival.flatten().topk(min(self.k, survival.numel()))
-            if depth == levels or self.stop.ends(Level(depth, confidence.flatten()[best], above)):
+            first = pool.add(tokens, frontier, confidence, survival)
+            if depth == levels:
                 break
-            log_q = drafter.step(tokens.flatten()[best], best // tokens.shape[1])
+            above, best = survival.flatten().topk(k)
+            if self.stop.ends(Level(depth, confidence.flatten()[best], above)):
+                break
+            log_q = drafter.step(tokens.flatten()[best], best // k)
             frontier = best + first
-        return pool.rerank(self.nodes, depth)
+        return pool.rerank(self.nodes, k)
 
 
 class _Pool:
     """Every candidate of one tree, shallow-first; the root is candidate 0."""
 
     def __init__(self, root: Tensor) -> None:
+        self._tokens, self._depths, self._size = [root], [0], 1
+        self._parents: list[Tensor] = []  # of each level, the pool indices of its expanded nodes
         zero = torch.zeros(1, device=root.device)
-        self._tokens, self._parents = [root], [torch.zeros_like(root)]
         self._confidence, self._survival = [zero], [zero]
-        self._depth = [torch.zeros_like(root)]
-        self._size = 1
 
-    def add(self, tokens: Tensor, parents: Tensor, confidence: Tensor, survival: Tensor, depth: int) -> int:
-        """Adds [rows, k] candidates under parents [rows] (pool indices); returns the pool index of the first."""
-        rows, k = tokens.shape
+    def add(self, tokens: Tensor, parents: Tensor, confidence: Tensor, survival: Tensor) -> int:
+        """Adds one level: [rows, k] candidates under parents [rows]; returns the pool index of the first."""
         first = self._size
         self._tokens.append(tokens.flatten())
-        self._parents.append(parents[:, None].expand(rows, k).flatten())
+        self._parents.append(parents)
         self._confidence.append(confidence.flatten())
         self._survival.append(survival.flatten())
-        self._depth.append(torch.full((rows * k,), depth, dtype=torch.long, device=tokens.device))
-        self._size += rows * k
+        self._size += tokens.numel()
+        self._depths += [len(self._parents)] * tokens.numel()
         return first
 
-    def rerank(self, nodes: int, levels: int) -> Tree:
-        """The best `nodes` candidates by survival, the root among them, in level order."""
+    def rerank(self, nodes: int, k: int) -> Tree:
+        """The best `nodes` candidates by survival, the root among them, in level order. Every level had k a row."""
         survival = torch.cat(self._survival)
         order = survival.sort(descending=True, stable=True).indices[:nodes]
         kept = order.sort().values  # [N] pool indices: level order, parents first
         count = kept.shape[0]
-        place = torch.full_like(survival, -1, dtype=torch.long)
+        place = kept.new_full((self._size,), -1)
         place[kept] = torch.arange(count, device=kept.device)
-        parents = place[torch.cat(self._parents)[kept]]
+        above = torch.cat([kept.new_zeros(1), torch.cat(self._parents).repeat_interleave(k)])  # [pool]
+        parents = place[above[kept]]
+        if parents.device.type == "cpu":  # elsewhere it would be a synchronisation
+            assert int(parents.min()) >= 0, "a kept node's parent was cut"
+        levels = len(self._parents)
         return Tree(
             tokens=torch.cat(self._tokens)[kept],
             parents=parents,
-            depth=torch.cat(self._depth)[kept],
+            depth=torch.tensor(self._depths, device=kept.device)[kept],
             mask=ancestors(parents, levels),
             confidence=torch.cat(self._confidence)[kept],
             survival=survival[kept],

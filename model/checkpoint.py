@@ -80,7 +80,7 @@ def save_head(head: Eagle1Head, directory: Path, weights: dict[str, Tensor] | No
 
     weights: a gathered state dict where the module's own is sharded (ZeRO-3). facts go under "aerie" in config.json.
     """
-    state = {k: v.detach().cpu().contiguous() for k, v in (weights or head.state_dict()).items()}
+    state = {k: v.detach().cpu().clone() for k, v in (weights or head.state_dict()).items()}  # fused weights are views
     _check_state(state, head, directory / WEIGHTS)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))

@@ -37,6 +37,7 @@ class HeadConfig:
     bias: bool = False  # fc.bias: false is what every server loads; published Vicuna and LLaMA-2 heads have it
     rope_theta: float | None = None  # null: the target's RoPE, base and scaling
     max_position_embeddings: int | None = None  # null: the target's
+    initializer_range: float = 0.02  # standard deviation of a new module's matrices
     init_from: str | None = None  # warm start: a head directory
 
     def __post_init__(self) -> None:

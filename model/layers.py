@@ -86,6 +86,18 @@ class Rotary:
         assert self._cos is not None and self._sin is not None
         return self._cos[positions].unsqueeze(-3), self._sin[positions].unsqueeze(-3)
 
+    def between(self, first: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin at positions first .. stop - 1, two views [1, 1, stop - first, head_dim]."""
+        if (
+            self._cos is None
+            or self._cos.shape[0] < stop
+            or self._cos.device != like.device
+            or self._cos.dtype != like.dtype
+        ):
+            self._tabulate(stop, like)
+        assert self._cos is not None and self._sin is not None
+        return self._cos[None, None, first:stop], self._sin[None, None, first:stop]
+
     def _tabulate(self, length: int, like: Tensor) -> None:
         if length > self.max_positions:
             raise UserError(
@@ -153,13 +165,9 @@ class Attention(nn.Module):
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return rotate(q, *rope), rotate(k, *rope), v
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, buffer: KeyValueBuffer | None = None
-    ) -> Tensor:
-        """Attention over x itself (mask None: causal) or over a buffer's rows and x (mask [.., T, S] required)."""
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """Attention over x itself (mask None: causal); drafting over a buffer is model/fused.py."""
         q, k, v = self.project(x, rope)
-        if buffer is not None:
-            k, v = buffer.append(k, v)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -18,11 +18,14 @@ class EagleDrafter:
     def __init__(self, head: Eagle1Head, target: Target) -> None:
         self.head = head
         self.target = target
+        self._draft = head.fused()
         self._buffers: list[KeyValueBuffer] = []
         self._length = 0  # committed slots
         self._hidden: Tensor | None = None  # [1, rows of the last call, D]
-        self._mask: Tensor | None = None  # [rows of the last call, drafted slots so far]
+        self._seen: Tensor | None = None  # additive [rows of the last call, drafted slots so far]
         self._levels = 0
+        self._zeros = torch.empty(0)  # additive mask of what everybody sees, [widest step, capacity]
+        self._own: dict[int, Tensor] = {}  # additive masks of n slots that see themselves alone, [n, n]
 
     @property
     def max_positions(self) -> int:
@@ -33,43 +36,50 @@ class EagleDrafter:
         like = self.head.fc.weight
         sizes = self.head.config.sizes()
         self._buffers = [KeyValueBuffer.allocate(1, sizes, capacity, like) for _ in self.head.layers]
+        self._zeros = like.new_zeros(1, capacity)
         self._length = 0
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         """Appends slots: the target's features [n, D] of n tokens, and the n tokens [n] that follow each of them."""
-        count = tokens.shape[0]
-        for buffer in self._buffers:
-            buffer.length = self._length
-        total = self._length + count
-        positions = torch.arange(self._length, total, device=tokens.device)
-        mask = torch.ones(count, total, dtype=torch.bool, device=tokens.device).tril_(self._length)
-        hidden = self.head.draft(tokens[None], features[None], positions[None], mask[None, None], self._buffers)
+        count, first = tokens.shape[0], self._length
+        total = first + count
+        self._rewind(first)
+        mask = features.new_full((count, total), float("-inf")).triu_(first + 1)  # slot i sees slots <= first + i
+        hidden = self._draft(tokens[None], features[None], (first, total), mask[None, None], self._buffers)
         self._length = total
         self._hidden = hidden[:, -1:]
 
     def start(self) -> Tensor:
         """log q [1, V] after the last committed token."""
-        for buffer in self._buffers:
-            buffer.length = self._length
-        self._mask = torch.zeros(1, 0, dtype=torch.bool, device=self.target.device)
+        self._rewind(self._length)
+        self._seen = self._zeros[:1, :0]
         self._levels = 0
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """log q [n, V] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
-        assert self._hidden is not None and self._mask is not None
-        count = tokens.shape[0]
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device)
-        self._mask = torch.cat([self._mask[parents], own], dim=1)  # [n, drafted slots]
-        known = self._mask.new_ones(count, self._length)
-        mask = torch.cat([known, self._mask], dim=1)[None, None]
-        positions = torch.full((1, count), self._length + self._levels, dtype=torch.long, device=tokens.device)
-        features = self._hidden[:, parents]
-        self._hidden = self.head.draft(tokens[None], features, positions, mask, self._buffers)
+        assert self._hidden is not None and self._seen is not None
+        count, position = tokens.shape[0], self._length + self._levels
+        known = self._zeros[:, : self._length].expand(count, -1)
+        mask = torch.cat([known, self._seen.index_select(0, parents), self._itself(count)], dim=1)
+        features = self._hidden.index_select(1, parents)
+        at = (position, position + 1)
+        self._hidden = self._draft(tokens[None], features, at, mask[None, None], self._buffers)
+        self._seen = mask[:, self._length :]
         for buffer in self._buffers:
             buffer.length += count
         self._levels += 1
         return self._log_q()
+
+    def _rewind(self, length: int) -> None:
+        for buffer in self._buffers:
+            buffer.length = length
+
+    def _itself(self, count: int) -> Tensor:
+        if count not in self._own or self._own[count].device != self._zeros.device:
+            eye = torch.eye(count, dtype=torch.bool, device=self._zeros.device)
+            self._own[count] = self._zeros.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
+        return self._own[count]
 
     def _log_q(self) -> Tensor:
         assert self._hidden is not None

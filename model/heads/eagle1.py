@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from model.fused import FusedAttention, FusedMLP
 from model.layers import MLP, Attention, KeyValueBuffer, LayerSizes, RMSNorm, Rotary, UnrollMemory
 
 
@@ -119,14 +121,9 @@ class Eagle1Head(nn.Module):
                 x = layer(x, rope, mask)
         return x
 
-    def draft(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, buffers: list[KeyValueBuffer]
-    ) -> Tensor:
-        """Predicted features [1, n, D] of n slots that see what mask [1, 1, n, S] allows of buffers and themselves."""
-        x, rope = self._enter(tokens, features, positions, buffers[0].keys.shape[2])
-        for layer, buffer in zip(self.blocks, buffers, strict=True):
-            x = layer.finish(x, layer.self_attn(layer.normed(x), rope, mask, buffer))
-        return x
+    def fused(self) -> "Eagle1Draft":
+        """The head for drafting, sharing these weights. Make it after the module was moved to its device and dtype."""
+        return Eagle1Draft(self)
 
     def unroll(
         self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor, memories: list[UnrollMemory]
@@ -143,3 +140,31 @@ class Eagle1Head(nn.Module):
         embedded = self.embed_tokens(tokens).to(features.dtype)
         x = self.fc(torch.cat([embedded, features], dim=-1))  # [B, T, D]
         return x, self.rotary.at(positions, length, x)
+
+
+class Eagle1Draft:
+    """One decoding forward of an EAGLE-1 head, over buffers, with merged projections."""
+
+    def __init__(self, head: Eagle1Head) -> None:
+        self.head = head
+        self._layers = [
+            (block, FusedAttention(block.self_attn), FusedMLP(block.post_attention_layernorm, block.mlp))
+            for block in head.blocks
+        ]
+
+    def __call__(
+        self, tokens: Tensor, features: Tensor, positions: tuple[int, int], mask: Tensor, buffers: list[KeyValueBuffer]
+    ) -> Tensor:
+        """Predicted features [1, n, D] of n slots with tokens [1, n] and features [1, n, D].
+
+        positions are (first, stop): one position per slot, or (first, first + 1) for slots that all stand at first.
+        The additive mask [1, 1, n, S] says what they see of the buffers and of themselves.
+        """
+        head = self.head
+        x = torch.cat([F.embedding(tokens, head.embed_tokens.weight), features], dim=-1)
+        x = F.linear(x, head.fc.weight, head.fc.bias)  # [1, n, D]
+        rope = head.rotary.between(*positions, x)
+        for (block, attention, mlp), buffer in zip(self._layers, buffers, strict=True):
+            x = x + attention(block.normed(x), rope, mask, buffer)
+            x = x + mlp(x)
+        return x

@@ -90,6 +90,18 @@ def test_no_question_is_in_two_of_the_three_files(corpus: Path) -> None:
     assert not opened & {*measuring, *calibration}
 
 
+def test_a_family_with_few_questions_still_keeps_its_measuring_ones_out_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "letter", lambda generator: [Turn(f"Say {generator.randint(1, 12)}!", "No.")])
+    write_corpus(SyntheticConfig(300, 28), tmp_path)
+    held = {row["turns"][0] for name in ("prompts", "calibration") for row in rows(tmp_path / f"{name}.jsonl")}
+    trained = {turn["value"] for row in rows(tmp_path / "train.jsonl") for turn in row["conversations"]}
+    said = {f"Say {number}!" for number in range(1, 13)}
+    assert len(said & held) == 8
+    assert said & trained == said - held
+
+
 def test_a_question_is_recognised_whatever_its_case_and_punctuation() -> None:
     assert opening_key("Sort: A, b!") == opening_key("sort  a B")
     assert opening_key("add 2") != opening_key("add 3")

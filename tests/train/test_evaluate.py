@@ -35,11 +35,12 @@ def _unrolled(head: Eagle1Head, ids: Tensor, features: Tensor, shift: int = 1) -
 def _drafted(head: Eagle1Head, ids: Tensor, features: Tensor, slot: int) -> Tensor:
     """[STEPS, D]: the prefix with true features, then the head's own outputs with the conversation's tokens."""
     buffers = [KeyValueBuffer.allocate(1, head.config.sizes(), 64, features) for _ in head.layers]
+    draft = head.fused()
     outputs, x, first, count = [], features[None, : slot + 1], 0, slot + 1
     for _ in range(STEPS):
         end = first + count
-        mask = (torch.arange(first, end)[:, None] >= torch.arange(end))[None, None]
-        x = head.draft(ids[None, first + 1 : end + 1], x, torch.arange(first, end)[None], mask, buffers)[:, -1:]
+        mask = torch.full((count, end), float("-inf")).triu_(first + 1)[None, None]
+        x = draft(ids[None, first + 1 : end + 1], x, (first, end), mask, buffers)[:, -1:]
         for buffer in buffers:
             buffer.length = end
         outputs.append(x[0, 0])

@@ -94,6 +94,7 @@ def new_causal_lm(config: HeadConfig, tokenizer: Any, seed: int) -> Any:
         max_position_embeddings=config.max_position_embeddings,
         rope_theta=config.rope_theta or 10000.0,
         rms_norm_eps=1e-6,
+        initializer_range=config.initializer_range,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -101,7 +102,11 @@ def new_causal_lm(config: HeadConfig, tokenizer: Any, seed: int) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(sizes)
+        lm = LlamaForCausalLM(sizes)
+    for name, parameter in lm.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_((2 * config.num_hidden_layers) ** -0.5)  # the residual stream keeps its scale (GPT-2)
+    return lm
 
 
 def save_causal_lm(lm: Any, tokenizer: Any, directory: Path) -> None:
