@@ -45,7 +45,7 @@ demo: $(STAMP)
 define launched
 $(BIN)/python $(2) --is-whole; code=$$?; \
 if [ $$code -eq 1 ]; then \
-	$(BIN)/python $(2) --plan && \
+	WORLD_SIZE=$(if $(filter zero%,$(1)),$(PROCESSES),1) $(BIN)/python $(2) --plan && \
 	$(BIN)/accelerate launch --config_file configs/accelerate/$(1).yaml \
 		$(if $(filter zero%,$(1)),--num_processes $(PROCESSES)) $(2); \
 else exit $$code; fi
