@@ -45,7 +45,7 @@ class CausalLM(nn.Module):
 
     def _sums(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.lm.get_output_embeddings()(states)  # [S, V]
-        return losses.cross_entropy(logits, tokens), (logits.detach().argmax(-1) == tokens).sum()
+        return losses.cross_entropy(logits, tokens).sum(), (logits.detach().argmax(-1) == tokens).sum()
 
 
 class CausalLMObjective:
@@ -56,8 +56,8 @@ class CausalLMObjective:
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         return batch
 
-    def num_supervised(self, batch: Batch) -> int:
-        return int((batch.turns[:, 1:] != 0).sum())
+    def divisors(self, batch: Batch) -> dict[str, int]:
+        return {"cross_entropy": int((batch.turns[:, 1:] != 0).sum())}
 
     def __call__(self, module: nn.Module, batch: Batch) -> StepOutput:
         asked = batch.turns[:, 1:] != 0  # [B, T-1]
