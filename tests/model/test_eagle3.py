@@ -182,12 +182,12 @@ def test_whole_sequence_buffered_and_unrolled_forwards_agree(changes: dict[str, 
     memories = [UnrollMemory() for _ in range(made.config.num_hidden_layers)]
     unrolled = made.unroll(tokens, features, positions, mask[None, None], memories)
     torch.testing.assert_close(unrolled, whole, rtol=1e-4, atol=1e-4)
-    sizes = made.config.sizes()
+    sizes, draft = made.config.sizes(), made.fused()
     buffers = [KeyValueBuffer.allocate(1, sizes, 16, features) for _ in range(made.config.num_hidden_layers)]
     for first, last in ((0, 4), (4, 7)):
         part = slice(first, last)
-        seen = mask[part, :last][None, None]
-        out = made.draft(tokens[:, part], features[:, part], positions[:, part], seen, buffers)
+        seen = torch.zeros(last - first, last).masked_fill(~mask[part, :last], float("-inf"))[None, None]
+        out = draft(tokens[:, part], features[:, part], (first, last), seen, buffers)
         for buffer in buffers:
             buffer.length = last
         torch.testing.assert_close(out, whole[:, part], rtol=1e-4, atol=1e-4)
