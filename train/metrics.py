@@ -29,6 +29,15 @@ def all_reduce(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def most_of_all(count: int, device: torch.device) -> int:
+    """The largest count of all processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return count
+    most = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
 def means(sums: Sums, device: torch.device) -> dict[str, float]:
     """sum / count of every name over all processes; every process must have the same names."""
     if not sums:

@@ -8,7 +8,6 @@ t_{p+2+k}, which last_hidden at p + 1 + k gives. Source: EAGLE-3 (arXiv 2503.018
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +20,7 @@ from train import losses
 from train.config import TrainConfig
 from train.evaluate import chain_hits, chain_sums, likeliest, shifted, target_choices
 from train.laws import drafted_law
+from train.metrics import most_of_all
 from train.objectives.step import StepOutput, Sums
 
 Totals = tuple[Tensor, Tensor, Tensor, Tensor]  # sums of loss [K] and hits [K]; of the first step's alpha and choices
@@ -75,7 +75,8 @@ class UnrolledHead(nn.Module):
         """The sums, made for a few target states at a time with all the outputs that are compared with them."""
         steps, which = places
         at_once = max(1, self.settings.loss_chunk_slots // self.settings.unroll_steps)
-        groups = _most_of_all(-(-states.shape[0] // at_once), outputs.device)
+        # ZeRO-3 gathers the LM head at each call, so all processes must call it equally often
+        groups = most_of_all(-(-states.shape[0] // at_once), outputs.device)
         if groups <= 1:
             return self._sums(outputs, steps, which, states, ends)
         order = which.argsort(stable=True)
@@ -164,12 +165,3 @@ class Eagle3Objective:
     def _divisors(self, batch: Batch) -> Tensor:
         counts = self._counts(batch)
         return counts if self.config.divisor == "per_step" else counts[:1].expand_as(counts)
-
-
-def _most_of_all(count: int, device: torch.device) -> int:
-    """The largest count of all processes: under ZeRO-3 all of them must call the LM head equally often."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return count
-    most = torch.tensor(count, device=device)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    return int(most)
