@@ -28,31 +28,46 @@ class TokenisedRow(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded conversations. Padding has token 0, turn 0 and feature 0."""
+    """Conversations: right-padded, one a row, or packed one after the other in a single row without padding.
+
+    Padding has token 0, turn 0 and feature 0.
+    """
 
     input_ids: Tensor  # [B, T]
-    turns: Tensor  # [B, T], 0 for what is not learnt, j >= 1 for the j-th assistant turn
-    lengths: Tensor  # [B]
+    turns: Tensor  # [B, T], 0 for what is not learnt; every assistant turn of a row has a number of its own
+    lengths: Tensor  # of the conversations, [B] where they are not packed
     rows: tuple[int, ...]  # row numbers in the data set
     features: Tensor | None = None  # [B, T, D]
     taps: Tensor | None = None  # [B, T, L*D]
     noise: Tensor | None = None  # [B, T, D], what training adds to the features that go in
+    documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
 
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
+    @property
+    def positions(self) -> Tensor:
+        """[B, T]: each token's place in its own conversation."""
+        places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)  # [T]
+        if self.documents is not None:
+            sizes = torch.tensor(self.documents, device=places.device)
+            places = places - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return places.expand_as(self.input_ids)
+
     def supervised(self, step: int = 0) -> Tensor:
         """[B, T] bool: where slot p, after `step` unroll steps, has something to learn.
 
         It holds the feature of t_p and the token t_{p+1} and predicts t_{p+2+step}; both tokens must be of one
-        assistant turn.
+        assistant turn, and t_p of the same conversation.
         """
         mask = torch.zeros_like(self.turns, dtype=torch.bool)
         slots = self.turns.shape[1] - 2 - step
         if slots > 0:
             given, asked = self.turns[:, 1 : 1 + slots], self.turns[:, 2 + step :]
             mask[:, :slots] = (given == asked) & (given != 0)
+            if self.documents is not None:  # a conversation's first token follows nothing of its own
+                mask[:, :slots] &= self.positions[:, 1 : 1 + slots] != 0
         return mask
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -61,26 +76,29 @@ class Batch:
         return replace(self, **moved)
 
 
-def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int]) -> Batch:
+def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool = False) -> Batch:
     """The rows as one batch. No rows (a process without work in the last step) give one row of padding."""
     if not rows:
         empty = torch.zeros(1, 2, dtype=torch.long)  # [1, 2]
         return Batch(empty, empty.clone(), torch.zeros(1, dtype=torch.long), (-1,))
     ids = [torch.as_tensor(row.input_ids, dtype=torch.long) for row in rows]
     turns = [torch.as_tensor(row.turns, dtype=torch.long) for row in rows]
+    join = _pack if packed else _pad
     return Batch(
-        input_ids=_pad(ids),
-        turns=_pad(turns),
+        input_ids=join(ids),
+        turns=join(_apart(turns) if packed else turns),
         lengths=torch.tensor([len(x) for x in ids]),
         rows=tuple(numbers),
-        features=_pad_optional([getattr(row, "last_hidden", None) for row in rows]),
-        taps=_pad_optional([getattr(row, "taps", None) for row in rows]),
+        features=_optional([getattr(row, "last_hidden", None) for row in rows], join),
+        taps=_optional([getattr(row, "taps", None) for row in rows], join),
+        documents=tuple(len(x) for x in ids) if packed else None,
     )
 
 
-def empty_like(batch: Batch, width: int, dtype: torch.dtype) -> Batch:
-    """A batch of padding with features of this width."""
-    return replace(batch, features=torch.zeros(*batch.input_ids.shape, width, dtype=dtype))
+def empty_like(batch: Batch, width: int, dtype: torch.dtype, num_taps: int = 0) -> Batch:
+    """A batch of padding with features (and taps) of this width."""
+    features = torch.zeros(*batch.input_ids.shape, width, dtype=dtype)
+    return replace(batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None)
 
 
 def keyed_generator(*key: int) -> torch.Generator:
@@ -157,8 +175,21 @@ def _pad(tensors: list[Tensor]) -> Tensor:
     return out
 
 
-def _pad_optional(tensors: list[Tensor | None]) -> Tensor | None:
+def _pack(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors)[None]  # [1, sum of T, ...]
+
+
+def _apart(turns: list[Tensor]) -> list[Tensor]:
+    """The turns with numbers that no two conversations share."""
+    made, used = [], 0
+    for each in turns:
+        made.append(torch.where(each > 0, each + used, 0))
+        used = max(used, int(made[-1].max()))
+    return made
+
+
+def _optional(tensors: list[Tensor | None], join: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
     present = [x for x in tensors if x is not None]
     if len(present) not in (0, len(tensors)):
         raise ValueError("some rows have features and some have none")
-    return _pad(present) if present else None
+    return join(present) if present else None

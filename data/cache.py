@@ -1,7 +1,7 @@
 """The feature cache as a sequence of rows: token ids, turns and the target's states, read from mapped files."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -68,6 +68,12 @@ class FeatureCache(Sequence[CachedRow]):
         """What the cache was made from."""
         return self.contents.fingerprint
 
+    def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(input_ids, turns) of each row of this view, in order, without reading its states."""
+        for number in self.numbers:
+            shard = self._shard_of(number)
+            yield self._reader(shard).tokens(number - self._first_rows[shard])
+
     def __len__(self) -> int:
         return len(self.numbers)
 
@@ -81,12 +87,15 @@ class FeatureCache(Sequence[CachedRow]):
         if isinstance(position, slice):
             return FeatureCache(self.directory, self.contents, self.numbers[position])
         number = self.numbers[position]
-        shard = bisect_right(self._first_rows, number) - 1
+        shard = self._shard_of(number)
         row = self._reader(shard).row(number - self._first_rows[shard])
         return CachedRow(row.input_ids, row.turns, row.last_hidden, row.taps, number)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": {}}  # a worker process maps the files itself
+
+    def _shard_of(self, number: int) -> int:
+        return bisect_right(self._first_rows, number) - 1
 
     def _reader(self, shard: int) -> ShardReader:
         if shard not in self._readers:

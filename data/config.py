@@ -51,16 +51,18 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class FeaturesConfig:
-    """The cache of the target's states, one frozen forward per conversation."""
+    """The target's states of the conversations: cached before training, or made in each step."""
 
     __pydantic_config__ = STRICT
-    after_blocks: tuple[int, ...] = ()  # extra taps: the residual stream after k blocks; EAGLE-1 needs none
+    mode: Literal["cached", "online"] = "cached"  # online: the target runs in the training step, nothing is written
+    # Taps: the residual stream after k blocks. Null: what the head needs (EAGLE-1 none, EAGLE-3 (2, n//2, n-3)).
+    after_blocks: tuple[int, ...] | None = None
     batch_tokens: int = 8192  # tokens of one target forward, padding included
     shard_tokens: int = 262144  # tokens of one safetensors shard
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # null: the target's
 
     def __post_init__(self) -> None:
-        if list(self.after_blocks) != sorted(set(self.after_blocks)):
+        if self.after_blocks is not None and list(self.after_blocks) != sorted(set(self.after_blocks)):
             raise ValueError("after_blocks must ascend without repeats")
         if min(self.batch_tokens, self.shard_tokens) < 1:
             raise ValueError("batch_tokens and shard_tokens must be positive")

@@ -68,10 +68,10 @@ def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesCon
     """Everything that the feature cache depends on.
 
     features.batch_tokens is left out: it moves a state by rounding only, and a run that met a full memory goes on
-    with a smaller one.
+    with a smaller one. So is features.mode: whoever reads a cache reads one.
     """
     section = as_dict(features)
-    del section["batch_tokens"]
+    del section["batch_tokens"], section["mode"]
     return {
         "target": target_inputs(target),
         "data": as_dict(data),

@@ -93,6 +93,14 @@ def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
 def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     """Writes RUN/features, or reuses it; with --plan only says what would be written."""
     root = Path(recipe.run)
+    if recipe.features.mode == "online":
+        if not arguments.is_whole:
+            print(
+                "features: features.mode is online: the target runs in the training step, nothing is cached", flush=True
+            )
+        return 0
+    if recipe.features.after_blocks is None and recipe.head.kind != "eagle3":
+        recipe = replace(recipe, features=replace(recipe.features, after_blocks=()))
     try:
         inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
     except UserError:
@@ -165,12 +173,15 @@ def _planned(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, rank: int) 
     """(CachePlan, tokenizer, facts) after every check that needs no weights; rank 0 prints the estimate."""
     from data.plan import estimate, plan_cache, require_own_shards, require_space
     from data.tokens import statistics
-    from model.target import load_config
+    from model.target import load_config, taps_of
 
     hf_config = load_config(recipe.target)
+    num_blocks = hf_config.get_text_config().num_hidden_layers
+    taps = taps_of(recipe.head.kind, recipe.features.after_blocks, num_blocks, recipe.target.path)
     data, tokenizer, tally = _tokenised(recipe, rank)
-    origin = state_inputs(stage.inputs)
-    plan = plan_cache(stage.output, data, recipe.features, recipe.target.path, hf_config, origin)
+    origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
+    features = replace(recipe.features, after_blocks=taps)
+    plan = plan_cache(stage.output, data, features, recipe.target.path, hf_config, origin)
     facts = {"train": statistics(data.train).line(), "held_out": statistics(data.held_out).line()}
     if rank == 0:
         print(

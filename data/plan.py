@@ -76,31 +76,37 @@ def plan_cache(
 ) -> CachePlan:
     """The plan for these rows; UserError for taps, token ids or lengths that the target does not have."""
     text = hf_config.get_text_config()
-    check_taps(config.after_blocks, text.num_hidden_layers, target_path)
+    after_blocks = config.after_blocks or ()
+    check_taps(after_blocks, text.num_hidden_layers, target_path)
     rows = [*data.train, *data.held_out]
-    context = getattr(text, "max_position_embeddings", None)
-    for row in rows:
-        if context is not None and len(row.input_ids) > context:
-            raise UserError(
-                f"{row.source}: {len(row.input_ids):,} tokens, but the context of {target_path} is {context:,}; "
-                f"set data.max_length to {context} or less"
-            )
-        if max(row.input_ids) >= text.vocab_size:
-            raise UserError(
-                f"{row.source}: token id {max(row.input_ids):,} is outside the vocabulary of {target_path} "
-                f"({text.vocab_size:,} rows); its tokenizer and weights do not belong together"
-            )
+    check_rows(rows, text, target_path)
     return CachePlan(
         directory=directory,
         rows=rows,
         num_train=len(data.train),
         shards=tuple(pack([len(row.input_ids) for row in rows], config.shard_tokens)),
         hidden_size=text.hidden_size,
-        after_blocks=config.after_blocks,
+        after_blocks=after_blocks,
         dtype=_dtype(config, origin["target"]["dtype"], hf_config),
         batch_tokens=config.batch_tokens,
         origin=digest(origin),
     )
+
+
+def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
+    """UserError for a row that is longer than the target's context, or has a token that it has not."""
+    context = getattr(text_config, "max_position_embeddings", None)
+    for row in rows:
+        if context is not None and len(row.input_ids) > context:
+            raise UserError(
+                f"{row.source}: {len(row.input_ids):,} tokens, but the context of {target_path} is {context:,}; "
+                f"set data.max_length to {context} or less"
+            )
+        if max(row.input_ids) >= text_config.vocab_size:
+            raise UserError(
+                f"{row.source}: token id {max(row.input_ids):,} is outside the vocabulary of {target_path} "
+                f"({text_config.vocab_size:,} rows); its tokenizer and weights do not belong together"
+            )
 
 
 def estimate(plan: CachePlan) -> str:

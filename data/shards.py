@@ -115,12 +115,18 @@ class ShardReader:
         self.offsets = self.handle.get_tensor("offsets").tolist()
         self.has_taps = has_taps
 
+    def tokens(self, place: int) -> tuple[Tensor, Tensor]:
+        """input_ids and turns of row `place`, without its states."""
+        span = slice(self.offsets[place], self.offsets[place + 1])
+        return self._slice("input_ids", span).long(), self._slice("turns", span).clone()
+
     def row(self, place: int) -> StoredRow:
         """Row `place` of this shard; nothing in it shares memory with the file."""
         span = slice(self.offsets[place], self.offsets[place + 1])
+        input_ids, turns = self.tokens(place)
         return StoredRow(
-            input_ids=self._slice("input_ids", span).long(),
-            turns=self._slice("turns", span).clone(),
+            input_ids=input_ids,
+            turns=turns,
             last_hidden=decode(self._slice("last_hidden", span)),
             taps=decode(self._slice("taps", span)) if self.has_taps else None,
         )

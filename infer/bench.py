@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.progress import bar
-from infer.config import BenchConfig, BenchRow, SamplingConfig
+from infer.config import BenchConfig, BenchRow, SamplingConfig, method_of
 from infer.drafters.eagle import EagleDrafter
 from infer.engine import Generation, SpeculativeDecoder
 from infer.records import Milliseconds, Record, Reference, TreeShape, line_of, read_records
@@ -56,6 +56,11 @@ def make_decoders(target: Target, rows: Iterable[BenchRow], load_head: Callable[
                 f"bench.rows: {row.method} with tree.shape {row.tree.shape}: eagle-chain is the method of shape chain"
             )
         head = head or load_head()
+        fitting = method_of(head.kind, row.tree.shape)
+        if row.method != fitting:
+            raise UserError(
+                f"bench.rows: method {row.method} with an {head.kind} head; with this head it is method {fitting}"
+            )
         decoders.append(SpeculativeDecoder(target, EagleDrafter(head, target), make_shape(row.tree)))
     return decoders
 

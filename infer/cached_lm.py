@@ -24,6 +24,11 @@ class TargetStep:
     last_hidden: Tensor  # [N, D]
     taps: Tensor | None  # [N, L*D]
 
+    @property
+    def features(self) -> Tensor:
+        """What a drafter is given: the taps where it asked for some, else last_hidden."""
+        return self.last_hidden if self.taps is None else self.taps
+
 
 class PreallocatedCache(Cache):
     """Keys and values of all layers in a few tensors [2 * layers, 1, KV, capacity, head_dim], one per device and shape.
@@ -102,7 +107,7 @@ class CachedLM:
             output_hidden_states=bool(self.after_blocks),
         )
         self.cache = PreallocatedCache(cache, capacity)
-        last_hidden = out.last_hidden_state[0]  # [T, D]
+        last_hidden = out.last_hidden_state[0].to(self.target.device)  # [T, D]
         return TargetStep(self.target.logits(last_hidden[-1:]), last_hidden, self._taps(out))
 
     def extend(self, tree: Tree) -> TargetStep:
@@ -117,7 +122,7 @@ class CachedLM:
             use_cache=True,
             output_hidden_states=bool(self.after_blocks),
         )
-        last_hidden = out.last_hidden_state[0]  # [N, D]
+        last_hidden = out.last_hidden_state[0].to(self.target.device)  # [N, D]
         return TargetStep(self.target.logits(last_hidden), last_hidden, self._taps(out))
 
     def keep(self, path: list[int]) -> None:
@@ -128,7 +133,7 @@ class CachedLM:
     def _taps(self, out: Any) -> Tensor | None:
         if not self.after_blocks:
             return None
-        return torch.cat([out.hidden_states[k][0].to(out.last_hidden_state.device) for k in self.after_blocks], dim=-1)
+        return torch.cat([out.hidden_states[k][0].to(self.target.device) for k in self.after_blocks], dim=-1)
 
     def _mask(self, tree: Tree) -> Tensor | dict[str, Tensor]:
         """Additive [1, 1, N, length + N], or one per kind of layer. (Each layer would convert a boolean one anew.)"""

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from model.errors import UserError
 from model.recipe import STRICT
+
+# eagle2 is EAGLE-1's head and eagle3 EAGLE-3's, both in a dynamic tree; eagle-chain is either head in a chain
+Method = Literal["vanilla", "eagle2", "eagle3", "eagle-chain"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,35 @@ class TreeConfig:
     def __post_init__(self) -> None:
         if min(self.levels, self.k) < 1 or self.nodes < 2:
             raise ValueError("a tree needs levels >= 1, k >= 1 and nodes >= 2")
+
+
+def default_tree(kind: str) -> TreeConfig:
+    """The published tree for a kind of head: 6 levels for EAGLE-2, 8 for EAGLE-3; 60 nodes, k 10."""
+    return TreeConfig(levels=8 if kind == "eagle3" else 6)
+
+
+def method_of(kind: str, shape: str) -> Method:
+    """The name of decoding with a kind of head in a tree of this shape."""
+    if shape == "chain":
+        return "eagle-chain"
+    return "eagle3" if kind == "eagle3" else "eagle2"
+
+
+def chosen(asked: Method | None, kind: str, tree: TreeConfig | None) -> tuple[Method, TreeConfig]:
+    """The method and tree for a kind of head: those asked for, the usual ones for null.
+
+    UserError for a method of another kind of head.
+    """
+    tree = tree or default_tree(kind)
+    if asked == "eagle-chain":
+        tree = TreeConfig(shape="chain", levels=tree.levels, nodes=tree.levels + 1)
+    method = method_of(kind, tree.shape)
+    if asked not in (None, method):
+        raise UserError(
+            f"--method {asked}: an {kind} head in a {tree.shape} tree is {method}; "
+            f"give another --head or tree.shape, or leave --method out"
+        )
+    return method, tree
 
 
 @dataclass(frozen=True)
@@ -37,7 +70,7 @@ class BenchRow:
     """One row of the table: a method with its tree."""
 
     __pydantic_config__ = STRICT
-    method: Literal["vanilla", "eagle2", "eagle-chain"]
+    method: Method
     tree: TreeConfig = TreeConfig()
 
 

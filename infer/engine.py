@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from infer.cached_lm import CachedLM, TargetStep
-from infer.config import TreeConfig
+from infer.config import TreeConfig, default_tree
 from infer.drafters.eagle import EagleDrafter
 from infer.sampling import Decoding, Sampler, resolve
 from infer.shape import Shape, make_shape
 from infer.tree import Tree, root_only
 from infer.verify import Verdict, verify
-from model.checkpoint import check_fits, load_head
+from model.checkpoint import Head, check_fits, load_head
 from model.config import TargetConfig
 from model.errors import UserError
-from model.heads.eagle1 import Eagle1Head
-from model.target import Target
+from model.heads.eagle3 import Eagle3Head
+from model.target import Target, default_taps
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,9 @@ class CachedDrafter(Protocol):
     @property
     def max_positions(self) -> int: ...
 
+    @property
+    def after_blocks(self) -> tuple[int, ...]: ...
+
     def reset(self, capacity: int) -> None: ...
 
     def commit(self, tokens: Tensor, features: Tensor) -> None: ...
@@ -95,6 +98,8 @@ class CachedDrafter(Protocol):
     def start(self) -> Tensor: ...
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor: ...
+
+    def target_ids(self, columns: Tensor) -> Tensor: ...
 
 
 class SpeculativeDecoder:
@@ -106,7 +111,7 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter
         self.shape = shape
-        self.lm = CachedLM(target)
+        self.lm = CachedLM(target, () if drafter is None else drafter.after_blocks)
 
     @classmethod
     def from_pretrained(
@@ -124,7 +129,8 @@ class SpeculativeDecoder:
             target = Target.load(TargetConfig(path=target, dtype=dtype, device_map=device_map), device)  # type: ignore[arg-type]
         if head is None:
             return cls(target)
-        return cls(target, EagleDrafter(load_head_for(target, head), target), make_shape(tree or TreeConfig()))
+        module = load_head_for(target, head)
+        return cls(target, EagleDrafter(module, target), make_shape(tree or default_tree(module.kind)))
 
     @torch.inference_mode()
     def generate(
@@ -215,7 +221,7 @@ class _Run:
         first = int(choice)
         if self.drafter is not None:
             self.drafter.reset(capacity + _draft_slots(self.shape))
-            self.drafter.commit(torch.cat([self.prompt[1:], choice]), step.last_hidden)
+            self.drafter.commit(torch.cat([self.prompt[1:], choice]), step.features)
         self._root = choice
         self.clock.lap("prefill")
         return self._take([first])
@@ -244,7 +250,7 @@ class _Run:
         self.lm.keep(verdict.path)
         tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=self._root.device)
         if self.drafter is not None:
-            self.drafter.commit(tokens, step.last_hidden[verdict.path])
+            self.drafter.commit(tokens, step.features[verdict.path])
         self._root = tokens[-1:]
 
     def _take(self, tokens: list[int]) -> list[int]:
@@ -295,11 +301,29 @@ class Clock:
         ms["wall"] = 1000 * (self._last - self._began)
 
 
-def load_head_for(target: Target, head: str) -> Eagle1Head:
-    """The head in a directory, checked against the target, in its dtype, on the device of its LM head."""
-    module = load_head(Path(head), dtype=target.dtype)
+def load_head_for(target: Target, head: str) -> Head:
+    """The head in a directory, checked against the target, in its dtype, on the device of its LM head.
+
+    A published EAGLE-3 head that names no taps has the default ones.
+    """
+    published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
+    module = load_head(Path(head), dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
     check_fits(module, target.ends, head, target.recipe.path)
+    if isinstance(module, Eagle3Head):
+        taps = module.config.after_blocks
+        if max(taps) >= target.num_blocks:
+            raise UserError(
+                f"{head}: reads the target's states after blocks {taps}, and {target.recipe.path} has "
+                f"{target.num_blocks} blocks; give the target it was trained for"
+            )
+        module.vocabulary.check_ends(_end_ids(target), head)
     return module.to(target.device).eval().requires_grad_(False)
+
+
+def _end_ids(target: Target) -> list[int]:
+    """The tokens at which the target's answers end."""
+    ends = target.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def _draft_slots(shape: Shape | None) -> int:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not infer/
@@ -11,7 +11,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import pipeline
 from data.inputs import target_inputs
 from data.provenance import Stage, write_status
-from infer.config import PromptsConfig, TreeConfig
+from infer.config import Method, PromptsConfig, TreeConfig, chosen
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
 from model.files import file_digest, read_json, write_json
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="stream an answer; accepted draft tokens are green")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
-    generate.add_argument("--method", choices=("eagle2", "eagle-chain", "vanilla"), default="eagle2")
+    generate.add_argument("--method", choices=get_args(Method), help="default: eagle2 or eagle3, as the head is")
     generate.add_argument("--max-new-tokens", type=int)
     generate.add_argument("--temperature", type=float)
     generate.add_argument("--top-k", type=int)
@@ -55,10 +55,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     target_config, tree, head, threads = _generation(arguments, unknown)
-    if arguments.method == "eagle-chain":
-        tree = TreeConfig(shape="chain", levels=tree.levels, nodes=tree.levels + 1)
+    method, tree = _method(arguments.method, head, tree)
     if arguments.plan:
-        print(f"generate: {target_config.path}, {arguments.method} with {head}, {as_dict(tree)}")
+        print(f"generate: {target_config.path}, {method} with {head}, {as_dict(tree)}")
         return 0
     _prepare(threads)
     import torch
@@ -71,9 +70,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
     target = Target.load(target_config, default_device())
     tokenizer = load_tokenizer(target_config)
-    decoder = SpeculativeDecoder.from_pretrained(
-        target, None if arguments.method == "vanilla" else str(head), tree=tree
-    )
+    decoder = SpeculativeDecoder.from_pretrained(target, None if method == "vanilla" else str(head), tree=tree)
     if arguments.raw:
         ids = torch.tensor([tokenizer(arguments.prompt)["input_ids"]], device=target.device)
     else:
@@ -95,8 +92,22 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     return 0
 
 
-def _generation(arguments: argparse.Namespace, unknown: list[str]) -> tuple[TargetConfig, TreeConfig, Path, int | None]:
-    """Target, tree, head and threads from a recipe, or from --target and --head alone."""
+def _method(asked: Method | None, head: Path, tree: TreeConfig | None) -> tuple[Method, TreeConfig]:
+    """The method and its tree, as asked or as the head is."""
+    if asked == "vanilla":
+        return asked, tree or TreeConfig()
+    from model.checkpoint import kind_of
+
+    config = head / "config.json"
+    if not config.is_file():
+        raise UserError(f"{config}: no such file; train the head with: accelerate launch train/main.py --config RECIPE")
+    return chosen(asked, kind_of(read_json(config), config), tree)
+
+
+def _generation(
+    arguments: argparse.Namespace, unknown: list[str]
+) -> tuple[TargetConfig, TreeConfig | None, Path, int | None]:
+    """Target, tree (None: the head's usual), head and threads from a recipe, or from --target and --head alone."""
     if arguments.config is not None:
         recipe = pipeline.load(arguments, unknown)
         return (
@@ -110,7 +121,7 @@ def _generation(arguments: argparse.Namespace, unknown: list[str]) -> tuple[Targ
     if unknown:
         raise UserError(f"{unknown[0]}: overrides need a recipe: give --config")
     config = TargetConfig(arguments.target, dtype=arguments.dtype or "auto", device_map=arguments.device_map)
-    return config, TreeConfig(), arguments.head or Path(), None
+    return config, None, arguments.head or Path(), None
 
 
 def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:

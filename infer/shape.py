@@ -11,14 +11,21 @@ from infer.tree import Tree, ancestors
 
 
 class Drafter(Protocol):
-    """Proposes laws. One cycle is `start`, then any number of `step`s, each over children of the step before."""
+    """Proposes laws over its own vocabulary of Vd tokens, which `target_ids` maps to the target's.
+
+    One cycle is `start`, then any number of `step`s, each over children of the step before.
+    """
 
     def start(self) -> Tensor:
-        """log q [1, V] of the root's children."""
+        """log q [1, Vd] of the root's children."""
         ...
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """log q [n, V] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
+        """log q [n, Vd] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
+        ...
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        """The target's token ids of columns of log q, of the same shape."""
         ...
 
 
@@ -61,7 +68,8 @@ class Chain:
         zero = torch.zeros(1, dtype=torch.long, device=root.device)
         log_q = drafter.start()
         for depth in range(1, levels + 1):
-            confidence, token = log_q.max(-1)  # [1], [1]
+            confidence, column = log_q.max(-1)  # [1], [1]
+            token = drafter.target_ids(column)
             survival = survival + confidence
             tokens.append(token)
             confidences.append(confidence)
@@ -104,12 +112,13 @@ class DynamicTree:
         pool = _Pool(root)
         self.stop.reset()
         levels = min(self.levels, max_levels)
-        log_q = drafter.start()  # [1, V]
+        log_q = drafter.start()  # [1, Vd]
         frontier = torch.zeros(1, dtype=torch.long, device=root.device)  # pool indices of the expanded nodes
         above = torch.zeros(1, device=root.device)  # their survival
         k = min(self.k, log_q.shape[-1])
         for depth in range(1, levels + 1):
-            confidence, tokens = log_q.topk(k, dim=-1)  # [rows, k]
+            confidence, columns = log_q.topk(k, dim=-1)  # [rows, k]
+            tokens = drafter.target_ids(columns)
             survival = above[:, None] + confidence
             first = pool.add(tokens, frontier, confidence, survival)
             if depth == levels:

@@ -57,7 +57,7 @@ class ColouredStreamer(BaseStreamer):
 
 
 class TreePrinter:
-    """Prints the first draft tree, then only streams."""
+    """Prints the first draft tree to stderr, and passes every cycle on to the streamer."""
 
     def __init__(self, tokenizer: Any, streamer: ColouredStreamer) -> None:
         self.tokenizer, self.streamer, self._done = tokenizer, streamer, False

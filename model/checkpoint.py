@@ -4,6 +4,7 @@ Nothing is loaded by luck: every key is accounted for, every shape checked, befo
 """
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,110 +17,122 @@ from model.config import HeadConfig
 from model.errors import UserError
 from model.files import read_json, write_atomically, write_json
 from model.heads.eagle1 import Eagle1Config, Eagle1Head
+from model.heads.eagle3 import EMBEDDING, TAP_CONVENTION, Eagle3Config, Eagle3Head
+from model.layers import Rotary
+from model.published import is_published, spelt_out
+from model.sizes import eagle1_config, eagle3_config
 from model.target import TargetEnds
+from model.vocab import DraftVocabulary
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
+Head = Eagle1Head | Eagle3Head
+OWN_SHAPE = (  # what a warm start cannot change
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "draft_vocab_size",
+    "qk_norm",
+    "fc_norm",
+    "norm_output",
+)
 
 
-def new_head(config: HeadConfig, text_config: Any, ends: TargetEnds, seed: int, path: str = "target") -> Eagle1Head:
-    """An initialised head for a target; with config.init_from, the weights of that head instead."""
-    if config.kind != "eagle1":
+def new_head(
+    config: HeadConfig,
+    text_config: Any,
+    ends: TargetEnds,
+    seed: int,
+    path: str = "target",
+    after_blocks: tuple[int, ...] = (),
+    vocabulary: DraftVocabulary | None = None,
+) -> Head:
+    """An initialised head for a target; with config.init_from, the weights and the draft vocabulary of that head.
+
+    after_blocks are the taps that an EAGLE-3 head is given, vocabulary its draft vocabulary (None: the target's).
+    """
+    if config.kind == "draft_lm":
         raise UserError(f"head.kind {config.kind!r} is no draft head that reads features")
     if config.init_from is not None:
-        head = load_head(Path(config.init_from))
-        check_fits(head, ends, config.init_from, path)
-        return head
-    head = Eagle1Head(eagle1_config(config, text_config, ends))
-    head.initialise(ends.embedding.float().cpu(), torch.Generator().manual_seed(seed))
+        return _warm_start(config, ends, path, after_blocks)
+    generator = torch.Generator().manual_seed(seed)
+    embedding = ends.embedding.float().cpu()
+    if config.kind == "eagle1":
+        first = Eagle1Head(eagle1_config(config, text_config, ends))
+        first.initialise(embedding, generator)
+        return first
+    vocabulary = vocabulary or DraftVocabulary.identity(embedding.shape[0])
+    head = Eagle3Head(eagle3_config(config, text_config, ends, after_blocks, vocabulary.size))
+    head.initialise(embedding, generator)
+    head.set_vocabulary(vocabulary)
     return head
 
 
-def eagle1_config(config: HeadConfig, text_config: Any, ends: TargetEnds) -> Eagle1Config:
-    """The head's sizes: the target's own where the recipe leaves them open; RoPE and its length always spelt out."""
-    vocab_size, hidden_size = ends.embedding.shape
-    heads = config.num_attention_heads or int(text_config.num_attention_heads)
-    own_heads = config.num_attention_heads is None
-    kv_heads = config.num_key_value_heads or (
-        int(getattr(text_config, "num_key_value_heads", None) or heads) if own_heads else heads
-    )
-    own_dim = getattr(text_config, "head_dim", None) if own_heads else None
-    head_dim = config.head_dim or int(own_dim or hidden_size // heads)
-    if heads % kv_heads:
-        raise UserError(f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    theta, scaling = rope_of(text_config)
-    if config.rope_theta is not None:
-        theta, scaling = config.rope_theta, None
-    return Eagle1Config(
-        hidden_size=hidden_size,
-        intermediate_size=config.intermediate_size or int(text_config.intermediate_size),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        num_hidden_layers=config.num_hidden_layers,
-        vocab_size=vocab_size,
-        rms_norm_eps=float(getattr(text_config, "rms_norm_eps", 1e-6)),
-        max_position_embeddings=config.max_position_embeddings or int(text_config.max_position_embeddings),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        bias=config.bias,
-    )
-
-
-def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
-    """The target's RoPE base and scaling (None for plain RoPE), whichever generation of configuration holds them."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    if "full_attention" in parameters:  # one RoPE per kind of layer (Gemma-3): the head attends fully
-        parameters = parameters["full_attention"]
-    theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None)) or 10000.0
-    scaling = {k: v for k, v in parameters.items() if k != "rope_theta" and v is not None}
-    return float(theta), None if scaling.get("rope_type", "default") == "default" else scaling
-
-
-def save_head(head: Eagle1Head, directory: Path, weights: dict[str, Tensor] | None = None, **facts: Any) -> None:
+def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = None, **facts: Any) -> None:
     """Writes config.json and model.safetensors, each whole or absent.
 
     weights: a gathered state dict where the module's own is sharded (ZeRO-3). facts go under "aerie" in config.json.
+    An EAGLE-3 head's embedding stays out where it is the target's own, as in the published files.
     """
     state = {k: v.detach().cpu().clone() for k, v in (weights or head.state_dict()).items()}  # fused weights are views
-    _check_state(state, head, directory / WEIGHTS)
+    optional = _optional(head)
+    if isinstance(head, Eagle3Head) and not head.saves_embedding:
+        state.pop(EMBEDDING, None)
+    _check_state(state, head, directory / WEIGHTS, optional & {EMBEDDING})
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
     write_json(directory / CONFIG, {**head.config.to_json(), "aerie": facts})
 
 
-def load_head(directory: Path, dtype: torch.dtype | None = None) -> Eagle1Head:
-    """The head in a directory; UserError names every missing, unexpected or misshapen key."""
+def load_head(
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    ends: TargetEnds | None = None,
+    after_blocks: tuple[int, ...] | None = None,
+) -> Head:
+    """The head in a directory; UserError names every missing, unexpected or misshapen key.
+
+    EAGLE-3: ends give the embedding that published files leave out; after_blocks are the taps of a published head
+    whose config.json does not name them.
+    """
     if not directory.is_dir():
         raise UserError(
             f"{directory}: no such head directory; train one with: accelerate launch train/main.py --config ..."
         )
-    config = read_json(directory / CONFIG)
-    if config.get("aerie_kind") != "eagle1":
-        raise UserError(
-            f"{directory / CONFIG}: not a head of this project (aerie_kind is {config.get('aerie_kind')!r})"
-        )
-    known = {field.name for field in dataclasses.fields(Eagle1Config)}
-    missing = [
-        f.name for f in dataclasses.fields(Eagle1Config) if f.name not in config and f.default is dataclasses.MISSING
-    ]
-    if missing:
-        raise UserError(f"{directory / CONFIG}: lacks {', '.join(missing)}")
-    head = Eagle1Head(Eagle1Config(**{k: v for k, v in config.items() if k in known}))
-    try:
-        state = load_file(directory / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{directory / WEIGHTS}: cannot read the weights: {error}") from error
-    _check_state(state, head, directory / WEIGHTS)
+    values = read_json(directory / CONFIG)
+    kind = kind_of(values, directory / CONFIG)
+    place, state = _read_weights(directory, kind)
+    head = (
+        Eagle1Head(Eagle1Config(**_known(values, Eagle1Config, directory / CONFIG)))
+        if kind == "eagle1"
+        else Eagle3Head(_read_eagle3_config(values, state, after_blocks, directory / CONFIG))
+    )
+    _check_state(state, head, place, _optional(head))
+    if isinstance(head, Eagle3Head):
+        _complete(state, head, ends, place)
     head.load_state_dict(state)
     return head.to(dtype) if dtype is not None else head.to(state["fc.weight"].dtype)
 
 
-def check_fits(head: Eagle1Head, ends: TargetEnds, head_path: str, target_path: str) -> None:
+def kind_of(values: Any, place: Path) -> str:
+    """The kind of head that a config.json describes, 'eagle1' or 'eagle3'; UserError for any other."""
+    found = values.get("aerie_kind") if isinstance(values, dict) else None
+    if found in ("eagle1", "eagle3"):
+        return str(found)
+    if isinstance(values, dict) and is_published(values):
+        return "eagle3"
+    raise UserError(f"{place}: not a head of this project (aerie_kind is {found!r})")
+
+
+def check_fits(head: Head, ends: TargetEnds, head_path: str, target_path: str) -> None:
     """UserError when the head was made for another target (hidden size, vocabulary)."""
     vocab_size, hidden_size = ends.embedding.shape
+    config = head.config
+    own_size = config.target_hidden_size if isinstance(config, Eagle3Config) else config.hidden_size
     for name, ours, theirs in (
-        ("hidden size", head.config.hidden_size, hidden_size),
-        ("vocabulary", head.config.vocab_size, vocab_size),
+        ("hidden size", own_size, hidden_size),
+        ("vocabulary", config.vocab_size, vocab_size),
     ):
         if ours != theirs:
             raise UserError(
@@ -134,20 +147,123 @@ def head_facts(directory: Path) -> dict[str, Any]:
     return dict(facts) if isinstance(facts, dict) else {}
 
 
-def _check_state(state: dict[str, Tensor], head: Eagle1Head, place: Path) -> None:
+def _warm_start(config: HeadConfig, ends: TargetEnds, path: str, after_blocks: tuple[int, ...]) -> Head:
+    """The head in config.init_from, as the recipe asks for it; UserError for another shape than the recipe's."""
+    place = str(config.init_from)
+    head = load_head(Path(place), ends=ends, after_blocks=after_blocks or None)
+    if head.kind != config.kind:
+        raise UserError(f"head.init_from: {place} is an {head.kind} head, the recipe asks for {config.kind}")
+    check_fits(head, ends, place, path)
+    if isinstance(head, Eagle3Head) and head.config.after_blocks != after_blocks:
+        raise UserError(
+            f"head.init_from: {place} reads the taps {head.config.after_blocks}, the recipe gives {after_blocks}; "
+            f"set features.after_blocks to {list(head.config.after_blocks)}"
+        )
+    for name in OWN_SHAPE:
+        asked, found = getattr(config, name), getattr(head.config, name, None)
+        if asked not in (None, False) and asked != found:
+            raise UserError(
+                f"head.{name}: the recipe asks {asked}, {place} has {found}; leave it out, or drop init_from"
+            )
+    theta, scaling = head.config.rope_theta, head.config.rope_scaling
+    if config.rope_theta is not None:
+        theta, scaling = config.rope_theta, None
+    length = config.max_position_embeddings or head.config.max_position_embeddings
+    changes: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling, "max_position_embeddings": length}
+    if isinstance(head, Eagle3Head):
+        head.config = dataclasses.replace(head.config, **changes)
+    else:
+        head.config = dataclasses.replace(head.config, **changes)
+    head.rotary = Rotary(theta, scaling, head.config.head_dim, length)
+    return head
+
+
+def _read_weights(directory: Path, kind: str) -> tuple[Path, dict[str, Tensor]]:
+    """The file and its tensors; published EAGLE-3 heads also come as a pickle, of which only tensors are read."""
+    path = directory / WEIGHTS
+    try:
+        if kind == "eagle3" and not path.is_file() and (directory / PICKLE).is_file():
+            path = directory / PICKLE
+            return path, dict(torch.load(path, map_location="cpu", weights_only=True))
+        return path, load_file(path)
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path}: cannot read the weights: {error}") from error
+
+
+def _read_eagle3_config(
+    values: dict[str, Any], state: dict[str, Tensor], after_blocks: tuple[int, ...] | None, place: Path
+) -> Eagle3Config:
+    """The configuration, every default spelt out."""
+    if "after_blocks" in values:
+        if values.get("tap_convention") != TAP_CONVENTION:
+            raise UserError(
+                f"{place}: tap_convention is {values.get('tap_convention')!r}; after_blocks must be entries of "
+                f"transformers' hidden_states ({TAP_CONVENTION!r})"
+            )
+        after_blocks = tuple(values["after_blocks"])
+        if not after_blocks or list(after_blocks) != sorted(set(after_blocks)):
+            raise UserError(f"{place}: after_blocks {list(after_blocks)} must ascend without repeats")
+    if is_published(values):
+        values = spelt_out(values, state, after_blocks, str(place))
+    config = Eagle3Config(**{**_known(values, Eagle3Config, place), "after_blocks": after_blocks})
+    if config.draft_vocab_size > config.vocab_size:
+        raise UserError(
+            f"{place}: draft_vocab_size {config.draft_vocab_size:,} is larger than vocab_size {config.vocab_size:,}"
+        )
+    return config
+
+
+def _known(values: dict[str, Any], schema: type[Eagle1Config] | type[Eagle3Config], place: Path) -> dict[str, Any]:
+    """The values that the schema names; UserError when one without default is missing."""
+    fields = dataclasses.fields(schema)
+    missing = [f.name for f in fields if f.name not in values and f.default is dataclasses.MISSING]
+    if missing:
+        raise UserError(f"{place}: lacks {', '.join(missing)}")
+    return {f.name: values[f.name] for f in fields if f.name in values}
+
+
+def _optional(head: Head) -> set[str]:
+    """The keys that a file may lack: the target's embedding, and the identity between equal vocabularies."""
+    if not isinstance(head, Eagle3Head):
+        return set()
+    same = head.config.draft_vocab_size == head.config.vocab_size
+    return ({EMBEDDING} if head.shares_embedding else set()) | ({"d2t", "t2d"} if same else set())
+
+
+def _complete(state: dict[str, Tensor], head: Eagle3Head, ends: TargetEnds | None, place: Path) -> None:
+    """Adds to state what an EAGLE-3 file may leave out, and checks its draft vocabulary."""
+    identity = DraftVocabulary.identity(head.config.vocab_size)
+    if not {"d2t", "t2d"} & state.keys():
+        state |= {"d2t": identity.d2t, "t2d": identity.t2d}
+    elif not {"d2t", "t2d"} <= state.keys():
+        raise UserError(f"{place}: has one of d2t and t2d; they go together")
+    DraftVocabulary(state["d2t"].long(), state["t2d"].bool()).check(str(place))
+    if EMBEDDING not in state:
+        if ends is None:
+            raise UserError(f"{place}: has no {EMBEDDING!r}, which is the target's; load the head with its target")
+        check_fits(head, ends, str(place.parent), "the target")
+        state[EMBEDDING] = ends.embedding.detach().cpu()
+    elif head.shares_embedding:
+        own = state[EMBEDDING]
+        shared = ends is not None and ends.embedding.shape == own.shape
+        head.saves_embedding = not (shared and torch.equal(ends.embedding.cpu().to(own.dtype), own))  # type: ignore[union-attr]
+
+
+def _check_state(state: dict[str, Tensor], head: Head, place: Path, optional: set[str]) -> None:
     expected = {name: tuple(shape) for name, shape in _shapes(head).items()}
-    missing, unexpected = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    missing = sorted(expected.keys() - state.keys() - optional)
+    unexpected = sorted(state.keys() - expected.keys())
     if missing or unexpected:
         parts = [
             f"{word} {_list(names)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         raise UserError(f"{place}: {', '.join(parts)}")
-    for name, shape in expected.items():
-        if tuple(state[name].shape) != shape:
-            raise UserError(f"{place}: {name} has shape {list(state[name].shape)}, config.json says {list(shape)}")
+    for name, tensor in state.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise UserError(f"{place}: {name} has shape {list(tensor.shape)}, config.json says {list(expected[name])}")
 
 
-def _shapes(head: Eagle1Head) -> dict[str, tuple[int, ...]]:
+def _shapes(head: Head) -> dict[str, tuple[int, ...]]:
     """The true shapes, also of a module whose parameters DeepSpeed has sharded."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in head.state_dict(keep_vars=True).items()}
 

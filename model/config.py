@@ -6,7 +6,7 @@ from typing import Literal
 from model.recipe import STRICT
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-HeadKind = Literal["eagle1", "draft_lm"]
+HeadKind = Literal["eagle1", "eagle3", "draft_lm"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class HeadConfig:
     __pydantic_config__ = STRICT
     kind: HeadKind = "eagle1"
     num_hidden_layers: int = 1
-    hidden_size: int | None = None  # draft_lm only: EAGLE-1's width is the target's
+    hidden_size: int | None = None  # EAGLE-1's width is always the target's
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
@@ -38,7 +38,11 @@ class HeadConfig:
     rope_theta: float | None = None  # null: the target's RoPE, base and scaling
     max_position_embeddings: int | None = None  # null: the target's
     initializer_range: float = 0.02  # standard deviation of a new module's matrices
-    init_from: str | None = None  # warm start: a head directory
+    init_from: str | None = None  # warm start: a head directory, for EAGLE-3 a published one too
+    draft_vocab_size: int | None = None  # EAGLE-3; null: 32,000, or the target's whole vocabulary where that is smaller
+    qk_norm: bool | None = None  # EAGLE-3: RMSNorm on queries and keys; null: as the target (Qwen3 has it)
+    fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
+    norm_output: bool = False  # EAGLE-3.1: feed back the normed output instead of the one before the norm
 
     def __post_init__(self) -> None:
         if self.num_hidden_layers < 1:
@@ -48,5 +52,14 @@ class HeadConfig:
             missing = [name for name in needed if getattr(self, name) is None]
             if missing and self.init_from is None:
                 raise ValueError(f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)")
-        elif self.hidden_size is not None:
+        elif self.kind == "eagle1" and self.hidden_size is not None:
             raise ValueError(f"hidden_size is set by the target for {self.kind}; leave it out")
+        if self.kind != "eagle3":
+            keys = ("draft_vocab_size", "qk_norm", "fc_norm", "norm_output")
+            foreign = [name for name in keys if getattr(self, name) not in (None, False)]
+            if foreign:
+                raise ValueError(f"{foreign[0]} belongs to eagle3, this head is {self.kind}; leave it out")
+        elif self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError("draft_vocab_size must be at least 1")
+        elif self.bias:
+            raise ValueError("an eagle3 head has no fc.bias; leave bias out")

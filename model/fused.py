@@ -22,11 +22,15 @@ class FusedAttention:
         self.weight = merge([projection.weight for projection in projections])  # [(H + 2 KV) * hd, inputs]
         self.bias = merge([p.bias for p in projections]) if attention.q_proj.bias is not None else None
         self.out = attention.o_proj.weight
+        self.norms = (attention.q_norm, attention.k_norm) if sizes.qk_norm else None
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, buffer: KeyValueBuffer) -> Tensor:
         """x [1, n, inputs], rope [.., n or 1, hd], additive mask [1, 1, n, S] -> [1, n, D]."""
         both = F.linear(x, self.weight, self.bias).view(1, x.shape[1], -1, self.head_dim).transpose(1, 2)
         q_and_k, v = both.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.norms is not None:
+            q, k = q_and_k.split([self.heads, self.kv_heads], dim=1)
+            q_and_k = torch.cat([self.norms[0](q), self.norms[1](k)], dim=1)
         cos, sin = rope
         half = self.head_dim // 2
         turned = torch.cat([-q_and_k[..., half:], q_and_k[..., :half]], dim=-1)

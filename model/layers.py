@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model.errors import UserError
+from model.unroll import Documents, unrolled_attention
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -31,6 +32,7 @@ class LayerSizes:
     head_dim: int
     rms_norm_eps: float
     attention_bias: bool = False
+    qk_norm: bool = False  # Qwen3: RMSNorm over head_dim on queries and keys, before RoPE
 
 
 class RMSNorm(nn.Module):
@@ -143,6 +145,7 @@ class KeyValueBuffer:
 class UnrollMemory:
     """Keys and values of the earlier unroll steps of one layer, each [B, KV, T, head_dim]; step 0 is the sequence."""
 
+    documents: Documents = None  # of a packed row: a slot sees its own document alone
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
@@ -158,11 +161,16 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv * dim, bias=sizes.attention_bias)
         self.v_proj = nn.Linear(input_size, kv * dim, bias=sizes.attention_bias)
         self.o_proj = nn.Linear(heads * dim, sizes.hidden_size, bias=False)
+        if sizes.qk_norm:
+            self.q_norm = RMSNorm(dim, sizes.rms_norm_eps)
+            self.k_norm = RMSNorm(dim, sizes.rms_norm_eps)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]."""
         shape = (*x.shape[:-1], -1, self.sizes.head_dim)
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.sizes.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
@@ -173,26 +181,17 @@ class Attention(nn.Module):
         )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def unroll(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, memory: UnrollMemory) -> Tensor:
+    def unroll(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, memory: UnrollMemory) -> Tensor:
         """One unroll step for all slots at once: step-0 keys up to the slot, later steps' keys of the slot alone.
 
-        Slot p's chain at step k sees the T step-0 keys that mask [.., T, T] allows and its own keys of steps 1..k, in
-        one softmax: what step-by-step drafting from prefix p would see. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
+        Slot p's chain at step k sees the step-0 keys of its document up to p (or those that mask [.., T, T] allows) and
+        its own keys of steps 1..k, in one softmax: what step-by-step drafting from prefix p would see. Source: EAGLE-3
+        (arXiv 2503.01840), figure 6.
         """
         q, k, v = self.project(x, rope)
-        memory.keys.append(k)
+        memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
         memory.values.append(v)
-        groups = q.shape[1] // k.shape[1]
-        keys = [key.repeat_interleave(groups, dim=1) for key in memory.keys]
-        values = [value.repeat_interleave(groups, dim=1) for value in memory.values]
-        scale = 1.0 / math.sqrt(self.sizes.head_dim)
-        scores = (q @ keys[0].transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))  # [B, H, T, T]
-        own = [(q * key).sum(-1, keepdim=True) * scale for key in keys[1:]]  # each [B, H, T, 1]
-        law = torch.cat([scores, *own], dim=-1).float().softmax(-1).to(q.dtype)  # [B, H, T, T + k]
-        length = keys[0].shape[2]
-        out = law[..., :length] @ values[0]  # [B, H, T, hd]
-        for step, value in enumerate(values[1:]):
-            out = out + law[..., length + step : length + step + 1] * value
+        out = unrolled_attention(q.to(v.dtype), memory.keys, memory.values, mask, memory.documents)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 

@@ -27,7 +27,7 @@ class TargetEnds:
     scale: float  # logits are multiplied by it (Cohere's logit_scale, 1 / Granite's logits_scaling)
     softcap: float | None  # cap * tanh(logits / cap) (Gemma)
 
-    def logits(self, last_hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+    def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         """Logits [..., V] (or [..., len(rows)]) of states after the final norm [..., D], as the target has them."""
         weight, bias = self.lm_head, self.bias
         if rows is not None:
@@ -107,7 +107,7 @@ class Target:
         assert config is not None
         return config
 
-    def logits(self, last_hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+    def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         """See TargetEnds.logits."""
         return self.ends.logits(last_hidden, rows)
 
@@ -220,6 +220,19 @@ def default_taps(num_blocks: int) -> tuple[int, int, int]:
             f"set features.after_blocks"
         )
     return (2, num_blocks // 2, num_blocks - 3)
+
+
+def taps_of(kind: str, after_blocks: tuple[int, ...] | None, num_blocks: int, path: str) -> tuple[int, ...]:
+    """The taps that a head of this kind is given: the recipe's, or for null none, and the default ones for EAGLE-3.
+
+    UserError for a tap that the target does not have, and for an EAGLE-3 head without any.
+    """
+    if after_blocks is None:
+        after_blocks = default_taps(num_blocks) if kind == "eagle3" else ()
+    if kind == "eagle3" and not after_blocks:
+        raise UserError("features.after_blocks: empty, but an eagle3 head fuses at least one tap; leave the key out")
+    check_taps(after_blocks, num_blocks, path)
+    return after_blocks
 
 
 def check_taps(after_blocks: tuple[int, ...], num_blocks: int, path: str) -> None:

@@ -52,6 +52,8 @@ def test_a_full_conversation_and_a_drafted_path_fit_the_head(path: Path) -> None
 def test_the_published_recipes_are_all_there() -> None:
     models = {"vicuna-7b", "vicuna-13b", "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b"}
     assert models <= {path.stem for path in RECIPES if path.parent.name == "eagle1"}
+    models = {"vicuna-13b", "llama31-8b", "llama33-70b", "qwen3-8b", "qwq-32b", "embedded"}
+    assert models <= {path.stem for path in RECIPES if path.parent.name == "eagle3"}
 
 
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=name)

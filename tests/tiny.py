@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.cache import CachedRow
 from model.heads.eagle1 import Eagle1Config, Eagle1Head
+from model.heads.eagle3 import Eagle3Config, Eagle3Head
 from model.target import TargetEnds
+from model.vocab import DraftVocabulary
 
 torch.set_num_threads(1)  # tests run beside other work: one thread each
 
@@ -134,6 +136,37 @@ def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -
     }
     made = Eagle1Head(Eagle1Config(**sizes))
     made.initialise(embedding, torch.Generator().manual_seed(seed))
+    for name, parameter in made.named_parameters():
+        if parameter.ndim == 2 and name != "embed_tokens.weight":
+            parameter.data.mul_(scale)
+    return made
+
+
+def eagle3_head(
+    embedding: Tensor, ids: Tensor | None = None, seed: int = 0, scale: float = 1.0, **changes: Any
+) -> Eagle3Head:
+    """An EAGLE-3 head (GQA 4:2, taps (1, 2)) over the target ids [Vd] (null: every third); scale as in `head`."""
+    vocab_size, width = embedding.shape
+    ids = torch.arange(0, vocab_size, 3) if ids is None else ids
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "num_hidden_layers": 1,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": len(ids),
+        "target_hidden_size": width,
+        "after_blocks": (1, 2),
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        **changes,
+    }
+    made = Eagle3Head(Eagle3Config(**sizes))
+    made.initialise(embedding, torch.Generator().manual_seed(seed))
+    made.set_vocabulary(DraftVocabulary.of_ids(ids, vocab_size))
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
             parameter.data.mul_(scale)

@@ -5,6 +5,8 @@ from typing import Literal
 
 from model.recipe import STRICT
 
+LossName = Literal["soft_cross_entropy", "kl", "reverse_kl", "total_variation", "negative_log_alpha", "lk_hybrid"]
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -22,17 +24,26 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     clip_norm: float = 0.5  # by norm; the published accelerate script clips by value
-    feature_weight: float = 1.0  # Smooth-L1 between drafted and true feature (EAGLE-1, section 4.1)
-    classification_weight: float = 0.1  # cross-entropy between the target's and the draft's law
-    feature_noise: float = 0.1  # half-width of the uniform noise on input features; 0 switches it off
-    noise_length_scaling: bool = False  # published code: noise times 512 / length
-    loss_chunk_slots: int = 4096  # slots whose full-vocabulary laws are held at once
+    loss: LossName = "soft_cross_entropy"  # between the target's and the draft's law, for every draft head
+    lk_eta: float = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (LK losses, arXiv 2602.23881)
+    feature_weight: float = 1.0  # EAGLE-1: Smooth-L1 between drafted and true feature (section 4.1)
+    classification_weight: float = 0.1  # EAGLE-1: of the loss between the laws
+    feature_noise: float = 0.1  # EAGLE-1: half-width of the uniform noise on input features; 0 switches it off
+    noise_length_scaling: bool = False  # EAGLE-1: published code, noise times 512 / length
+    unroll_steps: int = 7  # EAGLE-3: length of the training-time test
+    unroll_decay: float = 0.8  # EAGLE-3: step k weighs unroll_decay ** k
+    divisor: Literal["shared", "per_step"] = "shared"  # EAGLE-3: slots of the first step for all, or each step's own
+    mask_outside_vocabulary: bool = True  # EAGLE-3: no loss where the target's choice cannot be drafted
+    packing: bool = False  # EAGLE-3: conversations of a batch in one row, without padding
+    loss_chunk_slots: int = 4096  # slots whose laws are held at once
     gradient_checkpointing: bool = False
     seed: int = 0
     log_every: int = 10
     eval_every: int = 500  # steps; 0: only at the end
     eval_conversations: int = 64
     eval_depths: int = 5  # drafted tokens per start slot of the predicted tau
+    measure_prompts: int = 0  # held-out prompts decoded at each evaluation: the best weights are then by measured tau
+    measure_new_tokens: int = 64  # of each of them
     save_every: int = 500
     trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
     profile_steps: tuple[int, int] | None = None  # (first step, how many): a torch.profiler trace
@@ -42,5 +53,7 @@ class TrainConfig:
             raise ValueError("epochs, batch_size, accumulation, loss_chunk_slots and log_every must be at least 1")
         if self.learning_rate <= 0 or self.clip_norm <= 0:
             raise ValueError("learning_rate and clip_norm must be positive")
-        if self.eval_depths < 1:
-            raise ValueError("eval_depths must be at least 1")
+        if min(self.eval_depths, self.unroll_steps, self.measure_new_tokens) < 1 or self.measure_prompts < 0:
+            raise ValueError("eval_depths, unroll_steps and measure_new_tokens must be at least 1")
+        if not 0.0 < self.unroll_decay <= 1.0 or self.lk_eta < 0.0:
+            raise ValueError("unroll_decay is in (0, 1] and lk_eta is not negative")

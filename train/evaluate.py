@@ -8,37 +8,58 @@ from torch import Tensor
 
 from data.batches import Batch, TokenisedRow, collate
 from model.layers import UnrollMemory
-from model.target import TargetEnds
 from train.objectives.step import Objective, Sums
 
-MAX_SCORES = 1 << 27  # attention scores of one unroll step that are held at once
+Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
 
 
 @torch.no_grad()
-def chain_hits(head: Any, ends: TargetEnds, batch: Batch, depths: int, chunk: int) -> tuple[Tensor, Tensor]:
+def chain_hits(
+    head: Any, batch: Batch, start: Tensor, choices: Tensor, choose: Choose, depths: int
+) -> tuple[Tensor, Tensor]:
     """hits and alive, both float [depths, B, T-1]: where step k drafts the target's likeliest token; where it counts.
 
-    Every slot starts a chain of `depths` unroll steps with the conversation's own tokens. A chain is alive while its
-    turn lasts; where it is not alive there is no hit. The mean over starts of sum_k prod_{j<=k} hit_j is the number
-    of drafted tokens that a greedy chain gets accepted, so 1 + that is the predicted tau.
+    start [B, T-1, D] is what each slot is given, choices [B, T] the target's likeliest token after each position,
+    choose turns what the head returns into tokens. Every slot starts a chain of `depths` unroll steps with the
+    conversation's own tokens, alive while its turn lasts; where it is not alive there is no hit. The mean over starts
+    of sum_k prod_{j<=k} hit_j is the number of drafted tokens that a greedy chain gets accepted: predicted tau - 1.
     """
-    assert batch.features is not None
     slots = batch.input_ids.shape[1] - 1
-    dtype = next(head.parameters()).dtype
-    features = batch.features[:, :-1].to(dtype)  # [B, T-1, D]
-    start = torch.arange(slots, device=features.device)
-    mask = (start[:, None] >= start)[None, None]  # [1, 1, T-1, T-1]
-    memories = [UnrollMemory() for _ in range(head.config.num_hidden_layers)]
-    hits, alive = (torch.zeros(depths, len(batch.rows), slots, device=features.device) for _ in range(2))
+    begin = batch.positions[:, :slots]
+    memories = [UnrollMemory(batch.documents) for _ in range(head.config.num_hidden_layers)]
+    hits, alive = (torch.zeros(depths, *begin.shape, device=begin.device) for _ in range(2))
+    features = start
     for step in range(depths):
-        tokens = _shifted(batch.input_ids, 1 + step)[:, :slots]  # [B, T-1], t_{p+1+k}
-        positions = (start + step).clamp(max=head.config.max_position_embeddings - 1).expand_as(tokens)
-        features = head.unroll(tokens, features, positions, mask, memories)
+        tokens = shifted(batch.input_ids, 1 + step)[:, :slots]  # [B, T-1], t_{p+1+k}
+        positions = (begin + step).clamp(max=head.config.max_position_embeddings - 1)
+        features = head.unroll(tokens, features, positions, None, memories)
         counted = batch.supervised(step)[:, :slots]  # [B, T-1]
-        true = _shifted(batch.features, 1 + step)[:, :slots][counted]  # [S, D], f_{p+1+k}
+        goals = shifted(choices, 1 + step)[:, :slots][counted]  # [S], after f_{p+1+k}
         alive[step] = counted.float()
-        hits[step][counted] = _same_choice(features[counted], true, ends, chunk)
+        hits[step][counted] = (choose(features[counted]) == goals).float()
     return hits, alive
+
+
+def chain_sums(hits: Tensor, alive: Tensor) -> Sums:
+    """The sums that become predicted tau and the accuracy at each depth."""
+    sums: Sums = {"chain": (hits.cumprod(0).sum(), alive[0].sum())}
+    for depth in range(len(hits)):
+        sums[f"accuracy_at_{depth + 1}"] = (hits[depth].sum(), alive[depth].sum())
+    return sums
+
+
+def target_choices(batch: Batch, choose: Choose) -> Tensor:
+    """The target's likeliest token [B, T] after each position that some supervised slot asks for, elsewhere 0."""
+    assert batch.features is not None
+    asked = shifted(batch.supervised(), -1)  # [B, T]
+    choices = torch.zeros_like(batch.input_ids)
+    choices[asked] = choose(batch.features[asked])
+    return choices
+
+
+def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) -> Tensor:
+    """argmax [S] of logits(states [S, D]), the logits of `chunk` slots at a time."""
+    return torch.cat([logits(some).argmax(-1) for some in states.split(chunk)])
 
 
 def evaluate(
@@ -46,48 +67,30 @@ def evaluate(
     objective: Objective,
     rows: Sequence[TokenisedRow],
     batch_size: int,
-    place: tuple[torch.device, int, int],
+    process: tuple[int, int],
+    load: Callable[[Batch], Batch],
     reduce: Callable[[Sums], dict[str, float]],
 ) -> dict[str, float]:
-    """Held-out measures over all processes; place is (device, rank, world_size) and reduce sums, divides and names."""
-    device, rank, world_size = place
-    heads = int(getattr(module.config, "num_attention_heads", 1))
+    """Held-out measures over all processes; process is (rank, world_size).
+
+    load brings a batch to the device with its features, reduce sums over processes and divides.
+    """
+    rank, world_size = process
     # With fewer rows than processes each process takes them all: the means are the same, and none has nothing to add.
-    own = list(range(rank, len(rows), world_size)) if len(rows) >= world_size else list(range(len(rows)))
+    own = range(rank, len(rows), world_size) if len(rows) >= world_size else range(len(rows))
     totals: Sums = {}
-    while own:
-        batch, own = _next_batch(rows, own, batch_size, heads)
-        for name, (value, count) in objective.evaluate(module, batch.to(device)).items():
+    for first in range(0, len(own), batch_size):
+        numbers = own[first : first + batch_size]
+        batch = collate([rows[number] for number in numbers], numbers)
+        for name, (value, count) in objective.evaluate(module, load(batch)).items():
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + value.double(), before[1] + count.double())
     return objective.summarise(reduce(totals))
 
 
-def _next_batch(
-    rows: Sequence[TokenisedRow], numbers: list[int], batch_size: int, heads: int
-) -> tuple[Batch, list[int]]:
-    """The next rows, as many as the memory for their attention scores allows, and what is left."""
-    taken: list[TokenisedRow] = []
-    longest = 0
-    for number in numbers[:batch_size]:
-        row = rows[number]
-        longest = max(longest, len(row.input_ids))
-        if taken and (len(taken) + 1) * heads * longest**2 > MAX_SCORES:
-            break
-        taken.append(row)
-    return collate(taken, numbers[: len(taken)]), numbers[len(taken) :]
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """x [B, T, ...] moved left by `by`, zeros behind."""
-    out = torch.zeros_like(x)
-    if by < x.shape[1]:
-        out[:, : x.shape[1] - by] = x[:, by:]
+def shifted(x: Tensor, by: int) -> Tensor:
+    """x [B, T, ...] moved left by `by` (right where it is negative), zeros for what comes in."""
+    out, kept = torch.zeros_like(x), x.shape[1] - abs(by)
+    if kept > 0:
+        out[:, max(-by, 0) : max(-by, 0) + kept] = x[:, max(by, 0) : max(by, 0) + kept]
     return out
-
-
-def _same_choice(predicted: Tensor, true: Tensor, ends: TargetEnds, chunk: int) -> Tensor:
-    """Float [S]: whether both features make the target's LM head choose the same token."""
-    pairs = zip(predicted.split(chunk), true.split(chunk), strict=True)
-    found = [ends.logits(drafted).argmax(-1) == ends.logits(goal).argmax(-1) for drafted, goal in pairs]
-    return torch.cat(found).float() if found else predicted.new_zeros(0, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """The training loop: the one place that divides a loss, steps an optimiser and decides what is kept.
 
-The loss of a step is the sum over its supervised slots, over all processes and accumulation parts, divided by their
-number. The number is known before the first backward, because DeepSpeed divides by the accumulation, averages over
-processes, clips and steps inside the last backward: nothing can be rescaled later.
+A term of a step's loss is the sum over its supervised slots, over all processes and accumulation parts, divided by
+their number. The numbers are known before the first backward, because DeepSpeed divides by the accumulation, averages
+over processes, clips and steps inside the last backward: nothing can be rescaled later.
 """
 
 import copy
@@ -30,6 +30,7 @@ from train.signals import STATES, StopRequest
 from train.timing import StepClock, profiler_window
 
 Save = Callable[[Any, dict[str, Any]], None]  # (the module with its whole weights, facts) -> files
+Supply = Callable[[Batch], Batch]  # puts the target's states into a batch on the device, where no cache has them
 Measure = Callable[[Any], dict[str, float]]  # measures by decoding, on every process; 'tau' then chooses the weights
 
 
@@ -49,6 +50,7 @@ class Job:
     metrics: Path
     save: Save
     save_dtype: torch.dtype = torch.float32
+    supply: Supply | None = None
     measure: Measure | None = None
     overwrite: bool = False
 
@@ -127,19 +129,26 @@ class Loop:
 
     def _parts(self, step: int) -> list[Batch]:
         epoch = self.order.epoch_of(step)
-        made = [collate([self.job.train[row] for row in rows], rows) for rows in self.order.parts(step, self.rank)]
+        parts, packed = self.order.parts(step, self.rank), self.config.packing
+        made = [collate([self.job.train[row] for row in rows], rows, packed) for rows in parts]
         return [self.job.objective.prepare(batch, epoch) for batch in made]
+
+    def _load(self, batch: Batch) -> Batch:
+        """The batch on the device, with the target's states."""
+        batch = batch.to(self.device)
+        return batch if self.job.supply is None else self.job.supply(batch)
 
     def _step(self, step: int, parts: list[Batch], stop: StopRequest) -> tuple[float, str]:
         """One optimiser step: its tokens, and how the run should end here ('' when it should go on)."""
-        count, tokens, ending = self._agree(parts, stop)
+        divisors, tokens, ending = self._agree(parts, stop)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.total, self.config)
-        scale = self.world * self.config.accumulation / max(count, 1.0)
+        factor = self.world * self.config.accumulation
+        scales = {name: factor / max(count, 1.0) for name, count in divisors.items()}
         for batch in parts:
             with self.accelerator.accumulate(self.module):
-                output = self.job.objective(self.module, batch.to(self.device))
-                self.accelerator.backward(output.total() * scale)
+                output = self.job.objective(self.module, self._load(batch))
+                self.accelerator.backward(output.total(scales))
                 self.meter.add(output.sums())
                 if self.accelerator.sync_gradients:
                     self._grad_norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.clip_norm)
@@ -150,20 +159,22 @@ class Loop:
         self.progress = self.progress.moved(step=step + 1, tokens=self.progress.tokens + int(tokens), seconds=seconds)
         return tokens, ending
 
-    def _agree(self, parts: list[Batch], stop: StopRequest) -> tuple[float, float, str]:
-        """Supervised slots and tokens of the whole step, and the ending that any process asks for."""
+    def _agree(self, parts: list[Batch], stop: StopRequest) -> tuple[dict[str, float], float, str]:
+        """Divisors of the terms and tokens of the whole step, and the ending that any process asks for."""
         budget = self.config.max_seconds
+        found = [self.job.objective.divisors(batch) for batch in parts]
+        names = list(found[0])
         own = [
-            sum(self.job.objective.num_supervised(batch) for batch in parts),
             sum(batch.num_tokens for batch in parts),
             stop.received == signal.SIGUSR1,
             stop.received is not None,
             budget is not None and time.monotonic() - self._since > budget,
+            *(sum(each[name] for each in found) for name in names),
         ]
         place = self.device if self.world > 1 else "cpu"
-        count, tokens, *asked = all_reduce(torch.tensor(own, dtype=torch.float64, device=place)).tolist()
-        endings = [name for name, value in zip(("requeue", "interrupted", "budget"), asked, strict=True) if value]
-        return count, tokens, endings[0] if endings else ""
+        tokens, *rest = all_reduce(torch.tensor(own, dtype=torch.float64, device=place)).tolist()
+        endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
+        return dict(zip(names, rest[3:], strict=True)), tokens, endings[0] if endings else ""
 
     def _periodic(self) -> None:
         step, config = self.progress.step, self.config
@@ -228,9 +239,10 @@ class Loop:
         rows = self.job.held_out[: self.config.eval_conversations]
         step, score = self.progress.step, 0.0
         if rows:
-            place = (self.device, self.rank, self.world)
+            process = (self.rank, self.world)
             reduce = lambda sums: means(sums, self.device)  # noqa: E731
-            self.held_out = evaluate(self.twin, self.job.objective, rows, self.config.batch_size, place, reduce)
+            size = self.config.batch_size
+            self.held_out = evaluate(self.twin, self.job.objective, rows, size, process, self._load, reduce)
             if self.job.measure is not None:
                 self.held_out |= self.job.measure(self.twin)
             score = self._score()

@@ -1,25 +1,47 @@
-"""Sums over supervised slots; only the loop divides. Everything is computed in float32.
+"""The losses and measures of a slot. Objectives sum them, and only the loop divides. All is computed in float32.
 
-Laws are [S, V] over the same S slots: p is the target's, q the draft's. They are made once from the logits and shared.
+Laws are logarithms over the same S slots, made once from the logits and shared: log q [S, Vd] is the draft's, log p the
+target's. A draft vocabulary is a part of the target's, so p comes in two forms: `inside`, renormalised over the draft
+vocabulary, for losses that compare laws; `whole`, as it is in the full vocabulary and summing to less than one, for
+those that speak of acceptance. Where both vocabularies are one the forms are equal.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
-def smooth_l1(predicted: Tensor, true: Tensor) -> Tensor:
-    """Summed over slots [S, D]: Smooth-L1 with beta 1, the mean over the D entries of each slot.
-
-    Source: EAGLE (arXiv 2401.15077), section 4.1, L_reg.
-    """
-    each = F.smooth_l1_loss(predicted.float(), true.float(), reduction="none", beta=1.0)  # [S, D]
-    return each.mean(-1).sum()
+from train.config import LossName, TrainConfig
 
 
-def law(logits: Tensor) -> Tensor:
-    """p(v) for logits [S, V], in float32."""
-    return logits.float().softmax(-1)
+@dataclass(frozen=True)
+class TargetLaw:
+    """The target's law over a draft vocabulary, in its two forms."""
+
+    inside: Tensor  # log p [S, Vd], renormalised
+    log_mass: Tensor  # [S]: the logarithm of the draft vocabulary's share of the full law, 0 where it is all of it
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
+        """From logits [S, Vd] and the log-sum-exp [S] of the full vocabulary (None: Vd is the full vocabulary)."""
+        inside = log_law(logits)
+        if log_normaliser is None:
+            return cls(inside, inside.new_zeros(inside.shape[:1]))
+        return cls(inside, logits.float().logsumexp(-1) - log_normaliser)
+
+    @property
+    def whole(self) -> Tensor:
+        """log p [S, Vd] as it is in the full vocabulary."""
+        return self.inside + self.log_mass[:, None]
+
+    def at(self, which: Tensor) -> "TargetLaw":
+        """The laws of some slots [n], in this order."""
+        return TargetLaw(self.inside[which], self.log_mass[which])
+
+
+Loss = Callable[[Tensor, TargetLaw], Tensor]
 
 
 def log_law(logits: Tensor) -> Tensor:
@@ -27,27 +49,85 @@ def log_law(logits: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
-def soft_cross_entropy(draft_log_law: Tensor, target_law: Tensor) -> Tensor:
-    """Summed over slots: H(p, q) = -sum_v p(v) log q(v), in nats.
+def smooth_l1(predicted: Tensor, true: Tensor) -> Tensor:
+    """[S] from features [S, D]: Smooth-L1 with beta 1, the mean over the D entries of each slot.
+
+    Source: EAGLE (arXiv 2401.15077), section 4.1, L_reg.
+    """
+    return F.smooth_l1_loss(predicted.float(), true.float(), reduction="none", beta=1.0).mean(-1)
+
+
+def soft_cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """[S]: H(p, q) = -sum_v p(v) log q(v), in nats.
 
     Source: EAGLE (arXiv 2401.15077), section 4.1, L_cls.
     """
-    return -(target_law * draft_log_law).sum()
+    return -(log_p.exp() * log_q).sum(-1)
 
 
-def acceptance(draft_log_law: Tensor, target_law: Tensor) -> Tensor:
-    """Summed over slots: alpha = sum_v min(p(v), q(v)), the chance that a sampled draft token is accepted.
+def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """[S]: KL(p || q) = sum_v p(v) (log p(v) - log q(v)), in nats."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """[S]: KL(q || p) = sum_v q(v) (log q(v) - log p(v)), in nats."""
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """[S]: alpha = sum_v min(p(v), q(v)), the chance that a sampled draft token is accepted; p is whole.
 
     Source: Leviathan et al. (arXiv 2211.17192), theorem 3.5.
     """
-    return torch.minimum(draft_log_law.exp(), target_law).sum()
+    return torch.minimum(log_q, log_p).exp().sum(-1)
 
 
-def greedy_agreement(draft_log_law: Tensor, target_law: Tensor) -> Tensor:
-    """How many slots have the same likeliest token in both laws (DEAGLE's alpha)."""
-    return (draft_log_law.argmax(-1) == target_law.argmax(-1)).sum()
+def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """[S]: TV(p, q) = 1 - alpha; the target's mass outside the draft vocabulary counts as distance.
+
+    Source: Leviathan et al. (arXiv 2211.17192), definition 3.2 and lemma 3.3.
+    """
+    return 1.0 - acceptance(log_q, log_p)
+
+
+def negative_log_alpha(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """[S]: -log alpha, from logarithms, so that laws without common mass have a gradient; p is whole.
+
+    Source: LK losses (arXiv 2602.23881), likelihood form.
+    """
+    return -torch.minimum(log_q, log_p).logsumexp(-1)
+
+
+def lk_hybrid(log_q: Tensor, target: TargetLaw, eta: float) -> Tensor:
+    """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q) with lambda = exp(-eta alpha), a constant of its own slot.
+
+    KL takes the law inside the draft vocabulary, alpha and TV the whole one. Source: LK losses (arXiv 2602.23881),
+    hybrid form.
+    """
+    alpha = acceptance(log_q, target.whole)
+    mix = torch.exp(-eta * alpha.detach())
+    return mix * kl(log_q, target.inside) + (1.0 - mix) * (1.0 - alpha)
+
+
+def loss_named(name: LossName, config: TrainConfig) -> Loss:
+    """The loss [S] of (log q, target law) that a recipe's train.loss names."""
+    named: dict[LossName, Loss] = {
+        "soft_cross_entropy": lambda log_q, target: soft_cross_entropy(log_q, target.inside),
+        "kl": lambda log_q, target: kl(log_q, target.inside),
+        "reverse_kl": lambda log_q, target: reverse_kl(log_q, target.inside),
+        "total_variation": lambda log_q, target: total_variation(log_q, target.whole),
+        "negative_log_alpha": lambda log_q, target: negative_log_alpha(log_q, target.whole),
+        "lk_hybrid": lambda log_q, target: lk_hybrid(log_q, target, config.lk_eta),
+    }
+    return named[name]
+
+
+def greedy_agreement(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """[S] bool: both laws have the same likeliest token (DEAGLE's alpha)."""
+    return log_q.argmax(-1) == log_p.argmax(-1)
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Summed over slots: -log q(token) in nats, logits [S, V] and tokens [S]."""
-    return F.cross_entropy(logits.float(), tokens, reduction="sum")
+    """[S]: -log q(token) in nats, logits [S, V] and tokens [S]."""
+    return F.cross_entropy(logits.float(), tokens, reduction="none")

@@ -11,7 +11,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == P
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pipeline
@@ -21,9 +23,11 @@ from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
 from model.files import digest, read_json, write_text
 from model.recipe import as_dict
+from train.quiet import be_quiet
 
 if TYPE_CHECKING:
-    from train.loop import Job
+    from train.loop import Job, Measure
+    from train.source import Source
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,20 @@ def main() -> int:
     pipeline.add_arguments(parser)
     parser.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     parser.add_argument("--init-to", type=Path, help="with --plan: write the untrained module there, ready to load")
+    parser.add_argument(
+        "--compare-objective",
+        type=int,
+        metavar="BATCHES",
+        help="time eagle3's objective against its plain form, and stop",
+    )
     arguments, unknown = parser.parse_known_args()
     recipe = pipeline.load(arguments, unknown)
     output = pipeline.RunPaths(Path(recipe.run)).head(recipe)
     if arguments.is_whole and not _has_inputs(recipe):
         return 1
     setting = Setting(recipe, Stage("train", output, stage_inputs(recipe)), arguments.overwrite)
+    if arguments.compare_objective:
+        return _compare(setting, arguments.compare_objective)
     if setting.stage.is_whole() and arguments.init_to is None:
         if not arguments.is_whole and _rank() == 0:
             print(f"train {recipe.head.kind}: whole, reused ({output})", flush=True)
@@ -70,9 +82,13 @@ def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
     logging_only = ("log_every", "save_every", "trackers", "profile_steps")
     train = {name: value for name, value in as_dict(recipe.train).items() if name not in logging_only}
     inputs: dict[str, Any] = {"target": target_inputs(recipe.target), "head": as_dict(recipe.head), "train": train}
-    if recipe.head.kind == "draft_lm":
+    online = recipe.features.mode == "online"
+    if recipe.head.kind == "draft_lm" or online:
         inputs |= {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data)}
-    else:
+    if online:
+        section = as_dict(recipe.features)
+        inputs["features"] = {name: section[name] for name in ("mode", "after_blocks", "dtype")}
+    elif recipe.head.kind != "draft_lm":
         features = pipeline.RunPaths(Path(recipe.run)).features / FILE
         inputs["features"] = read_json(features)["inputs_digest"] if features.is_file() else None
     if recipe.head.init_from is not None:
@@ -93,7 +109,7 @@ def _plan(setting: Setting, init_to: Path | None) -> int:
     be_quiet()
     from train.plan import Plan
 
-    job, vocab_size = _job(setting)
+    job, vocab_size = _job(setting, is_plan=True)
     config, output = setting.recipe.train, str(setting.stage.output)
     print(
         Plan.of(job.module, job.lengths, len(job.held_out), config, _world_size(), vocab_size).text(output), flush=True
@@ -106,6 +122,29 @@ def _plan(setting: Setting, init_to: Path | None) -> int:
     return 0
 
 
+def _compare(setting: Setting, count: int) -> int:
+    """Prints what the objective's trimming saves on the recipe's first steps."""
+    be_quiet()
+    import torch
+
+    from data.batches import Order, collate
+    from train.compare import compare
+
+    recipe = setting.recipe
+    if recipe.head.kind != "eagle3" or recipe.train.packing or count < 1:
+        raise UserError("--compare-objective: needs at least one batch, an eagle3 head and train.packing false")
+    torch.set_num_threads(recipe.threads or torch.get_num_threads())
+    job, _ = _job(setting)
+    order, device = Order(job.lengths, recipe.train.seed, recipe.train.batch_size), _device()
+    batches = [collate([job.train[row] for row in order.rows(step)], order.rows(step)) for step in range(count)]
+    objective: Any = job.objective
+    objective.ends = objective.ends.to(device)
+    module: Any = job.module.to(device).train()
+    load = lambda batch: (job.supply or (lambda same: same))(batch.to(device))  # noqa: E731
+    print(compare(module, objective, batches, load).text(), flush=True)
+    return 0
+
+
 def _train(setting: Setting) -> tuple[str, int]:
     """(state, exit code) of one sitting."""
     be_quiet()
@@ -113,6 +152,7 @@ def _train(setting: Setting) -> tuple[str, int]:
 
     from train.launch import Launch, build_accelerator
     from train.loop import Loop
+    from train.metrics import flat
     from train.resume import numerics
 
     recipe, stage = setting.recipe, setting.stage
@@ -127,7 +167,7 @@ def _train(setting: Setting) -> tuple[str, int]:
         setting.paths.root.mkdir(parents=True, exist_ok=True)
         (stage.output / FILE).unlink(missing_ok=True)
     if recipe.train.trackers:
-        accelerator.init_trackers("aerie", config=_scalars(as_dict(recipe)))
+        accelerator.init_trackers("aerie", config=flat(as_dict(recipe)))
     if hasattr(job.objective, "ends"):
         job.objective.ends = job.objective.ends.to(accelerator.device)
     identity = {**stage.inputs, "train": numerics(stage.inputs["train"])}
@@ -154,91 +194,73 @@ def _train(setting: Setting) -> tuple[str, int]:
     return ("done" if outcome.code == 0 else outcome.state), outcome.code
 
 
-def _job(setting: Setting) -> "tuple[Job, int]":
-    """The job, and the vocabulary's size."""
-    return _causal_lm_job(setting) if setting.recipe.head.kind == "draft_lm" else _eagle1_job(setting)
+def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
+    """The job, and how many tokens its laws are over; a plan loads no more of the target than its two ends."""
+    from functools import partial
 
+    from model.target import Target
+    from train.jobs import Frame, causal_lm_job, draft_head_job
+    from train.source import Request, cached_source, online_source
 
-def _eagle1_job(setting: Setting) -> "tuple[Job, int]":
-    from data.cache import FeatureCache
-    from model.checkpoint import new_head
-    from model.target import fingerprint, load_ends
-    from train.loop import Job
-    from train.objectives.eagle1 import Eagle1Objective
-
-    recipe, config = setting.recipe, setting.recipe.train
-    text_config, ends = load_ends(recipe.target)
-    expected = {
-        "target": fingerprint(text_config, ends),
-        "after_blocks": list(recipe.features.after_blocks),
-        "data": as_dict(recipe.data),
-    }
-    cache = FeatureCache.open(setting.paths.features, expected)
-    head = new_head(recipe.head, text_config, ends, config.seed, recipe.target.path).float()
-    head.gradient_checkpointing = config.gradient_checkpointing
-    longest = recipe.data.max_length + max(recipe.tree.levels, config.eval_depths)
-    if head.config.max_position_embeddings < longest:
+    recipe, paths, output = setting.recipe, setting.paths, setting.stage.output
+    state, metrics = paths.state(recipe.head.kind), paths.root / "metrics.jsonl"
+    speaks, saver = _rank() == 0, partial(_saver, setting, output)
+    frame = Frame(recipe.train, output, state, metrics, saver, setting.overwrite, speaks)
+    request = Request(recipe.head, recipe.target, recipe.data, recipe.features)
+    if recipe.head.kind == "draft_lm":
+        return causal_lm_job(request, frame)
+    online, measured = recipe.features.mode == "online", bool(recipe.train.measure_prompts)
+    if recipe.target.device_map is not None and (online or measured) and _world_size() > 1:
         raise UserError(
-            f"head.max_position_embeddings: {head.config.max_position_embeddings:,} is less than data.max_length "
-            f"{recipe.data.max_length:,} + {longest - recipe.data.max_length} drafted levels; set it to {longest:,}"
+            f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which {_world_size()} "
+            f"processes cannot share; start one process"
         )
-    train = cache.split("train")
-    job = Job(
-        kind=recipe.head.kind,
-        module=head,
-        objective=Eagle1Objective(ends, config),
-        train=train,
-        lengths=train.lengths,
-        held_out=cache.split("held_out"),
-        config=config,
-        output=setting.stage.output,
-        state=setting.paths.state(recipe.head.kind),
-        metrics=setting.paths.root / "metrics.jsonl",
-        save=_saver(setting, setting.stage.output, target=expected["target"]),
-        save_dtype=ends.lm_head.dtype,
-        overwrite=setting.overwrite,
-    )
-    return job, int(ends.embedding.shape[0])
+    whole = None if is_plan or not (online or measured) else Target.load(recipe.target, _device())
+    source = online_source(request, whole, speaks) if online else cached_source(paths.features, request, whole)
+    measure = partial(_measured_tau, setting, source) if measured and not is_plan else None
+    return draft_head_job(source, frame, recipe.tree.levels, measure)
 
 
-def _causal_lm_job(setting: Setting) -> "tuple[Job, int]":
-    from data.chat import end_of_turn_ids
-    from data.tally import Tally
-    from data.tokens import statistics, tokenize
-    from model.target import load_tokenizer
-    from train.loop import Job
-    from train.objectives.causal_lm import CausalLM, CausalLMObjective, new_causal_lm
+def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
+    """A function of the module that decodes held-out prompts greedily, a share of them in each process."""
+    import torch
 
-    recipe, config = setting.recipe, setting.recipe.train
-    tokenizer = load_tokenizer(recipe.target)
-    data = tokenize(
-        recipe.data, tokenizer, end_of_turn_ids(tokenizer, None), Tally(), disable_bar=None if _rank() == 0 else True
-    )
-    if _rank() == 0:
-        print(f"train: {statistics(data.train).line()}", flush=True)
-    lm = new_causal_lm(recipe.head, tokenizer, config.seed)
-    if lm.config.max_position_embeddings < recipe.data.max_length:
+    from infer.drafters.eagle import EagleDrafter
+    from infer.engine import SpeculativeDecoder
+    from infer.shape import make_shape
+    from train.metrics import all_reduce
+
+    config, target = setting.recipe.train, source.target
+    assert target is not None
+    context = getattr(source.text_config, "max_position_embeddings", None) or head.config.max_position_embeddings
+    room = min(context, head.config.max_position_embeddings) - config.measure_new_tokens
+    prompts = list(islice(_openings(source.held_out, room), config.measure_prompts))
+    if not prompts:
         raise UserError(
-            f"data.max_length: {recipe.data.max_length:,} is beyond head.max_position_embeddings "
-            f"{lm.config.max_position_embeddings:,}; lower it, or raise that"
+            f"train.measure_prompts: no held-out conversation opens with at most {room:,} tokens; hold out more "
+            f"(data.held_out), lower train.measure_new_tokens, or set measure_prompts to 0"
         )
-    if config.gradient_checkpointing:
-        lm.gradient_checkpointing_enable()
-    job = Job(
-        kind=recipe.head.kind,
-        module=CausalLM(lm, config.loss_chunk_slots),
-        objective=CausalLMObjective(),
-        train=data.train,
-        lengths=[len(row.input_ids) for row in data.train],
-        held_out=data.held_out,
-        config=config,
-        output=setting.stage.output,
-        state=setting.paths.state(recipe.head.kind),
-        metrics=setting.paths.root / "metrics.jsonl",
-        save=_saver(setting, setting.stage.output),
-        overwrite=setting.overwrite,
-    )
-    return job, len(tokenizer)
+
+    def measure(module: Any) -> dict[str, float]:
+        drafter = EagleDrafter(_head_in(module), target)
+        decoder = SpeculativeDecoder(target, drafter, make_shape(setting.recipe.tree))
+        totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
+        for ids in prompts[_rank() :: _world_size()]:
+            prompt = torch.tensor([ids], device=target.device)
+            cycles = decoder.generate(prompt, max_new_tokens=config.measure_new_tokens, do_sample=False).statistics
+            totals += torch.tensor([sum(cycles.cycle_tokens), len(cycles.cycle_tokens)])
+        tokens, count = all_reduce(totals.to(next(module.parameters()).device)).tolist()
+        return {"tau": tokens / count if count else 1.0}
+
+    return measure
+
+
+def _openings(rows: Any, room: int) -> "Iterator[list[int]]":
+    """The tokens of each row before its first answer, where they are at least one and at most `room`."""
+    for row in rows:
+        first = next(place for place, turn in enumerate(list(row.turns)) if turn)
+        if 0 < first <= room:
+            yield [int(token) for token in row.input_ids[:first]]
 
 
 def _saver(setting: Setting, directory: Path, **fixed: Any) -> Any:
@@ -253,7 +275,12 @@ def _saver(setting: Setting, directory: Path, **fixed: Any) -> Any:
     from model.checkpoint import save_head
 
     known = {"target_path": recipe.target.path, **fixed}
-    return lambda module, facts: save_head(module, directory, **known, **facts)
+    return lambda module, facts: save_head(_head_in(module), directory, **known, **facts)
+
+
+def _head_in(module: Any) -> Any:
+    """The draft head, which EAGLE-3's objective trains inside a module of its own."""
+    return getattr(module, "head", module)
 
 
 def _with_status(setting: Setting) -> int:
@@ -274,33 +301,11 @@ def _with_status(setting: Setting) -> int:
     return code
 
 
-def be_quiet() -> None:
-    """Only our own lines: no advice and no loading bars of the libraries."""
-    import logging
-    import warnings
-
+def _device() -> str:
+    """Where this process's share of the target goes."""
     import torch
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
-def _scalars(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as flat numbers and strings, which is all that trackers take."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _scalars(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value if isinstance(value, int | float | str | bool) else str(value)
-    return flat
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def _rank() -> int:

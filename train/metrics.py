@@ -13,7 +13,13 @@ import torch.distributed
 from model.files import write_text
 from train.objectives.step import Sums
 
-SHOWN = {"classification": "class", "greedy_agreement": "agree", "predicted_tau": "tau~"}  # shorter in a line
+SHOWN = {  # shorter in a line
+    "classification": "class",
+    "greedy_agreement": "agree",
+    "predicted_tau": "tau~",
+    "accuracy": "acc",
+    "in_vocabulary": "in vocab",
+}
 
 
 def all_reduce(values: torch.Tensor) -> torch.Tensor:
@@ -21,6 +27,15 @@ def all_reduce(values: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(values)
     return values
+
+
+def most_of_all(count: int, device: torch.device) -> int:
+    """The largest count of all processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return count
+    most = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def means(sums: Sums, device: torch.device) -> dict[str, float]:
@@ -83,7 +98,7 @@ class StepRecord:
     def line(self) -> str:
         """One dense line with units."""
         parts = [f"step {self.step:,}/{self.total_steps:,}", f"loss {self.loss:.4f}"]
-        parts += [f"{SHOWN.get(name, name)} {value:.4f}" for name, value in self.means.items()]
+        parts += shown(self.means)
         parts += [
             f"grad {self.grad_norm:.3g}",
             f"lr {self.learning_rate:.2e}",
@@ -130,14 +145,30 @@ class MetricsFile:
 
 
 def held_out_line(step: int, total_steps: int, rows: int, values: dict[str, float]) -> str:
-    """One line: the accuracies by depth together, the predicted tau first."""
-    prefix = "accuracy_at_"
-    depths = [f"@{name.removeprefix(prefix)} {value:.3f}" for name, value in values.items() if name.startswith(prefix)]
-    rest = {name: value for name, value in values.items() if not name.startswith(prefix)}
-    parts = [f"{SHOWN.get(name, name)} {value:.4f}" for name, value in rest.items()]
-    accuracies = [f"acc {' '.join(depths)}"] if depths else []
-    where = f"step {step:,}/{total_steps:,} | held out ({rows:,} rows)"
-    return " | ".join([where, *parts[:1], *accuracies, *parts[1:]])
+    """One line: the first measure, then the accuracies by depth, then the rest."""
+    first = next(iter(values), None)
+    values = dict(sorted(values.items(), key=lambda item: (item[0] != first, not item[0].startswith("accuracy_at_"))))
+    return " | ".join([f"step {step:,}/{total_steps:,} | held out ({rows:,} rows)", *shown(values)])
+
+
+def shown(values: dict[str, float]) -> list[str]:
+    """['class 1.2345', 'acc @1 0.710 @2 0.620']: the measures of each depth (NAME_at_1, ...) stand together."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        stem, separator, depth = name.partition("_at_")
+        groups.setdefault(stem, []).append(f"@{depth} {value:.3f}" if separator else f"{value:.4f}")
+    return [f"{SHOWN.get(stem, stem)} {' '.join(texts)}" for stem, texts in groups.items()]
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values as flat numbers and strings, which is all that trackers take."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, int | float | str | bool) else str(value)
+    return found
 
 
 def thousands(value: float) -> str:

@@ -3,20 +3,24 @@
 import torch
 from torch import Tensor
 
-from model.heads.eagle1 import Eagle1Head
+from model.checkpoint import Head
+from model.heads.eagle3 import Eagle3Head
 from model.layers import KeyValueBuffer
 from model.target import Target
 
 
 class EagleDrafter:
-    """Slot p holds (feature of t_p, token t_{p+1}) at position p; its output is the predicted feature of t_{p+1}.
+    """Slot p holds (feature of t_p, token t_{p+1}) at position p; its output stands for the feature of t_{p+1}.
 
+    An EAGLE-1 head takes the target's last_hidden and drafts with the target's LM head. An EAGLE-3 head takes the fused
+    taps and has laws of its own over a draft vocabulary: their columns are draft ids, which `target_ids` maps.
     `commit` appends slots with the target's true features; they stay. `step` appends slots with the head's own
     predictions; they are forgotten at the next commit, so no guess ever outlives its cycle.
     """
 
-    def __init__(self, head: Eagle1Head, target: Target) -> None:
+    def __init__(self, head: Head, target: Target) -> None:
         self.head = head
+        self._vocabulary = head.vocabulary if isinstance(head, Eagle3Head) else None
         self.target = target
         self._draft = head.fused()
         self._buffers: list[KeyValueBuffer] = []
@@ -31,16 +35,29 @@ class EagleDrafter:
     def max_positions(self) -> int:
         return self.head.config.max_position_embeddings
 
+    @property
+    def after_blocks(self) -> tuple[int, ...]:
+        """The taps that `commit` is given; none: it is given last_hidden."""
+        return self.head.config.after_blocks if isinstance(self.head, Eagle3Head) else ()
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        """The target's token ids of columns of log q."""
+        return columns if self._vocabulary is None else self._vocabulary.target_ids(columns)
+
     def reset(self, capacity: int) -> None:
         """Forgets everything and makes room for `capacity` slots (prompt, answer and one tree's drafted slots)."""
         like = self.head.fc.weight
         sizes = self.head.config.sizes()
-        self._buffers = [KeyValueBuffer.allocate(1, sizes, capacity, like) for _ in self.head.layers]
+        self._buffers = [
+            KeyValueBuffer.allocate(1, sizes, capacity, like) for _ in range(self.head.config.num_hidden_layers)
+        ]
         self._zeros = like.new_zeros(1, capacity)
         self._length = 0
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
-        """Appends slots: the target's features [n, D] of n tokens, and the n tokens [n] that follow each of them."""
+        """Appends slots: last_hidden [n, D] or taps [n, L*D] of n tokens, and the n tokens [n] that follow each."""
+        if isinstance(self.head, Eagle3Head):
+            features = self.head.fuse(features)
         count, first = tokens.shape[0], self._length
         total = first + count
         self._rewind(first)
@@ -50,14 +67,14 @@ class EagleDrafter:
         self._hidden = hidden[:, -1:]
 
     def start(self) -> Tensor:
-        """log q [1, V] after the last committed token."""
+        """log q [1, V or Vd] after the last committed token."""
         self._rewind(self._length)
         self._seen = self._zeros[:1, :0]
         self._levels = 0
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """log q [n, V] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
+        """log q [n, V or Vd] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
         assert self._hidden is not None and self._seen is not None
         count, position = tokens.shape[0], self._length + self._levels
         known = self._zeros[:, : self._length].expand(count, -1)
@@ -83,4 +100,6 @@ class EagleDrafter:
 
     def _log_q(self) -> Tensor:
         assert self._hidden is not None
-        return self.target.logits(self._hidden[0]).float().log_softmax(-1)
+        hidden = self._hidden[0]
+        logits = self.head.logits(hidden) if isinstance(self.head, Eagle3Head) else self.target.logits(hidden)
+        return logits.float().log_softmax(-1)

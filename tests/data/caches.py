@@ -37,7 +37,7 @@ def load_target(directory: Path, **sizes: Any) -> Target:
 def plan(directory: Path, target: Target, data: TokenisedData, **features: Any) -> CachePlan:
     """The plan of a cache with several shards."""
     config = FeaturesConfig(**{"shard_tokens": 120, "batch_tokens": 128, **features})
-    origin = {"target": {"dtype": target.recipe.dtype}, "features": list(config.after_blocks)}
+    origin = {"target": {"dtype": target.recipe.dtype}, "features": list(config.after_blocks or ())}
     return plan_cache(directory, data, config, target.recipe.path, load_config(target.recipe), origin)
 
 

@@ -1,6 +1,7 @@
 """Laws of batches: what is supervised, which rows a step takes, and that padding is nothing."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ def test_padding_supervises_nothing_and_keeps_every_row() -> None:
         )
         assert batch.features is not None and batch.features[at, :length].equal(row.last_hidden)
         assert not batch.features[at, length:].any()
+
+
+def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
+    # the second begins with a learnt token, as pretokenised rows may: in a packed row it follows another conversation
+    rows = [*tiny.rows(2), replace(tiny.rows(1)[0], turns=torch.ones_like(tiny.rows(1)[0].turns)), tiny.rows(4)[3]]
+    packed = collate(rows, range(4), packed=True)
+    assert packed.input_ids.shape == (1, packed.num_tokens) and packed.documents == tuple(map(int, packed.lengths))
+    assert packed.features is not None and packed.features[0].equal(torch.cat([row.last_hidden for row in rows]))
+    places = [torch.arange(len(row.input_ids)) for row in rows]
+    assert packed.positions[0].equal(torch.cat(places))
+    for step in (0, 1, 3):
+        alone = torch.cat([collate([row], [0]).supervised(step)[0] for row in rows])
+        assert packed.supervised(step)[0].equal(alone)
 
 
 def test_no_rows_make_a_batch_without_anything_to_learn() -> None:

@@ -107,6 +107,23 @@ def test_the_plan_counts_rows_tokens_and_bytes_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_eagle3_head_gets_the_default_taps_and_the_cache_says_which(
+    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("features", "--config", recipe, "--head.kind", "eagle3") == 2
+    line = capsys.readouterr().err
+    assert "need a target of at least 7 blocks; this one has 4: set features.after_blocks" in line
+    assert command("features", "--config", recipe, "--head.kind", "eagle3", "--features.after_blocks", "[]") == 2
+    assert "an eagle3 head fuses at least one tap" in capsys.readouterr().err
+    deep = tiny.target(tmp_path / "deep", num_blocks=8)
+    changed = ("--config", recipe, "--target", deep, "--run", tmp_path / "deep_run", "--head.kind", "eagle3")
+    assert command("features", *changed) == 0
+    cache = FeatureCache.open(tmp_path / "deep_run" / "features", {"after_blocks": [2, 4, 5]})
+    taps = cache[0].taps
+    assert taps is not None and taps.shape[1] == 3 * 32
+    assert command("features", *changed, "--is-whole") == 0
+
+
 BAD_INPUTS: dict[str, tuple[list[str], str]] = {
     "missing conversations": (["--data.conversations", "[gone.jsonl]"], "gone.jsonl: no such file"),
     "missing target": (["--target", "./gone"], "./gone: no such target directory"),

@@ -117,6 +117,24 @@ def test_generate_streams_the_same_text_with_every_method(recipe: Path, method: 
     assert done.stdout == run(*arguments, "--method", "vanilla").stdout
 
 
+@pytest.mark.slow
+def test_an_eagle3_heads_directory_alone_says_how_to_decode(recipe: Path, tmp_path: Path) -> None:
+    head = tiny.eagle3_head(tiny.llama().get_input_embeddings().weight.detach(), ids=torch.arange(200), scale=8.0)
+    save_head(head, tmp_path / "head3")
+    target, head3 = str(tmp_path / "target"), str(tmp_path / "head3")
+    arguments = ("generate", "--target", target, "--prompt", "Please count 4 boats.", "--max-new-tokens", "12")
+    done = run(*arguments, "--head", head3)
+    assert done.stdout == run(*arguments, "--method", "vanilla").stdout
+    planned = run(*arguments, "--head", head3, "--plan").stdout
+    assert "eagle3 with" in planned and "'levels': 8" in planned
+    assert "an eagle3 head in a dynamic tree is eagle3" in refused(*arguments, "--head", head3, "--method", "eagle2")
+    rows = json.dumps([{"method": "vanilla"}, {"method": "eagle3", "tree": {"levels": 3, "k": 3, "nodes": 8}}])
+    run("bench", "--config", str(recipe), "--head", head3, "--bench.rows", rows)
+    records = [json.loads(line) for line in (tmp_path / "run" / "bench" / "records.jsonl").read_text().splitlines()]
+    greedy = [row for row in records if row["method"] == "eagle3" and row["temperature"] == 0]
+    assert len(greedy) == 3 and all(row["identical"] and row["identical_to_generate"] for row in greedy)
+
+
 def test_a_plan_measures_nothing(recipe: Path, tmp_path: Path) -> None:
     for command in ("bench", "calibrate", "report"):
         run(command, "--config", str(recipe), "--plan")

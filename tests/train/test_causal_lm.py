@@ -32,7 +32,7 @@ def test_the_loss_is_transformers_own_on_the_learnt_tokens() -> None:
         total += lm(input_ids=row.input_ids[None], labels=labels).loss.item() * learnt
         count += learnt
     _, found, slots = output.terms["cross_entropy"]
-    assert slots.item() == count == objective.num_supervised(collate(rows, [0, 1, 2]))
+    assert slots.item() == count == objective.divisors(collate(rows, [0, 1, 2]))["cross_entropy"]
     assert found.item() == pytest.approx(total, rel=1e-5)
 
 

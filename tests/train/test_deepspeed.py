@@ -161,3 +161,34 @@ def test_a_stopped_zero2_run_goes_on_bit_for_bit(zero1: Path) -> None:
     whole, cut = _head(zero1, "whole"), _head(zero1, "cut")
     assert all(cut[name].equal(value) for name, value in whole.items())
     assert [r["loss"] for r in _losses(zero1, "cut")] == [r["loss"] for r in _losses(zero1, "whole")]
+
+
+@pytest.mark.parametrize("launcher", ["zero3", "torchrun"])
+def test_eagle3_online_on_two_processes_has_the_losses_of_one(tmp_path: Path, launcher: str) -> None:
+    tiny.target(tmp_path / "target", hidden_size=128, vocab_size=512, num_blocks=7)
+    tiny.write_conversations(tmp_path / "train.jsonl", 60)
+    train = {"max_steps": 5, "batch_size": 4, "learning_rate": 2e-3, "warmup_steps": 1, "log_every": 1, "eval_every": 0}
+    values = {
+        "run": str(tmp_path / "one"),
+        "threads": 1,
+        "target": {"path": str(tmp_path / "target"), "dtype": "float32"},
+        "data": {"conversations": [str(tmp_path / "train.jsonl")], "max_length": 128, "held_out": 0.2},
+        "features": {"mode": "online"},
+        "head": {"kind": "eagle3", "draft_vocab_size": 256},
+        "tree": {"levels": 4},
+        # chunks so small that processes need different numbers of them, and must call the LM head equally often
+        "train": {**train, "unroll_steps": 3, "loss_chunk_slots": 48, "gradient_checkpointing": True},
+    }
+    recipe = tiny.recipe(tmp_path / "recipe.yaml", values)
+    _run([sys.executable, "train/main.py", "--config", str(recipe), "--train.accumulation", "2"])
+    words = ["--train.measure_prompts", "3", "--train.measure_new_tokens", "8"]
+    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--", "train/main.py", "--config", str(recipe)]
+    torchrun = [*command, "--run", str(tmp_path / launcher), *words]
+    _run(_launch(recipe, 3, launcher, *words) if launcher == "zero3" else torchrun)
+    alone, together = _losses(recipe, "one"), _losses(recipe, launcher)
+    assert len(alone) == len(together) == 5
+    for first, second in zip(alone, together, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
+        assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
+        assert second["accuracy_at_1"] == pytest.approx(first["accuracy_at_1"], abs=0.02)
+    assert "tau" in json.loads((tmp_path / launcher / "heads/eagle3/config.json").read_text())["aerie"]

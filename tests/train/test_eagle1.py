@@ -19,7 +19,7 @@ CONFIG = TrainConfig(learning_rate=1e-2, warmup_steps=0)
 def _gradients(objective: Eagle1Objective, batches: list[Batch]) -> tuple[Tensor, Tensor]:
     """Loss and all gradients in one vector, summed over batches and divided by the supervised slots of all."""
     head = tiny.head(ENDS.embedding, scale=5.0).train()
-    count = sum(objective.num_supervised(batch) for batch in batches)
+    count = sum(objective.divisors(batch)["feature"] for batch in batches)
     losses = []
     for batch in batches:
         loss = objective(head, batch).total() / count

@@ -10,7 +10,7 @@ from model.heads.eagle1 import Eagle1Head
 from model.layers import KeyValueBuffer, UnrollMemory
 from tests import tiny
 from train.config import TrainConfig
-from train.evaluate import chain_hits, evaluate
+from train.evaluate import chain_hits, evaluate, likeliest, target_choices
 from train.metrics import means
 from train.objectives.eagle1 import Eagle1Objective
 
@@ -88,8 +88,8 @@ def test_predicted_tau_is_one_plus_the_mean_run_of_hits() -> None:
                     alive *= hit
                     run += alive
                 runs.append(run)
-    place = (torch.device("cpu"), 0, 1)
-    found = evaluate(head, Eagle1Objective(ENDS, config), rows, 2, place, lambda sums: means(sums, place[0]))
+    reduce = lambda sums: means(sums, torch.device("cpu"))  # noqa: E731
+    found = evaluate(head, Eagle1Objective(ENDS, config), rows, 2, (0, 1), lambda batch: batch, reduce)
     assert 0 < sum(runs) < STEPS * len(runs)  # neither all hits nor none
     assert found["predicted_tau"] == pytest.approx(1 + sum(runs) / len(runs), abs=1e-6)
     for step, (hit, count) in enumerate(hits_at):
@@ -115,7 +115,10 @@ def _draft_from(head: Eagle1Head, ids: Tensor, features: Tensor, slot: int) -> T
 
 def test_a_chain_counts_only_while_its_turn_lasts() -> None:
     head, batch = tiny.head(ENDS.embedding), collate(tiny.rows(3), [0, 1, 2])
-    hits, alive = chain_hits(head, ENDS, batch, STEPS, chunk=7)
+    assert batch.features is not None
+    choose = lambda states: likeliest(ENDS.logits, states, 7)  # noqa: E731
+    with torch.no_grad():
+        hits, alive = chain_hits(head, batch, batch.features[:, :-1], target_choices(batch, choose), choose, STEPS)
     for step in range(STEPS):
         assert alive[step].bool().equal(batch.supervised(step)[:, :-1])
     assert not (hits * (1 - alive)).any()

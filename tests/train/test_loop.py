@@ -43,7 +43,7 @@ def test_the_gradient_is_that_of_the_mean_over_supervised_slots(tmp_path: Path) 
     total, count = torch.zeros(()), 0
     for number, row in enumerate(made.train):
         batch = objective.prepare(collate([row], [number]), epoch=0)
-        total, count = total + objective(head, batch).total(), count + objective.num_supervised(batch)
+        total, count = total + objective(head, batch).total(), count + objective.divisors(batch)["feature"]
     (total / count).backward()
     norm = torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None]).norm()
     sitting(made)

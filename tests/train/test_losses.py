@@ -1,54 +1,142 @@
 """The loss functions against values worked out by hand."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 
+from model.errors import UserError
+from model.recipe import validate
 from train import losses
+from train.config import LossName, TrainConfig
+from train.losses import TargetLaw
+
+CONFIG = TrainConfig()
 
 
-def _laws(draft: list[list[float]], target: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log q, p) through logits that are off by a constant, as every model's are."""
-    return losses.log_law(torch.tensor(draft).log() + 3.0), losses.law(torch.tensor(target).log() - 2.0)
+def _laws(draft: list[list[float]], target: list[list[float]]) -> tuple[Tensor, Tensor]:
+    """(log q, log p) through logits that are off by a constant, as every model's are."""
+    return losses.log_law(torch.tensor(draft).log() + 3.0), losses.log_law(torch.tensor(target).log() - 2.0)
 
 
 def test_smooth_l1_eagle_section_4_1() -> None:
     predicted, true = torch.tensor([[0.5, 3.0], [0.0, 0.0]]), torch.zeros(2, 2)
-    # beta 1: 0.5 * 0.5^2 = 0.125 and 3 - 0.5 = 2.5; the mean over two entries; the second slot adds nothing
-    assert losses.smooth_l1(predicted, true).item() == pytest.approx((0.125 + 2.5) / 2)
+    # beta 1: 0.5 * 0.5^2 = 0.125 and 3 - 0.5 = 2.5; the mean over two entries
+    assert losses.smooth_l1(predicted, true).tolist() == pytest.approx([(0.125 + 2.5) / 2, 0.0])
 
 
 def test_soft_cross_entropy_eagle_section_4_1() -> None:
     laws = _laws([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]], [[0.5, 0.25, 0.25], [1.0 - 2e-30, 1e-30, 1e-30]])
     first = 0.5 * math.log(4) + 0.25 * math.log(4) + 0.25 * math.log(2)
-    assert losses.soft_cross_entropy(*laws).item() == pytest.approx(first + math.log(2), rel=1e-6)
+    assert losses.soft_cross_entropy(*laws).tolist() == pytest.approx([first, math.log(2)], rel=1e-6)
 
 
-def test_soft_cross_entropy_is_least_where_the_laws_agree() -> None:
-    target = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-    same = losses.soft_cross_entropy(losses.log_law(target), losses.law(target))
-    other = losses.soft_cross_entropy(losses.log_law(target + 0.1 * torch.arange(7)), losses.law(target))
-    assert same < other
+def test_soft_cross_entropy_is_least_where_the_laws_agree_and_kl_is_zero_there() -> None:
+    target = losses.log_law(torch.randn(4, 7, generator=torch.Generator().manual_seed(0)))
+    other = losses.log_law(target + 0.1 * torch.arange(7))
+    assert (losses.soft_cross_entropy(target, target) < losses.soft_cross_entropy(other, target)).all()
+    assert losses.kl(target, target).abs().max() < 1e-6 and (losses.kl(other, target) > 0).all()
+
+
+def test_kl_and_reverse_kl() -> None:
+    log_q, log_p = _laws([[0.25, 0.25, 0.5]], [[0.5, 0.25, 0.25]])
+    # p log(p / q) = 0.5 log 2 + 0 - 0.25 log 2; the other way 0.25 log(1/2) + 0 + 0.5 log 2: the same by symmetry
+    assert losses.kl(log_q, log_p).item() == pytest.approx(0.25 * math.log(2), rel=1e-6)
+    assert losses.reverse_kl(log_q, log_p).item() == pytest.approx(0.25 * math.log(2), rel=1e-6)
+    log_q, log_p = _laws([[0.9, 0.1]], [[0.5, 0.5]])
+    assert losses.kl(log_q, log_p).item() == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(5), rel=1e-6)
+    assert losses.reverse_kl(log_q, log_p).item() == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2), rel=1e-6)
 
 
 def test_acceptance_leviathan_theorem_3_5() -> None:
     laws = _laws([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], [[0.25, 0.25, 0.5], [0.2, 0.2, 0.6]])
-    assert losses.acceptance(*laws).item() == pytest.approx(0.75 + 1.0)
+    assert losses.acceptance(*laws).tolist() == pytest.approx([0.75, 1.0])
+    assert losses.total_variation(*laws).tolist() == pytest.approx([0.25, 0.0], abs=1e-6)
+    assert losses.negative_log_alpha(*laws).tolist() == pytest.approx([-math.log(0.75), 0.0], abs=1e-6)
 
 
-def test_greedy_agreement_counts_equal_choices() -> None:
+def _cut_target() -> TargetLaw:
+    """p = (0.5, 0.3, 0.2) over three tokens, of which the draft vocabulary has the first two."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log() + 7.0
+    return TargetLaw.of_logits(logits[:, :2], logits.logsumexp(-1))
+
+
+def test_a_cut_law_is_renormalised_inside_and_keeps_its_mass_as_a_whole() -> None:
+    target = _cut_target()
+    assert target.inside.exp().tolist()[0] == pytest.approx([0.625, 0.375])
+    assert target.whole.exp().tolist()[0] == pytest.approx([0.5, 0.3])
+    assert target.at(torch.tensor([0, 0])).whole.shape == (2, 2)
+
+
+def test_each_name_takes_its_form_of_a_cut_law() -> None:
+    target, log_q = _cut_target(), torch.tensor([[0.8, 0.2]]).log()
+    alpha = 0.5 + 0.2
+    mix = math.exp(-3.0 * alpha)
+    kl = 0.625 * math.log(0.625 / 0.8) + 0.375 * math.log(0.375 / 0.2)
+    expected = {
+        "soft_cross_entropy": -0.625 * math.log(0.8) - 0.375 * math.log(0.2),
+        "kl": kl,
+        "reverse_kl": 0.8 * math.log(0.8 / 0.625) + 0.2 * math.log(0.2 / 0.375),
+        "total_variation": 1 - alpha,
+        "negative_log_alpha": -math.log(alpha),
+        "lk_hybrid": mix * kl + (1 - mix) * (1 - alpha),
+    }
+    assert expected.keys() == set(get_args(LossName))
+    for name, value in expected.items():
+        found = losses.loss_named(name, CONFIG)(log_q, target)  # type: ignore[arg-type]
+        assert found.shape == (1,) and found.item() == pytest.approx(value, rel=1e-5), name
+
+
+def test_total_variation_is_half_the_distance_over_the_full_vocabulary() -> None:
+    # q draws nothing outside its vocabulary: half of |0.5 - 0.8| + |0.3 - 0.2| + |0.2 - 0| = 0.3
+    assert losses.total_variation(torch.tensor([[0.8, 0.2]]).log(), _cut_target().whole).item() == pytest.approx(0.3)
+
+
+def test_lk_hybrid_mixes_by_a_constant_of_each_slot() -> None:
+    target = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]]).log()
+    logits = torch.tensor([[0.3, 0.1, 2.0], [0.2, 0.0, 1.0]], requires_grad=True)
+    losses.lk_hybrid(losses.log_law(logits), TargetLaw.of_logits(target), eta=3.0).sum().backward()
+    expected = torch.zeros_like(logits)
+    for slot in range(2):
+        q, p = logits.detach()[slot].softmax(-1), target[slot].exp()
+        lower = (q < p).float()  # alpha grows with q where q is below p
+        mix = torch.exp(-3.0 * torch.minimum(p, q).sum())
+        slope = q * (lower - (q * lower).sum())  # d alpha / d logits
+        expected[slot] = mix * (q - p) - (1 - mix) * slope
+    torch.testing.assert_close(logits.grad, expected)
+
+
+def test_laws_without_common_mass_still_pull_negative_log_alpha() -> None:
+    target = losses.log_law(torch.tensor([[0.0, 200.0]]))
+    logits = torch.tensor([[200.0, 0.0]], requires_grad=True)
+    loss = losses.negative_log_alpha(losses.log_law(logits), target)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(200.0 - math.log(2), rel=1e-5)
+    assert logits.grad is not None and logits.grad.abs().max() > 0.4
+
+
+def test_greedy_agreement_marks_equal_choices() -> None:
     laws = _laws([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], [[0.4, 0.3, 0.3], [0.5, 0.2, 0.3]])
-    assert losses.greedy_agreement(*laws).item() == 1
+    assert losses.greedy_agreement(*laws).tolist() == [True, False]
 
 
-def test_cross_entropy_is_a_sum_over_slots() -> None:
+def test_cross_entropy_is_a_value_per_slot() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]).log()
-    assert losses.cross_entropy(logits, torch.tensor([2, 1])).item() == pytest.approx(math.log(4) - math.log(0.8))
+    found = losses.cross_entropy(logits, torch.tensor([2, 1]))
+    assert found.tolist() == pytest.approx([math.log(4), -math.log(0.8)])
 
 
-def test_bf16_laws_are_made_and_summed_in_float32() -> None:
+def test_bf16_laws_are_made_and_compared_in_float32() -> None:
     logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1)).bfloat16()
-    laws = losses.log_law(logits), losses.law(logits)
-    assert losses.soft_cross_entropy(*laws).dtype == torch.float32
-    assert losses.acceptance(*laws).item() == pytest.approx(64, rel=1e-5)
+    law = losses.log_law(logits)
+    assert losses.soft_cross_entropy(law, law).dtype == torch.float32
+    assert losses.acceptance(law, law).sum().item() == pytest.approx(64, rel=1e-5)
+
+
+def test_an_unknown_loss_is_refused_with_the_list() -> None:
+    with pytest.raises(
+        UserError, match=r"loss: input should be 'soft_cross_entropy', 'kl', .* or 'lk_hybrid', not 'lk'"
+    ):
+        validate({"loss": "lk"}, TrainConfig, "recipe.yaml", {})

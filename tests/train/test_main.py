@@ -1,5 +1,6 @@
 """The command: plans, refusals in one line, a whole run, its reuse."""
 
+import argparse
 import json
 import os
 import signal
@@ -11,12 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
+import pipeline
 from data import main as data_main
+from data.cache import FeatureCache
+from infer.drafters.eagle import EagleDrafter
+from infer.engine import SpeculativeDecoder
+from infer.shape import make_shape
 from model.checkpoint import head_facts, load_head
+from model.config import TargetConfig
 from model.errors import exit_code
+from model.heads.eagle3 import Eagle3Head
+from model.target import Target, load_ends
 from tests import tiny
 from train import main as train_main
 
@@ -160,6 +170,94 @@ def test_a_small_lm_is_trained_into_an_ordinary_directory(made: Path, tmp_path: 
     assert losses[-1] < losses[0]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "lm").config.num_hidden_layers == 2
     assert _call(train_main, "--config", recipe, "--is-whole") == 0
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe for an EAGLE-3 head, with a target deep enough for the default taps and its feature cache."""
+    root = tmp_path_factory.mktemp("deep")
+    tiny.target(root / "target", num_blocks=7)
+    tiny.write_conversations(root / "train.jsonl", 60)
+    head = {"kind": "eagle3", "draft_vocab_size": 160}
+    recipe = _write_recipe(root, {"unroll_steps": 3, "learning_rate": 1e-3}, head=head)
+    assert _call(data_main, "features", "--config", recipe) == 0
+    return root
+
+
+def _held_out(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "held_out_loss" in line]
+
+
+def test_an_eagle3_head_is_trained_from_the_cache_and_alike_without_one(
+    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = deep / "recipe.yaml"
+    assert _call(train_main, "--config", recipe) == 0
+    out = capsys.readouterr().out
+    assert "draft vocabulary: 160 of 320 tokens cover" in out and "loss @1 " in out and "acc @1 " in out
+    facts = head_facts(deep / "run/heads/eagle3")
+    assert facts["draft_vocabulary"]["size"] == 160 and facts["step"] in (3, 6)
+    head = load_head(deep / "run/heads/eagle3", ends=load_ends(TargetConfig(str(deep / "target")))[1])
+    assert isinstance(head, Eagle3Head) and head.config.after_blocks == (2, 3, 4)
+    words = ("--config", recipe, "--run", tmp_path / "run", "--features.mode", "online")
+    assert _call(data_main, "features", *words) == 0 and not (tmp_path / "run/features").exists()
+    assert _call(train_main, *words, "--plan") == 0
+    assert _call(train_main, *words) == 0
+    for found, expected in zip(_held_out(tmp_path / "run"), _held_out(deep / "run"), strict=True):
+        assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-4)
+        assert found["held_out_predicted_tau"] == pytest.approx(expected["held_out_predicted_tau"], rel=1e-3)
+    assert _call(train_main, *words, "--is-whole") == 0
+
+
+def test_packed_rows_train_the_same_head(deep: Path, tmp_path: Path) -> None:
+    words = ("--config", deep / "recipe.yaml", "--train.max_steps", "3")
+    heads = []
+    for packed in ("false", "true"):
+        output = tmp_path / packed
+        assert _call(train_main, *words, "--output", output, "--train.packing", packed, "--overwrite") == 0
+        heads.append(load_head(output, ends=load_ends(TargetConfig(str(deep / "target")))[1]).fc.weight)
+    assert (heads[0] - heads[1]).abs().max() < 1e-4 * heads[0].abs().max()
+    assert _call(train_main, *words, "--plan", "--head.kind", "eagle1", "--head.draft_vocab_size", "null") == 2
+
+
+def test_the_objective_is_compared_with_its_plain_form(deep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call(train_main, "--config", deep / "recipe.yaml", "--compare-objective", "2") == 0
+    assert "times as long" in capsys.readouterr().out
+    assert (
+        _call(train_main, "--config", deep / "recipe.yaml", "--train.packing", "true", "--compare-objective", "2") == 2
+    )
+
+
+def test_the_best_weights_are_chosen_by_the_tau_of_decoding_held_out_prompts(deep: Path, tmp_path: Path) -> None:
+    measuring = ("--train.measure_prompts", "3", "--train.measure_new_tokens", "12")
+    words = ("--config", deep / "recipe.yaml", "--output", tmp_path / "head", "--overwrite", *measuring)
+    assert _call(train_main, *words) == 0
+    measured = {line["step"]: line["held_out_tau"] for line in _held_out(deep / "run") if "held_out_tau" in line}
+    assert set(measured) == {3, 6} and all(1.0 <= tau <= 5.0 for tau in measured.values())
+    facts = head_facts(tmp_path / "head")
+    assert facts["tau"] == max(measured.values()) == measured[facts["step"]]
+    target = Target.load(TargetConfig(str(deep / "target"), dtype="float32"))
+    head = load_head(tmp_path / "head", ends=target.ends)
+    recipe = pipeline_recipe(deep / "recipe.yaml")
+    cycles = [0, 0]
+    for prompt in _prompts(deep, 3):
+        decoder = SpeculativeDecoder(target, EagleDrafter(head, target), make_shape(recipe.tree))
+        found = decoder.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False).statistics
+        cycles = [cycles[0] + sum(found.cycle_tokens), cycles[1] + len(found.cycle_tokens)]
+    assert facts["tau"] == pytest.approx(cycles[0] / cycles[1])
+
+
+def _prompts(root: Path, count: int) -> list[list[int]]:
+    """The tokens before the first answer of the first held-out rows."""
+    rows = FeatureCache.open(root / "run/features").split("held_out")[:count]
+    return [row.input_ids[: int(row.turns.nonzero()[0])].tolist() for row in rows]
+
+
+def pipeline_recipe(path: Path) -> pipeline.Recipe:
+    parser = argparse.ArgumentParser()
+    pipeline.add_arguments(parser)
+    return pipeline.load(*parser.parse_known_args(["--config", str(path)]))
 
 
 def test_whether_a_run_is_whole_is_told_without_torch(made: Path) -> None:

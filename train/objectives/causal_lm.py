@@ -13,6 +13,7 @@ from model.config import HeadConfig
 from model.errors import UserError
 from model.files import directory_atomically
 from train import losses
+from train.metrics import most_of_all
 from train.objectives.step import StepOutput, Sums
 
 
@@ -37,6 +38,9 @@ class CausalLM(nn.Module):
         slots = targets >= 0
         states, tokens = hidden[slots], targets[slots]  # [S, D], [S]
         pieces = list(zip(states.split(self.chunk), tokens.split(self.chunk), strict=True))
+        # ZeRO-3 gathers the LM head at each call, so all processes must call it equally often
+        missing = most_of_all(len(pieces), states.device) - len(pieces)
+        pieces += [(states[:0], tokens[:0])] * missing
         if len(pieces) <= 1:
             return self._sums(states, tokens)
         sums = [checkpoint(self._sums, state, token, use_reentrant=False) for state, token in pieces]
@@ -45,7 +49,7 @@ class CausalLM(nn.Module):
 
     def _sums(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.lm.get_output_embeddings()(states)  # [S, V]
-        return losses.cross_entropy(logits, tokens), (logits.detach().argmax(-1) == tokens).sum()
+        return losses.cross_entropy(logits, tokens).sum(), (logits.detach().argmax(-1) == tokens).sum()
 
 
 class CausalLMObjective:
@@ -56,8 +60,8 @@ class CausalLMObjective:
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         return batch
 
-    def num_supervised(self, batch: Batch) -> int:
-        return int((batch.turns[:, 1:] != 0).sum())
+    def divisors(self, batch: Batch) -> dict[str, int]:
+        return {"cross_entropy": int((batch.turns[:, 1:] != 0).sum())}
 
     def __call__(self, module: nn.Module, batch: Batch) -> StepOutput:
         asked = batch.turns[:, 1:] != 0  # [B, T-1]

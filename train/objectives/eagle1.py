@@ -15,14 +15,14 @@ from data.batches import Batch, empty_like, keyed_generator
 from model.target import TargetEnds
 from train import losses
 from train.config import TrainConfig
-from train.evaluate import chain_hits
+from train.evaluate import chain_hits, chain_sums, likeliest, target_choices
 from train.objectives.step import StepOutput, Sums
 
 SCALED_LENGTH = 512  # of the published code's noise, which shrinks with the sequence
 
 
 class Eagle1Objective:
-    """Smooth-L1 on features plus cross-entropy between the two laws, at supervised slots only."""
+    """Smooth-L1 on features plus a loss between the two laws, at supervised slots only."""
 
     score_name = "predicted_tau"
 
@@ -31,12 +31,14 @@ class Eagle1Objective:
         self.config = config
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
-        if batch.features is None:  # a process without rows
-            batch = empty_like(batch, self.ends.embedding.shape[1], self.ends.embedding.dtype)
-        return with_noise(batch, self.config, epoch)
+        width = self.ends.embedding.shape[1]
+        if batch.features is None and batch.num_tokens == 0:  # a process without rows
+            batch = empty_like(batch, width, self.ends.embedding.dtype)
+        return with_noise(batch, width, self.config, epoch)
 
-    def num_supervised(self, batch: Batch) -> int:
-        return int(batch.supervised().sum())
+    def divisors(self, batch: Batch) -> dict[str, int]:
+        count = int(batch.supervised().sum())
+        return {"feature": count, "classification": count}
 
     def __call__(self, module: nn.Module, batch: Batch) -> StepOutput:
         assert batch.features is not None
@@ -49,11 +51,11 @@ class Eagle1Objective:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T-1]
         predicted = module(tokens, given, positions)[slots]  # [S, D]
         true = batch.features[:, 1:][slots]  # [S, D]
-        classification, alpha, agreement = law_sums(predicted, true, self.ends, self.config.loss_chunk_slots)
+        classification, alpha, agreement = law_sums(predicted, true, self.ends, self.config)
         count = slots.sum()
         return StepOutput(
             {
-                "feature": (self.config.feature_weight, losses.smooth_l1(predicted, true), count),
+                "feature": (self.config.feature_weight, losses.smooth_l1(predicted, true).sum(), count),
                 "classification": (self.config.classification_weight, classification, count),
             },
             {"alpha": (alpha, count), "greedy_agreement": (agreement, count)},
@@ -61,11 +63,12 @@ class Eagle1Objective:
 
     @torch.no_grad()
     def evaluate(self, module: Any, batch: Batch) -> Sums:
-        hits, alive = chain_hits(module, self.ends, batch, self.config.eval_depths, self.config.loss_chunk_slots)
-        starts = alive[0].sum()
-        sums: Sums = {"chain": (hits.cumprod(0).sum(), starts)}
-        for depth in range(self.config.eval_depths):
-            sums[f"accuracy_at_{depth + 1}"] = (hits[depth].sum(), alive[depth].sum())
+        assert batch.features is not None
+        chunk = self.config.loss_chunk_slots
+        choose = lambda states: likeliest(self.ends.logits, states, chunk)  # noqa: E731
+        start = batch.features[:, :-1].to(next(module.parameters()).dtype)
+        choices = target_choices(batch, choose)
+        sums = chain_sums(*chain_hits(module, batch, start, choices, choose, self.config.eval_depths))
         return {**sums, **self(module, replace(batch, noise=None)).sums()}
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
@@ -76,37 +79,37 @@ class Eagle1Objective:
         return {"predicted_tau": 1.0 + means["chain"], "loss": loss, **rest}
 
 
-def with_noise(batch: Batch, config: TrainConfig, epoch: int) -> Batch:
-    """The batch with uniform noise for its features, drawn row by row so that no neighbour can move it.
+def with_noise(batch: Batch, width: int, config: TrainConfig, epoch: int) -> Batch:
+    """The batch with uniform noise for its features of this width, drawn row by row so that no neighbour can move it.
 
     Source: EAGLE, section 4.1 (U(-0.1, 0.1)); the published code also multiplies by 512 / length.
     """
     if config.feature_noise == 0.0:
         return batch
-    assert batch.features is not None
-    noise = torch.zeros(batch.features.shape)  # [B, T, D]
+    noise = torch.zeros(*batch.input_ids.shape, width)  # [B, T, D]
     for at, (row, length) in enumerate(zip(batch.rows, batch.lengths.tolist(), strict=True)):
-        width = config.feature_noise * (SCALED_LENGTH / length if config.noise_length_scaling and length else 1.0)
-        noise[at, :length].uniform_(-width, width, generator=keyed_generator(config.seed, epoch, row))
+        half = config.feature_noise * (SCALED_LENGTH / length if config.noise_length_scaling and length else 1.0)
+        noise[at, :length].uniform_(-half, half, generator=keyed_generator(config.seed, epoch, row))
     return replace(batch, noise=noise)
 
 
-def law_sums(predicted: Tensor, true: Tensor, ends: TargetEnds, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed H(p, q), alpha and greedy agreement of S slots [S, D], holding the laws of `chunk` slots at once."""
+def law_sums(predicted: Tensor, true: Tensor, ends: TargetEnds, config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss between the laws, alpha and greedy agreement of S slots [S, D], holding a chunk of laws at once."""
+    loss, chunk = losses.loss_named(config.loss, config), config.loss_chunk_slots
     pieces = list(zip(predicted.split(chunk), true.split(chunk), strict=True))
     if len(pieces) <= 1:
-        return _law_sums(predicted, true, ends)
-    sums = [checkpoint(_law_sums, drafted, goal, ends, use_reentrant=False) for drafted, goal in pieces]
+        return _law_sums(predicted, true, ends, loss)
+    sums = [checkpoint(_law_sums, drafted, goal, ends, loss, use_reentrant=False) for drafted, goal in pieces]
     classification, alpha, agreement = (torch.stack(column).sum() for column in zip(*sums, strict=True))
     return classification, alpha, agreement
 
 
-def _law_sums(predicted: Tensor, true: Tensor, ends: TargetEnds) -> tuple[Tensor, Tensor, Tensor]:
+def _law_sums(predicted: Tensor, true: Tensor, ends: TargetEnds, loss: losses.Loss) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad():
-        target_law = losses.law(ends.logits(true))  # [S, V]
-    draft_log_law = losses.log_law(ends.logits(predicted))  # [S, V]
-    classification = losses.soft_cross_entropy(draft_log_law, target_law)
+        target = losses.TargetLaw.of_logits(ends.logits(true))
+    log_q = losses.log_law(ends.logits(predicted))  # [S, V]
+    classification = loss(log_q, target).sum()
     with torch.no_grad():
-        alpha = losses.acceptance(draft_log_law, target_law)
-        agreement = losses.greedy_agreement(draft_log_law, target_law)
+        alpha = losses.acceptance(log_q, target.whole).sum()
+        agreement = losses.greedy_agreement(log_q, target.whole).sum()
     return classification, alpha, agreement

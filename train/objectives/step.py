@@ -1,5 +1,6 @@
 """What an objective returns, and what the loop needs of one. Objectives return sums; only the loop divides."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,14 +13,15 @@ Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count)
 
 @dataclass(frozen=True)
 class StepOutput:
-    """terms: name -> (weight, sum, count), the loss is their weighted total; metrics: name -> (sum, count)."""
+    """terms: name -> (weight, sum, count), the loss is their weighted mean; metrics: name -> (sum, count)."""
 
     terms: dict[str, tuple[float, Tensor, Tensor]]
     metrics: Sums
 
-    def total(self) -> Tensor:
-        """The weighted total of all sums, which the loop divides by the whole step's supervised slots."""
-        parts = [weight * value for weight, value, _ in self.terms.values()]
+    def total(self, scales: Mapping[str, float] | None = None) -> Tensor:
+        """The weighted total of all sums, each times its scale; the loop's scales hold the divisors."""
+        scales = scales or dict.fromkeys(self.terms, 1.0)
+        parts = [weight * value * scales[name] for name, (weight, value, _) in self.terms.items()]
         return sum(parts[1:], parts[0])
 
     def sums(self) -> Sums:
@@ -40,8 +42,8 @@ class Objective(Protocol):
         """The batch with what training adds to it; runs in the prefetching thread."""
         ...
 
-    def num_supervised(self, batch: Batch) -> int:
-        """Supervised slots, counted from the token ids alone."""
+    def divisors(self, batch: Batch) -> dict[str, int]:
+        """For each term the batch's share of what its sum is divided by, counted from the token ids alone."""
         ...
 
     def __call__(self, module: nn.Module, batch: Batch) -> StepOutput: ...

@@ -1,0 +1,72 @@
+"""A new head's configuration: the recipe's sizes, and the target's own where the recipe leaves them open."""
+
+from typing import Any
+
+from model.config import HeadConfig
+from model.errors import UserError
+from model.heads.eagle1 import Eagle1Config
+from model.heads.eagle3 import Eagle3Config
+from model.target import TargetEnds
+
+
+def eagle1_config(config: HeadConfig, text_config: Any, ends: TargetEnds) -> Eagle1Config:
+    """The head's sizes: the target's own where the recipe leaves them open; RoPE and its length always spelt out."""
+    return Eagle1Config(**_sizes(config, text_config, ends), bias=config.bias)
+
+
+def eagle3_config(
+    config: HeadConfig, text_config: Any, ends: TargetEnds, after_blocks: tuple[int, ...], draft_vocab_size: int
+) -> Eagle3Config:
+    """As eagle1_config; qk_norm is the target's where the recipe leaves it open."""
+    qk_norm = config.qk_norm
+    if qk_norm is None:
+        qk_norm = str(getattr(text_config, "model_type", "")).startswith("qwen3")
+    return Eagle3Config(
+        **_sizes(config, text_config, ends),
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=ends.embedding.shape[1],
+        after_blocks=after_blocks,
+        qk_norm=qk_norm,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+    )
+
+
+def _sizes(config: HeadConfig, text_config: Any, ends: TargetEnds) -> dict[str, Any]:
+    vocab_size, hidden_size = ends.embedding.shape
+    hidden_size = config.hidden_size or hidden_size
+    heads = config.num_attention_heads or int(text_config.num_attention_heads)
+    own_heads = config.num_attention_heads is None
+    kv_heads = config.num_key_value_heads or (
+        int(getattr(text_config, "num_key_value_heads", None) or heads) if own_heads else heads
+    )
+    own_dim = getattr(text_config, "head_dim", None) if own_heads else None
+    head_dim = config.head_dim or int(own_dim or hidden_size // heads)
+    if heads % kv_heads:
+        raise UserError(f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    theta, scaling = rope_of(text_config)
+    if config.rope_theta is not None:
+        theta, scaling = config.rope_theta, None
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": config.intermediate_size or int(text_config.intermediate_size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": config.num_hidden_layers,
+        "vocab_size": vocab_size,
+        "rms_norm_eps": float(getattr(text_config, "rms_norm_eps", 1e-6)),
+        "max_position_embeddings": config.max_position_embeddings or int(text_config.max_position_embeddings),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+
+
+def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
+    """The target's RoPE base and scaling (None for plain RoPE), whichever generation of configuration holds them."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    if "full_attention" in parameters:  # one RoPE per kind of layer (Gemma-3): the head attends fully
+        parameters = parameters["full_attention"]
+    theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None)) or 10000.0
+    scaling = {k: v for k, v in parameters.items() if k != "rope_theta" and v is not None}
+    return float(theta), None if scaling.get("rope_type", "default") == "default" else scaling

@@ -1,0 +1,248 @@
+"""Decoding with EAGLE-3 heads: lossless in every shape, taps fused, draft ids mapped to the target's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.bench import make_decoders
+from infer.config import BenchRow, Method, TreeConfig, chosen, default_tree, method_of
+from infer.drafters.eagle import EagleDrafter
+from infer.engine import Cycle, SpeculativeDecoder, load_head_for
+from infer.shape import make_shape
+from model.checkpoint import save_head
+from model.config import TargetConfig
+from model.errors import UserError
+from model.heads.eagle3 import Eagle3Head
+from model.target import Target
+from tests import tiny
+
+TREES = {
+    "small": TreeConfig(levels=3, k=3, nodes=8),
+    "published": TreeConfig(levels=8, k=10, nodes=60),
+    "chain": TreeConfig(shape="chain", levels=4, nodes=5),
+}
+
+
+def make_target(**changes: Any) -> Target:
+    return Target(tiny.llama(**{"eos_token_id": None, **changes}), TargetConfig(path="tiny"))
+
+
+def make_head(target: Target, **changes: Any) -> Eagle3Head:
+    return tiny.eagle3_head(target.ends.embedding.float(), **{"scale": 8.0, **changes}).eval()
+
+
+def decoder(target: Target, tree: TreeConfig, **changes: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder(target, EagleDrafter(make_head(target, **changes), target), make_shape(tree))
+
+
+def prompts(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(5, 320, (1, 3 + 2 * n), generator=generator) for n in range(count)]
+
+
+def greedy(target: Target, ids: Tensor, new: int) -> list[int]:
+    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    answer: list[int] = out[0].tolist()
+    return answer
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_greedy_output_equals_generate_on_twenty_prompts(tree: str) -> None:
+    target = make_target()
+    speculative = decoder(target, TREES[tree])
+    for ids in prompts(20):
+        generation = speculative.generate(ids, do_sample=False, max_new_tokens=16)
+        assert generation.sequences[0].tolist() == greedy(target, ids, 16)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"qk_norm": True}, {"fc_norm": True, "norm_output": True}, {"num_hidden_layers": 2}]
+)
+def test_every_flavour_decodes_what_the_target_writes(changes: dict[str, Any]) -> None:
+    target = make_target()
+    speculative = decoder(target, TREES["small"], **changes)
+    for ids in prompts(3):
+        assert speculative.generate(ids, do_sample=False, max_new_tokens=16).sequences[0].tolist() == greedy(
+            target, ids, 16
+        )
+
+
+def test_drafting_a_tree_equals_drafting_each_path_alone() -> None:
+    target, ids = make_target(), prompts(3)[-1][0]
+    head = make_head(target, num_hidden_layers=2)
+    with torch.inference_mode():
+        taps = target.features(ids[None], after_blocks=(1, 2)).taps
+        assert taps is not None
+
+        def fresh() -> EagleDrafter:
+            drafter = EagleDrafter(head, target)
+            drafter.reset(64)
+            drafter.commit(torch.cat([ids[1:], torch.tensor([9])]), taps[0])
+            return drafter
+
+        tree = fresh()
+        tree.start()
+        tree.step(torch.tensor([11, 12, 13]), torch.tensor([0, 0, 0]))
+        both = tree.step(torch.tensor([21, 22]), torch.tensor([2, 0]))
+        assert both.shape == (2, 107)
+        for row, path in enumerate([(13, 21), (11, 22)]):
+            alone = fresh()
+            alone.start()
+            alone.step(torch.tensor([path[0]]), torch.tensor([0]))
+            law = alone.step(torch.tensor([path[1]]), torch.tensor([0]))
+            torch.testing.assert_close(both[row : row + 1], law, rtol=1e-4, atol=1e-4)
+            # the path as one sequence: known features first, then the head's own outputs
+            line = torch.cat([ids[1:], torch.tensor([9, *path])])[None]
+            features = head.fuse(taps)
+            for _ in path:
+                count = features.shape[1]
+                out = head(line[:, :count], features, torch.arange(count)[None])
+                features = torch.cat([features, out[:, -1:]], dim=1)
+            out = head(line, features, torch.arange(line.shape[1])[None])
+            expected = head.logits(out[:, -1]).log_softmax(-1)
+            torch.testing.assert_close(law, expected, rtol=1e-4, atol=1e-4)
+
+
+class Knowing(EagleDrafter):
+    """A head whose law is the known answer's next token, as a draft id; everything around the law is the real thing."""
+
+    def __init__(self, head: Eagle3Head, target: Target, text: list[int]) -> None:
+        super().__init__(head, target)
+        self.answer = head.vocabulary.draft_ids(torch.tensor(text))
+        self.size = head.config.draft_vocab_size
+
+    def _log_q(self) -> Tensor:
+        assert self._hidden is not None
+        laws = torch.full((self._hidden.shape[1], self.size), -30.0)
+        place = self._length + self._levels + 1
+        if place < len(self.answer):
+            laws[:, self.answer[place]] = 0.0
+        return laws
+
+
+def test_the_drafter_sees_true_taps_of_accepted_tokens_only() -> None:
+    """After cycles that accept whole paths its state equals that of a drafter that was handed the text at once."""
+    target, ids = make_target(), prompts(3)[-1]
+    knowing = Knowing(make_head(target, ids=torch.arange(320)), target, greedy(target, ids, 40))
+    paths: list[list[int]] = []
+
+    def watch(cycle: Cycle) -> None:
+        paths.append(cycle.verdict.path)
+
+    generation = SpeculativeDecoder(target, knowing, make_shape(TREES["small"])).generate(
+        ids, do_sample=False, max_new_tokens=24, on_cycle=watch
+    )
+    assert any(path[-1] > len(path) for path in paths)  # the accepted rows are not the first ones
+    with torch.inference_mode():
+        taps = target.features(generation.sequences, after_blocks=(1, 2)).taps
+        assert taps is not None
+        kept = knowing._length
+        fresh = EagleDrafter(knowing.head, target)
+        fresh.reset(256)
+        fresh.commit(generation.sequences[0, 1 : kept + 1], taps[0, :kept])
+        torch.testing.assert_close(knowing._hidden, fresh._hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_draft_ids_reach_the_target_through_d2t_and_a_lost_offset_shows(tree: str) -> None:
+    target, ids = make_target(), prompts(3)[-1]
+    text = greedy(target, ids, 40)
+    known = torch.tensor(sorted({*text, 0, 100, 200, 300, 319}))
+    head = make_head(target, ids=known)
+    knowing = Knowing(head, target, text)
+    found = SpeculativeDecoder(target, knowing, make_shape(TREES[tree])).generate(
+        ids, do_sample=False, max_new_tokens=37
+    )
+    cycles = found.statistics.cycle_tokens
+    assert found.sequences[0].tolist() == text[: len(ids[0]) + 37]
+    assert all(tokens == TREES[tree].levels + 1 for tokens in cycles[:-1])
+    knowing.target_ids = lambda columns: columns  # type: ignore[method-assign] # the mutation: columns taken for ids
+    lost = SpeculativeDecoder(target, knowing, make_shape(TREES[tree])).generate(
+        ids, do_sample=False, max_new_tokens=37
+    )
+    assert lost.new_ids == found.new_ids and lost.statistics.tau < 1.5
+
+
+def test_only_tokens_of_the_draft_vocabulary_are_drafted_with_their_own_confidence() -> None:
+    target, ids = make_target(), prompts(2)[-1]
+    speculative = decoder(target, TREES["small"])
+    drafter = speculative.drafter
+    assert isinstance(drafter, EagleDrafter) and isinstance(drafter.head, Eagle3Head)
+    marks, trees = drafter.head.vocabulary.t2d, []
+
+    def watch(cycle: Cycle) -> None:
+        trees.append(cycle.tree)
+
+    speculative.generate(ids, do_sample=False, max_new_tokens=12, on_cycle=watch)
+    assert sum(len(tree) for tree in trees) > len(trees)
+    assert all(bool(marks[tree.tokens[1:]].all()) for tree in trees)
+
+
+def test_a_saved_head_decodes_from_its_directory_with_its_usual_tree(tmp_path: Path) -> None:
+    place = tiny.target(tmp_path / "target", num_blocks=8)
+    target = Target.load(TargetConfig(path=str(place)))
+    head = make_head(target, after_blocks=(2, 4, 5), ids=torch.arange(0, 160))
+    save_head(head, tmp_path / "head")
+    speculative = SpeculativeDecoder.from_pretrained(str(place), str(tmp_path / "head"))
+    assert speculative.shape is not None and vars(speculative.shape)["levels"] == 8
+    assert speculative.lm.after_blocks == (2, 4, 5)
+    ids = prompts(2)[-1]
+    assert speculative.generate(ids, do_sample=False, max_new_tokens=12).sequences[0].tolist() == greedy(
+        target, ids, 12
+    )
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    target = make_target()
+    save_head(make_head(target, after_blocks=(1, 4)), tmp_path / "deep")
+    with pytest.raises(UserError, match=r"states after blocks \(1, 4\), and tiny has 4 blocks"):
+        load_head_for(target, str(tmp_path / "deep"))
+    target.generation_config.eos_token_id = [7, 8]
+    save_head(make_head(target, ids=torch.tensor([1, 2, 9])), tmp_path / "endless")
+    with pytest.raises(UserError, match=r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary"):
+        load_head_for(target, str(tmp_path / "endless"))
+
+
+def test_a_row_whose_method_is_not_the_heads_is_refused() -> None:
+    target = make_target()
+    tree = TREES["small"]
+    heads = {"eagle1": tiny.head(target.ends.embedding.float()), "eagle3": make_head(target)}
+    for kind, head in heads.items():
+        for shape in ("dynamic", "chain"):
+            method = method_of(kind, shape)
+            row = BenchRow(method, TREES["chain"] if shape == "chain" else tree)
+            assert len(make_decoders(target, [BenchRow("vanilla"), row], lambda head=head: head)) == 2  # type: ignore[misc]
+    with pytest.raises(UserError, match="method eagle2 with an eagle3 head; with this head it is method eagle3"):
+        make_decoders(target, [BenchRow("eagle2", tree)], lambda: heads["eagle3"])
+    with pytest.raises(UserError, match="with this head it is method eagle2"):
+        make_decoders(target, [BenchRow("eagle3", tree)], lambda: heads["eagle1"])
+
+
+def test_the_published_trees_have_six_and_eight_levels() -> None:
+    assert default_tree("eagle1") == TreeConfig() == TreeConfig(levels=6, k=10, nodes=60)
+    assert default_tree("eagle3") == TreeConfig(levels=8, k=10, nodes=60)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "tree", "expected"),
+    [
+        (None, "eagle1", None, ("eagle2", TreeConfig())),
+        (None, "eagle3", None, ("eagle3", TreeConfig(levels=8))),
+        (None, "eagle3", TREES["chain"], ("eagle-chain", TREES["chain"])),
+        ("eagle-chain", "eagle3", TREES["small"], ("eagle-chain", TreeConfig(shape="chain", levels=3, nodes=4))),
+        ("eagle3", "eagle3", TREES["small"], ("eagle3", TREES["small"])),
+    ],
+)
+def test_the_method_follows_the_head(
+    asked: Method | None, kind: str, tree: TreeConfig | None, expected: tuple[Method, TreeConfig]
+) -> None:
+    assert chosen(asked, kind, tree) == expected
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("eagle2", "eagle3"), ("eagle3", "eagle1")])
+def test_a_method_of_another_head_is_refused(asked: Method, kind: str) -> None:
+    with pytest.raises(UserError, match=f"--method {asked}: an {kind} head in a dynamic tree is"):
+        chosen(asked, kind, None)

@@ -1,0 +1,346 @@
+"""The EAGLE-3 head: the published tensors, its layer against plain formulas and transformers' Qwen3, its switches."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
+
+from model.checkpoint import check_fits, load_head, new_head, save_head
+from model.config import HeadConfig
+from model.errors import UserError
+from model.heads.eagle3 import Eagle3Head
+from model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary, UnrollMemory
+from model.vocab import DraftVocabulary
+from tests import tiny
+
+# SafeAILab's EAGLE3-LLaMA3.1-Instruct-8B with D 32, I 64, 4 heads, 2 of keys and values, V 320, Vd 107, three taps.
+PUBLISHED = {
+    "d2t": (107,),
+    "t2d": (320,),
+    "fc.weight": (32, 96),
+    "midlayer.hidden_norm.weight": (32,),
+    "midlayer.input_layernorm.weight": (32,),
+    "midlayer.self_attn.q_proj.weight": (32, 64),
+    "midlayer.self_attn.k_proj.weight": (16, 64),
+    "midlayer.self_attn.v_proj.weight": (16, 64),
+    "midlayer.self_attn.o_proj.weight": (32, 32),
+    "midlayer.mlp.gate_proj.weight": (64, 32),
+    "midlayer.mlp.up_proj.weight": (64, 32),
+    "midlayer.mlp.down_proj.weight": (32, 64),
+    "midlayer.post_attention_layernorm.weight": (32,),
+    "norm.weight": (32,),
+    "lm_head.weight": (107, 32),
+}
+TAPS = (2, 4, 5)
+
+
+def head(**changes: Any) -> Eagle3Head:
+    return tiny.eagle3_head(tiny.ends().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}).eval()
+
+
+def restored(directory: Path) -> Eagle3Head:
+    loaded = load_head(directory, ends=tiny.ends())
+    assert isinstance(loaded, Eagle3Head)
+    return loaded
+
+
+def random_norms(module: torch.nn.Module) -> None:
+    """Norm weights that differ from one, so that a norm in the wrong place shows."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in module.parameters():
+        if parameter.ndim == 1:
+            parameter.data = 0.5 + torch.rand(parameter.shape, generator=generator)
+
+
+def test_a_head_has_exactly_the_published_keys_and_shapes(tmp_path: Path) -> None:
+    save_head(head(), tmp_path / "head")
+    state = load_file(tmp_path / "head" / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in state.items()} == PUBLISHED
+    assert state["d2t"].dtype == torch.int64 and state["t2d"].dtype == torch.bool
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 3}, {"qk_norm": True, "fc_norm": True}])
+def test_a_round_trip_is_bit_exact_and_takes_the_embedding_from_the_target(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    one = head(**changes)
+    save_head(one, tmp_path / "head")
+    two = restored(tmp_path / "head")
+    assert two.config == one.config and not two.embed_tokens.weight.requires_grad
+    assert two.state_dict().keys() == one.state_dict().keys()
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[name]), name
+
+
+def test_config_json_spells_out_rope_length_taps_and_their_numbering(tmp_path: Path) -> None:
+    save_head(head(), tmp_path / "head", draft_vocabulary={"key": "k"})
+    values = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert values["after_blocks"] == list(TAPS) and values["tap_convention"] == "hidden_states"
+    assert values["architectures"] == ["LlamaForCausalLMEagle3"] and values["aerie_kind"] == "eagle3"
+    for key in ("rope_theta", "rope_scaling", "max_position_embeddings", "head_dim", "target_hidden_size"):
+        assert key in values, key
+    assert values["aerie"] == {"draft_vocabulary": {"key": "k"}}
+
+
+def test_a_head_of_another_width_trains_and_saves_its_own_embedding(tmp_path: Path) -> None:
+    embedding = tiny.ends(hidden_size=48).embedding
+    one = tiny.eagle3_head(embedding, hidden_size=32, head_dim=8)
+    assert one.embed_tokens.weight.shape == (320, 32) and one.embed_tokens.weight.requires_grad
+    assert one.fc.weight.shape == (32, 2 * 48)
+    save_head(one, tmp_path / "head")
+    assert "embed_tokens.weight" in load_file(tmp_path / "head" / "model.safetensors")
+    two = load_head(tmp_path / "head")
+    assert torch.equal(one.state_dict()["embed_tokens.weight"], two.state_dict()["embed_tokens.weight"])
+    with pytest.raises(UserError, match="its hidden size is 48, that of t is 32"):
+        check_fits(two, tiny.ends(), "head", "t")
+
+
+def test_an_embedding_that_is_not_the_targets_stays_in_the_file(tmp_path: Path) -> None:
+    one = head()
+    save_head(one, tmp_path / "head")
+    weights = tmp_path / "head" / "model.safetensors"
+    state = load_file(weights)
+    for own, kept in ((tiny.ends().embedding.clone(), False), (tiny.ends(seed=1).embedding, True)):
+        save_file({**state, "embed_tokens.weight": own}, weights)
+        loaded = restored(tmp_path / "head")
+        assert torch.equal(loaded.embed_tokens.weight, own) and loaded.saves_embedding == kept
+        save_head(loaded, tmp_path / "again")
+        assert ("embed_tokens.weight" in load_file(tmp_path / "again" / "model.safetensors")) == kept
+
+
+def attention(x: Tensor, layer: Attention, positions: Tensor, theta: float = 10000.0) -> Tensor:
+    """Causal attention over x [T, 2D], one head and one query at a time."""
+    sizes = layer.sizes
+    dim, groups = sizes.head_dim, sizes.num_attention_heads // sizes.num_key_value_heads
+    frequencies = theta ** (-torch.arange(0, dim, 2) / dim)
+    turn = torch.polar(torch.ones(len(positions), dim // 2), positions[:, None] * frequencies)  # [T, hd / 2]
+
+    def turned(y: Tensor) -> Tensor:
+        whole = torch.complex(y[:, : dim // 2], y[:, dim // 2 :]) * turn
+        return torch.cat([whole.real, whole.imag], dim=-1)
+
+    outputs = []
+    for number in range(sizes.num_attention_heads):
+        own, shared = (slice(i * dim, (i + 1) * dim) for i in (number, number // groups))
+        q, k = turned(x @ layer.q_proj.weight[own].T), turned(x @ layer.k_proj.weight[shared].T)
+        v = x @ layer.v_proj.weight[shared].T
+        rows = [((q[t] @ k[: t + 1].T) / dim**0.5).softmax(-1) @ v[: t + 1] for t in range(len(x))]
+        outputs.append(torch.stack(rows))
+    return torch.cat(outputs, dim=-1) @ layer.o_proj.weight.T
+
+
+def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+    """(output before the final norm [T, D], logits [T, Vd]) from the definition of the layer."""
+    eps, layer = made.config.rms_norm_eps, made.midlayer
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+    h = taps @ made.fc.weight.T
+    e = made.embed_tokens.weight[tokens]
+    x = torch.cat([normed(e, layer.input_layernorm.weight), normed(h, layer.hidden_norm.weight)], dim=-1)
+    h = h + attention(x, layer.self_attn, torch.arange(len(tokens)))
+    x = normed(h, layer.post_attention_layernorm.weight)
+    gate, up, down = (getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
+    h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return h, normed(h, made.norm.weight) @ made.lm_head.weight.T
+
+
+def slots(count: int = 7, taps: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 320, (1, count), generator=generator)
+    return tokens, torch.randn(1, count, taps * 32, generator=generator), torch.arange(count)[None]
+
+
+@torch.no_grad()
+def test_the_layer_is_its_definition_and_the_residual_is_not_normed() -> None:
+    made = head()
+    random_norms(made)
+    tokens, taps, positions = slots()
+    hidden, logits = expected_output(made, tokens[0], taps[0])
+    out = made(tokens, made.fuse(taps), positions)
+    torch.testing.assert_close(out[0], hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.logits(out)[0], logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 3}, {"norm_output": True, "qk_norm": True}])
+def test_whole_sequence_buffered_and_unrolled_forwards_agree(changes: dict[str, Any]) -> None:
+    made = head(**changes)
+    random_norms(made)
+    tokens, taps, positions = slots()
+    features = made.fuse(taps)
+    whole = made(tokens, features, positions)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    memories = [UnrollMemory() for _ in range(made.config.num_hidden_layers)]
+    unrolled = made.unroll(tokens, features, positions, mask[None, None], memories)
+    torch.testing.assert_close(unrolled, whole, rtol=1e-4, atol=1e-4)
+    sizes, draft = made.config.sizes(), made.fused()
+    buffers = [KeyValueBuffer.allocate(1, sizes, 16, features) for _ in range(made.config.num_hidden_layers)]
+    for first, last in ((0, 4), (4, 7)):
+        part = slice(first, last)
+        seen = torch.zeros(last - first, last).masked_fill(~mask[part, :last], float("-inf"))[None, None]
+        out = draft(tokens[:, part], features[:, part], (first, last), seen, buffers)
+        for buffer in buffers:
+            buffer.length = last
+        torch.testing.assert_close(out, whole[:, part], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_norm_output_feeds_back_the_normed_state_and_norms_it_once() -> None:
+    plain, normed = head(), head(norm_output=True)
+    random_norms(plain)
+    normed.load_state_dict(plain.state_dict())
+    tokens, taps, positions = slots()
+    before, after = (made(tokens, made.fuse(taps), positions) for made in (plain, normed))
+    torch.testing.assert_close(after, plain.norm(before))
+    torch.testing.assert_close(normed.logits(after), plain.logits(before))
+    assert not torch.allclose(after, before, atol=1e-2)
+
+
+@torch.no_grad()
+def test_fc_norm_norms_each_fused_feature_alone() -> None:
+    made = head(fc_norm=True)
+    random_norms(made)
+    _, taps, _ = slots()
+    scaled = taps.clone()
+    scaled[..., 32:64] *= 50.0  # a norm over all of them at once would shrink the other two
+    torch.testing.assert_close(made.fuse(scaled), made.fuse(taps), rtol=1e-4, atol=1e-4)
+    weights = [made.state_dict()[f"fc_norm.{i}.weight"] for i in range(3)]
+    pieces = [F.rms_norm(taps[..., 32 * i : 32 * i + 32], (32,), weights[i], 1e-6) for i in range(3)]
+    torch.testing.assert_close(made.fuse(taps), torch.cat(pieces, dim=-1) @ made.fc.weight.T)
+    assert {f"fc_norm.{i}.weight" for i in range(3)} == made.state_dict().keys() - head().state_dict().keys()
+
+
+@torch.no_grad()
+def test_query_and_key_norms_are_those_of_qwen3() -> None:
+    config = Qwen3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        attn_implementation="eager",
+    )
+    theirs = Qwen3Attention(config, layer_idx=0).eval()
+    ours = Attention(LayerSizes(32, 64, 4, 2, 16, 1e-6, qk_norm=True), 64)
+    random_norms(theirs)
+    for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+        getattr(ours, name).weight.copy_(getattr(theirs, name).weight.mul_(2.0))
+    ours.o_proj.weight.copy_(theirs.o_proj.weight[:32])  # the head's attention is twice as wide as what it returns
+    x = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(9)[None]
+    mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+    expected = theirs(x, Qwen3RotaryEmbedding(config)(x, positions), mask)[0][..., :32]
+    rope = Rotary(1e6, None, 16, 64).at(positions, 9, x)
+    torch.testing.assert_close(ours(x, rope, None), expected, rtol=1e-5, atol=1e-5)
+    plain = Attention(LayerSizes(32, 64, 4, 2, 16, 1e-6), 64)
+    plain.load_state_dict(ours.state_dict(), strict=False)
+    assert not torch.allclose(plain(x, rope, None), expected, atol=1e-3)
+
+
+def test_a_new_head_has_the_targets_flavour_rope_and_length_and_the_given_vocabulary() -> None:
+    vocabulary = DraftVocabulary.of_ids(torch.arange(5, 105), 320)
+    text = tiny.llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).config
+    made = new_head(HeadConfig(kind="eagle3"), text, tiny.ends(), 3, after_blocks=TAPS, vocabulary=vocabulary)
+    assert isinstance(made, Eagle3Head)
+    assert made.config.rope_theta == 5e5 and made.config.max_position_embeddings == 256 and not made.config.qk_norm
+    assert made.vocabulary.ids.tolist() == list(range(5, 105)) and made.lm_head.weight.shape == (100, 32)
+    assert torch.equal(made.embed_tokens.weight, tiny.ends().embedding)
+    text.model_type = "qwen3"
+    flavoured = new_head(HeadConfig(kind="eagle3"), text, tiny.ends(), 3, after_blocks=TAPS)
+    assert isinstance(flavoured, Eagle3Head) and flavoured.config.qk_norm
+    assert flavoured.config.draft_vocab_size == 320 and flavoured.vocabulary.d2t.eq(0).all()
+    plain = new_head(HeadConfig(kind="eagle3", qk_norm=False, hidden_size=16), text, tiny.ends(), 3, after_blocks=TAPS)
+    assert isinstance(plain, Eagle3Head) and not plain.config.qk_norm and plain.fc.weight.shape == (16, 96)
+
+
+def test_equal_vocabularies_need_no_tables_in_the_file(tmp_path: Path) -> None:
+    one = head(ids=torch.arange(320))
+    save_head(one, tmp_path / "head")
+    weights = tmp_path / "head" / "model.safetensors"
+    state = load_file(weights)
+    assert state.keys() == PUBLISHED.keys()
+    save_file({k: v for k, v in state.items() if k not in ("d2t", "t2d")}, weights)
+    assert restored(tmp_path / "head").vocabulary.ids.equal(torch.arange(320))
+    save_file({k: v for k, v in state.items() if k != "d2t"}, weights)
+    with pytest.raises(UserError, match="one of d2t and t2d"):
+        restored(tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing", "missing 'midlayer.hidden_norm.weight'"),
+        ("unexpected", "unexpected 'layers.0.hidden_norm.weight'"),
+        ("shape", r"fc.weight has shape \[32, 64\], config.json says \[32, 96\]"),
+        ("tables", "missing 'd2t'"),
+        ("offsets", "d2t holds offsets"),
+        ("larger", "draft_vocab_size 400 is larger than vocab_size 320"),
+        ("numbering", "tap_convention is None"),
+        ("taps", "must ascend"),
+        ("lacks", "lacks rope_theta"),
+        ("embedding", "has no 'embed_tokens.weight', which is the target's"),
+    ],
+)
+def test_a_damaged_head_is_one_sentence_and_no_model(tmp_path: Path, damage: str, message: str) -> None:
+    save_head(head(), tmp_path / "head")
+    weights, config = tmp_path / "head" / "model.safetensors", tmp_path / "head" / "config.json"
+    state, values = load_file(weights), json.loads(config.read_text())
+    if damage == "missing":
+        del state["midlayer.hidden_norm.weight"]
+    elif damage == "unexpected":
+        state["layers.0.hidden_norm.weight"] = torch.zeros(32)
+    elif damage == "shape":
+        state["fc.weight"] = torch.zeros(32, 64)
+    elif damage == "tables":
+        del state["d2t"]
+    elif damage == "offsets":
+        state["d2t"] = state["d2t"] + torch.arange(107)
+    values |= {"larger": {"draft_vocab_size": 400}, "taps": {"after_blocks": [4, 2, 5]}}.get(damage, {})
+    if damage in ("numbering", "lacks"):
+        del values[{"numbering": "tap_convention", "lacks": "rope_theta"}[damage]]
+    save_file(state, weights)
+    config.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message):
+        load_head(tmp_path / "head", ends=None if damage == "embedding" else tiny.ends())
+
+
+@pytest.mark.parametrize(
+    ("changes", "taps", "message"),
+    [
+        ({"draft_vocab_size": 64}, TAPS, "head.draft_vocab_size: the recipe asks 64, .* has 107"),
+        ({"norm_output": True}, TAPS, "head.norm_output: the recipe asks True"),
+        ({}, (1, 4, 5), r"reads the taps \(2, 4, 5\), the recipe gives \(1, 4, 5\); set features.after_blocks"),
+        ({"kind": "eagle1"}, (), "is an eagle3 head, the recipe asks for eagle1"),
+    ],
+)
+def test_a_warm_start_of_another_shape_is_refused(
+    tmp_path: Path, changes: dict[str, Any], taps: tuple[int, ...], message: str
+) -> None:
+    save_head(head(), tmp_path / "head")
+    config = HeadConfig(**{"kind": "eagle3", "init_from": str(tmp_path / "head"), **changes})
+    with pytest.raises(UserError, match=message):
+        new_head(config, tiny.llama().config, tiny.ends(), 0, after_blocks=taps)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "eagle1", "draft_vocab_size": 100}, "draft_vocab_size belongs to eagle3"),
+        ({"kind": "eagle1", "norm_output": True}, "norm_output belongs to eagle3"),
+        ({"kind": "eagle3", "draft_vocab_size": 0}, "at least 1"),
+        ({"kind": "eagle3", "bias": True}, "no fc.bias"),
+    ],
+)
+def test_a_recipe_that_no_head_can_have_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HeadConfig(**values)

@@ -1,0 +1,111 @@
+"""Parity with vllm-project/speculators 0.9.0, which is not among the dependencies: same weights, same conversation.
+
+Its mask marks the position before the predicted one and knows no turns, so the conversation is one turn after one
+token. It is run in an environment of its own that has aerie's dependencies too (pip install speculators==0.9.0).
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.batches import collate
+from data.cache import CachedRow
+from model.config import TargetConfig
+from model.heads.eagle3 import Eagle3Head
+from model.target import Target
+from tests import tiny
+from train.config import TrainConfig
+from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
+
+speculators = pytest.importorskip("speculators", reason="speculators is not installed; parity with it is not checked")
+STEPS, LENGTH = 4, 24
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    directory = tmp_path_factory.mktemp("target")
+    return Target.load(TargetConfig(path=str(tiny.target(directory, num_blocks=7)), dtype="float32"))
+
+
+def _row(target: Target) -> tuple[CachedRow, Tensor]:
+    """One conversation with the target's states, and its final states before the norm [T, D]."""
+    ids = torch.randint(5, 320, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    before: list[Tensor] = []
+    with target.decoder.norm.register_forward_pre_hook(lambda module, given: before.append(given[0])):
+        found = target.features(ids, None, (2, 3, 4))
+    assert found.taps is not None
+    turns = torch.ones(LENGTH, dtype=torch.int)
+    turns[0] = 0
+    return CachedRow(ids[0], turns, found.last_hidden[0].clone(), found.taps[0].clone(), 0), before[0][0].clone()
+
+
+def _theirs(head: Eagle3Head, target: Target) -> Any:
+    """Their model with the head's weights; also what they freeze takes part in the gradient."""
+    core = pytest.importorskip("speculators.models.eagle3.core")
+    config = target.model.config.__class__(**target.model.config.to_dict())
+    config.num_hidden_layers = 1
+    config.rms_norm_eps = head.config.rms_norm_eps
+    ids = head.vocabulary.ids
+    made = core.Eagle3DraftModel.from_training_args(
+        config,
+        t2d=head.vocabulary.t2d,
+        d2t=ids - torch.arange(len(ids)),
+        verifier_name_or_path=target.recipe.path,
+        draft_vocab_size=len(ids),
+        norm_before_residual=False,
+        norm_output=head.config.norm_output,
+        fc_norm=head.config.fc_norm,
+        ttt_steps=STEPS,
+        draft_attn_impl="sdpa",
+        target_layer_ids=[2, 3, 4],
+    )
+    renamed = {name.replace("midlayer.", "layers.0."): p for name, p in head.named_parameters()}
+    found = made.load_state_dict(renamed, strict=False)
+    assert not found.unexpected_keys and set(found.missing_keys) <= {
+        "verifier_norm.weight",
+        "verifier_lm_head.weight",
+        "d2t",
+        "t2d",
+    }
+    made.lm_head.weight.requires_grad_(True)
+    return made.train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"norm_output": True}, {"fc_norm": True}])
+def test_loss_and_gradients_are_those_of_speculators(target: Target, changes: dict[str, Any]) -> None:
+    head = tiny.eagle3_head(target.ends.embedding, scale=6.0, after_blocks=(2, 3, 4), **changes).train()
+    row, before_norm = _row(target)
+    theirs, losses = _theirs(head, target), pytest.importorskip("speculators.losses")
+    assert row.taps is not None
+    _, expected, _ = theirs(
+        hidden_states=row.taps[None, :-1],
+        input_ids=row.input_ids[None, 1:],
+        document_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long),
+        loss_mask=torch.cat([torch.ones(1, LENGTH - 2), torch.zeros(1, 1)], dim=1).bool(),
+        position_ids=torch.arange(1, LENGTH)[None],
+        verifier_last_hidden_states=before_norm[None, 1:],
+        ttt_steps=STEPS,
+        ttt_step_loss_decay=0.8,
+        loss_config=losses.resolve_loss_config("kl_div", "eager"),
+    )
+    expected.backward()
+    config = TrainConfig(unroll_steps=STEPS, loss="kl", divisor="per_step", mask_outside_vocabulary=False)
+    objective, batch = Eagle3Objective(target.ends, config, 3), collate([row], [0])
+    scales = {name: 1.0 / count for name, count in objective.divisors(batch).items()}
+    loss = objective(UnrolledHead(head, config), batch).total(scales)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = {name.replace("midlayer.", "layers.0."): p.grad for name, p in head.named_parameters()}
+    compared = 0
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is not None:
+            ours = gradients[name]
+            assert ours is not None and (ours - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+            compared += 1
+    assert compared == 13 + 3 * bool(changes.get("fc_norm"))
+    with torch.no_grad():  # the check sees another divisor
+        shared = objective(UnrolledHead(head, config), batch).total(dict.fromkeys(scales, scales["loss_at_1"]))
+    assert abs(shared.item() / expected.item() - 1) > 1e-2

@@ -1,0 +1,126 @@
+"""A recipe's sections -> the job that the loop runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.chat import end_of_turn_ids
+from data.tally import Tally
+from data.tokens import statistics, tokenize
+from model.checkpoint import new_head
+from model.errors import UserError
+from model.heads.eagle3 import Eagle3Head
+from model.target import load_tokenizer
+from train.config import TrainConfig
+from train.loop import Job, Measure, Save
+from train.objectives.causal_lm import CausalLM, CausalLMObjective, new_causal_lm
+from train.objectives.eagle1 import Eagle1Objective
+from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
+from train.source import Request, Source
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What every job has: its settings, where it writes, and whether this process speaks."""
+
+    config: TrainConfig
+    output: Path
+    state: Path
+    metrics: Path
+    saver: Callable[..., Save]  # of facts that are known before training
+    overwrite: bool
+    speaks: bool
+
+    def job(self, **parts: Any) -> Job:
+        return Job(
+            config=self.config,
+            output=self.output,
+            state=self.state,
+            metrics=self.metrics,
+            overwrite=self.overwrite,
+            **parts,
+        )
+
+
+def draft_head_job(
+    source: Source, frame: Frame, levels: int, measure: Callable[[Any], Measure] | None
+) -> tuple[Job, int]:
+    """The job, and how many tokens its laws are over.
+
+    levels are those that decoding will draft; measure makes a measure by decoding for a new head.
+    """
+    request, config, ends, taps = source.request, frame.config, source.ends, source.after_blocks
+    counted = None
+    if request.head.kind == "eagle3" and request.head.init_from is None:
+        counted = source.draft_vocabulary()
+        if frame.speaks:
+            print(counted.line(), flush=True)
+    vocabulary = None if counted is None else counted.vocabulary
+    head = new_head(request.head, source.text_config, ends, config.seed, request.target.path, taps, vocabulary).float()
+    _check_positions(source, config, head.config.max_position_embeddings, levels)
+    objective: Any = Eagle1Objective(ends, config)
+    module: Any = head
+    if isinstance(head, Eagle3Head):
+        objective, module = Eagle3Objective(ends, config, len(taps)), UnrolledHead(head, config)
+    elif config.packing:
+        raise UserError(f"train.packing: packs rows for eagle3; leave it out for {head.kind}")
+    else:
+        head.gradient_checkpointing = config.gradient_checkpointing
+    job = frame.job(
+        kind=request.head.kind,
+        module=module,
+        objective=objective,
+        train=source.train,
+        lengths=source.lengths,
+        held_out=source.held_out,
+        save=frame.saver(
+            target=source.fingerprint, **({} if counted is None else {"draft_vocabulary": counted.facts()})
+        ),
+        save_dtype=ends.lm_head.dtype,
+        supply=source.supply,
+        measure=None if measure is None else measure(head),
+    )
+    return job, int(getattr(head.config, "draft_vocab_size", head.config.vocab_size))
+
+
+def causal_lm_job(request: Request, frame: Frame) -> tuple[Job, int]:
+    """The job, and the vocabulary's size."""
+    config, data = frame.config, request.data
+    if config.packing:
+        raise UserError("train.packing: packs rows for eagle3; leave it out for draft_lm")
+    tokenizer = load_tokenizer(request.target)
+    disable_bar = None if frame.speaks else True
+    rows = tokenize(data, tokenizer, end_of_turn_ids(tokenizer, None), Tally(), disable_bar=disable_bar)
+    if frame.speaks:
+        print(f"train: {statistics(rows.train).line()}", flush=True)
+    lm = new_causal_lm(request.head, tokenizer, config.seed)
+    if lm.config.max_position_embeddings < data.max_length:
+        raise UserError(
+            f"data.max_length: {data.max_length:,} is beyond head.max_position_embeddings "
+            f"{lm.config.max_position_embeddings:,}; lower it, or raise that"
+        )
+    if config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable()
+    job = frame.job(
+        kind=request.head.kind,
+        module=CausalLM(lm, config.loss_chunk_slots),
+        objective=CausalLMObjective(),
+        train=rows.train,
+        lengths=[len(row.input_ids) for row in rows.train],
+        held_out=rows.held_out,
+        save=frame.saver(),
+    )
+    return job, len(tokenizer)
+
+
+def _check_positions(source: Source, config: TrainConfig, positions: int, levels: int) -> None:
+    """UserError when a conversation and what is drafted after it run over the head's positions."""
+    length = source.request.data.max_length
+    steps = config.unroll_steps if source.request.head.kind == "eagle3" else 0
+    drafted = max(levels, config.eval_depths, steps)
+    if positions < length + drafted:
+        raise UserError(
+            f"head.max_position_embeddings: {positions:,} is less than data.max_length {length:,} + {drafted} drafted "
+            f"levels; set it to {length + drafted:,}"
+        )
