@@ -20,7 +20,7 @@ from typing import Any
 import pipeline
 from data.index import is_complete
 from data.inputs import feature_inputs, state_inputs
-from data.provenance import Stage, write_status
+from data.provenance import Stage, with_status, write_status
 from model.errors import UserError, exit_code
 from model.recipe import as_dict
 
@@ -70,7 +70,7 @@ def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         config, where = recipe.synthetic, stages[0].output
         print(f"synthetic: {config.num_conversations:,} conversations, 2 x {config.num_prompts:,} prompts to {where}")
         return 0
-    return _with_status("synthetic", root, lambda: _write_synthetic(recipe, *stages))
+    return with_status(pipeline.RunPaths(root).status, "synthetic", lambda: ("done", _write_synthetic(recipe, *stages)))
 
 
 def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
@@ -117,7 +117,11 @@ def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         _be_quiet()
         _planned(recipe, stage, arguments.overwrite, rank=0)
         return 0
-    return _with_status("features", root, lambda: _write_features(recipe, stage, arguments.overwrite))
+    return with_status(
+        pipeline.RunPaths(root).status,
+        "features",
+        lambda: ("done", _write_features(recipe, stage, arguments.overwrite)),
+    )
 
 
 def _write_synthetic(recipe: pipeline.Recipe, corpus: Stage, tokenizer: Stage) -> int:
@@ -249,25 +253,6 @@ def _reuse(name: str, stage: Stage, root: Path, plan_only: bool) -> int:
     if not plan_only:
         write_status(pipeline.RunPaths(root).status, name, "done")
     return 0
-
-
-def _with_status(name: str, root: Path, run: Callable[[], int]) -> int:
-    """run's exit code, with status.json following it."""
-    path = pipeline.RunPaths(root).status
-    write_status(path, name, "running")
-    try:
-        code = run()
-    except KeyboardInterrupt:
-        write_status(path, name, "interrupted", 130)
-        raise
-    except UserError:
-        write_status(path, name, "failed", 2)
-        raise
-    except BaseException:
-        write_status(path, name, "failed", 1)
-        raise
-    write_status(path, name, "done", code)
-    return code
 
 
 def _be_quiet() -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -92,6 +93,24 @@ def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
     """`status.json` for scripts: {stage, state, code}; only rank 0 writes."""
     if int(os.environ.get("RANK", "0")) == 0:
         write_json(path, {"stage": stage, "state": state, "code": code})
+
+
+def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> int:
+    """run's exit code; run returns (state, exit code), and status.json at path follows it, failures included."""
+    write_status(path, stage, "running")
+    try:
+        state, code = run()
+    except KeyboardInterrupt:
+        write_status(path, stage, "interrupted", 130)
+        raise
+    except UserError:
+        write_status(path, stage, "failed", 2)
+        raise
+    except BaseException:
+        write_status(path, stage, "failed", 1)
+        raise
+    write_status(path, stage, state, code)
+    return code
 
 
 def _argv() -> list[str]:

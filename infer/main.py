@@ -10,8 +10,8 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import pipeline
 from data.inputs import target_inputs
-from data.provenance import Stage, write_status
-from infer.config import Method, PromptsConfig, TreeConfig, chosen
+from data.provenance import Stage, with_status
+from infer.config import BenchConfig, CalibrateConfig, Method, PromptsConfig, TreeConfig, chosen
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
 from model.files import file_digest, read_json, write_json
@@ -143,7 +143,12 @@ def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
         print(f"calibrate: whole, reused ({paths.calibration})")
         return 0
     stage.require_own_directory(arguments.overwrite)
-    write_status(paths.status, "calibrate", "running")
+    return with_status(paths.status, "calibrate", lambda: _measure_calibration(recipe, section, stage, head))
+
+
+def _measure_calibration(
+    recipe: pipeline.Recipe, section: CalibrateConfig, stage: Stage, head: Path
+) -> tuple[str, int]:
     _prepare(recipe.threads)
     from data.progress import bar
     from infer.calibrate import summarise
@@ -151,25 +156,24 @@ def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     from infer.records import write_cycles
     from infer.tasks import encode, load_prompts
 
+    prompts = load_prompts(section.prompts)
     target, tokenizer, decoder = _decoder(recipe, head, section.tree)
     collector = NodeCollector()
-    prompts = load_prompts(section.prompts)
     with bar(len(prompts), "prompts", "calibrate") as progress:
         for collector.prompt, prompt in enumerate(prompts):
             ids = encode(prompt.text, tokenizer, target)
             decoder.generate(ids, max_new_tokens=section.prompts.max_new_tokens, do_sample=False, on_cycle=collector)
             progress.update()
     arrays = collector.arrays()
-    write_cycles(paths.calibration / "cycles.npz", arrays)
+    write_cycles(stage.output / "cycles.npz", arrays)
     summary = summarise(arrays, section.bins)
-    write_json(paths.calibration / "calibration.json", summary)
+    write_json(stage.output / "calibration.json", summary)
     stage.finish(nodes=len(arrays.prompt), cycles=len(arrays.accepted_length))
-    write_status(paths.status, "calibrate", "done")
     print(
         f"calibrate: {len(arrays.prompt):,} drafted nodes of {len(arrays.accepted_length):,} cycles; "
         f"ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}"
     )
-    return 0
+    return "done", 0
 
 
 def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
@@ -198,7 +202,10 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
         return 0
     stage.require_own_directory(arguments.overwrite)
     _begin_bench(stage, arguments.overwrite)
-    write_status(paths.status, "bench", "running")
+    return with_status(paths.status, "bench", lambda: _measure_bench(recipe, section, stage, head))
+
+
+def _measure_bench(recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, head: Path) -> tuple[str, int]:
     _prepare(recipe.threads)
     from infer.bench import Bench, make_decoders, measure_reference, run
     from infer.engine import load_head_for
@@ -208,10 +215,10 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     from model.files import write_text
     from model.target import Target, load_tokenizer
 
+    prompts = load_prompts(section.prompts)
     target = Target.load(recipe.target, default_device())
     decoders = make_decoders(target, section.rows, lambda: load_head_for(target, str(head)))
-    bench = Bench(target, load_tokenizer(recipe.target), decoders, section, paths.bench)
-    prompts = load_prompts(section.prompts)
+    bench = Bench(target, load_tokenizer(recipe.target), decoders, section, stage.output)
     records = run(bench, prompts, recipe.seed)
     if section.reference:
         reference, records = measure_reference(bench, prompts, records)
@@ -223,12 +230,11 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     write_text(bench.records_path, "".join(line_of(record) for record in records))
     stage.finish(hardware=describe(target), answers=len(records))
     failed = [record for record in records if record.status == "error"]
-    write_status(paths.status, "bench", "done")
     print(
-        f"bench: {len(records)} answers -> {paths.bench}"
+        f"bench: {len(records)} answers -> {stage.output}"
         + (f"; {len(failed)} failed: {failed[0].message}" if failed else "")
     )
-    return 0
+    return "done", 0
 
 
 def _begin_bench(stage: Stage, overwrite: bool) -> None:

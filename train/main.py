@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pipeline
 from data.inputs import conversation_inputs, sampled_digest, target_inputs
-from data.provenance import FILE, Stage, write_status
+from data.provenance import FILE, Stage, with_status
 from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
 from model.files import digest, read_json, write_text
@@ -74,7 +74,7 @@ def main() -> int:
         raise UserError("--init-to: writes an untrained module without training; use it with --plan")
     if arguments.plan:
         return _plan(setting, arguments.init_to)
-    return _with_status(setting)
+    return with_status(setting.paths.status, "train", lambda: _train(setting))
 
 
 def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
@@ -281,24 +281,6 @@ def _saver(setting: Setting, directory: Path, **fixed: Any) -> Any:
 def _head_in(module: Any) -> Any:
     """The draft head, which EAGLE-3's objective trains inside a module of its own."""
     return getattr(module, "head", module)
-
-
-def _with_status(setting: Setting) -> int:
-    path, kind = setting.paths.status, "train"
-    write_status(path, kind, "running")
-    try:
-        state, code = _train(setting)
-    except KeyboardInterrupt:
-        write_status(path, kind, "interrupted", 130)
-        raise
-    except UserError:
-        write_status(path, kind, "failed", 2)
-        raise
-    except BaseException:
-        write_status(path, kind, "failed", 1)
-        raise
-    write_status(path, kind, state, code)
-    return code
 
 
 def _device() -> str:
