@@ -70,11 +70,28 @@ def main() -> int:
     if arguments.is_whole:
         return 1
     setting.stage.require_own_directory(arguments.overwrite)
+    _require_no_foreign_files(setting)
     if arguments.init_to is not None and not arguments.plan:
         raise UserError("--init-to: writes an untrained module without training; use it with --plan")
     if arguments.plan:
         return _plan(setting, arguments.init_to)
     return with_status(setting.paths.status, "train", lambda: _train(setting))
+
+
+def _begun(setting: Setting) -> Path:
+    """Names the output of a training that is under way: what lies there without provenance is this run's own."""
+    return setting.paths.root / "state" / f"{setting.recipe.head.kind}.begun"
+
+
+def _require_no_foreign_files(setting: Setting) -> None:
+    """UserError for an output directory with files that no training of this run has put there."""
+    output, begun = setting.stage.output, _begun(setting)
+    if setting.overwrite or (output / FILE).is_file() or not output.is_dir() or not any(output.iterdir()):
+        return
+    if not (begun.is_file() and begun.read_text(encoding="utf-8").strip() == str(output)):
+        raise UserError(
+            f"{output}: holds files that no run has made; name another output, or replace them with --overwrite"
+        )
 
 
 def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
@@ -166,6 +183,7 @@ def _train(setting: Setting) -> tuple[str, int]:
     if accelerator.is_main_process:
         setting.paths.root.mkdir(parents=True, exist_ok=True)
         (stage.output / FILE).unlink(missing_ok=True)
+        write_text(_begun(setting), f"{stage.output}\n")
     if recipe.train.trackers:
         accelerator.init_trackers("aerie", config=flat(as_dict(recipe)))
     if hasattr(job.objective, "ends"):
@@ -175,6 +193,7 @@ def _train(setting: Setting) -> tuple[str, int]:
     if accelerator.is_main_process and outcome.code == 0:
         write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
         progress = outcome.progress
+        _begun(setting).unlink(missing_ok=True)
         record = stage.finish(
             steps=progress.step,
             total_steps=outcome.total_steps,

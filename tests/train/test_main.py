@@ -145,6 +145,20 @@ def test_a_run_is_trained_once_reused_and_never_overwritten_by_another(
     assert (head / "model.safetensors").read_bytes() != written
 
 
+def test_files_that_no_run_has_made_are_never_overwritten(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_text("precious")
+    words = ("--config", made / "recipe.yaml", "--train.seed", "7", "--output", foreign)
+    assert _call(train_main, *words) == 2
+    assert "files that no run has made" in capsys.readouterr().err
+    assert (foreign / "model.safetensors").read_text() == "precious"
+    assert _call(train_main, *words, "--overwrite") == 0
+    assert load_head(foreign)
+
+
 def test_a_small_lm_is_trained_into_an_ordinary_directory(made: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
     values = {
