@@ -17,6 +17,7 @@ from data.progress import bar
 from infer.config import BenchConfig, BenchRow, SamplingConfig, method_of
 from infer.drafters.eagle import EagleDrafter
 from infer.engine import Generation, SpeculativeDecoder
+from infer.proposer import Drafting
 from infer.records import Milliseconds, Record, Reference, TreeShape, line_of, read_records
 from infer.shape import make_shape
 from infer.tasks import Prompt, encode
@@ -61,7 +62,7 @@ def make_decoders(target: Target, rows: Iterable[BenchRow], load_head: Callable[
             raise UserError(
                 f"bench.rows: method {row.method} with an {head.kind} head; with this head it is method {fitting}"
             )
-        decoders.append(SpeculativeDecoder(target, EagleDrafter(head, target), make_shape(row.tree)))
+        decoders.append(SpeculativeDecoder(target, Drafting(EagleDrafter(head, target), make_shape(row.tree))))
     return decoders
 
 

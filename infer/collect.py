@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.engine import Cycle
+from infer.proposer import Cycle
 from infer.records import CycleArrays
 
 

@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from infer.cached_lm import CachedLM, TargetStep
+from infer.cached_lm import CachedLM
 from infer.config import TreeConfig, default_tree
 from infer.drafters.eagle import EagleDrafter
+from infer.proposer import Cycle, Drafting, Proposer
 from infer.sampling import Decoding, Sampler, resolve
-from infer.shape import Shape, make_shape
+from infer.shape import make_shape
 from infer.tree import Tree, root_only
 from infer.verify import Verdict, verify
 from model.checkpoint import Head, check_fits, load_head
@@ -26,16 +27,6 @@ from model.config import TargetConfig
 from model.errors import UserError
 from model.heads.eagle3 import Eagle3Head
 from model.target import Target, default_taps
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """Everything about one cycle, for whoever measures: the tree, the target's answer, and what was accepted."""
-
-    tree: Tree
-    step: TargetStep
-    verdict: Verdict
-    sampler: Sampler
 
 
 @dataclass
@@ -82,36 +73,13 @@ class Generation:
         return ids
 
 
-class CachedDrafter(Protocol):
-    """A drafter with memory: what the engine needs beside the laws that a shape asks for."""
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def after_blocks(self) -> tuple[int, ...]: ...
-
-    def reset(self, capacity: int) -> None: ...
-
-    def commit(self, tokens: Tensor, features: Tensor) -> None: ...
-
-    def start(self) -> Tensor: ...
-
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor: ...
-
-    def target_ids(self, columns: Tensor) -> Tensor: ...
-
-
 class SpeculativeDecoder:
-    """Decodes with a target and a drafter, token for token what the target alone would write."""
+    """Decodes with a target and a proposer (none: vanilla), token for token what the target alone would write."""
 
-    def __init__(self, target: Target, drafter: CachedDrafter | None = None, shape: Shape | None = None) -> None:
-        if (drafter is None) != (shape is None):
-            raise ValueError("a drafter needs a shape, and a shape a drafter")
+    def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
         self.target = target
-        self.drafter = drafter
-        self.shape = shape
-        self.lm = CachedLM(target, () if drafter is None else drafter.after_blocks)
+        self.proposer = proposer
+        self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
     @classmethod
     def from_pretrained(
@@ -130,7 +98,7 @@ class SpeculativeDecoder:
         if head is None:
             return cls(target)
         module = load_head_for(target, head)
-        return cls(target, EagleDrafter(module, target), make_shape(tree or default_tree(module.kind)))
+        return cls(target, Drafting(EagleDrafter(module, target), make_shape(tree or default_tree(module.kind))))
 
     @torch.inference_mode()
     def generate(
@@ -184,8 +152,8 @@ class SpeculativeDecoder:
             )
         length, new = input_ids.shape[1], decoding.max_new_tokens
         limits = {"the target's context": int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)}
-        if self.drafter is not None:
-            limits["the draft head's max_position_embeddings"] = self.drafter.max_positions
+        if self.proposer is not None:
+            limits["the draft head's max_position_embeddings"] = self.proposer.max_positions
         for name, limit in limits.items():
             if length + new > limit:
                 raise UserError(
@@ -201,7 +169,7 @@ class _Run:
     def __init__(
         self, decoder: SpeculativeDecoder, prompt: Tensor, decoding: Decoding, generator: torch.Generator, timed: bool
     ) -> None:
-        self.lm, self.drafter, self.shape = decoder.lm, decoder.drafter, decoder.shape
+        self.lm, self.proposer = decoder.lm, decoder.proposer
         self.prompt = prompt
         self.decoding = decoding
         self.sampler = Sampler(decoding, generator)
@@ -213,15 +181,15 @@ class _Run:
 
     def prefill(self) -> list[int]:
         """Runs the prompt through the target and the drafter; the answer's first token."""
-        nodes = self.shape.max_nodes if self.shape else 1
+        nodes = self.proposer.max_nodes if self.proposer else 1
         self.clock.start()
         capacity = self.prompt.shape[0] + self.decoding.max_new_tokens + nodes
         step = self.lm.prefill(self.prompt, capacity)
         choice = self.sampler.choose(step.logits)  # [1]
         first = int(choice)
-        if self.drafter is not None:
-            self.drafter.reset(capacity + _draft_slots(self.shape))
-            self.drafter.commit(torch.cat([self.prompt[1:], choice]), step.features)
+        if self.proposer is not None:
+            self.proposer.reset(self.prompt, capacity, self.sampler)
+            self.proposer.commit(torch.cat([self.prompt[1:], choice]), step.features, None)
         self._root = choice
         self.clock.lap("prefill")
         return self._take([first])
@@ -229,28 +197,30 @@ class _Run:
     def cycle(self, on_cycle: Callable[[Cycle], None] | None) -> list[int]:
         """Drafts, verifies and commits once; the answer's new tokens."""
         remaining = self.decoding.max_new_tokens - len(self.answer)
-        if self.shape is None or self.drafter is None or remaining < 2:
+        if self.proposer is None or remaining < 2:
             tree = root_only(self._root)  # the bonus token alone fills what is left
         else:
-            tree = self.shape.grow(self.drafter, self._root, max_levels=remaining - 1)
+            tree = self.proposer.propose(self._root, max_levels=remaining - 1)
         self.clock.lap("draft")
         step = self.lm.extend(tree)
-        verdict = verify(tree, self.sampler.choose(step.logits))
+        verdict = verify(tree, step.logits, self.sampler)
         self.clock.lap("verify")
+        cycle = Cycle(tree, step, verdict, self.sampler)
         if on_cycle is not None:
-            on_cycle(Cycle(tree, step, verdict, self.sampler))
+            on_cycle(cycle)
             self.clock.lap("other")
-        self._commit(step, verdict)
+        self._commit(cycle)
         taken = self._take([*verdict.tokens, verdict.bonus])
         self._count(tree, verdict, taken)
         self.clock.lap("commit")
         return taken
 
-    def _commit(self, step: TargetStep, verdict: Verdict) -> None:
+    def _commit(self, cycle: Cycle) -> None:
+        verdict = cycle.verdict
         self.lm.keep(verdict.path)
         tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=self._root.device)
-        if self.drafter is not None:
-            self.drafter.commit(tokens, step.features[verdict.path])
+        if self.proposer is not None:
+            self.proposer.commit(tokens, cycle.step.features[verdict.path], cycle)
         self._root = tokens[-1:]
 
     def _take(self, tokens: list[int]) -> list[int]:
@@ -324,12 +294,6 @@ def _end_ids(target: Target) -> list[int]:
     """The tokens at which the target's answers end."""
     ends = target.generation_config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-
-
-def _draft_slots(shape: Shape | None) -> int:
-    """Slots that one cycle's drafting may append to a head's buffer beyond the kept ones."""
-    levels, k = getattr(shape, "levels", 0), getattr(shape, "k", 1)
-    return int(levels) * int(k)
 
 
 def _generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from infer.config import TreeConfig
+from infer.sampling import Sampler
 from infer.stop import Constant, Level, Stop
 from infer.tree import Tree, ancestors
 
@@ -33,10 +34,18 @@ class Shape(Protocol):
     """Grows one tree under a root token."""
 
     @property
+    def stop(self) -> Stop: ...
+
+    @property
     def max_nodes(self) -> int: ...
 
-    def grow(self, drafter: Drafter, root: Tensor, max_levels: int) -> Tree:
-        """The tree under root [1], at most max_levels deep."""
+    @property
+    def draft_slots(self) -> int:
+        """How many nodes are given to the drafter's `step` for one tree, at most."""
+        ...
+
+    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
+        """The tree under root [1], at most max_levels deep; sampler holds the target's processors and the generator."""
         ...
 
 
@@ -61,8 +70,12 @@ class Chain:
     def max_nodes(self) -> int:
         return self.levels + 1
 
-    def grow(self, drafter: Drafter, root: Tensor, max_levels: int) -> Tree:
-        self.stop.reset()
+    @property
+    def draft_slots(self) -> int:
+        return self.levels
+
+    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
+        self.stop.begin()
         tokens, confidences = [root], [torch.zeros(1, device=root.device)]
         survival, levels = confidences[0], min(self.levels, max_levels)
         zero = torch.zeros(1, dtype=torch.long, device=root.device)
@@ -70,10 +83,10 @@ class Chain:
         for depth in range(1, levels + 1):
             confidence, column = log_q.max(-1)  # [1], [1]
             token = drafter.target_ids(column)
-            survival = survival + confidence
+            above, survival = survival, survival + confidence
             tokens.append(token)
             confidences.append(confidence)
-            if depth == levels or self.stop.ends(Level(depth, confidence, survival)):
+            if depth == levels or self.stop.ends(Level(depth, confidence, survival, log_q, above, zero)):
                 break
             log_q = drafter.step(token, zero)
         count = len(tokens)
@@ -108,9 +121,13 @@ class DynamicTree:
     def max_nodes(self) -> int:
         return self.nodes
 
-    def grow(self, drafter: Drafter, root: Tensor, max_levels: int) -> Tree:
+    @property
+    def draft_slots(self) -> int:
+        return self.levels * self.k
+
+    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
         pool = _Pool(root)
-        self.stop.reset()
+        self.stop.begin()
         levels = min(self.levels, max_levels)
         log_q = drafter.start()  # [1, Vd]
         frontier = torch.zeros(1, dtype=torch.long, device=root.device)  # pool indices of the expanded nodes
@@ -123,11 +140,12 @@ class DynamicTree:
             first = pool.add(tokens, frontier, confidence, survival)
             if depth == levels:
                 break
-            above, best = survival.flatten().topk(k)
-            if self.stop.ends(Level(depth, confidence.flatten()[best], above)):
+            alive, best = survival.flatten().topk(k)
+            rows = best // k
+            if self.stop.ends(Level(depth, confidence.flatten()[best], alive, log_q, above, rows)):
                 break
-            log_q = drafter.step(tokens.flatten()[best], best // k)
-            frontier = best + first
+            log_q = drafter.step(tokens.flatten()[best], rows)
+            frontier, above = best + first, alive
         return pool.rerank(self.nodes, k)
 
 

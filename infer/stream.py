@@ -6,7 +6,7 @@ from typing import Any, TextIO
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from infer.engine import Cycle
+from infer.proposer import Cycle
 from infer.tree import describe
 
 GREEN, PLAIN = "\033[32m", "\033[0m"

@@ -1,9 +1,23 @@
 """A draft tree as flat tensors: node 0 is the root, nodes stand in level order, every parent before its children."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Rule = Literal["R1", "R3", "R4"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """How sampled children were drawn, which is what makes them verifiable without bias.
+
+    R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement.
+    """
+
+    rule: Rule
+    laws: Tensor  # q [N, V] that each node's children were drawn from, processors applied; rows of leaves are not read
 
 
 @dataclass(frozen=True)
@@ -18,6 +32,10 @@ class Tree:
     survival: Tensor  # [N] sum of confidence along the path (EAGLE-2's log value)
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int
+    proposal: Proposal | None = None  # null: children were picked deterministically (R0, R2)
+    passengers: Tensor | None = (
+        None  # [N] boolean: rows that ride along and are never accepted; siblings may then repeat
+    )
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

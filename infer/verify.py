@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infer.sampling import Sampler
 from infer.tree import Tree
 
 
@@ -31,7 +32,12 @@ class Verdict:
         return len(self.tokens)
 
 
-def verify(tree: Tree, choice: Tensor) -> Verdict:
+def verify(tree: Tree, logits: Tensor, sampler: Sampler) -> Verdict:
+    """The verdict for the target's logits [N, V] at every node, by the rule that the tree's children ask for."""
+    return walk(tree, sampler.choose(logits))
+
+
+def walk(tree: Tree, choice: Tensor) -> Verdict:
     """The verdict for the target's choice [N] at every node. Siblings must differ.
 
     One device synchronisation, no loop over nodes: a node is reached when it and all its ancestors are what the target
@@ -39,6 +45,8 @@ def verify(tree: Tree, choice: Tensor) -> Verdict:
     """
     refused = tree.tokens != choice[tree.parents]  # [N]
     refused[0] = False
+    if tree.passengers is not None:
+        refused |= tree.passengers
     reached = ~(tree.mask & refused).any(dim=1)  # [N]
     last = torch.where(reached, tree.depth, -1).argmax()
     row = torch.cat([tree.mask[last].to(tree.tokens.dtype), tree.tokens, choice[last][None]]).tolist()

@@ -246,6 +246,7 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
 
     from infer.drafters.eagle import EagleDrafter
     from infer.engine import SpeculativeDecoder
+    from infer.proposer import Drafting
     from infer.shape import make_shape
     from train.metrics import all_reduce
 
@@ -262,7 +263,7 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
 
     def measure(module: Any) -> dict[str, float]:
         drafter = EagleDrafter(_head_in(module), target)
-        decoder = SpeculativeDecoder(target, drafter, make_shape(setting.recipe.tree))
+        decoder = SpeculativeDecoder(target, Drafting(drafter, make_shape(setting.recipe.tree)))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[_rank() :: _world_size()]:
             prompt = torch.tensor([ids], device=target.device)

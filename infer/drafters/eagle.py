@@ -44,7 +44,7 @@ class EagleDrafter:
         """The target's token ids of columns of log q."""
         return columns if self._vocabulary is None else self._vocabulary.target_ids(columns)
 
-    def reset(self, capacity: int) -> None:
+    def reset(self, prompt: Tensor, capacity: int) -> None:
         """Forgets everything and makes room for `capacity` slots (prompt, answer and one tree's drafted slots)."""
         like = self.head.fc.weight
         sizes = self.head.config.sizes()

@@ -10,7 +10,8 @@ from torch import Tensor
 from infer.bench import make_decoders
 from infer.config import BenchRow, Method, TreeConfig, chosen, default_tree, method_of
 from infer.drafters.eagle import EagleDrafter
-from infer.engine import Cycle, SpeculativeDecoder, load_head_for
+from infer.engine import SpeculativeDecoder, load_head_for
+from infer.proposer import Cycle, Drafting
 from infer.shape import make_shape
 from model.checkpoint import save_head
 from model.config import TargetConfig
@@ -35,7 +36,7 @@ def make_head(target: Target, **changes: Any) -> Eagle3Head:
 
 
 def decoder(target: Target, tree: TreeConfig, **changes: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder(target, EagleDrafter(make_head(target, **changes), target), make_shape(tree))
+    return SpeculativeDecoder(target, Drafting(EagleDrafter(make_head(target, **changes), target), make_shape(tree)))
 
 
 def prompts(count: int) -> list[Tensor]:
@@ -79,7 +80,7 @@ def test_drafting_a_tree_equals_drafting_each_path_alone() -> None:
 
         def fresh() -> EagleDrafter:
             drafter = EagleDrafter(head, target)
-            drafter.reset(64)
+            drafter.reset(torch.empty(0), 64)
             drafter.commit(torch.cat([ids[1:], torch.tensor([9])]), taps[0])
             return drafter
 
@@ -132,7 +133,7 @@ def test_the_drafter_sees_true_taps_of_accepted_tokens_only() -> None:
     def watch(cycle: Cycle) -> None:
         paths.append(cycle.verdict.path)
 
-    generation = SpeculativeDecoder(target, knowing, make_shape(TREES["small"])).generate(
+    generation = SpeculativeDecoder(target, Drafting(knowing, make_shape(TREES["small"]))).generate(
         ids, do_sample=False, max_new_tokens=24, on_cycle=watch
     )
     assert any(path[-1] > len(path) for path in paths)  # the accepted rows are not the first ones
@@ -141,7 +142,7 @@ def test_the_drafter_sees_true_taps_of_accepted_tokens_only() -> None:
         assert taps is not None
         kept = knowing._length
         fresh = EagleDrafter(knowing.head, target)
-        fresh.reset(256)
+        fresh.reset(torch.empty(0), 256)
         fresh.commit(generation.sequences[0, 1 : kept + 1], taps[0, :kept])
         torch.testing.assert_close(knowing._hidden, fresh._hidden, rtol=1e-4, atol=1e-4)
 
@@ -153,14 +154,14 @@ def test_draft_ids_reach_the_target_through_d2t_and_a_lost_offset_shows(tree: st
     known = torch.tensor(sorted({*text, 0, 100, 200, 300, 319}))
     head = make_head(target, ids=known)
     knowing = Knowing(head, target, text)
-    found = SpeculativeDecoder(target, knowing, make_shape(TREES[tree])).generate(
+    found = SpeculativeDecoder(target, Drafting(knowing, make_shape(TREES[tree]))).generate(
         ids, do_sample=False, max_new_tokens=37
     )
     cycles = found.statistics.cycle_tokens
     assert found.sequences[0].tolist() == text[: len(ids[0]) + 37]
     assert all(tokens == TREES[tree].levels + 1 for tokens in cycles[:-1])
     knowing.target_ids = lambda columns: columns  # type: ignore[method-assign] # the mutation: columns taken for ids
-    lost = SpeculativeDecoder(target, knowing, make_shape(TREES[tree])).generate(
+    lost = SpeculativeDecoder(target, Drafting(knowing, make_shape(TREES[tree]))).generate(
         ids, do_sample=False, max_new_tokens=37
     )
     assert lost.new_ids == found.new_ids and lost.statistics.tau < 1.5
@@ -169,7 +170,8 @@ def test_draft_ids_reach_the_target_through_d2t_and_a_lost_offset_shows(tree: st
 def test_only_tokens_of_the_draft_vocabulary_are_drafted_with_their_own_confidence() -> None:
     target, ids = make_target(), prompts(2)[-1]
     speculative = decoder(target, TREES["small"])
-    drafter = speculative.drafter
+    assert isinstance(speculative.proposer, Drafting)
+    drafter = speculative.proposer.drafter
     assert isinstance(drafter, EagleDrafter) and isinstance(drafter.head, Eagle3Head)
     marks, trees = drafter.head.vocabulary.t2d, []
 
@@ -187,7 +189,7 @@ def test_a_saved_head_decodes_from_its_directory_with_its_usual_tree(tmp_path: P
     head = make_head(target, after_blocks=(2, 4, 5), ids=torch.arange(0, 160))
     save_head(head, tmp_path / "head")
     speculative = SpeculativeDecoder.from_pretrained(str(place), str(tmp_path / "head"))
-    assert speculative.shape is not None and vars(speculative.shape)["levels"] == 8
+    assert isinstance(speculative.proposer, Drafting) and vars(speculative.proposer.shape)["levels"] == 8
     assert speculative.lm.after_blocks == (2, 4, 5)
     ids = prompts(2)[-1]
     assert speculative.generate(ids, do_sample=False, max_new_tokens=12).sequences[0].tolist() == greedy(

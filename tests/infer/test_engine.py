@@ -15,7 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 from infer.collect import NodeCollector
 from infer.config import TreeConfig
 from infer.drafters.eagle import EagleDrafter
-from infer.engine import Cycle, SpeculativeDecoder
+from infer.engine import SpeculativeDecoder
+from infer.proposer import Cycle, Drafting
 from infer.shape import make_shape
 from model.config import TargetConfig
 from model.errors import UserError
@@ -42,7 +43,11 @@ def make_target(**changes: Any) -> Target:
 
 def decoder(target: Target, tree: TreeConfig, head: Eagle1Head | None = None) -> SpeculativeDecoder:
     head = head or tiny.head(target.ends.embedding.float(), scale=8.0)
-    return SpeculativeDecoder(target, EagleDrafter(head.eval(), target), make_shape(tree))
+    return SpeculativeDecoder(target, Drafting(EagleDrafter(head.eval(), target), make_shape(tree)))
+
+
+def foreseeing(target: Target, answer: list[int], tree: TreeConfig) -> SpeculativeDecoder:
+    return SpeculativeDecoder(target, Drafting(Prophet(answer, 320), make_shape(tree)))
 
 
 class Prophet:
@@ -54,7 +59,7 @@ class Prophet:
     def __init__(self, answer: list[int], vocab: int) -> None:
         self.answer, self.vocab, self.place, self.level = answer, vocab, 0, 0
 
-    def reset(self, capacity: int) -> None:
+    def reset(self, prompt: Tensor, capacity: int) -> None:
         self.place = 0
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
@@ -102,7 +107,9 @@ def test_greedy_output_equals_generate_on_twenty_prompts(tree: str) -> None:
 def test_a_prophets_drafts_are_all_accepted_and_counted(new: int) -> None:
     target, ids = make_target(), prompts(3)[-1]
     answer = greedy(target, ids, 41)[0][ids.shape[1] :]
-    speculative = SpeculativeDecoder(target, Prophet(answer, 320), make_shape(TreeConfig(levels=4, k=2, nodes=9)))
+    speculative = SpeculativeDecoder(
+        target, Drafting(Prophet(answer, 320), make_shape(TreeConfig(levels=4, k=2, nodes=9)))
+    )
     generation = speculative.generate(ids, do_sample=False, max_new_tokens=new)
     assert generation.new_ids == answer[:new]
     cycles = generation.statistics.cycle_tokens
@@ -114,7 +121,9 @@ def test_a_blind_drafter_costs_cycles_but_no_token() -> None:
     target, ids = make_target(), prompts(2)[-1]
     answer = greedy(target, ids, 30)[0][ids.shape[1] :]
     wrong = [(token + 1) % 320 for token in answer] + [0] * 8
-    speculative = SpeculativeDecoder(target, Prophet(wrong, 320), make_shape(TreeConfig(levels=3, k=1, nodes=4)))
+    speculative = SpeculativeDecoder(
+        target, Drafting(Prophet(wrong, 320), make_shape(TreeConfig(levels=3, k=1, nodes=4)))
+    )
     generation = speculative.generate(ids, do_sample=False, max_new_tokens=30)
     assert generation.new_ids == answer and generation.statistics.tau == 1.0
 
@@ -125,7 +134,9 @@ def test_an_end_token_inside_an_accepted_path_ends_the_answer(place: int) -> Non
     answer = greedy(target, ids, 20)[0][ids.shape[1] :]
     end = answer[place]
     first = answer.index(end)
-    speculative = SpeculativeDecoder(target, Prophet(answer, 320), make_shape(TreeConfig(levels=5, k=1, nodes=6)))
+    speculative = SpeculativeDecoder(
+        target, Drafting(Prophet(answer, 320), make_shape(TreeConfig(levels=5, k=1, nodes=6)))
+    )
     generation = speculative.generate(ids, do_sample=False, max_new_tokens=20, eos_token_id=end)
     assert generation.new_ids == answer[: first + 1]
     assert generation.statistics.new_tokens == first + 1
@@ -136,14 +147,14 @@ def test_the_drafter_sees_true_features_of_accepted_tokens_only() -> None:
     target, ids = make_target(), prompts(3)[-1]
     speculative = decoder(target, TREES["wide"])
     generation = speculative.generate(ids, do_sample=False, max_new_tokens=24)
-    drafter = speculative.drafter
+    drafter = speculative.proposer.drafter
     assert isinstance(drafter, EagleDrafter)
     text = generation.sequences[0]
     with torch.inference_mode():
         features = target.features(generation.sequences).last_hidden[0]
         kept = drafter._length
         fresh = EagleDrafter(drafter.head, target)
-        fresh.reset(256)
+        fresh.reset(torch.empty(0), 256)
         fresh.commit(text[1 : kept + 1], features[:kept])
         torch.testing.assert_close(drafter.start(), fresh.start(), rtol=1e-4, atol=1e-4)
 
@@ -156,7 +167,7 @@ def test_drafting_a_tree_equals_drafting_each_path_alone() -> None:
 
         def fresh() -> EagleDrafter:
             drafter = EagleDrafter(head, target)
-            drafter.reset(64)
+            drafter.reset(torch.empty(0), 64)
             drafter.commit(torch.cat([ids[1:], torch.tensor([9])]), features)
             return drafter
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from infer.config import TreeConfig
+from infer.sampling import Decoding, Sampler
 from infer.shape import make_shape
 from infer.tree import Tree, ancestors, check_connected, describe, root_only
 
 VOCAB = 11
+GREEDY = Sampler(Decoding(False, 0.0, 0, 1.0, 0.0, 8), torch.Generator())
 
 
 class TableDrafter:
@@ -69,7 +71,7 @@ def paths(tree: Tree) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(("levels", "k", "nodes"), [(1, 3, 4), (3, 2, 6), (4, 4, 20), (6, 3, 60), (5, 1, 9)])
 def test_the_dynamic_tree_is_eagle_2s(seed: int, levels: int, k: int, nodes: int) -> None:
     drafter = TableDrafter(seed)
-    tree = make_shape(TreeConfig(levels=levels, k=k, nodes=nodes)).grow(drafter, torch.tensor([7]), levels)
+    tree = make_shape(TreeConfig(levels=levels, k=k, nodes=nodes)).grow(drafter, torch.tensor([7]), levels, GREEDY)
     expected = brute_force(drafter, levels, k, nodes)
     found = paths(tree)
     assert found.keys() == expected.keys()
@@ -82,7 +84,7 @@ def test_the_dynamic_tree_is_eagle_2s(seed: int, levels: int, k: int, nodes: int
 
 def test_confidence_is_the_nodes_own_and_survival_the_paths() -> None:
     drafter = TableDrafter(1)
-    tree = make_shape(TreeConfig(levels=4, k=3, nodes=15)).grow(drafter, torch.tensor([0]), 4)
+    tree = make_shape(TreeConfig(levels=4, k=3, nodes=15)).grow(drafter, torch.tensor([0]), 4, GREEDY)
     for node in range(1, len(tree)):
         parent = int(tree.parents[node])
         assert float(tree.survival[node]) == pytest.approx(
@@ -100,13 +102,13 @@ def test_certain_drafts_stay_connected_although_every_survival_ties() -> None:
             return law
 
     for nodes in range(2, 12):
-        tree = make_shape(TreeConfig(levels=8, k=4, nodes=nodes)).grow(Certain(0), torch.tensor([0]), 8)
+        tree = make_shape(TreeConfig(levels=8, k=4, nodes=nodes)).grow(Certain(0), torch.tensor([0]), 8, GREEDY)
         check_connected(tree)
         assert int(tree.depth.max()) == min(8, nodes - 1)
 
 
 def test_a_lost_parent_is_found() -> None:
-    tree = make_shape(TreeConfig(levels=3, k=2, nodes=8)).grow(TableDrafter(0), torch.tensor([0]), 3)
+    tree = make_shape(TreeConfig(levels=3, k=2, nodes=8)).grow(TableDrafter(0), torch.tensor([0]), 3, GREEDY)
     broken = Tree(**{**tree.__dict__, "parents": tree.parents.roll(1)})
     with pytest.raises(AssertionError):
         check_connected(broken)
@@ -114,7 +116,7 @@ def test_a_lost_parent_is_found() -> None:
 
 def test_a_chain_is_the_argmax_path() -> None:
     drafter = TableDrafter(3)
-    tree = make_shape(TreeConfig(shape="chain", levels=4, nodes=5)).grow(drafter, torch.tensor([2]), 4)
+    tree = make_shape(TreeConfig(shape="chain", levels=4, nodes=5)).grow(drafter, torch.tensor([2]), 4, GREEDY)
     path: tuple[int, ...] = ()
     for token in tree.tokens[1:].tolist():
         assert token == int(drafter.law(path).argmax())
@@ -127,7 +129,7 @@ def test_a_chain_is_the_argmax_path() -> None:
 def test_no_level_is_drafted_beyond_what_is_left_to_write(shape: str) -> None:
     drafter = TableDrafter(3)
     config = TreeConfig(shape=shape, levels=6, k=3, nodes=7)  # type: ignore[arg-type]
-    tree = make_shape(config).grow(drafter, torch.tensor([2]), max_levels=2)
+    tree = make_shape(config).grow(drafter, torch.tensor([2]), max_levels=2, GREEDY)
     assert int(tree.depth.max()) == 2 and drafter.calls == 2
 
 
@@ -157,6 +159,6 @@ def test_the_root_alone_is_a_tree_of_one() -> None:
 
 
 def test_a_tree_prints_one_line_a_node() -> None:
-    tree = make_shape(TreeConfig(levels=2, k=2, nodes=5)).grow(TableDrafter(0), torch.tensor([0]), 2)
+    tree = make_shape(TreeConfig(levels=2, k=2, nodes=5)).grow(TableDrafter(0), torch.tensor([0]), 2, GREEDY)
     lines = describe(tree, [str(t) for t in tree.tokens.tolist()]).splitlines()
     assert len(lines) == 5 and lines[0].startswith("'0'") and "survival" in lines[1]

@@ -6,6 +6,7 @@ import torch
 from infer.config import TreeConfig
 from infer.drafters.eagle import EagleDrafter
 from infer.engine import SpeculativeDecoder
+from infer.proposer import Drafting
 from infer.shape import make_shape
 from model.config import TargetConfig
 from model.target import Target
@@ -32,7 +33,7 @@ def test_random_targets_trees_and_prompts_are_decoded_losslessly() -> None:
         ids = torch.randint(0, 320, (1, pick(1, 60)), generator=dice)
         new = pick(1, 40)
         own = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
-        decoder = SpeculativeDecoder(target, EagleDrafter(head.eval(), target), make_shape(tree))
+        decoder = SpeculativeDecoder(target, Drafting(EagleDrafter(head.eval(), target), make_shape(tree)))
         ours = decoder.generate(ids, do_sample=False, max_new_tokens=new)
         assert ours.sequences.tolist() == own.tolist(), (seed, tree)
         cycles += ours.statistics.target_forwards

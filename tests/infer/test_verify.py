@@ -14,14 +14,14 @@ from torch import Tensor
 
 from infer.sampling import Decoding, Sampler
 from infer.tree import Tree, ancestors
-from infer.verify import Verdict, verify
+from infer.verify import Verdict, walk
 
 VOCAB = 6
 PARENTS = [0, 0, 0, 1, 1, 2]  # root; children 1 and 2; 3 and 4 under 1; 5 under 2
 TOKENS = [0, 3, 1, 2, 4, 0]
 DRAWS = 100_000
 Chooser = Callable[[Sampler, Tensor], Tensor]
-walk = verify
+decide = walk
 
 
 def tree() -> Tree:
@@ -64,7 +64,7 @@ def p_value(chooser: Chooser, temperature: float, top_p: float) -> float:
     keys, counts = np.unique(rows.numpy(), axis=0, return_counts=True)
     seen: dict[tuple[int, ...], int] = {}
     for key, count in zip(keys, counts, strict=True):
-        verdict = walk(grown, torch.from_numpy(key))
+        verdict = decide(grown, torch.from_numpy(key))
         outcome = (*verdict.tokens, verdict.bonus)
         seen[outcome] = seen.get(outcome, 0) + int(count)
     if any(seen[outcome] and expected.get(outcome, 0.0) == 0.0 for outcome in seen):
@@ -118,12 +118,12 @@ def test_each_broken_rule_is_found(mutation: Chooser, temperature: float, top_p:
 
 def test_a_bonus_taken_one_node_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def early(grown: Tree, choice: Tensor) -> Verdict:
-        verdict = verify(grown, choice)
+        verdict = walk(grown, choice)
         if verdict.tokens:
             return Verdict(verdict.path[:-1], verdict.tokens[:-1], verdict.bonus)
         return verdict
 
-    monkeypatch.setitem(globals(), "walk", early)
+    monkeypatch.setitem(globals(), "decide", early)
     assert p_value(lambda s, x: s.choose(x), 1.0, 1.0) < 1e-6
 
 
@@ -143,10 +143,10 @@ def test_r2_equals_drawing_first_and_looking_up() -> None:
 
 
 def test_greedy_follows_the_argmax_to_the_deepest_node() -> None:
-    verdict = verify(tree(), torch.tensor([3, 4, 0, 5, 2, 1]))
+    verdict = walk(tree(), torch.tensor([3, 4, 0, 5, 2, 1]))
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 1, 4], [3, 4], 2)
 
 
 def test_nothing_accepted_leaves_the_roots_choice() -> None:
-    verdict = verify(tree(), torch.tensor([5, 2, 0, 0, 0, 0]))
+    verdict = walk(tree(), torch.tensor([5, 2, 0, 0, 0, 0]))
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0], [], 5)

@@ -1,0 +1,104 @@
+"""What fills a cycle's tree: a drafter in a shape, or anything else that can guess how the text goes on."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from infer.cached_lm import TargetStep
+from infer.sampling import Sampler
+from infer.shape import Drafter, Shape
+from infer.tree import Tree
+from infer.verify import Verdict
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Everything about one cycle, for whoever measures: the tree, the target's answer, and what was accepted."""
+
+    tree: Tree
+    step: TargetStep
+    verdict: Verdict
+    sampler: Sampler
+
+
+class Proposer(Protocol):
+    """Proposes one tree per cycle and is told what became of it."""
+
+    @property
+    def max_nodes(self) -> int:
+        """Rows of the widest tree, root and passengers included."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text, prompt and answer, that it can draft for."""
+        ...
+
+    @property
+    def after_blocks(self) -> tuple[int, ...]:
+        """The taps that `commit` is given; none: it is given last_hidden."""
+        ...
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        """A new prompt [T]; capacity is the length of prompt, answer and one tree together."""
+        ...
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        """The tree under the last known token [1], at most max_levels deep."""
+        ...
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        """What is known now: n tokens [n] and for each the feature of the token before it, [n, D] or [n, L*D].
+
+        After the prefill these are the prompt's, without its first token, and the answer's first; cycle is then null.
+        """
+        ...
+
+
+class CachedDrafter(Drafter, Protocol):
+    """A drafter with memory: what `Drafting` needs beside the laws that a shape asks for."""
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def after_blocks(self) -> tuple[int, ...]: ...
+
+    def reset(self, prompt: Tensor, capacity: int) -> None: ...
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None: ...
+
+
+class Drafting:
+    """A drafter, a shape and the shape's stop rule as one proposer."""
+
+    def __init__(self, drafter: CachedDrafter, shape: Shape) -> None:
+        self.drafter, self.shape = drafter, shape
+        self._sampler: Sampler | None = None
+
+    @property
+    def max_nodes(self) -> int:
+        return self.shape.max_nodes
+
+    @property
+    def max_positions(self) -> int:
+        return self.drafter.max_positions
+
+    @property
+    def after_blocks(self) -> tuple[int, ...]:
+        return self.drafter.after_blocks
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.shape.stop.reset()
+        self.drafter.reset(prompt, capacity + self.shape.draft_slots)
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        assert self._sampler is not None, "reset first"
+        return self.shape.grow(self.drafter, root, max_levels, self._sampler)
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        self.drafter.commit(tokens, features)
+        if cycle is not None:
+            self.shape.stop.learn(cycle.verdict.accepted, cycle.tree.levels)
