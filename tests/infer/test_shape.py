@@ -129,7 +129,7 @@ def test_a_chain_is_the_argmax_path() -> None:
 def test_no_level_is_drafted_beyond_what_is_left_to_write(shape: str) -> None:
     drafter = TableDrafter(3)
     config = TreeConfig(shape=shape, levels=6, k=3, nodes=7)  # type: ignore[arg-type]
-    tree = make_shape(config).grow(drafter, torch.tensor([2]), max_levels=2, GREEDY)
+    tree = make_shape(config).grow(drafter, torch.tensor([2]), 2, GREEDY)
     assert int(tree.depth.max()) == 2 and drafter.calls == 2
 
 
