@@ -66,6 +66,8 @@ def new_head(
     head = Eagle3Head(eagle3_config(config, text_config, ends, after_blocks, vocabulary.size))
     head.initialise(embedding, generator)
     head.set_vocabulary(vocabulary)
+    if config.lm_head_init == "target":
+        head.take_lm_head(ends.lm_head, path)
     return head
 
 

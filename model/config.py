@@ -42,6 +42,7 @@ class HeadConfig:
     draft_vocab_size: int | None = None  # EAGLE-3; null: 32,000, or the target's whole vocabulary where that is smaller
     qk_norm: bool | None = None  # EAGLE-3: RMSNorm on queries and keys; null: as the target (Qwen3 has it)
     fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
+    lm_head_init: Literal["random", "target"] = "random"  # EAGLE-3; target: its rows
     norm_output: bool = False  # EAGLE-3.1: feed back the normed output instead of the one before the norm
 
     def __post_init__(self) -> None:
@@ -55,8 +56,8 @@ class HeadConfig:
         elif self.kind == "eagle1" and self.hidden_size is not None:
             raise ValueError(f"hidden_size is set by the target for {self.kind}; leave it out")
         if self.kind != "eagle3":
-            keys = ("draft_vocab_size", "qk_norm", "fc_norm", "norm_output")
-            foreign = [name for name in keys if getattr(self, name) not in (None, False)]
+            keys = ("draft_vocab_size", "qk_norm", "fc_norm", "norm_output", "lm_head_init")
+            foreign = [name for name in keys if getattr(self, name) not in (None, False, "random")]
             if foreign:
                 raise ValueError(f"{foreign[0]} belongs to eagle3, this head is {self.kind}; leave it out")
         elif self.draft_vocab_size is not None and self.draft_vocab_size < 1:

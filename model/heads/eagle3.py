@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from model.errors import UserError
 from model.fused import FusedAttention, FusedMLP
 from model.heads.eagle1 import Eagle1Layer
 from model.layers import MLP, Attention, KeyValueBuffer, LayerSizes, RMSNorm, Rotary, UnrollMemory
@@ -141,6 +142,16 @@ class Eagle3Head(nn.Module):
                 parameter.data.copy_(embedding)
             elif parameter.ndim == 2:
                 parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
+
+    def take_lm_head(self, lm_head: Tensor, target_path: str) -> None:
+        """Starts the LM head from the target's rows [V, D] of the draft vocabulary; UserError where widths differ."""
+        if lm_head.shape[1] != self.config.hidden_size:
+            raise UserError(
+                f"head.lm_head_init: {target_path} has rows of {lm_head.shape[1]} and the head states of "
+                f"{self.config.hidden_size}; use random, or leave head.hidden_size out"
+            )
+        rows = lm_head[self.vocabulary.ids.to(lm_head.device)]  # [Vd, D]
+        self.lm_head.weight.data.copy_(rows)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Fused features [..., D] of the target's taps [..., L*Dt], low to high."""

@@ -1,6 +1,7 @@
 """The EAGLE-3 head: the published tensors, its layer against plain formulas and transformers' Qwen3, its switches."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +345,18 @@ def test_a_warm_start_of_another_shape_is_refused(
 def test_a_recipe_that_no_head_can_have_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HeadConfig(**values)
+
+
+def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary() -> None:
+    target, ends = tiny.llama(num_blocks=8), tiny.ends()
+    vocabulary = DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320)
+    taken = HeadConfig(kind="eagle3", lm_head_init="target")
+    head = new_head(taken, target.config, ends, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
+    assert isinstance(head, Eagle3Head) and torch.equal(head.lm_head.weight, ends.lm_head[5::2])
+    other = new_head(
+        HeadConfig(kind="eagle3"), target.config, ends, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary
+    )
+    assert isinstance(other, Eagle3Head) and torch.equal(other.fc.weight, head.fc.weight)  # nothing else moved
+    with pytest.raises(UserError, match="lm_head_init"):
+        narrow = replace(taken, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+        new_head(narrow, target.config, ends, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
