@@ -7,7 +7,6 @@ those that speak of acceptance. Where both vocabularies are one the forms are eq
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,12 +15,16 @@ from torch.nn import functional as F
 from train.config import LossName, TrainConfig
 
 
-@dataclass(frozen=True)
 class TargetLaw:
-    """The target's law over a draft vocabulary, in its two forms."""
+    """The target's law over a draft vocabulary, in its two forms.
 
-    inside: Tensor  # log p [S, Vd], renormalised
-    log_mass: Tensor  # [S]: the logarithm of the draft vocabulary's share of the full law, 0 where it is all of it
+    `at` chooses slots lazily: several steps of an unroll are compared with the same law, which is exponentiated once.
+    """
+
+    def __init__(self, inside: Tensor, log_mass: Tensor, slots: Tensor | None = None) -> None:
+        """inside: log p [S, Vd], renormalised; log_mass [S]: the logarithm of the draft vocabulary's share of the full
+        law, 0 where it is all of it; slots [n]: which of the S laws are meant, and in which order."""
+        self._inside, self._log_mass, self._slots = inside, log_mass, slots
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
@@ -32,13 +35,26 @@ class TargetLaw:
         return cls(inside, logits.float().logsumexp(-1) - log_normaliser)
 
     @property
+    def inside(self) -> Tensor:
+        """log p [S, Vd], renormalised over the draft vocabulary."""
+        return self._chosen(self._inside)
+
+    @property
+    def share(self) -> Tensor:
+        """p [S, Vd], renormalised over the draft vocabulary."""
+        return self._chosen(self._inside.exp())
+
+    @property
     def whole(self) -> Tensor:
         """log p [S, Vd] as it is in the full vocabulary."""
-        return self.inside + self.log_mass[:, None]
+        return self._chosen(self._inside + self._log_mass[:, None])
 
-    def at(self, which: Tensor) -> "TargetLaw":
+    def at(self, slots: Tensor) -> "TargetLaw":
         """The laws of some slots [n], in this order."""
-        return TargetLaw(self.inside[which], self.log_mass[which])
+        return TargetLaw(self._inside, self._log_mass, slots if self._slots is None else self._slots[slots])
+
+    def _chosen(self, laws: Tensor) -> Tensor:
+        return laws if self._slots is None else laws[self._slots]
 
 
 Loss = Callable[[Tensor, TargetLaw], Tensor]
@@ -57,12 +73,12 @@ def smooth_l1(predicted: Tensor, true: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), true.float(), reduction="none", beta=1.0).mean(-1)
 
 
-def soft_cross_entropy(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """[S]: H(p, q) = -sum_v p(v) log q(v), in nats.
+def soft_cross_entropy(log_q: Tensor, p: Tensor) -> Tensor:
+    """[S]: H(p, q) = -sum_v p(v) log q(v), in nats; p itself, not its logarithm.
 
     Source: EAGLE (arXiv 2401.15077), section 4.1, L_cls.
     """
-    return -(log_p.exp() * log_q).sum(-1)
+    return -(p * log_q).sum(-1)
 
 
 def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -113,7 +129,7 @@ def lk_hybrid(log_q: Tensor, target: TargetLaw, eta: float) -> Tensor:
 def loss_named(name: LossName, config: TrainConfig) -> Loss:
     """The loss [S] of (log q, target law) that a recipe's train.loss names."""
     named: dict[LossName, Loss] = {
-        "soft_cross_entropy": lambda log_q, target: soft_cross_entropy(log_q, target.inside),
+        "soft_cross_entropy": lambda log_q, target: soft_cross_entropy(log_q, target.share),
         "kl": lambda log_q, target: kl(log_q, target.inside),
         "reverse_kl": lambda log_q, target: reverse_kl(log_q, target.inside),
         "total_variation": lambda log_q, target: total_variation(log_q, target.whole),
