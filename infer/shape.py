@@ -5,10 +5,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infer.candidates import Candidates
 from infer.config import TreeConfig
 from infer.sampling import Sampler
-from infer.stop import Constant, Level, Stop
-from infer.tree import Tree, ancestors
+from infer.stop import Level, Stop
+from infer.stops.choice import make_stop
+from infer.tree import Tree
 
 
 class Drafter(Protocol):
@@ -51,12 +53,8 @@ class Shape(Protocol):
 
 def make_shape(config: TreeConfig) -> Shape:
     """The shape that a recipe names."""
-    stop = Constant(config.levels)
-    return (
-        Chain(stop, config.levels)
-        if config.shape == "chain"
-        else DynamicTree(stop, config.levels, config.k, config.nodes)
-    )
+    stop = make_stop(config)
+    return Chain(stop, config.levels) if config.shape == "chain" else DynamicTree(stop, config)
 
 
 class Chain:
@@ -79,8 +77,10 @@ class Chain:
         tokens, confidences = [root], [torch.zeros(1, device=root.device)]
         survival, levels = confidences[0], min(self.levels, max_levels)
         zero = torch.zeros(1, dtype=torch.long, device=root.device)
-        log_q = drafter.start()
+        log_q, forwards = drafter.start(), 1
         for depth in range(1, levels + 1):
+            if depth > 1 and self.stop.declines(log_q, survival):
+                break
             confidence, column = log_q.max(-1)  # [1], [1]
             token = drafter.target_ids(column)
             above, survival = survival, survival + confidence
@@ -89,6 +89,7 @@ class Chain:
             if depth == levels or self.stop.ends(Level(depth, confidence, survival, log_q, above, zero)):
                 break
             log_q = drafter.step(token, zero)
+            forwards += 1
         count = len(tokens)
         line = torch.arange(count, device=root.device)
         confidence = torch.cat(confidences)
@@ -101,7 +102,7 @@ class Chain:
             confidence,
             confidence.cumsum(0),
             count - 1,
-            count - 1,
+            forwards,
         )
 
 
@@ -110,12 +111,16 @@ class DynamicTree:
 
     Survival never grows along a path, so the best `nodes` by survival are connected once ties go to the shallower node:
     candidates stand shallow-first and the sort is stable. Deterministic, so pruning it leaves the output's law alone.
-    Source: EAGLE-2 (arXiv 2406.16858), sections 4.1 (expansion) and 4.2 (reranking).
+    Ablations: `rank` by confidence expands the nodes with the largest confidence of their own, and keeps those with
+    the largest smallest confidence on their path, which is the rule "by confidence, with all ancestors"; without
+    `rerank` every level's frontier is kept.
+    Source: EAGLE-2 (arXiv 2406.16858), sections 4.1 (expansion), 4.2 (reranking) and 5.2 (ablations).
     """
 
-    def __init__(self, stop: Stop, levels: int, k: int, nodes: int) -> None:
+    def __init__(self, stop: Stop, config: TreeConfig) -> None:
         self.stop = stop
-        self.levels, self.k, self.nodes = levels, k, nodes
+        self.levels, self.k, self.nodes = config.levels, config.k, config.nodes
+        self.by_survival, self.rerank = config.rank == "survival", config.rerank
 
     @property
     def max_nodes(self) -> int:
@@ -126,69 +131,42 @@ class DynamicTree:
         return self.levels * self.k
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
-        pool = _Pool(root)
+        pool = Candidates(root)
         self.stop.begin()
         levels = min(self.levels, max_levels)
-        log_q = drafter.start()  # [1, Vd]
+        log_q, forwards = drafter.start(), 1  # [1, Vd]
         frontier = torch.zeros(1, dtype=torch.long, device=root.device)  # pool indices of the expanded nodes
-        above = torch.zeros(1, device=root.device)  # their survival
+        above = lowest = torch.zeros(1, device=root.device)  # their survival; their path's smallest confidence
         k = min(self.k, log_q.shape[-1])
         for depth in range(1, levels + 1):
+            if depth > 1 and self.stop.declines(log_q, above):
+                break
             confidence, columns = log_q.topk(k, dim=-1)  # [rows, k]
             tokens = drafter.target_ids(columns)
             survival = above[:, None] + confidence
-            first = pool.add(tokens, frontier, confidence, survival)
+            score = survival if self.by_survival else torch.minimum(lowest[:, None], confidence)
+            first = pool.add(tokens, frontier, confidence, survival, score)
+            if depth == levels and self.rerank:
+                break
+            best = (survival if self.by_survival else confidence).flatten().topk(k).indices
+            if not self.rerank:
+                pool.pick(best + first)
             if depth == levels:
                 break
-            alive, best = survival.flatten().topk(k)
-            rows = best // k
-            if self.stop.ends(Level(depth, confidence.flatten()[best], alive, log_q, above, rows)):
+            confidence, survival = confidence.flatten(), survival.flatten()
+            level = Level(depth, confidence[best], survival[best], log_q, above, best // k, survival)
+            best = self._expanded(level, best)
+            if best.shape[0] == 0:
                 break
-            log_q = drafter.step(tokens.flatten()[best], rows)
-            frontier, above = best + first, alive
-        return pool.rerank(self.nodes, k)
+            log_q = drafter.step(tokens.flatten()[best], best // k)
+            forwards += 1
+            frontier, above = best + first, survival[best]
+            lowest = above if self.by_survival else score.flatten()[best]
+        return pool.tree(pool.best(self.nodes) if self.rerank else pool.picked(), k, forwards)
 
-
-class _Pool:
-    """Every candidate of one tree, shallow-first; the root is candidate 0."""
-
-    def __init__(self, root: Tensor) -> None:
-        self._tokens, self._depths, self._size = [root], [0], 1
-        self._parents: list[Tensor] = []  # of each level, the pool indices of its expanded nodes
-        zero = torch.zeros(1, device=root.device)
-        self._confidence, self._survival = [zero], [zero]
-
-    def add(self, tokens: Tensor, parents: Tensor, confidence: Tensor, survival: Tensor) -> int:
-        """Adds one level: [rows, k] candidates under parents [rows]; returns the pool index of the first."""
-        first = self._size
-        self._tokens.append(tokens.flatten())
-        self._parents.append(parents)
-        self._confidence.append(confidence.flatten())
-        self._survival.append(survival.flatten())
-        self._size += tokens.numel()
-        self._depths += [len(self._parents)] * tokens.numel()
-        return first
-
-    def rerank(self, nodes: int, k: int) -> Tree:
-        """The best `nodes` candidates by survival, the root among them, in level order. Every level had k a row."""
-        survival = torch.cat(self._survival)
-        order = survival.sort(descending=True, stable=True).indices[:nodes]
-        kept = order.sort().values  # [N] pool indices: level order, parents first
-        count = kept.shape[0]
-        place = kept.new_full((self._size,), -1)
-        place[kept] = torch.arange(count, device=kept.device)
-        above = torch.cat([kept.new_zeros(1), torch.cat(self._parents).repeat_interleave(k)])  # [pool]
-        parents = place[above[kept]]
-        if parents.device.type == "cpu":  # elsewhere it would be a synchronisation
-            assert int(parents.min()) >= 0, "a kept node's parent was cut"
-        levels = len(self._parents)
-        return Tree(
-            tokens=torch.cat(self._tokens)[kept],
-            parents=parents,
-            depth=torch.tensor(self._depths, device=kept.device)[kept],
-            mask=ancestors(parents, levels),
-            confidence=torch.cat(self._confidence)[kept],
-            survival=survival[kept],
-            levels=levels,
-            draft_forwards=levels,
-        )
+    def _expanded(self, level: Level, best: Tensor) -> Tensor:
+        """Those of the frontier's nodes [k] that the stop rule lets grow; none: the tree ends."""
+        if self.stop.ends(level):
+            return best[:0]
+        mask = self.stop.expands(level)
+        return best if mask is None else best[mask]

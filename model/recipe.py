@@ -129,15 +129,23 @@ def _apply(override: str, values: dict[str, Any], lines: dict[str, str], schema:
 
 
 def _sentence(item: Any, schema: type, source: str, lines: dict[str, str]) -> str:
-    location = [str(part) for part in item["loc"] if not str(part).startswith(("tagged-union", "function-"))]
+    steps = [str(part) for part in item["loc"] if not str(part).startswith(("tagged-union", "function-"))]
+    location = [part for at, part in enumerate(steps) if not isinstance(_class_at(schema, steps[:at]), tuple)]
     name = ".".join(location)
     known = [n for n in (".".join(location[:end]) for end in range(len(location), 0, -1)) if n in lines]
     where = lines[known[0]] if known else source
     prefix = where if where == f"--{name}" else f"{where}: {name}"
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         parent = location[:-1]
-        siblings = [".".join([*parent, field]) for field, _ in _fields(_class_at(schema, parent))]
+        siblings = [".".join([*parent, field]) for field, _ in _fields(_class_at(schema, steps[:-1]))]
         return f"{prefix}: unknown key{_suggest(name, siblings)}"
+    if item["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        key = item["ctx"]["discriminator"].strip("'")
+        tags = [tag for member in _class_at(schema, steps) for tag in _tags(member, key)]
+        tag = item["ctx"].get("tag")
+        return f"{prefix}: " + (
+            f"needs a {key}: {', '.join(tags)}" if tag is None else f"unknown {key} {tag!r}{_suggest(tag, tags)}"
+        )
     if item["type"] in ("missing", "missing_argument"):
         return f"{prefix}: required, and not set"
     message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
@@ -158,6 +166,8 @@ def _suggest(name: str, names: list[str]) -> str:
 
 
 def _fields(cls: Any) -> list[tuple[str, Any]]:
+    if isinstance(cls, tuple):
+        return list({name: hint for member in cls for name, hint in _fields(member)}.items())
     if not dataclasses.is_dataclass(cls):
         return []
     hints = typing.get_type_hints(cls)
@@ -165,17 +175,30 @@ def _fields(cls: Any) -> list[tuple[str, Any]]:
 
 
 def _unwrap(hint: Any) -> Any:
-    """The dataclass inside Optional[X], or the hint itself."""
+    """The dataclass inside Optional[X], the tuple of those that a tagged union chooses from, or the hint itself."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        for argument in typing.get_args(hint):
-            if dataclasses.is_dataclass(argument):
-                return argument
+        members = tuple(argument for argument in typing.get_args(hint) if dataclasses.is_dataclass(argument))
+        if members:
+            return members if len(members) > 1 else members[0]
     return hint
 
 
+def _tags(member: Any, key: str) -> list[str]:
+    """The values of the key by which a tagged union knows this member."""
+    return [str(tag) for tag in typing.get_args(dict(_fields(member)).get(key))]
+
+
 def _class_at(schema: Any, path: list[str]) -> Any:
+    """What stands at a path of keys, positions in a list, and (below a tagged union) the chosen member's tag."""
     for part in path:
-        schema = dict(_fields(schema)).get(part)
+        if isinstance(schema, tuple):
+            schema = next(
+                (member for member in schema if any(part in _tags(member, key) for key, _ in _fields(member))), None
+            )
+        elif typing.get_origin(schema) is tuple:
+            schema = _unwrap(typing.get_args(schema)[0])
+        else:
+            schema = dict(_fields(schema)).get(part)
     return schema
 
 

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Discriminator
 
 from model.errors import UserError
 from model.recipe import STRICT, dump, load
@@ -18,6 +20,34 @@ class Optim:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError("steps must be at least 1")
+
+
+@dataclass(frozen=True)
+class Circle:
+    __pydantic_config__ = STRICT
+    kind: Literal["circle"] = "circle"
+    radius: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.radius < 0:
+            raise ValueError("radius must not be negative")
+
+
+@dataclass(frozen=True)
+class Square:
+    __pydantic_config__ = STRICT
+    kind: Literal["square"] = "square"
+    width: float = 1.0
+
+
+Figure = Annotated[Circle | Square, Discriminator("kind")]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    __pydantic_config__ = STRICT
+    figure: Figure = Circle()
+    more: tuple[Optim, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,3 +130,26 @@ def test_a_wrong_override_names_the_flag(tmp_path: Path) -> None:
 def test_the_resolved_recipe_loads_back_equal(tmp_path: Path) -> None:
     run = load(write(tmp_path / "r.yaml", "name: a\noptim: {learning_rate: 1e-7}\n"), Run, [])
     assert load(write(tmp_path / "s.yaml", dump(run)), Run, []) == run
+
+
+def test_a_key_that_chooses_a_section_is_no_part_of_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "d.yaml"
+    for text, problem in (
+        ("figure:\n  kind: square\n  widht: 2\n", "3: figure.widht: unknown key; did you mean 'figure.width'?"),
+        ("figure:\n  kind: circle\n  radius: -1\n", "1: figure: radius must not be negative"),
+        ("figure: {kind: sqare}\n", "1: figure: unknown kind 'sqare'; did you mean 'square'?"),
+        ("figure: {width: 2}\n", "1: figure: needs a kind: circle, square"),
+        ("more: [{}, {stpes: 2}]\n", "1: more.1.stpes: unknown key; did you mean 'more.1.steps'?"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load(write(path, text), Drawing, [])
+        assert str(caught.value) == f"{path}:{problem}"
+
+
+def test_an_override_reaches_a_section_that_a_key_chooses(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", "{}\n")
+    drawing = load(path, Drawing, ["figure.kind=square", "figure.width=2.5"])
+    assert drawing.figure == Square(width=2.5)
+    assert load(write(path, dump(drawing)), Drawing, []) == drawing
+    with pytest.raises(UserError, match=r"--figure\.widht: unknown key; did you mean 'figure.width'"):
+        load(path, Drawing, ["figure.kind=square", "figure.widht=2.5"])

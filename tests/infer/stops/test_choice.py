@@ -1,0 +1,180 @@
+"""Whatever ends a tree, the target's text is what is written; and every rule can be named in a recipe."""
+
+import typing
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from infer.config import (
+    ConfidenceConfig,
+    EntropyConfig,
+    HeuristicConfig,
+    MarginalGainConfig,
+    ProbabilitySumConfig,
+    StopConfig,
+    TreeConfig,
+    VoteConfig,
+)
+from infer.shape import make_shape
+from infer.stop import Constant, Level
+from infer.stops.choice import make_stop
+from model.errors import UserError
+from model.heads.eagle1 import Eagle1Head
+from model.recipe import load
+from model.target import Target
+from tests import tiny
+from tests.infer.test_engine import decoder, greedy, joint_law, make_target, prompts, tiny_vocabulary
+from tests.infer.test_shape import GREEDY, TableDrafter
+
+TREE = TreeConfig(levels=6, k=4, nodes=20)
+CHAIN = TreeConfig("chain", levels=6, nodes=7)
+STOPS: dict[str, StopConfig] = {
+    "heuristic": HeuristicConfig(start=3),
+    "confidence": ConfidenceConfig(),
+    "entropy": EntropyConfig(),
+    "entropy excluded": EntropyConfig(token="excluded"),
+    "entropy weighted": EntropyConfig(over="value_weighted"),
+    "entropy minimum": EntropyConfig(over="minimum"),
+    "entropy per node": EntropyConfig(over="per_node"),
+    "vote": VoteConfig(),
+    "vote selected": VoteConfig(over="selected"),
+    "probability_sum": ProbabilitySumConfig(checks=(2, 4)),
+    "marginal_gain": MarginalGainConfig(),
+    "marginal_gain late": MarginalGainConfig(late=True),
+}
+ABLATIONS = {
+    "without value": replace(TREE, rank="confidence"),
+    "without reranking": replace(TREE, rerank=False, nodes=25),
+    "without both": replace(TREE, rank="confidence", rerank=False, nodes=25),
+}
+
+
+@cache
+def subject() -> tuple[Target, Eagle1Head]:
+    target = make_target()
+    return target, tiny.head(target.ends.embedding.float(), scale=8.0)
+
+
+@cache
+def alone(prompt: int) -> list[int]:
+    """What the target writes by itself."""
+    ids = prompts(20)[prompt]
+    return greedy(subject()[0], ids, 12)[0]
+
+
+def written(name: str, prompt: int) -> Iterator[list[int]]:
+    """What is written with a rule in both shapes, or with an ablation."""
+    target, head = subject()
+    shapes = [ABLATIONS[name]] if name in ABLATIONS else [replace(tree, stop=STOPS[name]) for tree in (TREE, CHAIN)]
+    for tree in shapes:
+        generation = decoder(target, tree, head).generate(prompts(20)[prompt], do_sample=False, max_new_tokens=12)
+        yield generation.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("name", [*STOPS, *ABLATIONS])
+def test_greedy_output_equals_generate_whatever_ends_the_tree(name: str) -> None:
+    assert all(text == alone(2) for text in written(name, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*STOPS, *ABLATIONS])
+def test_greedy_output_equals_generate_on_twenty_prompts(name: str) -> None:
+    for prompt in range(20):
+        assert all(text == alone(prompt) for text in written(name, prompt))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["entropy per node", "vote", "marginal_gain late", "without both"])
+def test_sampled_text_has_the_targets_law_whatever_ends_the_tree(name: str) -> None:
+    """5,000 draws of three tokens through a real tiny model, chi-square; children are deterministic (rule R2)."""
+    target, ids, draws = tiny_vocabulary(), torch.tensor([[1, 5, 3]]), 5000
+    law = joint_law(target, ids, 3, temperature=1.0, top_p=1.0)
+    tree = ABLATIONS[name] if name in ABLATIONS else replace(TREE, stop=STOPS[name])
+    speculative = decoder(target, tree)
+    generator, seen = torch.Generator().manual_seed(5), Counter[tuple[int, ...]]()
+    for _ in range(draws):
+        out = speculative.generate(
+            ids, max_new_tokens=3, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, generator=generator
+        )
+        seen[tuple(out.new_ids)] += 1
+    likely = [path for path, chance in law.items() if chance * draws >= 5]
+    observed = [seen[path] for path in likely] + [draws - sum(seen[path] for path in likely)]
+    wanted = [law[path] for path in likely] + [1.0 - sum(law[path] for path in likely)]
+    assert len(likely) > 100
+    assert chisquare(observed, np.array(wanted) * draws).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_every_rule_ends_some_trees_early_and_wastes_no_forward_unless_it_says_so(name: str) -> None:
+    levels = set()
+    for shape in (TREE, CHAIN):
+        for seed in range(10):
+            drafter = TableDrafter(seed)
+            tree = make_shape(replace(shape, stop=STOPS[name])).grow(drafter, torch.tensor([2]), 6, GREEDY)
+            late = "excluded" in name or "late" in name
+            assert drafter.calls == tree.draft_forwards == tree.levels + (late and tree.levels < 6)
+            levels.add(tree.levels)
+    assert min(levels) < 6
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would make a GPU wait: a number read from a tensor, or a shape that depends on values."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = None
+    ) -> typing.Any:
+        name = func.overloadpacket.__name__
+        boolean = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.count += name in ("_local_scalar_dense", "nonzero", "masked_select") or boolean
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["constant", *STOPS])
+@pytest.mark.parametrize("shape", [TREE, CHAIN])
+def test_a_stop_rule_reads_at_most_one_number_a_level(name: str, shape: TreeConfig) -> None:
+    config = shape if name == "constant" else replace(shape, stop=STOPS[name])
+    rule, zero = make_stop(config), torch.zeros(1)
+    width = 1 if shape is CHAIN else 4
+    laws = torch.randn(width, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    rule.begin()
+    for depth in range(1, 6):
+        confidence = torch.full((width,), -0.05)
+        level = Level(depth, confidence, depth * confidence, laws, zero.expand(width), torch.arange(width))
+        with Reads() as reads:
+            ended = rule.ends(level)
+            mask = rule.expands(level)
+            if mask is not None:
+                torch.arange(width)[mask]
+            declined = not ended and rule.declines(laws, level.above)
+        expected = 0 if name in ("constant", "heuristic") or (name == "probability_sum" and depth not in (2, 4)) else 1
+        assert reads.count <= expected
+        assert declined in (False, True)
+
+
+def test_a_recipe_names_a_rule_and_its_options_anywhere_a_tree_stands(tmp_path: Path) -> None:
+    path = tmp_path / "tree.yaml"
+    path.write_text("levels: 11\nstop: {rule: probability_sum, checks: [3, 6]}\n", encoding="utf-8")
+    assert load(path, TreeConfig, []).stop == ProbabilitySumConfig(checks=(3, 6))
+    assert load(path, TreeConfig, ["stop.threshold=0.3"]).stop == ProbabilitySumConfig(checks=(3, 6), threshold=0.3)
+    with pytest.raises(UserError, match="unknown rule 'entropi'; did you mean 'entropy'"):
+        load(path, TreeConfig, ["stop.rule=entropi"])
+    with pytest.raises(UserError, match=r"stop\.check: unknown key; did you mean 'stop.checks'"):
+        load(path, TreeConfig, ["stop.check=3"])
+
+
+def test_every_config_has_its_rule_and_the_default_is_a_constant_depth() -> None:
+    configs = typing.get_args(typing.get_args(StopConfig)[0])
+    made = [make_stop(replace(TREE, stop=config())) for config in configs]
+    assert isinstance(make_stop(TREE), Constant) and make_stop(TREE) == Constant(6)
+    assert len({type(rule) for rule in made}) == len(configs)
+    assert len({config().rule for config in configs}) == len(configs)
