@@ -46,7 +46,8 @@ def test_answers_and_forwards_are_those_of_transformers(ngram: int, length: int,
     target, accepted, plain = make_target(), 0, 0
     decoder = SpeculativeDecoder(target, PromptLookup(PromptLookupConfig(ngram=ngram, length=length)))
     for number, ids in enumerate(texts(20, 16)):
-        new, ending = 16 + number % 5, {}
+        new = 16 + number % 5
+        ending: dict[str, Any] = {}
         ours = decoder.generate(ids, do_sample=False, max_new_tokens=new)
         if end:
             ending = {"eos_token_id": ours.new_ids[8 + number % 7]}
@@ -115,7 +116,8 @@ def test_first_and_last_match_and_the_shortest_ngram() -> None:
 
 
 def test_greedy_output_equals_generate_with_every_option() -> None:
-    target, options = make_target(), ({}, {"matching": "original", "length": 3}, {"match": "last", "ngram": 3})
+    target = make_target()
+    options: tuple[dict[str, Any], ...] = ({}, {"matching": "original", "length": 3}, {"match": "last", "ngram": 3})
     decoders = [SpeculativeDecoder(target, PromptLookup(PromptLookupConfig(**option))) for option in options]
     accepted = [0] * len(decoders)
     for ids in texts(20, 12):
