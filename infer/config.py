@@ -222,6 +222,47 @@ class PromptsConfig:
 
 
 @dataclass(frozen=True)
+class PromptLookupConfig:
+    """Prompt lookup; the published settings are those of transformers 5 and of prompt-lookup-decoding's README.
+
+    matching: 'transformers' accepts any continuation and cuts it before an end token; 'original' wants all `length`
+    tokens, from a place before the text's last n-gram.
+    """
+
+    __pydantic_config__ = STRICT
+    matching: Literal["transformers", "original"] = "transformers"
+    ngram: int | None = None  # the longest that is looked up; null: 2 for transformers' matching, 3 for the original
+    min_ngram: int = 1
+    length: int = 10  # drafted tokens
+    match: Literal["first", "last"] = "first"  # of the places with that n-gram; both take the first
+
+    @property
+    def longest_ngram(self) -> int:
+        published = 2 if self.matching == "transformers" else 3
+        return published if self.ngram is None else self.ngram
+
+    def __post_init__(self) -> None:
+        if min(self.min_ngram, self.length) < 1 or self.longest_ngram < self.min_ngram:
+            raise ValueError("prompt lookup needs ngram >= min_ngram >= 1 and length >= 1")
+
+
+@dataclass(frozen=True)
+class LookaheadConfig:
+    """Lookahead decoding (arXiv 2402.02057); (N, W, G) = (5, 7, 7) are the published code's."""
+
+    __pydantic_config__ = STRICT
+    ngram: int = 5  # N: a guess has N - 1 tokens, the window N - 1 rows
+    window: int = 7  # W: the window's columns
+    guesses: int = 7  # G: n-grams kept for each first token, and verified at once
+    pool_from_text: bool = False  # the pool also holds the n-grams of prompt and answer (POOL_FROM_PROMPT there)
+    seed: int = 0  # of the window's first tokens, drawn from the prompt; theirs differ from run to run
+
+    def __post_init__(self) -> None:
+        if self.ngram < 2 or min(self.window, self.guesses) < 1:
+            raise ValueError("lookahead needs ngram >= 2, window >= 1 and guesses >= 1")
+
+
+@dataclass(frozen=True)
 class BenchRow:
     """One row of the table: a method with its tree."""
 

@@ -1,6 +1,6 @@
 """What fills a cycle's tree: a drafter in a shape, or anything else that can guess how the text goes on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -71,10 +71,14 @@ class CachedDrafter(Drafter, Protocol):
 
 
 class Drafting:
-    """A drafter, a shape and the shape's stop rule as one proposer."""
+    """A drafter, a shape and the shape's stop rule as one proposer.
 
-    def __init__(self, drafter: CachedDrafter, shape: Shape) -> None:
+    forwards_per_tree is for the record: 1 where one forward yields all levels' laws (Medusa), null for one a level.
+    """
+
+    def __init__(self, drafter: CachedDrafter, shape: Shape, forwards_per_tree: int | None = None) -> None:
         self.drafter, self.shape = drafter, shape
+        self._forwards_per_tree = forwards_per_tree
         self._sampler: Sampler | None = None
 
     @property
@@ -96,7 +100,8 @@ class Drafting:
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         assert self._sampler is not None, "reset first"
-        return self.shape.grow(self.drafter, root, max_levels, self._sampler)
+        tree = self.shape.grow(self.drafter, root, max_levels, self._sampler)
+        return tree if self._forwards_per_tree is None else replace(tree, draft_forwards=self._forwards_per_tree)
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
         self.drafter.commit(tokens, features)

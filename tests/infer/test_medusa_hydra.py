@@ -1,0 +1,253 @@
+"""Drafting with heads for each future token: laws in the right places, and what the target writes alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from infer.config import TreeConfig
+from infer.drafters.hydra import HydraDrafter
+from infer.drafters.medusa import MedusaDrafter
+from infer.engine import SpeculativeDecoder
+from infer.proposer import CachedDrafter, Drafting
+from infer.shape import make_shape
+from model.config import TargetConfig
+from model.errors import UserError
+from model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary
+from model.target import Target
+from tests import tiny
+
+HEADS, WIDTH, VOCAB = 4, 32, 320
+TREES = {
+    "dynamic": TreeConfig(levels=4, k=3, nodes=12),
+    "chain": TreeConfig(shape="chain", levels=4, nodes=5),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    num_heads: int = HEADS
+    prefix_layer: bool = False
+    max_position_embeddings: int = 256
+
+    def sizes(self) -> LayerSizes:
+        return LayerSizes(WIDTH, WIDTH, 4, 2, WIDTH // 4, 1e-6)
+
+
+class Medusa(nn.Module):
+    """Four linear heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.weights = torch.randn(HEADS, VOCAB, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.stack([features @ weight.T for weight in self.weights])
+
+
+class Hydra(nn.Module):
+    """Four linear heads over state and embeddings; with a prefix layer, attention makes the state."""
+
+    def __init__(self, prefix_layer: bool) -> None:
+        super().__init__()
+        self.config = Config(prefix_layer=prefix_layer)
+        generator = torch.Generator().manual_seed(1)
+        self.weights = [torch.randn(VOCAB, (i + 2) * WIDTH, generator=generator) for i in range(HEADS)]
+        self.attention = Attention(self.config.sizes(), WIDTH)
+        for parameter in self.attention.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+        self.rotary = Rotary(10000.0, None, WIDTH // 4, 256)
+
+    def prefix(
+        self,
+        features: Tensor,
+        span: tuple[int, int],
+        mask: Tensor | None = None,
+        buffers: Sequence[KeyValueBuffer] = (),
+    ) -> Tensor:
+        if not self.config.prefix_layer:
+            return features
+        rope = self.rotary.between(*span, features)
+        if not buffers:
+            return features + self.attention(features, rope, mask)
+        q, k, v = self.attention.project(features, rope)
+        k, v = buffers[0].append(k, v)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return features + self.attention.o_proj(out.transpose(1, 2).flatten(2))
+
+    def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
+        return torch.cat([state, embeddings], dim=-1) @ self.weights[index].T
+
+
+def make_target() -> Target:
+    return Target(tiny.llama(eos_token_id=None), TargetConfig(path="tiny"))
+
+
+def make_drafter(kind: str, target: Target) -> CachedDrafter:
+    return MedusaDrafter(Medusa()) if kind == "medusa" else HydraDrafter(Hydra(kind == "hydra++"), target)
+
+
+def prompts(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(5, VOCAB, (1, 3 + 2 * n), generator=generator) for n in range(count)]
+
+
+def greedy(target: Target, ids: Tensor, new: int) -> list[int]:
+    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    answer: list[int] = out[0].tolist()
+    return answer
+
+
+def test_greedy_output_equals_generate_on_twenty_prompts() -> None:
+    target = make_target()
+    decoders = [
+        SpeculativeDecoder(target, Drafting(make_drafter(kind, target), make_shape(tree)))
+        for kind in ("medusa", "hydra", "hydra++")
+        for tree in TREES.values()
+    ]
+    for number, ids in enumerate(prompts(20)):
+        answer = greedy(target, ids, 10)
+        for decoder in decoders[number % 2 :: 2]:  # the shapes take turns
+            assert decoder.generate(ids, do_sample=False, max_new_tokens=10).sequences[0].tolist() == answer
+
+
+class Knowing:
+    """The text [T] and the target's features of it: tells at which token a feature was seen."""
+
+    def __init__(self, target: Target, text: list[int]) -> None:
+        self.text = text
+        with torch.inference_mode():
+            self.features = target.features(torch.tensor([text])).last_hidden[0]
+        self.embedding = target.ends.embedding
+        self.config = Config()
+
+    def place(self, feature: Tensor) -> int:
+        distance = (self.features - feature).abs().amax(-1)
+        assert float(distance.min()) < 1e-3, "a feature that the target never had"
+        return int(distance.argmin())
+
+    def law(self, place: int) -> Tensor:
+        return F.one_hot(torch.tensor(self.text[place] if place < len(self.text) else 0), VOCAB).float() * 30
+
+
+class KnowingMedusa(Knowing):
+    def __call__(self, features: Tensor) -> Tensor:
+        assert features.shape == (1, WIDTH)
+        place = self.place(features[0])
+        return torch.stack([self.law(place + 2 + k)[None] for k in range(HEADS)])
+
+
+class KnowingHydra(Knowing):
+    """Right only when it is given the embeddings of the tokens after the state's, in their order."""
+
+    def prefix(
+        self, features: Tensor, span: tuple[int, int], mask: Tensor | None, buffers: Sequence[KeyValueBuffer]
+    ) -> Tensor:
+        return features
+
+    def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
+        assert embeddings.shape == (1, (index + 1) * WIDTH)
+        place = self.place(state[0])
+        known = (self.text[place + 1 : place + 2 + index] + [0] * HEADS)[: index + 1]
+        right = torch.equal(embeddings, self.embedding[known].reshape(1, -1))
+        return self.law(place + 2 + index if right else place)[None]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_heads_that_know_the_answer_are_always_accepted(kind: str) -> None:
+    """Head k is asked for the token k + 2 places after the last known feature's: a shift by one is never accepted."""
+    target, ids = make_target(), prompts(3)[-1]
+    text = greedy(target, ids, 32)
+    drafter: CachedDrafter = (
+        MedusaDrafter(KnowingMedusa(target, text))
+        if kind == "medusa"
+        else HydraDrafter(KnowingHydra(target, text), target)
+    )
+    decoder = SpeculativeDecoder(target, Drafting(drafter, make_shape(TREES["chain"])))
+    ours = decoder.generate(ids, do_sample=False, max_new_tokens=31)
+    assert ours.sequences[0].tolist() == text[:-1]
+    assert ours.statistics.cycle_tokens == [5] * 6
+
+
+def test_medusas_heads_run_once_a_tree_and_hydras_once_a_level() -> None:
+    target, ids, seen = make_target(), prompts(3)[-1], {}
+    for kind, forwards in (("medusa", 1), ("hydra", None)):
+        counts: list[tuple[int, int]] = []
+        decoder = SpeculativeDecoder(
+            target, Drafting(make_drafter(kind, target), make_shape(TREES["dynamic"]), forwards_per_tree=forwards)
+        )
+        decoder.generate(
+            ids,
+            do_sample=False,
+            max_new_tokens=8,
+            on_cycle=lambda cycle, counts=counts: counts.append((cycle.tree.levels, cycle.tree.draft_forwards)),  # type: ignore[misc]
+        )
+        seen[kind] = set(counts)
+    assert seen["medusa"] >= {(4, 1), (3, 1), (0, 0)}  # at last nothing is drafted
+    assert seen["hydra"] >= {(4, 4), (3, 3), (0, 0)}
+
+
+def test_medusas_laws_are_its_rows_for_every_parent() -> None:
+    head, generator = Medusa(), torch.Generator().manual_seed(3)
+    features = torch.randn(6, WIDTH, generator=generator)
+    drafter = MedusaDrafter(head)
+    drafter.commit(torch.arange(6), features)
+    rows = head(features[-1:]).log_softmax(-1)
+    for _ in range(2):  # start begins anew
+        torch.testing.assert_close(drafter.start(), rows[0])
+        torch.testing.assert_close(drafter.step(torch.tensor([3, 4]), torch.tensor([0, 0])), rows[1].expand(2, -1))
+        deeper = drafter.step(torch.tensor([5, 6, 7]), torch.tensor([1, 1, 0]))
+        torch.testing.assert_close(deeper, rows[2].expand(3, -1))
+
+
+def test_hydras_law_of_a_node_is_that_of_its_own_path() -> None:
+    target, ids = make_target(), prompts(3)[-1][0]
+    head, embedding = Hydra(prefix_layer=True), target.ends.embedding
+    drafter = HydraDrafter(head, target)
+    with torch.inference_mode():
+        features = target.features(ids[None]).last_hidden[0]
+        drafter.reset(ids, 64)
+        drafter.commit(torch.cat([ids[1:], torch.tensor([9])]), features)
+        drafter.start()
+        drafter.step(torch.tensor([11, 12, 13]), torch.tensor([0, 0, 0]))
+        both = drafter.step(torch.tensor([21, 22]), torch.tensor([2, 0]))
+        state = head.prefix(features[None], (0, len(ids)))[0, -1:]
+        for row, path in enumerate([(9, 13, 21), (9, 11, 22)]):
+            alone = head.step(2, state, embedding[list(path)].reshape(1, -1)).log_softmax(-1)
+            torch.testing.assert_close(both[row : row + 1], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_the_prefix_layer_sees_true_features_of_accepted_tokens_only() -> None:
+    """After any number of cycles its law equals that of a drafter that was handed the whole text at once."""
+    target, ids = make_target(), prompts(3)[-1]
+    drafter = make_drafter("hydra++", target)
+    assert isinstance(drafter, HydraDrafter)
+    decoder = SpeculativeDecoder(target, Drafting(drafter, make_shape(TREES["dynamic"])))
+    generation = decoder.generate(ids, do_sample=False, max_new_tokens=24)
+    text, kept = generation.sequences[0], drafter._length
+    assert kept > ids.shape[1]
+    with torch.inference_mode():
+        features = target.features(generation.sequences).last_hidden[0]
+        fresh = HydraDrafter(drafter.head, target)
+        fresh.reset(ids[0], 256)
+        fresh.commit(text[1 : kept + 1], features[:kept])
+        torch.testing.assert_close(drafter.start(), fresh.start(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_tree_deeper_than_the_heads_is_refused(kind: str) -> None:
+    target = make_target()
+    shape = make_shape(TreeConfig(shape="chain", levels=5, nodes=6))
+    decoder = SpeculativeDecoder(target, Drafting(make_drafter(kind, target), shape))
+    with pytest.raises(UserError, match=r"tree\.levels: .* level 5, .* 4 heads"):
+        decoder.generate(prompts(1)[0], do_sample=False, max_new_tokens=12)
+
+
+def test_only_a_prefix_layer_limits_the_length() -> None:
+    target = make_target()
+    assert make_drafter("hydra++", target).max_positions == 256
+    assert make_drafter("hydra", target).max_positions == make_drafter("medusa", target).max_positions > 10**6

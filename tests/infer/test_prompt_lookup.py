@@ -1,0 +1,153 @@
+"""Prompt lookup finds what transformers finds, costs as many forwards, and writes what the target writes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from infer.config import PromptLookupConfig
+from infer.drafters.prompt_lookup import PromptLookup, continuation
+from infer.engine import SpeculativeDecoder
+from model.config import TargetConfig
+from model.target import Target
+from tests import tiny
+from tests.infer.draws import draw, tiny_vocabulary
+
+
+def make_target() -> Target:
+    """Few tokens, so that it repeats itself."""
+    model = tiny.llama(vocab_size=24, hidden_size=16, num_blocks=2, eos_token_id=None)
+    return Target(model, TargetConfig(path="tiny"))
+
+
+def texts(count: int, alphabet: int, seed: int = 7) -> list[Tensor]:
+    """Random texts over few tokens, so that n-grams come back."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(5, 5 + alphabet, (1, 2 + 2 * n), generator=generator) for n in range(count)]
+
+
+def forwards_of_generate(target: Target, ids: Tensor, **settings: Any) -> tuple[list[int], int]:
+    """The answer of transformers' generate, and how often it ran the model."""
+    calls: list[int] = []
+    hook = target.model.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        out = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)
+    finally:
+        hook.remove()
+    return out[0].tolist(), len(calls)
+
+
+@pytest.mark.parametrize(("ngram", "length", "end"), [(2, 10, False), (3, 4, True)])
+def test_answers_and_forwards_are_those_of_transformers(ngram: int, length: int, end: bool) -> None:
+    """It is given the prompt and our first token, which the prefill wrote; an end token may fall anywhere."""
+    target, accepted, plain = make_target(), 0, 0
+    decoder = SpeculativeDecoder(target, PromptLookup(PromptLookupConfig(ngram=ngram, length=length)))
+    for number, ids in enumerate(texts(20, 16)):
+        new = 16 + number % 5
+        ending: dict[str, Any] = {}
+        ours = decoder.generate(ids, do_sample=False, max_new_tokens=new)
+        if end:
+            ending = {"eos_token_id": ours.new_ids[8 + number % 7]}
+            ours = decoder.generate(ids, do_sample=False, max_new_tokens=new, **ending)
+        if ours.statistics.new_tokens == 1:  # the prefill wrote the end token
+            continue
+        settings = {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": ngram, "pad_token_id": 0, **ending}
+        theirs, forwards = forwards_of_generate(
+            target, ours.sequences[:, : ids.shape[1] + 1], max_new_tokens=new - 1, **settings
+        )
+        assert ours.sequences[0].tolist() == theirs
+        assert ours.statistics.target_forwards == forwards
+        accepted += sum(ours.statistics.accepted)
+        plain += sum(tokens == 1 for tokens in ours.statistics.cycle_tokens)
+    assert accepted > 8 and plain > 20
+
+
+def test_matches_are_those_of_transformers_on_random_texts() -> None:
+    chance, ends = np.random.default_rng(0), frozenset({0, 1})
+    lengths = set()
+    for _ in range(400):
+        alphabet, size, length = chance.integers(2, 12), int(chance.integers(1, 5)), int(chance.integers(1, 7))
+        text = chance.integers(0, alphabet, chance.integers(1, 40))
+        ids = torch.tensor(text)[None]
+        theirs = PromptLookupCandidateGenerator(
+            eos_token_id=torch.tensor(sorted(ends)),
+            num_output_tokens=length,
+            max_matching_ngram_size=size,
+            max_length=1000,
+        ).get_candidates(ids)[0][0, len(text) :]
+        ours = continuation(text, PromptLookupConfig(ngram=size, length=length), ends)
+        assert ours == theirs.tolist()
+        lengths.add(len(ours))
+    assert lengths == set(range(7))
+
+
+def original(text: list[int], longest: int, length: int) -> list[int]:
+    """The published rule, step by step."""
+    for size in range(longest, 0, -1):
+        for begin in range(len(text) - size + 1):
+            start = begin + size
+            whole = start + length <= len(text)
+            before = start < len(text) - size
+            if text[begin:start] == text[len(text) - size :] and whole and before:
+                return text[start : start + length]
+    return []
+
+
+def test_the_originals_matches_are_whole_and_begin_before_the_last_ngram() -> None:
+    chance, found = np.random.default_rng(1), 0
+    config = PromptLookupConfig(matching="original", length=4)
+    for _ in range(300):
+        text = chance.integers(0, chance.integers(2, 9), chance.integers(4, 40))
+        ours = continuation(text, config, frozenset({0}))
+        assert ours == original(text.tolist(), 3, 4)
+        found += bool(ours) and ours != continuation(text, PromptLookupConfig(ngram=3, length=4), frozenset({0}))
+    assert found > 20
+
+
+def test_first_and_last_match_and_the_shortest_ngram() -> None:
+    text = np.array([1, 2, 7, 1, 2, 8, 2, 9, 1, 2])
+    assert continuation(text, PromptLookupConfig(length=1)) == [7]
+    assert continuation(text, PromptLookupConfig(length=1, match="last")) == [8]
+    assert continuation(text, PromptLookupConfig(length=1, match="last", ngram=1)) == [9]
+    assert continuation(np.array([3, 2, 7, 1, 2]), PromptLookupConfig(min_ngram=2)) == []
+
+
+def test_greedy_output_equals_generate_with_every_option() -> None:
+    target = make_target()
+    options: tuple[dict[str, Any], ...] = ({}, {"matching": "original", "length": 3}, {"match": "last", "ngram": 3})
+    decoders = [SpeculativeDecoder(target, PromptLookup(PromptLookupConfig(**option))) for option in options]
+    accepted = [0] * len(decoders)
+    for ids in texts(20, 12):
+        answer, _ = forwards_of_generate(target, ids, max_new_tokens=14)
+        for number, decoder in enumerate(decoders):
+            ours = decoder.generate(ids, do_sample=False, max_new_tokens=14)
+            assert ours.sequences[0].tolist() == answer
+            accepted[number] += sum(ours.statistics.accepted)
+    assert min(accepted) > 3
+
+
+def test_a_prompt_never_seen_before_is_decoded_plainly() -> None:
+    target = make_target()
+    lookup = PromptLookup(PromptLookupConfig())
+    ours = SpeculativeDecoder(target, lookup).generate(torch.tensor([[7, 8, 9]]), do_sample=False, max_new_tokens=3)
+    assert ours.statistics.draft_forwards == ours.statistics.draft_nodes == 0 and ours.statistics.tau == 1.0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"ngram": 0}, {"length": 0}, {"ngram": 1, "min_ngram": 2}, {"min_ngram": 0}, {"min_ngram": 3}]
+)
+def test_settings_that_can_find_nothing_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ngram >= min_ngram >= 1"):
+        PromptLookupConfig(**settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8)])
+def test_sampled_text_has_the_targets_law(temperature: float, top_p: float) -> None:
+    ids = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 8, 0, 9, 10, 11, 5, 4, 2, 6, 1, 7, 10, 9, 8]])
+    lookup = PromptLookup(PromptLookupConfig(length=3))
+    p, accepted = draw(tiny_vocabulary(), lookup, ids, 5000, 3, temperature, top_p)
+    assert p > 1e-3 and accepted > 0.05
