@@ -1,4 +1,4 @@
-"""The target while decoding: one preallocated key/value cache for all its layers, one forward per draft tree.
+"""An LM while decoding: one preallocated key/value cache for all its layers, one forward per draft tree or tree level.
 
 A stock transformers model runs unchanged. The tree reaches it as a 4-D mask and as positions `length + depth`; the rows
 of the accepted path are then gathered in place. Sliding windows are expressed in the mask, over full-length rows.
@@ -33,12 +33,14 @@ class TargetStep:
 class PreallocatedCache(Cache):
     """Keys and values of all layers in a few tensors [2 * layers, 1, KV, capacity, head_dim], one per device and shape.
 
-    `length` rows are kept; a forward of n tokens writes rows length .. length + n - 1, and `keep` decides which stay.
+    `length` rows are kept, and `pending` rows after them are in sight of the next forward, which writes behind both;
+    `keep` decides which of those after `length` stay.
     """
 
     def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
         super().__init__(layers=[])
         self.length = prefilled.get_seq_length()
+        self.pending = 0
         self.capacity = capacity
         self._groups: list[Tensor] = []
         self._rows: list[tuple[Tensor, Tensor]] = [None] * len(prefilled.layers)  # type: ignore[list-item]
@@ -59,29 +61,30 @@ class PreallocatedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._rows[layer_idx]
-        start, count = self.length, key_states.shape[2]
+        start, count = self.length + self.pending, key_states.shape[2]
         keys.narrow(2, start, count).copy_(key_states)
         values.narrow(2, start, count).copy_(value_states)
         return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
 
     def keep(self, path: list[int]) -> None:
-        """Keeps the rows at these offsets (ascending) after `length` and forgets the rest of the last forward."""
+        """Keeps the rows at these offsets (ascending) after `length` and forgets the others behind it."""
         count = len(path)
-        if path[-1] != count - 1:  # else the rows stand where they belong
+        if path and path[-1] != count - 1:  # else the rows stand where they belong
             for store in self._groups:
                 index = torch.tensor(path, device=store.device) + self.length
                 store.narrow(3, self.length, count).copy_(store.index_select(3, index))
         self.length += count
+        self.pending = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
+        return self.length + self.pending
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.length + self.pending + query_length, 0
 
 
 class CachedLM:
-    """A target with a cache; batch size 1."""
+    """A target, or an LM that drafts for one, with a cache; batch size 1."""
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
         self.target = target
@@ -112,38 +115,52 @@ class CachedLM:
 
     def extend(self, tree: Tree) -> TargetStep:
         """One forward over the tree's nodes after the kept rows; call `keep` before the next one."""
-        assert self.cache is not None, "prefill first"
-        positions = tree.depth + self.length
-        out = self.target.decoder(
-            input_ids=tree.tokens[None],
-            attention_mask=self._mask(tree),
-            position_ids=positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            output_hidden_states=bool(self.after_blocks),
-        )
+        out = self._forward(tree.tokens, tree.depth, tree.mask)
         last_hidden = out.last_hidden_state[0].to(self.target.device)  # [N, D]
         return TargetStep(self.target.logits(last_hidden), last_hidden, self._taps(out))
+
+    def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
+        """One forward over n tokens [n]: last_hidden [n, D]. Later calls see their rows too, until `keep`.
+
+        Of the m rows appended before and of these n: depth [m + n], and mask [n, m + n], True where a token sees a row.
+        """
+        out = self._forward(tokens, depth, mask)
+        assert self.cache is not None
+        self.cache.pending += tokens.shape[0]
+        last_hidden: Tensor = out.last_hidden_state[0].to(self.target.device)
+        return last_hidden
 
     def keep(self, path: list[int]) -> None:
         """Keeps the rows of these nodes (the root first, then down the tree)."""
         assert self.cache is not None
         self.cache.keep(path)
 
+    def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
+        assert self.cache is not None, "prefill first"
+        positions = depth[-tokens.shape[0] :] + self.length
+        return self.target.decoder(
+            input_ids=tokens[None],
+            attention_mask=self._mask(depth, mask),
+            position_ids=positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            output_hidden_states=bool(self.after_blocks),
+        )
+
     def _taps(self, out: Any) -> Tensor | None:
         if not self.after_blocks:
             return None
         return torch.cat([out.hidden_states[k][0].to(self.target.device) for k in self.after_blocks], dim=-1)
 
-    def _mask(self, tree: Tree) -> Tensor | dict[str, Tensor]:
-        """Additive [1, 1, N, length + N], or one per kind of layer. (Each layer would convert a boolean one anew.)"""
-        count = len(tree)
-        full = torch.cat([tree.mask.new_ones(count, self.length), tree.mask], dim=1)  # [N, length + N]
+    def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive [1, 1, n, length + m + n], or one per kind of layer. (Each would convert a boolean one anew.)"""
+        count = mask.shape[0]
+        full = torch.cat([mask.new_ones(count, self.length), mask], dim=1)  # [n, length + m + n]
         masks = {"full_attention": full}
         if "sliding_attention" in self._layer_kinds:
             rows = torch.arange(self.length, device=full.device)
-            positions = torch.cat([rows, tree.depth + self.length])  # [length + N]
-            near = (tree.depth + self.length)[:, None] - positions[None] < self._window
+            positions = torch.cat([rows, depth + self.length])  # [length + m + n]
+            near = positions[-count:, None] - positions[None] < self._window
             masks["sliding_attention"] = full & near
         shaped = {kind: self._additive(masks[kind]) for kind in self._layer_kinds}
         return shaped if len(shaped) > 1 else next(iter(shaped.values()))

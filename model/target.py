@@ -201,7 +201,7 @@ def load_ends(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[A
     dtype = dtype or _dtype(config.dtype, text, found[wanted["embedding"]])
     tensors = {role: found[name].to(dtype) for role, name in wanted.items()}
     embedding = tensors["embedding"]
-    scale, softcap = _final_transform(text)
+    scale, softcap = final_transform(text)
     return text, TargetEnds(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), scale, softcap)
 
 
@@ -249,14 +249,14 @@ def _ends_of(model: PreTrainedModel, text_config: Any) -> TargetEnds:
     input_end, output_end = model.get_input_embeddings(), model.get_output_embeddings()
     if input_end is None or output_end is None:
         raise UserError(f"{type(model).__name__} has no embedding or no LM head: it is no causal LM")
-    scale, softcap = _final_transform(text_config)
+    scale, softcap = final_transform(text_config)
     bias = getattr(output_end, "bias", None)
     return TargetEnds(
         input_end.weight.detach(), output_end.weight.detach(), None if bias is None else bias.detach(), scale, softcap
     )
 
 
-def _final_transform(text_config: Any) -> tuple[float, float | None]:
+def final_transform(text_config: Any) -> tuple[float, float | None]:
     """(scale, softcap) from the names that the families use; checked against the model's own forward at load."""
     scale = float(getattr(text_config, "logit_scale", None) or 1.0)
     scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)

@@ -30,6 +30,9 @@ class TrainConfig:
     classification_weight: float = 0.1  # EAGLE-1: of the loss between the laws
     feature_noise: float = 0.1  # EAGLE-1: half-width of the uniform noise on input features; 0 switches it off
     noise_length_scaling: bool = False  # EAGLE-1: published code, noise times 512 / length
+    distill: LossName | None = None  # draft_lm: this loss to the target's laws, beside cross-entropy on its tokens
+    distill_weight: float = 1.0  # draft_lm: of that loss
+    token_weight: float = 1.0  # draft_lm: of the cross-entropy, where `distill` is set
     unroll_steps: int = 7  # EAGLE-3: length of the training-time test
     unroll_decay: float = 0.8  # EAGLE-3: step k weighs unroll_decay ** k
     divisor: Literal["shared", "per_step"] = "shared"  # EAGLE-3: slots of the first step for all, or each step's own
@@ -57,3 +60,5 @@ class TrainConfig:
             raise ValueError("eval_depths, unroll_steps and measure_new_tokens must be at least 1")
         if not 0.0 < self.unroll_decay <= 1.0 or self.lk_eta < 0.0:
             raise ValueError("unroll_decay is in (0, 1] and lk_eta is not negative")
+        if self.distill_weight <= 0.0 or self.token_weight < 0.0:
+            raise ValueError("distill_weight is positive and token_weight is not negative (distill: null is without)")

@@ -15,6 +15,7 @@ from model.target import load_tokenizer
 from train.config import TrainConfig
 from train.loop import Job, Measure, Save
 from train.objectives.causal_lm import CausalLM, CausalLMObjective, new_causal_lm
+from train.objectives.draft_lm import DistilledLM, DraftLMObjective
 from train.objectives.eagle1 import Eagle1Objective
 from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
 from train.source import Request, Source
@@ -85,23 +86,15 @@ def draft_head_job(
 
 
 def causal_lm_job(request: Request, frame: Frame) -> tuple[Job, int]:
-    """The job, and the vocabulary's size."""
+    """The job of a small LM on tokens alone, and the vocabulary's size."""
     config, data = frame.config, request.data
-    if config.packing:
-        raise UserError("train.packing: packs rows for eagle3; leave it out for draft_lm")
     tokenizer = load_tokenizer(request.target)
     disable_bar = None if frame.speaks else True
     rows = tokenize(data, tokenizer, end_of_turn_ids(tokenizer, None), Tally(), disable_bar=disable_bar)
     if frame.speaks:
         print(f"train: {statistics(rows.train).line()}", flush=True)
     lm = new_causal_lm(request.head, tokenizer, config.seed)
-    if lm.config.max_position_embeddings < data.max_length:
-        raise UserError(
-            f"data.max_length: {data.max_length:,} is beyond head.max_position_embeddings "
-            f"{lm.config.max_position_embeddings:,}; lower it, or raise that"
-        )
-    if config.gradient_checkpointing:
-        lm.gradient_checkpointing_enable()
+    _prepare_lm(lm, config, data.max_length)
     job = frame.job(
         kind=request.head.kind,
         module=CausalLM(lm, config.loss_chunk_slots),
@@ -112,6 +105,43 @@ def causal_lm_job(request: Request, frame: Frame) -> tuple[Job, int]:
         save=frame.saver(),
     )
     return job, len(tokenizer)
+
+
+def distilled_lm_job(source: Source, frame: Frame) -> tuple[Job, int]:
+    """The job of a draft LM that learns a target's tokens and laws, and how many tokens its laws are over."""
+    request, config, ends = source.request, frame.config, source.ends
+    vocab_size = int(ends.embedding.shape[0])
+    lm = new_causal_lm(request.head, load_tokenizer(request.target), config.seed, vocab_size)
+    _prepare_lm(lm, config, request.data.max_length)
+    module = DistilledLM(lm, config, vocab_size)
+    job = frame.job(
+        kind=f"{request.head.kind}-{config.distill}",
+        module=module,
+        objective=DraftLMObjective(ends, config),
+        train=source.train,
+        lengths=source.lengths,
+        held_out=source.held_out,
+        save=frame.saver(),
+        save_dtype=ends.lm_head.dtype,
+        supply=source.supply,
+    )
+    return job, module.num_columns
+
+
+def _prepare_lm(lm: Any, config: TrainConfig, max_length: int) -> None:
+    """UserError for settings that a small LM has no use for, or a context that its data overrun."""
+    if config.packing:
+        raise UserError("train.packing: packs rows for eagle3; leave it out for draft_lm")
+    if config.measure_prompts:
+        raise UserError("train.measure_prompts: decodes with draft heads; set it to 0 for draft_lm")
+    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < max_length:
+        raise UserError(
+            f"data.max_length: {max_length:,} is beyond head.max_position_embeddings {positions:,}; lower it, or "
+            f"raise that"
+        )
+    if config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable()
 
 
 def _check_positions(source: Source, config: TrainConfig, positions: int, levels: int) -> None:

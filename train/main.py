@@ -80,7 +80,13 @@ def main() -> int:
 
 def _begun(setting: Setting) -> Path:
     """Names the output of a training that is under way: what lies there without provenance is this run's own."""
-    return setting.paths.root / "state" / f"{setting.recipe.head.kind}.begun"
+    return setting.paths.root / "state" / f"{_state_name(setting.recipe)}.begun"
+
+
+def _state_name(recipe: pipeline.Recipe) -> str:
+    """The name of a training's states: a run may hold the small LM that is its target, and one that drafts for it."""
+    kind, distill = recipe.head.kind, recipe.train.distill
+    return kind if distill is None else f"{kind}-{distill}"
 
 
 def _require_no_foreign_files(setting: Setting) -> None:
@@ -100,12 +106,13 @@ def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
     train = {name: value for name, value in as_dict(recipe.train).items() if name not in logging_only}
     inputs: dict[str, Any] = {"target": target_inputs(recipe.target), "head": as_dict(recipe.head), "train": train}
     online = recipe.features.mode == "online"
-    if recipe.head.kind == "draft_lm" or online:
+    without_target = recipe.head.kind == "draft_lm" and recipe.train.distill is None
+    if without_target or online:
         inputs |= {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data)}
     if online:
         section = as_dict(recipe.features)
         inputs["features"] = {name: section[name] for name in ("mode", "after_blocks", "dtype")}
-    elif recipe.head.kind != "draft_lm":
+    elif not without_target:
         features = pipeline.RunPaths(Path(recipe.run)).features / FILE
         inputs["features"] = read_json(features)["inputs_digest"] if features.is_file() else None
     if recipe.head.init_from is not None:
@@ -218,15 +225,18 @@ def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
     from functools import partial
 
     from model.target import Target
-    from train.jobs import Frame, causal_lm_job, draft_head_job
+    from train.jobs import Frame, causal_lm_job, distilled_lm_job, draft_head_job
     from train.source import Request, cached_source, online_source
 
     recipe, paths, output = setting.recipe, setting.paths, setting.stage.output
-    state, metrics = paths.state(recipe.head.kind), paths.root / "metrics.jsonl"
+    state, metrics = paths.state(_state_name(recipe)), paths.root / "metrics.jsonl"
     speaks, saver = _rank() == 0, partial(_saver, setting, output)
     frame = Frame(recipe.train, output, state, metrics, saver, setting.overwrite, speaks)
     request = Request(recipe.head, recipe.target, recipe.data, recipe.features)
-    if recipe.head.kind == "draft_lm":
+    is_lm, distill = recipe.head.kind == "draft_lm", recipe.train.distill
+    if distill is not None and not is_lm:
+        raise UserError(f"train.distill: {distill} belongs to draft_lm; a draft head's loss is train.loss")
+    if is_lm and distill is None:
         return causal_lm_job(request, frame)
     online, measured = recipe.features.mode == "online", bool(recipe.train.measure_prompts)
     if recipe.target.device_map is not None and (online or measured) and _world_size() > 1:
@@ -236,6 +246,8 @@ def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
         )
     whole = None if is_plan or not (online or measured) else Target.load(recipe.target, _device())
     source = online_source(request, whole, speaks) if online else cached_source(paths.features, request, whole)
+    if is_lm:
+        return distilled_lm_job(source, frame)
     measure = partial(_measured_tau, setting, source) if measured and not is_plan else None
     return draft_head_job(source, frame, recipe.tree.levels, measure)
 

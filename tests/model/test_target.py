@@ -152,7 +152,7 @@ def test_another_targets_fingerprint_differs(tmp_path: Path) -> None:
 def test_a_final_transform_that_is_not_known_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the LM head alone, as most engines do, is what this finds."""
     target = family(name)
-    monkeypatch.setattr("model.target._final_transform", lambda config: (1.0, None))
+    monkeypatch.setattr("model.target.final_transform", lambda config: (1.0, None))
     with pytest.raises(UserError, match="would not be lossless"):
         Target(target.model, target.recipe)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pipeline
 from data import main as data_main
@@ -185,6 +185,75 @@ def test_a_small_lm_is_trained_into_an_ordinary_directory(made: Path, tmp_path: 
     assert losses[-1] < losses[0]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "lm").config.num_hidden_layers == 2
     assert _call(train_main, "--config", recipe, "--is-whole") == 0
+
+
+def _sps_recipe(made: Path, **head: Any) -> dict[str, Any]:
+    """The sections of a draft LM for the target of `made`, which finds the feature cache of another recipe there."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
+    return {
+        "run": str(made / "run"),
+        "threads": 1,
+        "target": {"path": str(made / "target"), "dtype": "float32"},
+        "data": {"conversations": [str(made / "train.jsonl")], "max_length": 128, "held_out": 0.3},
+        "head": {"kind": "draft_lm", "num_hidden_layers": 1, **sizes, **head},
+        "train": {
+            "distill": "kl",
+            "token_weight": 0.0,  # the target's random laws are not those of the conversations
+            "max_steps": 12,
+            "batch_size": 8,
+            "learning_rate": 1e-2,
+            "warmup_steps": 1,
+            "eval_every": 6,
+            "log_every": 6,
+        },
+    }
+
+
+def test_a_draft_lm_learns_the_targets_laws_from_the_cache_and_alike_without_one(made: Path, tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path / "sps.yaml", _sps_recipe(made))
+    assert _call(data_main, "features", "--config", recipe) == 0  # whole: a draft LM asks for no taps
+    output = made / "run/heads/draft_lm"
+    assert _call(train_main, "--config", recipe) == 0
+    lines = [json.loads(line) for line in (made / "run/metrics.jsonl").read_text().splitlines()]
+    held_out = [line for line in lines if line["kind"] == "draft_lm-kl" and "held_out_distill" in line]
+    assert held_out[-1]["held_out_distill"] < held_out[0]["held_out_distill"]
+    assert held_out[-1]["held_out_predicted_tau"] >= 1.0
+    lm = AutoModelForCausalLM.from_pretrained(output)
+    assert lm.config.num_hidden_layers == 1 and lm.config.vocab_size == 320
+    assert AutoTokenizer.from_pretrained(output).get_vocab() == tiny.tokenizer().get_vocab()
+    assert _call(train_main, "--config", recipe, "--is-whole") == 0
+    online = ("--config", recipe, "--run", tmp_path / "run", "--features.mode", "online")
+    assert _call(train_main, *online) == 0
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run/heads/draft_lm")
+    torch.testing.assert_close(again.lm_head.weight, lm.lm_head.weight, rtol=1e-3, atol=1e-4)
+    warm = ("--head.init_from", output, "--output", tmp_path / "warm", "--plan", "--init-to", tmp_path / "begun")
+    assert _call(train_main, "--config", recipe, *warm) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "begun").lm_head.weight.equal(lm.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--train.measure_prompts", "2"], "train.measure_prompts: decodes with draft heads"),
+        (["--train.packing", "true"], "train.packing: packs rows for eagle3"),
+        (["--head.kind", "eagle1", "--head.hidden_size", "null"], "train.distill: kl belongs to draft_lm"),
+        (["--head.max_position_embeddings", "100"], "data.max_length: 128 is beyond"),
+        (["--run", "nowhere"], "nowhere/features: no such feature cache; build it with:"),
+        (["--head.init_from", "OTHER"], "a draft LM shares the tokenizer of its target"),
+        (["--train.distill_weight", "0"], "distill_weight is positive"),
+    ],
+)
+def test_a_draft_lm_that_cannot_be_trained_so_is_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    other = tiny.target(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text(encoding="utf-8")
+    (other / "tokenizer.json").write_text(text.replace("<|system|>", "<|tool|>"), encoding="utf-8")
+    recipe = tiny.recipe(tmp_path / "sps.yaml", _sps_recipe(made))
+    words = [str(other) if word == "OTHER" else word for word in words]
+    assert _call(train_main, "--config", recipe, "--output", tmp_path / "lm", "--plan", *words) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1
 
 
 @pytest.fixture(scope="module")

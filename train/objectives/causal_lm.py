@@ -1,17 +1,20 @@
 """Next-token cross-entropy: how a small LM (the embedded target, a draft LM) is trained from scratch or tuned."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from data.batches import Batch
-from model.config import HeadConfig
+from model.config import HeadConfig, TargetConfig
 from model.errors import UserError
 from model.files import directory_atomically
+from model.target import Target, final_transform, load_tokenizer
+from model.token_ids import require_same_token_ids
 from train import losses
 from train.metrics import most_of_all
 from train.objectives.step import StepOutput, Sums
@@ -30,26 +33,45 @@ class CausalLM(nn.Module):
         return self.lm.config
 
     def forward(self, input_ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed cross-entropy in nats and correct guesses over targets [B, T-1] that are not negative.
-
-        No attention mask: rows are padded on the right, where causal attention never looks.
-        """
-        hidden = self.lm.get_decoder()(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state  # [B, T-1, D]
+        """Summed cross-entropy in nats and correct guesses over targets [B, T-1] that are not negative."""
         slots = targets >= 0
-        states, tokens = hidden[slots], targets[slots]  # [S, D], [S]
-        pieces = list(zip(states.split(self.chunk), tokens.split(self.chunk), strict=True))
-        # ZeRO-3 gathers the LM head at each call, so all processes must call it equally often
-        missing = most_of_all(len(pieces), states.device) - len(pieces)
-        pieces += [(states[:0], tokens[:0])] * missing
-        if len(pieces) <= 1:
-            return self._sums(states, tokens)
-        sums = [checkpoint(self._sums, state, token, use_reentrant=False) for state, token in pieces]
-        loss, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
+        columns = [hidden_states(self.lm, input_ids)[slots], targets[slots]]  # [S, D], [S]
+        loss, correct = chunked_sums(self._sums, columns, self.chunk)
         return loss, correct
 
     def _sums(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.lm.get_output_embeddings()(states)  # [S, V]
+        logits = lm_logits(self.lm, states)  # [S, V]
         return losses.cross_entropy(logits, tokens).sum(), (logits.detach().argmax(-1) == tokens).sum()
+
+
+def hidden_states(lm: Any, input_ids: Tensor) -> Tensor:
+    """The states [B, T-1, D] from which the tokens after the first are predicted.
+
+    No attention mask: rows are padded on the right, where causal attention never looks.
+    """
+    hidden: Tensor = lm.get_decoder()(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state
+    return hidden
+
+
+def lm_logits(lm: Any, states: Tensor) -> Tensor:
+    """Logits [S, V] of states [S, D], with the LM's own scale and softcap."""
+    logits: Tensor = lm.get_output_embeddings()(states)
+    scale, softcap = final_transform(lm.config.get_text_config())
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def chunked_sums(sums: Callable[..., tuple[Tensor, ...]], columns: Sequence[Tensor], chunk: int) -> tuple[Tensor, ...]:
+    """What `sums` adds up over the slots of all columns [S, ...], whose logits are held for `chunk` slots at a time."""
+    pieces = list(zip(*(column.split(chunk) for column in columns), strict=True))
+    # ZeRO-3 gathers the LM head at each call, so all processes must call it equally often
+    missing = most_of_all(len(pieces), columns[0].device) - len(pieces)
+    pieces += [tuple(column[:0] for column in columns)] * missing
+    if len(pieces) <= 1:
+        return sums(*columns)
+    found = [checkpoint(sums, *piece, use_reentrant=False) for piece in pieces]
+    return tuple(torch.stack(column).sum() for column in zip(*found, strict=True))
 
 
 class CausalLMObjective:
@@ -78,17 +100,15 @@ class CausalLMObjective:
         return {"loss": means["cross_entropy"], "accuracy": means["accuracy"]}
 
 
-def new_causal_lm(config: HeadConfig, tokenizer: Any, seed: int) -> Any:
-    """A Llama with tied embeddings and the tokenizer's vocabulary, or the LM that config.init_from names."""
+def new_causal_lm(config: HeadConfig, tokenizer: Any, seed: int, vocab_size: int | None = None) -> Any:
+    """A Llama with tied embeddings, or the LM that config.init_from names, which must read the tokenizer's ids.
+
+    vocab_size: rows of the embedding (a target may pad its own); null: as many as the tokenizer has tokens.
+    """
     if config.init_from is not None:
-        try:
-            return AutoModelForCausalLM.from_pretrained(config.init_from, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"head.init_from: {config.init_from}: cannot load the LM: {str(error).splitlines()[0]}"
-            ) from error
+        return _warm_start(config.init_from, tokenizer)
     sizes = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size or len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_hidden_layers,
@@ -111,6 +131,18 @@ def new_causal_lm(config: HeadConfig, tokenizer: Any, seed: int) -> Any:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data.mul_((2 * config.num_hidden_layers) ** -0.5)  # the residual stream keeps its scale (GPT-2)
     return lm
+
+
+def _warm_start(path: str, tokenizer: Any) -> Any:
+    source = TargetConfig(path, dtype="float32")
+    try:
+        lm = Target.load(source).model  # refuses what drafting with it would refuse, and freezes it
+        own = load_tokenizer(source)
+    except UserError as error:
+        raise UserError(f"head.init_from: {error}") from error
+    rows = lm.get_input_embeddings().weight.shape[0]
+    require_same_token_ids(own.get_vocab(), tokenizer.get_vocab(), rows, f"head.init_from: {path}", "the target")
+    return lm.requires_grad_(True).train()
 
 
 def save_causal_lm(lm: Any, tokenizer: Any, directory: Path) -> None:

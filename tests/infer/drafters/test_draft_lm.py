@@ -1,0 +1,226 @@
+"""Laws of drafting with a small LM: whatever was accepted, every law is the one of a plain forward on the same text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+
+from infer.drafters.draft_lm import DraftLMDrafter, load_draft_lm
+from model.config import TargetConfig
+from model.errors import UserError
+from model.target import Target
+from tests import tiny
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "sliding_window": 12,
+}
+PROMPT = torch.arange(20, 40)
+
+
+def made(model: Any) -> Target:
+    return Target(model, TargetConfig("made"))
+
+
+def draft_of(family: str) -> Target:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if family == "gemma2":  # scaled embeddings, softcaps, every other layer with a window
+            return made(Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_implementation="eager")).eval())
+        if family == "mistral":  # a window in every layer
+            return made(MistralForCausalLM(MistralConfig(**SIZES)).eval())
+    return made(tiny.llama(num_blocks=2))
+
+
+def drafter_of(draft: Target, vocab_size: int = 320) -> DraftLMDrafter:
+    return DraftLMDrafter(draft, made(tiny.llama(vocab_size=vocab_size, num_blocks=1, seed=1)))
+
+
+def ready(drafter: DraftLMDrafter, first: int = 50) -> list[int]:
+    """The drafter after a prompt and the answer's first token, and both as one text."""
+    drafter.reset(PROMPT, 128)
+    drafter.commit(torch.tensor([first]))
+    return [*PROMPT.tolist(), first]
+
+
+def plain(draft: Target, text: list[int]) -> Tensor:
+    """log q [V] after the text, by the model's own forward without a cache."""
+    law: Tensor = draft.model(torch.tensor([text])).logits[0, -1].float().log_softmax(-1)
+    return law
+
+
+def assert_law(law: Tensor, draft: Target, text: list[int]) -> None:
+    torch.testing.assert_close(law, plain(draft, text), rtol=0, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradient() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_the_laws_of_a_chain_are_plain_ones_after_any_number_of_accepted_tokens(family: str) -> None:
+    draft = draft_of(family)
+    drafter = drafter_of(draft)
+    text = ready(drafter)
+    zero, gamma = torch.zeros(1, dtype=torch.long), 4
+    for cycle, accepted in enumerate((2, 0, 4, 4, 1, 3)):
+        drafted = [(60 + 7 * cycle + 11 * at) % 320 for at in range(gamma)]
+        assert_law(drafter.start()[0], draft, text)
+        for at in range(gamma - 1):  # the last token's law is nobody's: the drafter never reads it
+            law = drafter.step(torch.tensor(drafted[at : at + 1]), zero)
+            assert_law(law[0], draft, text + drafted[: at + 1])
+        yielded = [*drafted[:accepted], 200 + cycle]
+        drafter.commit(torch.tensor(yielded))
+        text += yielded
+    assert_law(drafter.start()[0], draft, text)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("path", [[], [2], [1, 3], [1, 3, 4], [0, 0, 0]])
+def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accepted(
+    family: str, path: list[int]
+) -> None:
+    draft = draft_of(family)
+    drafter = drafter_of(draft)
+    text = ready(drafter)
+    levels = [
+        [[0, 0, 0], [61, 62, 63]],
+        [[0, 2, 1, 1, 0], [71, 72, 73, 74, 75]],
+        [[0, 3, 3, 4, 3], [81, 82, 83, 84, 85]],
+    ]
+    for first in (0, 100):  # a second tree, after the first one's rows were gathered
+        paths: list[list[int]] = [[]]
+        rows_to: list[list[int]] = [[]]
+        assert_law(drafter.start()[0], draft, text)
+        kept: list[int] = []
+        for depth, (parents, tokens) in enumerate(levels):
+            laws = drafter.step(torch.tensor(tokens) + first, torch.tensor(parents))
+            paths = [[*paths[parent], token + first] for parent, token in zip(parents, tokens, strict=True)]
+            rows_to = [[*rows_to[parent], row] for row, parent in enumerate(parents)]
+            for law, below in zip(laws, paths, strict=True):
+                assert_law(law, draft, text + below)
+            if depth < len(path) and path[: depth + 1] in rows_to:
+                kept = paths[rows_to.index(path[: depth + 1])]
+        assert len(kept) == len(path)
+        yielded = [*kept, 300]
+        drafter.commit(torch.tensor(yielded))
+        text += yielded
+    assert_law(drafter.start()[0], draft, text)
+
+
+def test_siblings_do_not_see_each_other() -> None:
+    draft = draft_of("llama")
+    drafter = drafter_of(draft)
+    text = ready(drafter)
+    drafter.start()
+    laws = drafter.step(torch.tensor([60, 61]), torch.tensor([0, 0]))
+    wrong = plain(draft, [*text, 60, 61])
+    assert (laws[1] - wrong).abs().max() > 1e-2  # so the comparisons above can fail
+    assert_law(laws[1], draft, [*text, 61])
+
+
+@pytest.mark.parametrize(("accepted", "read"), [(0, 1), (2, 1), (3, 1), (4, 2)])
+def test_one_forward_for_each_law_and_no_token_is_read_twice(accepted: int, read: int) -> None:
+    draft = draft_of("llama")
+    drafter = drafter_of(draft)
+    ready(drafter)
+    widths: list[int] = []
+    hook = draft.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    zero = torch.zeros(1, dtype=torch.long)
+    drafter.start()
+    for token in (60, 61, 62):
+        drafter.step(torch.tensor([token]), zero)
+    drafter.commit(torch.tensor([*[60, 61, 62, 63][:accepted], 99]))
+    drafter.start()
+    hook.remove()
+    assert widths == [1, 1, 1, 1, read]
+
+
+def test_the_first_commit_may_repeat_the_prompt_after_its_first_token() -> None:
+    draft = draft_of("llama")
+    laws = []
+    for first in (torch.tensor([50]), torch.cat([PROMPT[1:], torch.tensor([50])])):
+        drafter = drafter_of(draft)
+        drafter.reset(PROMPT, 128)
+        drafter.commit(first, torch.zeros(len(first), 32))
+        laws.append(drafter.start())
+    assert laws[0].equal(laws[1])
+
+
+def test_a_cycle_without_drafting_and_a_second_start_change_no_law() -> None:
+    draft = draft_of("llama")
+    drafter = drafter_of(draft)
+    text = ready(drafter)
+    drafter.commit(torch.tensor([51]))
+    first = drafter.start()
+    drafter.step(torch.tensor([60]), torch.tensor([0]))
+    assert_law(first[0], draft, [*text, 51])
+    assert drafter.start().equal(first)
+    law = drafter.step(torch.tensor([61]), torch.tensor([0]))
+    assert_law(law[0], draft, [*text, 51, 61])
+    drafter.reset(PROMPT, 128)
+    drafter.commit(torch.tensor([50]))
+    assert_law(drafter.start()[0], draft, text)
+
+
+def test_drafting_goes_up_to_the_last_position() -> None:
+    draft = made(tiny.llama(num_blocks=2, max_position_embeddings=24))
+    drafter = drafter_of(draft)
+    assert drafter.max_positions == 24 and drafter.after_blocks == ()
+    text = ready(drafter)
+    drafter.start()
+    for token in (60, 61, 62):
+        law = drafter.step(torch.tensor([token]), torch.tensor([0]))
+        text.append(token)
+    assert len(text) == 24
+    assert_law(law[0], draft, text)
+
+
+@pytest.mark.parametrize("vocab_size", [300, 320, 340])
+def test_the_logits_of_padded_vocabularies_are_cut_before_the_softmax(vocab_size: int) -> None:
+    draft = draft_of("llama")
+    drafter = drafter_of(draft, vocab_size)
+    text = ready(drafter)
+    law, common = drafter.start()[0], min(320, vocab_size)
+    logits = draft.model(torch.tensor([text])).logits[0, -1]
+    assert law.shape == (common,)
+    torch.testing.assert_close(law, logits[:common].log_softmax(-1), rtol=0, atol=1e-5)
+    drafter.commit(torch.tensor([vocab_size - 1]))  # a padding row of the target, where it has more
+    assert drafter.start().isfinite().all()
+
+
+def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_refused(tmp_path: Path) -> None:
+    target = Target.load(TargetConfig(str(tiny.target(tmp_path / "target")), dtype="bfloat16"))
+    padded = tiny.target(tmp_path / "padded", num_blocks=2)
+    tiny.llama(vocab_size=336, num_blocks=2).save_pretrained(padded)
+    drafter = load_draft_lm(target, str(padded))
+    assert drafter.draft.dtype == torch.bfloat16 and drafter.draft.num_blocks == 2
+    drafter.reset(PROMPT, 64)
+    drafter.commit(torch.tensor([50]))
+    assert drafter.start().shape == (1, 320)
+    small = tiny.target(tmp_path / "small", num_blocks=2)
+    tiny.llama(vocab_size=300, num_blocks=2).save_pretrained(small)
+    with pytest.raises(UserError, match=r"has 300 token embeddings, and .*target has tokens beyond them"):
+        load_draft_lm(target, str(small))
+    with pytest.raises(UserError, match=r"draft LM: .*no such target directory"):
+        load_draft_lm(target, str(tmp_path / "none"))
+    tiny.target(tmp_path / "other", num_blocks=2)
+    text = (tmp_path / "other/tokenizer.json").read_text(encoding="utf-8")
+    (tmp_path / "other/tokenizer.json").write_text(text.replace("<|system|>", "<|tool|>"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"token '<\|tool\|>' has id 2, in .*target that is '<\|system\|>'"):
+        load_draft_lm(target, str(tmp_path / "other"))
