@@ -159,8 +159,8 @@ class TreeConfig:
     """How far and how wide to draft. Nodes count the root, as SafeAILab's total_token does."""
 
     __pydantic_config__ = STRICT
-    shape: Literal["dynamic", "chain"] = "dynamic"
-    levels: int = 6  # draft depth, the deepest for every stop rule; published EAGLE-2: 6, EAGLE-3: 8
+    shape: Literal["dynamic", "chain", "static"] = "dynamic"
+    levels: int = 6  # draft depth, the deepest for every stop rule; a static tree has its own
     k: int = 10  # branching and frontier width of a dynamic tree
     nodes: int = 60  # verified nodes with the root
     stop: StopConfig = ConstantConfig()
@@ -169,6 +169,15 @@ class TreeConfig:
     # best are verified, k * levels + 1 nodes.
     rank: Literal["survival", "confidence"] = "survival"
     rerank: bool = True
+    # how children are picked where the target samples; at temperature 0 always the most probable ones
+    #   best: the most probable tokens (R2); dynamic trees know nothing else (EAGLE-2), Medusa and Hydra ask for it
+    #   sampled: drawn from q under the target's processors, a chain's tokens (R1), siblings without replacement (R3)
+    #   replaced: siblings drawn with replacement (R4, SpecInfer)
+    #   null: best in a dynamic tree, else sampled (speculative sampling's chain, EAGLE-1's static tree)
+    children: Literal["best", "sampled", "replaced"] | None = None
+    # a static tree's nodes as paths of child ranks, [[0], [1], [0, 0], ...]; or a YAML file that lists them under
+    # `choices`; or the name of a published one: eagle1 (25 nodes), medusa63
+    choices: str | tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if min(self.levels, self.k) < 1 or self.nodes < 2:
@@ -179,6 +188,31 @@ class TreeConfig:
             raise ValueError(
                 f"without reranking every level's k best are verified: set nodes to {self.k * self.levels + 1}"
             )
+        if self.shape == "dynamic" and self.children not in (None, "best"):
+            raise ValueError(
+                f"a dynamic tree with children: {self.children} would bias the output, for reranking drops tokens that "
+                f"were drawn; use children: best, or shape: static"
+            )
+        if self.shape == "chain" and self.children == "replaced":
+            raise ValueError("a chain has no siblings to draw with replacement; use children: sampled")
+        if (self.shape == "static") != (self.choices is not None):
+            raise ValueError("choices are the nodes of shape: static; set both or neither (choices: eagle1, for one)")
+
+
+@dataclass(frozen=True)
+class TypicalConfig:
+    """Medusa's typical acceptance, in place of a lossless rule where tokens are sampled. NOT lossless.
+
+    Token x is accepted where p(x) > min(epsilon, delta exp(-H(p))). Source: Medusa (arXiv 2401.10774), section 2.3.1.
+    """
+
+    __pydantic_config__ = STRICT
+    epsilon: float = 0.09  # published
+    delta: float = 0.3  # published: the square root of epsilon
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.epsilon < 1.0 and self.delta >= 0.0):
+            raise ValueError("typical acceptance needs 0 <= epsilon < 1 and delta >= 0")
 
 
 def default_tree(kind: str) -> TreeConfig:

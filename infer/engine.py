@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from infer.cached_lm import CachedLM
-from infer.config import TreeConfig, default_tree
+from infer.config import TreeConfig, TypicalConfig, default_tree
 from infer.drafters.eagle import EagleDrafter
 from infer.proposer import Cycle, Drafting, Proposer
 from infer.sampling import Decoding, Sampler, resolve
 from infer.shape import make_shape
 from infer.tree import Tree, root_only
-from infer.verify import Verdict, verify
+from infer.verify import NOT_LOSSLESS, Verdict, verify
 from model.checkpoint import Head, check_fits, load_head
 from model.config import TargetConfig
 from model.errors import UserError
@@ -76,8 +76,12 @@ class Generation:
 class SpeculativeDecoder:
     """Decodes with a target and a proposer (none: vanilla), token for token what the target alone would write."""
 
-    def __init__(self, target: Target, proposer: Proposer | None = None) -> None:
+    def __init__(self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None) -> None:
+        """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
+        if typical is not None and proposer is None:
+            raise UserError("typical acceptance judges drafted tokens, and this decoder drafts none; give it a head")
         self.target = target
+        self.typical = typical
         self.proposer = proposer
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
@@ -173,8 +177,11 @@ class _Run:
         self.prompt = prompt
         self.decoding = decoding
         self.sampler = Sampler(decoding, generator)
+        self.typical = decoder.typical
         self.clock = Clock(prompt.device if timed else None)
         self.statistics = Statistics(prompt.shape[0], decoding.as_dict())
+        if self.typical is not None and decoding.do_sample:
+            self.statistics.decoding["verify"] = NOT_LOSSLESS
         self.answer: list[int] = []
         self.done = False
         self._root = prompt[-1:]
@@ -203,7 +210,7 @@ class _Run:
             tree = self.proposer.propose(self._root, max_levels=remaining - 1)
         self.clock.lap("draft")
         step = self.lm.extend(tree)
-        verdict = verify(tree, step.logits, self.sampler)
+        verdict = verify(tree, step.logits, self.sampler, self.typical)
         self.clock.lap("verify")
         cycle = Cycle(tree, step, verdict, self.sampler)
         if on_cycle is not None:

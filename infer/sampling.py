@@ -116,11 +116,23 @@ class Sampler:
         return scores.softmax(-1)
 
     def choose(self, logits: Tensor) -> Tensor:
-        """One token per row [N]. A draw is the argmax of p / Exponential(1), which needs no synchronisation."""
+        """One token per row [N]."""
         if not self.decoding.do_sample:
             return logits.argmax(-1)
-        law = self.law(logits)
-        return (law / torch.empty_like(law).exponential_(generator=self.generator)).argmax(-1)
+        return draw(self.law(logits), self.generator)
+
+
+def race(law: Tensor, generator: torch.Generator) -> Tensor:
+    """p / Exponential(1) [N, V]: in descending order, draws from each row's law [N, V] without replacement.
+
+    A token without a chance has 0 and comes last. No synchronisation.
+    """
+    return law / torch.empty_like(law).exponential_(generator=generator)
+
+
+def draw(law: Tensor, generator: torch.Generator) -> Tensor:
+    """One token [N] from each row of law [N, V], which need not be normalised."""
+    return race(law, generator).argmax(-1)
 
 
 def _check(decoding: Decoding) -> None:

@@ -1,4 +1,7 @@
-"""Where to draft: which nodes a tree gets, given the laws that a drafter proposes."""
+"""Where to draft: which nodes a tree gets, given the laws that a drafter proposes.
+
+Chains are in `infer/chain.py`, fixed trees in `infer/static_tree.py`.
+"""
 
 from typing import Protocol
 
@@ -6,8 +9,11 @@ import torch
 from torch import Tensor
 
 from infer.candidates import Candidates
+from infer.chain import Chain
+from infer.choices import inline, sized
 from infer.config import TreeConfig
 from infer.sampling import Sampler
+from infer.static_tree import StaticTree
 from infer.stop import Level, Stop
 from infer.stops.choice import make_stop
 from infer.tree import Tree
@@ -53,57 +59,13 @@ class Shape(Protocol):
 
 def make_shape(config: TreeConfig) -> Shape:
     """The shape that a recipe names."""
+    config = sized(config)
     stop = make_stop(config)
-    return Chain(stop, config.levels) if config.shape == "chain" else DynamicTree(stop, config)
-
-
-class Chain:
-    """gamma tokens in a row, the draft's argmax each."""
-
-    def __init__(self, stop: Stop, levels: int) -> None:
-        self.stop = stop
-        self.levels = levels
-
-    @property
-    def max_nodes(self) -> int:
-        return self.levels + 1
-
-    @property
-    def draft_slots(self) -> int:
-        return self.levels
-
-    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
-        self.stop.begin()
-        tokens, confidences = [root], [torch.zeros(1, device=root.device)]
-        survival, levels = confidences[0], min(self.levels, max_levels)
-        zero = torch.zeros(1, dtype=torch.long, device=root.device)
-        log_q, forwards = drafter.start(), 1
-        for depth in range(1, levels + 1):
-            if depth > 1 and self.stop.declines(log_q, survival):
-                break
-            confidence, column = log_q.max(-1)  # [1], [1]
-            token = drafter.target_ids(column)
-            above, survival = survival, survival + confidence
-            tokens.append(token)
-            confidences.append(confidence)
-            if depth == levels or self.stop.ends(Level(depth, confidence, survival, log_q, above, zero)):
-                break
-            log_q = drafter.step(token, zero)
-            forwards += 1
-        count = len(tokens)
-        line = torch.arange(count, device=root.device)
-        confidence = torch.cat(confidences)
-        mask = torch.ones(count, count, dtype=torch.bool, device=root.device).tril_()
-        return Tree(
-            torch.cat(tokens),
-            (line - 1).clamp_(min=0),
-            line,
-            mask,
-            confidence,
-            confidence.cumsum(0),
-            count - 1,
-            forwards,
-        )
+    if config.shape == "chain":
+        return Chain(stop, config.levels, config.children != "best")
+    if config.shape == "static":
+        return StaticTree(stop, inline(config), config.children or "sampled")
+    return DynamicTree(stop, config)
 
 
 class DynamicTree:

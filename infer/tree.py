@@ -1,10 +1,12 @@
 """A draft tree as flat tensors: node 0 is the root, nodes stand in level order, every parent before its children."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Rule = Literal["R1", "R3", "R4"]
 
@@ -17,7 +19,22 @@ class Proposal:
     """
 
     rule: Rule
-    laws: Tensor  # q [N, V] that each node's children were drawn from, processors applied; rows of leaves are not read
+    laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
+    ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; null: they are the target's own
+
+    def over(self, vocab_size: int) -> Tensor:
+        """q [N, V] over the target's vocabulary: zero where the draft has no word."""
+        count, width = self.laws.shape
+        if self.ids is not None:
+            return self.laws.new_zeros(count, vocab_size).index_copy_(1, self.ids, self.laws)
+        return self.laws if width == vocab_size else F.pad(self.laws, (0, vocab_size - width))
+
+
+def draft_ids(target_ids: Callable[[Tensor], Tensor], laws: Tensor) -> Tensor | None:
+    """The target's ids [Vd] of the columns of laws [.., Vd]; null where target_ids hands its columns back."""
+    columns = torch.arange(laws.shape[-1], device=laws.device)
+    ids = target_ids(columns)
+    return None if ids is columns else ids
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,55 @@
 """The lossless choice: which drafted path the target would have written itself, and the token after it.
 
-Candidates that were picked deterministically leave one rule for greedy decoding and sampling alike. Let the target
-choose one token at every node, x_i from p(. | path to i) (its argmax at T = 0). Walk from the root: when the choice at
-a node is one of its children, go there; else the choice is the bonus token. Every token of the walk is the target's own
-choice, so the output has the target's law whatever was drafted.
+R0, greedy: the longest path of the target's argmax.
 
-At T > 0 that is the rule of EAGLE-2 and SpecInfer for point-mass candidates (accept child x with probability p(x), else
+R2, children that were picked deterministically: let the target choose one token at every node, x_i from
+p(. | path to i). Walk from the root: when the choice at a node is one of its children, go there; else the choice is the
+bonus token. Every token of the walk is the target's own choice, so the output has the target's law whatever was
+drafted. That is the rule of EAGLE-2 and SpecInfer for point-mass candidates (accept child x with probability p(x), else
 strike it out, renormalise, try its sibling, at last draw from what remains): drawing first and looking the draw up
 among the children accepts x with probability p(x), and a draw that is no child has the law of the remainder.
+
+R1, R3, R4, children that were drawn at random: `infer/rejection.py`.
 """
 
-from dataclasses import dataclass
+from typing import Literal
 
-import torch
 from torch import Tensor
 
+from infer.config import TypicalConfig
+from infer.rejection import reject
 from infer.sampling import Sampler
-from infer.tree import Tree
+from infer.tree import Proposal, Tree
+from infer.typical import accept_typical
+from infer.verdict import Verdict, deepest, ending_at
+
+__all__ = ["NOT_LOSSLESS", "Verdict", "rule_of", "verify", "walk"]
+
+Verification = Literal["R0", "R1", "R2", "R3", "R4", "typical (not lossless)"]
+NOT_LOSSLESS: Verification = "typical (not lossless)"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The accepted nodes from the root down, their tokens without the root's, and the bonus token."""
+def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
+    """The verdict for the target's logits [N, V] at every node, by the rule that the tree's children ask for.
 
-    path: list[int]
-    tokens: list[int]
-    bonus: int
+    typical, which is not lossless, replaces that rule where tokens are sampled.
+    """
+    rule = rule_of(tree.proposal, sampler, typical)
+    if rule in ("R0", "R2"):
+        return walk(tree, sampler.choose(logits))
+    if rule == NOT_LOSSLESS:
+        assert typical is not None
+        return accept_typical(tree, sampler.law(logits), typical)
+    return reject(tree, sampler.law(logits), sampler.generator)
 
-    @property
-    def accepted(self) -> int:
-        return len(self.tokens)
 
-
-def verify(tree: Tree, logits: Tensor, sampler: Sampler) -> Verdict:
-    """The verdict for the target's logits [N, V] at every node, by the rule that the tree's children ask for."""
-    return walk(tree, sampler.choose(logits))
+def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None) -> Verification:
+    """The rule that verifies a tree of this proposal under these settings."""
+    if not sampler.decoding.do_sample:
+        return "R0"
+    if typical is not None:
+        return NOT_LOSSLESS
+    return "R2" if proposal is None else proposal.rule
 
 
 def walk(tree: Tree, choice: Tensor) -> Verdict:
@@ -43,13 +58,5 @@ def walk(tree: Tree, choice: Tensor) -> Verdict:
     One device synchronisation, no loop over nodes: a node is reached when it and all its ancestors are what the target
     chose at their parents.
     """
-    refused = tree.tokens != choice[tree.parents]  # [N]
-    refused[0] = False
-    if tree.passengers is not None:
-        refused |= tree.passengers
-    reached = ~(tree.mask & refused).any(dim=1)  # [N]
-    last = torch.where(reached, tree.depth, -1).argmax()
-    row = torch.cat([tree.mask[last].to(tree.tokens.dtype), tree.tokens, choice[last][None]]).tolist()
-    count = len(tree)
-    path = [node for node in range(count) if row[node]]
-    return Verdict(path, [row[count + node] for node in path[1:]], row[-1])
+    last = deepest(tree, tree.tokens != choice[tree.parents])
+    return ending_at(tree, last, choice[last])

@@ -1,0 +1,115 @@
+"""Rejection sampling of drafts that were drawn at random: rules R1 (chain), R3 and R4 (siblings).
+
+p is the target's law at a node and q the law that the node's children were drawn from, both after the same processors.
+A child x is accepted with probability min(1, p(x) / q(x)); once it is refused, norm(max(0, p - q)) is what p still has
+to give. The output has the law p whatever q is: Leviathan et al. (arXiv 2211.17192), theorem 1; for several siblings
+SpecInfer (arXiv 2305.09781), algorithm 2, and EAGLE (arXiv 2401.15077), appendix.
+"""
+
+import torch
+from torch import Tensor
+
+from infer.sampling import draw
+from infer.tree import Tree
+from infer.verdict import Verdict, deepest, ending_at
+
+
+def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
+    """The verdict for a tree of sampled children and the target's laws p [N, V], by the rule of its proposal."""
+    assert tree.proposal is not None, "children that were not sampled are verified by walking"
+    assert tree.passengers is None, "a passenger would be taken for a sampled child"
+    q = tree.proposal.over(p.shape[-1])
+    if tree.proposal.rule == "R1":
+        return _reject_chain(tree, p, q, generator)
+    return _reject_tree(tree, p, q, generator)
+
+
+def accept_chain(p: Tensor, q: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """R1: how many of gamma tokens are accepted [..], and the law [.., V] of the token after them.
+
+    p [.., gamma + 1, V]; q [.., gamma, V]; tokens [.., gamma] drawn from q; uniform [.., gamma] in [0, 1).
+    Source: Leviathan et al. (arXiv 2211.17192), algorithm 1.
+    """
+    gamma = tokens.shape[-1]
+    taken = uniform * _of(q, tokens) < _of(p[..., :gamma, :], tokens)
+    accepted = taken.long().cumprod(-1).sum(-1)  # [..]
+    row = accepted[..., None, None].expand(*accepted.shape, 1, p.shape[-1])
+    refused = (accepted < gamma)[..., None]  # else every token was accepted, and nothing is to be subtracted
+    law = residual(p.gather(-2, row).squeeze(-2), q.gather(-2, row.clamp(max=gamma - 1)).squeeze(-2) * refused)
+    return accepted, law
+
+
+def accept_sibling(
+    p: Tensor, q: Tensor, siblings: list[Tensor], uniform: Tensor, replaced: bool
+) -> tuple[Tensor, Tensor]:
+    """R3 and R4: the rank [M] of the child that each of M nodes accepts (-1: none), and what is left of p [M, V].
+
+    p, q [M, V]; siblings[rank] [m] are the tokens drawn at that rank below the first m nodes, where m may fall from
+    rank to rank; uniform [M, K] in [0, 1). replaced: every sibling was drawn from q (R4), else without replacement
+    (R3), the token of rank i from q restricted to what ranks 0 .. i-1 left. What is left has a meaning only where no
+    child is accepted: it is the law of the token that follows.
+    """
+    p, q = p.clone(), q.clone()
+    chosen = torch.full(p.shape[:1], -1, device=p.device)
+    for rank, tokens in enumerate(siblings):
+        count = tokens.shape[0]
+        p_i, q_i = p[:count], q[:count]  # views
+        taken = uniform[:count, rank] * _of(q_i, tokens) < _of(p_i, tokens)
+        chosen[:count] = torch.where((chosen[:count] < 0) & taken, rank, chosen[:count])
+        p[:count] = residual(p_i, q_i)
+        if not replaced:
+            q[:count] = without(q_i, tokens)
+    return chosen, p
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(0, p - q)) [.., V], what a refused draw from q leaves of p.
+
+    Where rounding leaves nothing (p = q, which refuses nothing but by a float's error) it is p.
+    """
+    left = (p - q).clamp_(min=0.0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, p)
+
+
+def without(q: Tensor, tokens: Tensor) -> Tensor:
+    """q [M, V] with one token [M] struck out, renormalised; all zero where nothing else had a chance."""
+    left = q.scatter(-1, tokens[..., None], 0.0)
+    return left / left.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
+
+
+def _reject_chain(tree: Tree, p: Tensor, q: Tensor, generator: torch.Generator) -> Verdict:
+    tokens = tree.tokens[1:]
+    uniform = torch.rand(tokens.shape, generator=generator, device=p.device)
+    last, law = accept_chain(p, q[:-1], tokens, uniform)  # a chain's nodes are numbered by their depth
+    return ending_at(tree, last, draw(law[None], generator))
+
+
+def _reject_tree(tree: Tree, p: Tensor, q: Tensor, generator: torch.Generator) -> Verdict:
+    """Tries every inner node at once and reads the path off afterwards: two synchronisations in all."""
+    assert tree.proposal is not None
+    families: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        families.setdefault(parent, []).append(node)
+    parents = sorted(families, key=lambda parent: -len(families[parent]))  # the largest families first
+    most = len(families[parents[0]])
+    inner = torch.tensor(parents, device=p.device)  # [M]
+    children = [
+        torch.tensor([families[parent][rank] for parent in parents if len(families[parent]) > rank], device=p.device)
+        for rank in range(most)
+    ]
+    uniform = torch.rand(len(parents), most, generator=generator, device=p.device)
+    siblings = [tree.tokens[nodes] for nodes in children]
+    chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
+    refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
+    for rank, nodes in enumerate(children):
+        refused[nodes] = chosen[: nodes.shape[0]] != rank
+    last = deepest(tree, refused)
+    row = torch.full((len(tree),), -1, device=p.device).scatter_(0, inner, torch.arange(len(inner), device=p.device))
+    law = torch.where(row[last] >= 0, left[row[last].clamp(min=0)], p[last])  # [V]: a leaf has refused nothing
+    return ending_at(tree, last, draw(law[None], generator))
+
+
+def _of(law: Tensor, tokens: Tensor) -> Tensor:
+    """The entries [..] of laws [.., V] at tokens [..]."""
+    return law.gather(-1, tokens[..., None]).squeeze(-1)
