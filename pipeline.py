@@ -1,6 +1,6 @@
 """The whole recipe and where a run keeps its files: what the four `main.py` share.
 
-This is the one place beside them that sees every section; it imports configurations only.
+This is the one place beside them that sees every section; it imports configurations and what reads them.
 """
 
 import argparse
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.config import DataConfig, FeaturesConfig, SyntheticConfig
-from infer.config import BenchConfig, CalibrateConfig, TreeConfig
+from infer.choices import sized
+from infer.config import BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, TreeConfig
+from infer.methods import tree_of, usual_method
 from model import recipe as yaml_recipe
 from model.config import HeadConfig, TargetConfig
 from model.errors import UserError
@@ -27,13 +29,21 @@ class Recipe:
     head: HeadConfig = HeadConfig()
     features: FeaturesConfig = FeaturesConfig()
     train: TrainConfig = TrainConfig()
-    tree: TreeConfig = TreeConfig()
+    tree: TreeChanges = TreeChanges()  # of the usual method of the recipe's head, for generate and measured tau
     calibrate: CalibrateConfig | None = None
     bench: BenchConfig | None = None
     synthetic: SyntheticConfig | None = None
     output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
     seed: int = 0
+
+
+def usual(recipe: Recipe) -> tuple[MethodConfig, TreeConfig]:
+    """The usual method of the recipe's head, and its tree with what the recipe changes of it, sized."""
+    asked = MethodConfig(usual_method(recipe.head.kind), recipe.tree)
+    tree = tree_of(asked, "tree")
+    assert tree is not None, "every head has a tree"
+    return asked, sized(tree)
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,10 @@ class RunPaths:
         return self.root / "report"
 
     @property
+    def heads(self) -> Path:
+        return self.root / "heads"
+
+    @property
     def status(self) -> Path:
         return self.root / "status.json"
 
@@ -70,7 +84,7 @@ class RunPaths:
         return self.root / "state" / kind
 
     def head(self, recipe: Recipe) -> Path:
-        return Path(recipe.output) if recipe.output else self.root / "heads" / recipe.head.kind
+        return Path(recipe.output) if recipe.output else self.heads / recipe.head.kind
 
 
 def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True) -> None:
@@ -97,6 +111,11 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
         if value is not None:
             overrides.append(f"{key}={value}")
     return yaml_recipe.load(arguments.config, Recipe, overrides)
+
+
+def method_from(method: str, unknown: list[str]) -> MethodConfig:
+    """A method with what the command line changes of it (`--tree.levels 4`); UserError lists every problem."""
+    return yaml_recipe.from_overrides(MethodConfig, [f"method={method}", *_pairs(unknown)], "command line")
 
 
 def _pairs(words: list[str]) -> list[str]:

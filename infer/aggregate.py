@@ -159,9 +159,11 @@ def _identity(members: Group) -> dict[str, Any]:
     if first.tree is not None:
         # a chain has one child per node, whatever k the recipe leaves standing
         k = 1 if first.tree.shape == "chain" else first.tree.k
-        tree = {"levels": first.tree.levels, "k": k, "nodes": first.tree.nodes}
+        tree = {**first.tree.settings, "shape": first.tree.shape, "levels": first.tree.levels, "k": k}
+        tree["nodes"] = first.tree.levels + 1 if first.tree.shape == "chain" else first.tree.nodes
     return {
         "method": first.method,
+        "head": first.head,
         "task": first.task if len(tasks) == 1 else ALL_TASKS,
         "temperature": first.temperature,
         "top_k": first.top_k,

@@ -5,7 +5,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from data.progress import bar
-from infer.config import BenchConfig, BenchRow, SamplingConfig, method_of
-from infer.drafters.eagle import EagleDrafter
+from infer.choices import sized
+from infer.config import BenchConfig, MethodConfig, SamplingConfig
+from infer.decoders import Drafters, make_decoder
+from infer.drafters.lookahead import Lookahead
 from infer.engine import Generation, SpeculativeDecoder
-from infer.proposer import Drafting
+from infer.methods import tree_of
 from infer.records import Milliseconds, Record, Reference, TreeShape, line_of, read_records
-from infer.shape import make_shape
 from infer.tasks import Prompt, encode
 from infer.tree import root_only
 from model.errors import UserError
 from model.files import write_json
+from model.recipe import as_dict
 from model.target import Target
 
 REFERENCE_PROMPTS = 12
@@ -37,6 +39,7 @@ class Bench:
     target: Target
     tokenizer: Any
     decoders: list[SpeculativeDecoder]
+    kinds: list[str | None]  # of the rows' heads
     config: BenchConfig
     directory: Path
 
@@ -45,25 +48,29 @@ class Bench:
         return self.directory / "records.jsonl"
 
 
-def make_decoders(target: Target, rows: Iterable[BenchRow], load_head: Callable[[], Any]) -> list[SpeculativeDecoder]:
-    """One decoder per row; the head is loaded once, and only when a row drafts."""
-    decoders, head = [], None
-    for row in rows:
-        if row.method == "vanilla":
-            decoders.append(SpeculativeDecoder(target))
-            continue
-        if (row.method == "eagle-chain") != (row.tree.shape == "chain"):
-            raise UserError(
-                f"bench.rows: {row.method} with tree.shape {row.tree.shape}: eagle-chain is the method of shape chain"
-            )
-        head = head or load_head()
-        fitting = method_of(head.kind, row.tree.shape)
-        if row.method != fitting:
-            raise UserError(
-                f"bench.rows: method {row.method} with an {head.kind} head; with this head it is method {fitting}"
-            )
-        decoders.append(SpeculativeDecoder(target, Drafting(EagleDrafter(head, target), make_shape(row.tree))))
-    return decoders
+def make_decoders(
+    target: Target, rows: Sequence[MethodConfig], heads: Sequence[str | None]
+) -> list[SpeculativeDecoder]:
+    """One decoder per row with its head's directory; each head is loaded once."""
+    drafters = Drafters(target)
+    named = zip(rows, heads, strict=True)
+    return [make_decoder(drafters, row, head, f"bench.rows.{number}") for number, (row, head) in enumerate(named)]
+
+
+def tree_shape(row: MethodConfig) -> TreeShape | None:
+    """What a record says of a row's tree; null for vanilla."""
+    if row.method == "pld":
+        length = row.lookup.length
+        return TreeShape("lookup", length, 1, length + 1, as_dict(row.lookup))
+    if row.method == "lookahead":
+        levels, nodes = row.lookahead.ngram - 1, Lookahead(row.lookahead).max_nodes
+        return TreeShape("lookahead", levels, row.lookahead.guesses, nodes, as_dict(row.lookahead))
+    tree = tree_of(row, "bench.rows")
+    if tree is None:
+        return None
+    tree = sized(tree)
+    settings = {key: value for key, value in as_dict(tree).items() if key in ("stop", "rank", "rerank", "children")}
+    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings)
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
@@ -182,8 +189,8 @@ def _measure(bench: Bench, row: int, sampling: SamplingConfig, prompt: Prompt, i
     common: dict[str, Any] = {
         "row": row,
         "method": config.method,
-        "tree": None if config.method == "vanilla" else TreeShape(**asdict(config.tree)),
-        "verify": "R2" if sampling.temperature > 0 else "R0",
+        "head": bench.kinds[row],
+        "tree": tree_shape(config),
         **asdict(sampling),
         "task": prompt.task,
         "prompt_id": prompt.prompt_id,
@@ -204,7 +211,7 @@ def _measure(bench: Bench, row: int, sampling: SamplingConfig, prompt: Prompt, i
             timed=True,
         )
     except (UserError, RuntimeError) as error:
-        return Record(**common, status="error", message=str(error).splitlines()[0])
+        return Record(**common, verify="none", status="error", message=str(error).splitlines()[0])
     return Record(**common, **_facts(generation, bench.tokenizer))
 
 
@@ -216,6 +223,7 @@ def _facts(generation: Generation, tokenizer: Any) -> dict[str, Any]:
     texts = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in ends]
     pieces = [texts[0], *(later[len(earlier) :] for earlier, later in itertools.pairwise(texts))]
     return {
+        "verify": counted.verify,
         "new_tokens": counted.new_tokens,
         "output_ids": tuple(ids),
         "text": texts[-1],

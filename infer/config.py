@@ -5,11 +5,28 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator
 
-from model.errors import UserError
 from model.recipe import STRICT
 
-# eagle2 is EAGLE-1's head and eagle3 EAGLE-3's, both in a dynamic tree; eagle-chain is either head in a chain
-Method = Literal["vanilla", "eagle2", "eagle3", "eagle-chain"]
+# infer/methods.py says what each one is
+Method = Literal[
+    "vanilla",
+    "sps",
+    "sps-heuristic",
+    "sps-svip",
+    "sps-confidence",
+    "pld",
+    "lookahead",
+    "medusa",
+    "hydra",
+    "eagle",
+    "eagle2",
+    "eagle3",
+    "eagle-chain",
+    "deagle",
+    "svip",
+    "ddd",
+    "opt-tree",
+]
 
 
 @dataclass(frozen=True)
@@ -215,33 +232,20 @@ class TypicalConfig:
             raise ValueError("typical acceptance needs 0 <= epsilon < 1 and delta >= 0")
 
 
-def default_tree(kind: str) -> TreeConfig:
-    """The published tree for a kind of head: 6 levels for EAGLE-2, 8 for EAGLE-3; 60 nodes, k 10."""
-    return TreeConfig(levels=8 if kind == "eagle3" else 6)
+@dataclass(frozen=True)
+class TreeChanges:
+    """What differs from a method's published tree; the keys are TreeConfig's, null: as published."""
 
-
-def method_of(kind: str, shape: str) -> Method:
-    """The name of decoding with a kind of head in a tree of this shape."""
-    if shape == "chain":
-        return "eagle-chain"
-    return "eagle3" if kind == "eagle3" else "eagle2"
-
-
-def chosen(asked: Method | None, kind: str, tree: TreeConfig | None) -> tuple[Method, TreeConfig]:
-    """The method and tree for a kind of head: those asked for, the usual ones for null.
-
-    UserError for a method of another kind of head.
-    """
-    tree = tree or default_tree(kind)
-    if asked == "eagle-chain":
-        tree = TreeConfig(shape="chain", levels=tree.levels, nodes=tree.levels + 1)
-    method = method_of(kind, tree.shape)
-    if asked not in (None, method):
-        raise UserError(
-            f"--method {asked}: an {kind} head in a {tree.shape} tree is {method}; "
-            f"give another --head or tree.shape, or leave --method out"
-        )
-    return method, tree
+    __pydantic_config__ = STRICT
+    shape: Literal["dynamic", "chain", "static"] | None = None
+    levels: int | None = None
+    k: int | None = None
+    nodes: int | None = None
+    stop: StopConfig | None = None
+    rank: Literal["survival", "confidence"] | None = None
+    rerank: bool | None = None
+    children: Literal["best", "sampled", "replaced"] | None = None
+    choices: str | tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -297,12 +301,16 @@ class LookaheadConfig:
 
 
 @dataclass(frozen=True)
-class BenchRow:
-    """One row of the table: a method with its tree."""
+class MethodConfig:
+    """One way of decoding: a method by its name, and what differs from its published form."""
 
     __pydantic_config__ = STRICT
     method: Method
-    tree: TreeConfig = TreeConfig()
+    tree: TreeChanges = TreeChanges()
+    head: str | None = None  # a head's directory or Hub id; null: the run's own of a kind that the method drafts with
+    lookup: PromptLookupConfig = PromptLookupConfig()  # of pld
+    lookahead: LookaheadConfig = LookaheadConfig()
+    typical: TypicalConfig | None = None  # in place of a lossless rule where tokens are sampled: NOT lossless
 
 
 @dataclass(frozen=True)
@@ -321,7 +329,7 @@ class BenchConfig:
 
     __pydantic_config__ = STRICT
     prompts: PromptsConfig
-    rows: tuple[BenchRow, ...]
+    rows: tuple[MethodConfig, ...]
     sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)
     warmup_prompts: int = 2
     reference: bool = True  # also time transformers' generate and the bare forwards
@@ -337,5 +345,6 @@ class CalibrateConfig:
 
     __pydantic_config__ = STRICT
     prompts: PromptsConfig
-    tree: TreeConfig = TreeConfig()
+    method: Method | None = None  # null: the usual one of the recipe's head
+    tree: TreeChanges = TreeChanges()
     bins: int = 20

@@ -7,7 +7,6 @@ so that a speedup compares nothing but drafting.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +14,14 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from infer.cached_lm import CachedLM
-from infer.config import TreeConfig, TypicalConfig, default_tree
-from infer.drafters.eagle import EagleDrafter
-from infer.proposer import Cycle, Drafting, Proposer
+from infer.config import TreeConfig, TypicalConfig
+from infer.proposer import Cycle, Proposer
 from infer.sampling import Decoding, Sampler, resolve
-from infer.shape import make_shape
 from infer.tree import Tree, root_only
-from infer.verify import NOT_LOSSLESS, Verdict, verify
-from model.checkpoint import Head, check_fits, load_head
+from infer.verify import Verdict, rule_of, verify
 from model.config import TargetConfig
 from model.errors import UserError
-from model.heads.eagle3 import Eagle3Head
-from model.target import Target, default_taps
+from model.target import Target
 
 
 @dataclass
@@ -37,6 +32,7 @@ class Statistics:
     decoding: dict[str, Any]
     cycle_tokens: list[int] = field(default_factory=list)  # new tokens per cycle, bonus included
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
+    verify: str = "R0"  # the rule that judged the drafts (infer/verify.py); R0 or R2 where nothing was drafted
     draft_forwards: int = 0
     draft_forwards_wasted: int = 0  # levels drafted beyond the accepted length
     draft_nodes: int = 0
@@ -96,13 +92,15 @@ class SpeculativeDecoder:
         device_map: str | None = None,
         device: str | None = None,
     ) -> "SpeculativeDecoder":
-        """A decoder for a target (local directory, Hub id or loaded Target) and a head directory; no head: vanilla."""
+        """A decoder for a target (local directory, Hub id or loaded Target) and a head directory; no head: vanilla.
+
+        tree: null is the published one of the head's usual method; infer.decoders has all methods.
+        """
+        from infer.decoders import usual_decoder  # it builds on this module
+
         if isinstance(target, str):
             target = Target.load(TargetConfig(path=target, dtype=dtype, device_map=device_map), device)  # type: ignore[arg-type]
-        if head is None:
-            return cls(target)
-        module = load_head_for(target, head)
-        return cls(target, Drafting(EagleDrafter(module, target), make_shape(tree or default_tree(module.kind))))
+        return usual_decoder(target, head, tree)
 
     @torch.inference_mode()
     def generate(
@@ -179,9 +177,7 @@ class _Run:
         self.sampler = Sampler(decoding, generator)
         self.typical = decoder.typical
         self.clock = Clock(prompt.device if timed else None)
-        self.statistics = Statistics(prompt.shape[0], decoding.as_dict())
-        if self.typical is not None and decoding.do_sample:
-            self.statistics.decoding["verify"] = NOT_LOSSLESS
+        self.statistics = Statistics(prompt.shape[0], decoding.as_dict(), verify=rule_of(None, self.sampler))
         self.answer: list[int] = []
         self.done = False
         self._root = prompt[-1:]
@@ -244,6 +240,8 @@ class _Run:
 
     def _count(self, tree: Tree, verdict: Verdict, taken: list[int]) -> None:
         statistics = self.statistics
+        if len(tree) > 1:
+            statistics.verify = rule_of(tree.proposal, self.sampler, self.typical)
         statistics.cycle_tokens.append(len(taken))
         statistics.accepted.append(min(verdict.accepted, len(taken)))
         statistics.draft_forwards += tree.draft_forwards
@@ -278,26 +276,7 @@ class Clock:
         ms["wall"] = 1000 * (self._last - self._began)
 
 
-def load_head_for(target: Target, head: str) -> Head:
-    """The head in a directory, checked against the target, in its dtype, on the device of its LM head.
-
-    A published EAGLE-3 head that names no taps has the default ones.
-    """
-    published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
-    module = load_head(Path(head), dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
-    check_fits(module, target.ends, head, target.recipe.path)
-    if isinstance(module, Eagle3Head):
-        taps = module.config.after_blocks
-        if max(taps) >= target.num_blocks:
-            raise UserError(
-                f"{head}: reads the target's states after blocks {taps}, and {target.recipe.path} has "
-                f"{target.num_blocks} blocks; give the target it was trained for"
-            )
-        module.vocabulary.check_ends(_end_ids(target), head)
-    return module.to(target.device).eval().requires_grad_(False)
-
-
-def _end_ids(target: Target) -> list[int]:
+def end_ids(target: Target) -> list[int]:
     """The tokens at which the target's answers end."""
     ends = target.generation_config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -11,7 +12,9 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import pipeline
 from data.inputs import target_inputs
 from data.provenance import Stage, with_status
-from infer.config import BenchConfig, CalibrateConfig, Method, PromptsConfig, TreeConfig, chosen
+from infer.config import BenchConfig, Method, MethodConfig, PromptsConfig
+from infer.heads import find_head, kind_at
+from infer.methods import METHODS, check_kind, tree_of, usual_method
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
 from model.files import file_digest, read_json, write_json
@@ -20,6 +23,9 @@ from model.recipe import as_dict
 if TYPE_CHECKING:
     from infer.engine import SpeculativeDecoder
     from model.target import Target
+
+
+HEAD_FILES = ("config.json", "model.safetensors")
 
 
 def main() -> int:
@@ -34,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="stream an answer; accepted draft tokens are green")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
-    generate.add_argument("--method", choices=get_args(Method), help="default: eagle2 or eagle3, as the head is")
+    generate.add_argument("--method", choices=get_args(Method), help="default: the usual one of the head")
     generate.add_argument("--max-new-tokens", type=int)
     generate.add_argument("--temperature", type=float)
     generate.add_argument("--top-k", type=int)
@@ -54,15 +60,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
-    target_config, tree, head, threads = _generation(arguments, unknown)
-    method, tree = _method(arguments.method, head, tree)
+    target_config, asked, head, threads = _generation(arguments, unknown)
+    tree = tree_of(asked, "tree")
     if arguments.plan:
-        print(f"generate: {target_config.path}, {method} with {head}, {as_dict(tree)}")
+        print(
+            f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {as_dict(tree) if tree else ''}"
+        )
         return 0
     _prepare(threads)
     import torch
 
-    from infer.engine import SpeculativeDecoder
+    from infer.decoders import Drafters, make_decoder
     from infer.hardware import default_device
     from infer.stream import ColouredStreamer, TreePrinter
     from infer.tasks import encode
@@ -70,7 +78,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
     target = Target.load(target_config, default_device())
     tokenizer = load_tokenizer(target_config)
-    decoder = SpeculativeDecoder.from_pretrained(target, None if method == "vanilla" else str(head), tree=tree)
+    decoder = make_decoder(Drafters(target), asked, head, "--method")
     if arguments.raw:
         ids = torch.tensor([tokenizer(arguments.prompt)["input_ids"]], device=target.device)
     else:
@@ -92,36 +100,39 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     return 0
 
 
-def _method(asked: Method | None, head: Path, tree: TreeConfig | None) -> tuple[Method, TreeConfig]:
-    """The method and its tree, as asked or as the head is."""
-    if asked == "vanilla":
-        return asked, tree or TreeConfig()
-    from model.checkpoint import kind_of
-
-    config = head / "config.json"
-    if not config.is_file():
-        raise UserError(f"{config}: no such file; train the head with: accelerate launch train/main.py --config RECIPE")
-    return chosen(asked, kind_of(read_json(config), config), tree)
-
-
 def _generation(
     arguments: argparse.Namespace, unknown: list[str]
-) -> tuple[TargetConfig, TreeConfig | None, Path, int | None]:
-    """Target, tree (None: the head's usual), head and threads from a recipe, or from --target and --head alone."""
+) -> tuple[TargetConfig, MethodConfig, str | None, int | None]:
+    """Target, method, head and threads from a recipe, or from --target and --head alone."""
     if arguments.config is not None:
         recipe = pipeline.load(arguments, unknown)
-        return (
-            recipe.target,
-            recipe.tree,
-            arguments.head or pipeline.RunPaths(Path(recipe.run)).head(recipe),
-            recipe.threads,
+        paths = pipeline.RunPaths(Path(recipe.run))
+        asked = MethodConfig(arguments.method or usual_method(recipe.head.kind), recipe.tree)
+        if arguments.head is None and recipe.head.kind in METHODS[asked.method].heads:
+            return recipe.target, asked, _present(paths.head(recipe)), recipe.threads
+        found = find_head(asked, paths.heads, recipe.head.kind, arguments.head, "--method")
+        return recipe.target, asked, found, recipe.threads
+    if arguments.target is None or (arguments.head is None and (arguments.method is None or _heads(arguments.method))):
+        raise UserError(
+            "generate needs --config RECIPE, or --target and --head (or --method vanilla, pld or lookahead)"
         )
-    if arguments.target is None or (arguments.head is None and arguments.method != "vanilla"):
-        raise UserError("generate needs --config RECIPE, or --target and --head (or --method vanilla)")
-    if unknown:
-        raise UserError(f"{unknown[0]}: overrides need a recipe: give --config")
+    method = arguments.method or usual_method(kind_at(arguments.head))
+    asked = pipeline.method_from(method, unknown)
     config = TargetConfig(arguments.target, dtype=arguments.dtype or "auto", device_map=arguments.device_map)
-    return config, None, arguments.head or Path(), None
+    if arguments.head is not None and _heads(method):
+        check_kind(method, kind_at(arguments.head), "--method")
+        return config, asked, str(arguments.head), None
+    return config, asked, None, None
+
+
+def _heads(method: Method) -> tuple[str, ...]:
+    return METHODS[method].heads
+
+
+def _present(head: Path) -> str:
+    """The head's directory; UserError when there is none."""
+    kind_at(head)
+    return str(head)
 
 
 def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
@@ -129,25 +140,28 @@ def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = recipe.calibrate
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'calibrate'; add one with prompts: {{path: ...}}")
-    _check_inputs(recipe, head, section.prompts)
+    asked = MethodConfig(section.method or usual_method(recipe.head.kind), section.tree)
+    tree = tree_of(asked, "calibrate.tree")
+    used = _head_of(asked, recipe, paths, head, "calibrate")
+    _check_inputs(recipe, [used], section.prompts)
     stage = Stage(
-        "calibration", paths.calibration, _inputs(recipe, head, {"calibrate": as_dict(section)}, section.prompts)
+        "calibration", paths.calibration, _inputs(recipe, [used], {"calibrate": as_dict(section)}, section.prompts)
     )
     if arguments.plan:
         print(
             f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
-            f"{as_dict(section.tree)} -> {paths.calibration}"
+            f"{asked.method}, {as_dict(tree) if tree else 'no tree'} -> {paths.calibration}"
         )
         return 0
     if stage.is_whole():
         print(f"calibrate: whole, reused ({paths.calibration})")
         return 0
     stage.require_own_directory(arguments.overwrite)
-    return with_status(paths.status, "calibrate", lambda: _measure_calibration(recipe, section, stage, head))
+    return with_status(paths.status, "calibrate", lambda: _measure_calibration(recipe, asked, stage, used))
 
 
 def _measure_calibration(
-    recipe: pipeline.Recipe, section: CalibrateConfig, stage: Stage, head: Path
+    recipe: pipeline.Recipe, asked: MethodConfig, stage: Stage, head: str | None
 ) -> tuple[str, int]:
     _prepare(recipe.threads)
     from data.progress import bar
@@ -156,8 +170,10 @@ def _measure_calibration(
     from infer.records import write_cycles
     from infer.tasks import encode, load_prompts
 
+    section = recipe.calibrate
+    assert section is not None
     prompts = load_prompts(section.prompts)
-    target, tokenizer, decoder = _decoder(recipe, head, section.tree)
+    target, tokenizer, decoder = _decoder(recipe, asked, head)
     collector = NodeCollector()
     with bar(len(prompts), "prompts", "calibrate") as progress:
         for collector.prompt, prompt in enumerate(prompts):
@@ -181,14 +197,15 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = recipe.bench
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'bench'; add one with prompts and rows")
-    drafts = any(row.method != "vanilla" for row in section.rows)
-    _check_inputs(recipe, head if drafts else None, section.prompts)
+    heads = []
+    for number, row in enumerate(section.rows):
+        tree_of(row, f"bench.rows.{number}")
+        heads.append(_head_of(row, recipe, paths, head, f"bench.rows.{number}"))
+    _check_inputs(recipe, heads, section.prompts)
     stage = Stage(
         "bench",
         paths.bench,
-        _inputs(
-            recipe, head if drafts else None, {"bench": as_dict(section), "threads": recipe.threads}, section.prompts
-        ),
+        _inputs(recipe, heads, {"bench": as_dict(section), "threads": recipe.threads}, section.prompts),
     )
     answers = (section.prompts.num_prompts or 0) * len(section.rows) * len(section.sampling)
     if arguments.plan:
@@ -202,13 +219,14 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
         return 0
     stage.require_own_directory(arguments.overwrite)
     _begin_bench(stage, arguments.overwrite)
-    return with_status(paths.status, "bench", lambda: _measure_bench(recipe, section, stage, head))
+    return with_status(paths.status, "bench", lambda: _measure_bench(recipe, section, stage, heads))
 
 
-def _measure_bench(recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, head: Path) -> tuple[str, int]:
+def _measure_bench(
+    recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, heads: list[str | None]
+) -> tuple[str, int]:
     _prepare(recipe.threads)
     from infer.bench import Bench, make_decoders, measure_reference, run
-    from infer.engine import load_head_for
     from infer.hardware import default_device, describe
     from infer.records import line_of
     from infer.tasks import load_prompts
@@ -217,8 +235,9 @@ def _measure_bench(recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, 
 
     prompts = load_prompts(section.prompts)
     target = Target.load(recipe.target, default_device())
-    decoders = make_decoders(target, section.rows, lambda: load_head_for(target, str(head)))
-    bench = Bench(target, load_tokenizer(recipe.target), decoders, section, stage.output)
+    decoders = make_decoders(target, section.rows, heads)
+    kinds = [None if head is None else kind_at(Path(head)) for head in heads]
+    bench = Bench(target, load_tokenizer(recipe.target), decoders, kinds, section, stage.output)
     records = run(bench, prompts, recipe.seed)
     if section.reference:
         reference, records = measure_reference(bench, prompts, records)
@@ -305,32 +324,41 @@ def _recipe(arguments: argparse.Namespace, unknown: list[str]) -> tuple[pipeline
     return recipe, paths, arguments.head or paths.head(recipe)
 
 
+def _head_of(
+    asked: MethodConfig, recipe: pipeline.Recipe, paths: pipeline.RunPaths, head: Path, place: str
+) -> str | None:
+    """The head that a row drafts with: the recipe's own (or --head) where its kind fits, else the run's of that kind."""
+    if asked.head is None and recipe.head.kind in METHODS[asked.method].heads and head == paths.head(recipe):
+        return _present(head)
+    given = None if head == paths.head(recipe) else head
+    return find_head(asked, paths.heads, recipe.head.kind, given, place)
+
+
 def _inputs(
-    recipe: pipeline.Recipe, head: Path | None, sections: dict[str, Any], prompts: PromptsConfig
+    recipe: pipeline.Recipe, heads: Sequence[str | None], sections: dict[str, Any], prompts: PromptsConfig
 ) -> dict[str, Any]:
     """Everything that a measurement depends on, by content."""
-    weights = {} if head is None else {name: file_digest(head / name) for name in ("config.json", "model.safetensors")}
+    used = [Path(head) for head in dict.fromkeys(heads) if head is not None]
     return {
         "target": target_inputs(recipe.target),
-        "head": weights,
+        "head": [{name: file_digest(head / name) for name in HEAD_FILES} for head in used],
         **sections,
         "prompts": file_digest(Path(prompts.path)),
         "seed": recipe.seed,
     }
 
 
-def _check_inputs(recipe: pipeline.Recipe, head: Path | None, prompts: PromptsConfig) -> None:
+def _check_inputs(recipe: pipeline.Recipe, heads: Sequence[str | None], prompts: PromptsConfig) -> None:
     """Everything that can be refused before torch is imported."""
     target_inputs(recipe.target)
     if not Path(prompts.path).is_file():
         raise UserError(f"{prompts.path}: no such file of prompts")
-    if head is None:
-        return
-    for name in ("config.json", "model.safetensors"):
-        if not (head / name).is_file():
-            raise UserError(
-                f"{head / name}: no such file; train the head with: accelerate launch train/main.py --config RECIPE"
-            )
+    for head in heads:
+        for name in HEAD_FILES if head is not None else ():
+            if not (Path(str(head)) / name).is_file():
+                raise UserError(
+                    f"{head}/{name}: no such file; train the head with: accelerate launch train/main.py --config RECIPE"
+                )
 
 
 def _prepare(threads: int | None) -> None:
@@ -349,13 +377,15 @@ def _prepare(threads: int | None) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
 
 
-def _decoder(recipe: pipeline.Recipe, head: Path, tree: TreeConfig) -> "tuple[Target, Any, SpeculativeDecoder]":
-    from infer.engine import SpeculativeDecoder
+def _decoder(
+    recipe: pipeline.Recipe, asked: MethodConfig, head: str | None
+) -> "tuple[Target, Any, SpeculativeDecoder]":
+    from infer.decoders import Drafters, make_decoder
     from infer.hardware import default_device
     from model.target import Target, load_tokenizer
 
     target = Target.load(recipe.target, default_device())
-    return target, load_tokenizer(recipe.target), SpeculativeDecoder.from_pretrained(target, str(head), tree=tree)
+    return target, load_tokenizer(recipe.target), make_decoder(Drafters(target), asked, head, "calibrate")
 
 
 def _print_statistics(statistics: Any) -> None:

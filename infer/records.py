@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,13 +22,14 @@ CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The tree of one row; nodes count the root."""
+    """The tree of one row; nodes count the root. `settings` is what else its method was given, published values too."""
 
     __pydantic_config__ = STRICT
-    shape: Literal["dynamic", "chain"]
+    shape: Literal["dynamic", "chain", "static", "lookup", "lookahead"]
     levels: int
     k: int
     nodes: int
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Record:
     row: int  # position in the recipe's bench.rows
     method: str
     tree: TreeShape | None  # null: vanilla
-    verify: str  # R0 (argmax) or R2 (sampling over deterministic children)
+    verify: str  # R0 to R4, or that it was not lossless (infer/verify.py)
     temperature: float
     top_k: int
     top_p: float
     task: str
     prompt_id: str
+    head: str | None = None  # the kind of head that drafted
     prompt_tokens: int = 0
     prompt_ids: tuple[int, ...] = ()
     prompt_text: str | None = None  # shown above the sample outputs when given

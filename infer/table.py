@@ -20,13 +20,21 @@ CSV_COLUMNS = (
 
 
 def tree_text(row: dict[str, Any]) -> str:
-    """'6 levels, k 8, 16 nodes', '5 levels, chain', or a dash for vanilla."""
+    """'6 levels, k 8, 16 nodes', '5 levels, chain', '63 nodes, static', ...; a dash for vanilla."""
     tree = row["tree"]
     if tree is None:
         return NOTHING
-    if tree["k"] == 1:
-        return f"{tree['levels']} levels, chain"
-    return f"{tree['levels']} levels, k {tree['k']}, {tree['nodes']} nodes"
+    levels = f"{tree['levels']} levels"
+    match tree.get("shape", "dynamic"):
+        case "chain":
+            return f"{levels}, chain"
+        case "static":
+            return f"{levels}, static, {tree['nodes']} nodes"
+        case "lookup":
+            return f"n-grams up to {tree['longest_ngram']}, {tree['levels']} tokens"
+        case "lookahead":
+            return f"N {tree['ngram']}, W {tree['window']}, G {tree['guesses']}"
+    return f"{levels}, k {tree['k']}, {tree['nodes']} nodes"
 
 
 def sampling_text(row: dict[str, Any]) -> str:

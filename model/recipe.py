@@ -47,6 +47,15 @@ def load(path: Path, schema: type[T], overrides: list[str]) -> T:
     return validate(values, schema, str(path), lines)
 
 
+def from_overrides(schema: type[T], overrides: list[str], source: str) -> T:
+    """A section made of `key=value` overrides alone; UserError lists every problem."""
+    values: dict[str, Any] = {}
+    lines: dict[str, str] = {}
+    for override in overrides:
+        _apply(override, values, lines, schema)
+    return validate(values, schema, source, lines)
+
+
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's mapping and, for each dotted key, 'file:line'."""
     try:

@@ -249,21 +249,20 @@ def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
     if is_lm:
         return distilled_lm_job(source, frame)
     measure = partial(_measured_tau, setting, source) if measured and not is_plan else None
-    return draft_head_job(source, frame, recipe.tree.levels, measure)
+    return draft_head_job(source, frame, pipeline.usual(recipe)[1].levels, measure)
 
 
 def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
     """A function of the module that decodes held-out prompts greedily, a share of them in each process."""
     import torch
 
-    from infer.drafters.eagle import EagleDrafter
+    from infer.decoders import drafting, make_drafter
     from infer.engine import SpeculativeDecoder
-    from infer.proposer import Drafting
-    from infer.shape import make_shape
     from train.metrics import all_reduce
 
     config, target = setting.recipe.train, source.target
     assert target is not None
+    _, tree = pipeline.usual(setting.recipe)
     context = getattr(source.text_config, "max_position_embeddings", None) or head.config.max_position_embeddings
     room = min(context, head.config.max_position_embeddings) - config.measure_new_tokens
     prompts = list(islice(_openings(source.held_out, room), config.measure_prompts))
@@ -274,8 +273,7 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
         )
 
     def measure(module: Any) -> dict[str, float]:
-        drafter = EagleDrafter(_head_in(module), target)
-        decoder = SpeculativeDecoder(target, Drafting(drafter, make_shape(setting.recipe.tree)))
+        decoder = SpeculativeDecoder(target, drafting(make_drafter(_head_in(module), target), tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[_rank() :: _world_size()]:
             prompt = torch.tensor([ids], device=target.device)

@@ -1,0 +1,110 @@
+"""Decoders by the name of their method: the head is loaded and checked, and put into its tree."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from infer.config import MethodConfig, TreeConfig
+from infer.drafters.draft_lm import DraftLMDrafter, load_draft_lm
+from infer.drafters.eagle import EagleDrafter
+from infer.drafters.hydra import HydraDrafter
+from infer.drafters.lookahead import Lookahead
+from infer.drafters.medusa import MedusaDrafter, check_level
+from infer.drafters.prompt_lookup import PromptLookup
+from infer.engine import SpeculativeDecoder, end_ids
+from infer.heads import kind_at
+from infer.methods import check_kind, tree_of, usual_method
+from infer.proposer import CachedDrafter, Drafting, Proposer
+from infer.shape import make_shape
+from model.checkpoint import Head, check_fits, load_head
+from model.errors import UserError
+from model.heads.eagle3 import Eagle3Head
+from model.target import Target, default_taps
+
+Making = Callable[[], CachedDrafter]
+
+
+class Drafters:
+    """Loads each head directory once for one target, and makes a drafter of it for every decoder."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._makers: dict[str, Making] = {}
+
+    def of(self, head: str) -> CachedDrafter:
+        """A new drafter with the head in a directory or on the Hub."""
+        if head not in self._makers:
+            self._makers[head] = self._maker(head)
+        return self._makers[head]()
+
+    def _maker(self, head: str) -> Making:
+        if kind_at(Path(head)) == "draft_lm":
+            draft = load_draft_lm(self.target, head).draft
+            return lambda: DraftLMDrafter(draft, self.target)
+        module = load_head_for(self.target, head)
+        return lambda: make_drafter(module, self.target)
+
+
+def make_drafter(module: Head, target: Target) -> CachedDrafter:
+    """The drafter of a loaded head."""
+    if module.kind == "medusa":
+        return MedusaDrafter(module)
+    if module.kind == "hydra":
+        return HydraDrafter(module, target)
+    return EagleDrafter(module, target)
+
+
+def make_decoder(
+    drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method"
+) -> SpeculativeDecoder:
+    """A decoder for a method as the recipe has it at this place; head: the directory, null where it needs none."""
+    target, tree = drafters.target, tree_of(asked, place)
+    if asked.method == "vanilla":
+        return SpeculativeDecoder(target)
+    proposer: Proposer
+    if asked.method == "pld":
+        proposer = PromptLookup(asked.lookup)
+    elif asked.method == "lookahead":
+        proposer = Lookahead(asked.lookahead)
+    else:
+        if head is None or tree is None:
+            raise UserError(f"{place}: {asked.method} needs a head; give --head")
+        check_kind(asked.method, kind_at(Path(head)), place)
+        proposer = drafting(drafters.of(head), tree)
+    return SpeculativeDecoder(target, proposer, asked.typical)
+
+
+def usual_decoder(target: Target, head: str | None, tree: TreeConfig | None) -> SpeculativeDecoder:
+    """A decoder with a head in this tree (null: the published one of its kind's usual method); no head: vanilla."""
+    if head is None:
+        return SpeculativeDecoder(target)
+    tree = tree or tree_of(MethodConfig(usual_method(kind_at(Path(head)))), "tree")
+    assert tree is not None, "every head has a tree"
+    return SpeculativeDecoder(target, drafting(Drafters(target).of(head), tree))
+
+
+def drafting(drafter: CachedDrafter, tree: TreeConfig) -> Drafting:
+    """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft."""
+    shape = make_shape(tree)
+    if isinstance(drafter, MedusaDrafter | HydraDrafter):
+        check_level(shape.levels - 1, drafter.head.config.num_heads)
+    return Drafting(drafter, shape)
+
+
+def load_head_for(target: Target, head: str) -> Head:
+    """The head in a directory, checked against the target, in its dtype, on the device of its LM head.
+
+    A published EAGLE-3 head that names no taps has the default ones.
+    """
+    published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
+    module = load_head(Path(head), dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
+    check_fits(module, target.ends, head, target.recipe.path)
+    if isinstance(module, Eagle3Head):
+        taps = module.config.after_blocks
+        if max(taps) >= target.num_blocks:
+            raise UserError(
+                f"{head}: reads the target's states after blocks {taps}, and {target.recipe.path} has "
+                f"{target.num_blocks} blocks; give the target it was trained for"
+            )
+        module.vocabulary.check_ends(end_ids(target), head)
+    return cast(Head, module.to(target.device).eval().requires_grad_(False))

@@ -1,0 +1,61 @@
+"""Which head a method drafts with, before anything is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+from infer.config import MethodConfig
+from infer.methods import METHODS, check_kind
+from model.errors import UserError
+from model.files import read_json
+
+CONFIG = "config.json"
+
+
+def kind_at(head: Path) -> str:
+    """The kind of the head in a directory; UserError where there is none.
+
+    A directory that transformers itself would load as a causal LM is a draft LM.
+    """
+    path = head / CONFIG
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; train the head with: accelerate launch train/main.py --config RECIPE")
+    values: Any = read_json(path)
+    if isinstance(values, dict) and "aerie_kind" not in values and _is_causal_lm(values):
+        return "draft_lm"
+    from model.checkpoint import kind_of  # torch: only where a head is told by its contents
+
+    return kind_of(values, path)
+
+
+def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | None, place: str) -> str | None:
+    """The head of a method: its own, else `given` where its kind fits, else a run's under heads/KIND; null: needs none.
+
+    Of two kinds that fit, the preferred one comes first. UserError, naming the place in the recipe, when none is there.
+    """
+    kinds = METHODS[asked.method].heads
+    if not kinds:
+        if asked.head is not None:
+            check_kind(asked.method, "draft", place)
+        return None
+    if asked.head is not None:
+        check_kind(asked.method, kind_at(Path(asked.head)), f"{place}: {asked.head}")
+        return asked.head
+    if given is not None and kind_at(given) in kinds:
+        return str(given)
+    ordered = sorted(kinds, key=lambda kind: kind != preferred)
+    found = next((heads / kind for kind in ordered if (heads / kind / CONFIG).is_file()), None)
+    if found is not None:
+        return str(found)
+    if given is not None:
+        check_kind(asked.method, kind_at(given), f"{place}: {given}")
+    raise UserError(
+        f"{place}: {asked.method} drafts with a head of kind {' or '.join(kinds)}, and {heads / ordered[0]} holds none; "
+        f"train one with: accelerate launch train/main.py --config RECIPE, or give --head"
+    )
+
+
+def _is_causal_lm(values: dict[str, Any]) -> bool:
+    names = values.get("architectures") or []
+    return (
+        any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names) and "draft_vocab_size" not in values
+    )

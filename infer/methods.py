@@ -1,0 +1,129 @@
+"""Every method by its name: the kinds of head that it drafts with, and its published tree."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from infer.config import (
+    ConfidenceConfig,
+    EntropyConfig,
+    HeuristicConfig,
+    MarginalGainConfig,
+    Method,
+    MethodConfig,
+    ProbabilitySumConfig,
+    TreeChanges,
+    TreeConfig,
+    VoteConfig,
+)
+from model.errors import UserError
+
+
+@dataclass(frozen=True)
+class Published:
+    """A method as its source has it. heads: the kinds that it drafts with, none: it needs no head; tree: null where it
+    guesses without one."""
+
+    heads: tuple[str, ...] = ()
+    tree: TreeConfig | None = None
+
+
+EAGLE = ("eagle1", "eagle3")
+MEDUSA_TREE = TreeConfig(shape="static", choices="medusa63", children="best")
+METHODS: dict[Method, Published] = {
+    "vanilla": Published(),
+    # a constant of 5 and caps of 40 are SVIP's (arXiv 2411.18462), 20 is transformers'
+    "sps": Published(("draft_lm",), TreeConfig(shape="chain", levels=5)),
+    "sps-heuristic": Published(("draft_lm",), TreeConfig(shape="chain", levels=40, stop=HeuristicConfig())),
+    "sps-svip": Published(("draft_lm",), TreeConfig(shape="chain", levels=40, stop=EntropyConfig())),
+    "sps-confidence": Published(("draft_lm",), TreeConfig(shape="chain", levels=20, stop=ConfidenceConfig())),
+    "pld": Published(),
+    "lookahead": Published(),
+    "medusa": Published(("medusa",), MEDUSA_TREE),
+    "hydra": Published(("hydra",), MEDUSA_TREE),
+    "eagle": Published(("eagle1",), TreeConfig(shape="static", choices="eagle1")),
+    "eagle2": Published(("eagle1",), TreeConfig(levels=6)),
+    "eagle3": Published(("eagle3",), TreeConfig(levels=8)),
+    "eagle-chain": Published(EAGLE, TreeConfig(shape="chain", levels=5)),
+    # rules that end the tree of EAGLE-2 or EAGLE-3: DEAGLE (section 4.1), SVIP (table 2), DDD (max 11), OPT-Tree
+    "deagle": Published(EAGLE, TreeConfig(levels=8, stop=VoteConfig())),
+    "svip": Published(EAGLE, TreeConfig(levels=8, stop=EntropyConfig())),
+    "ddd": Published(EAGLE, TreeConfig(levels=11, stop=ProbabilitySumConfig())),
+    "opt-tree": Published(EAGLE, TreeConfig(levels=9, k=59, stop=MarginalGainConfig())),
+}
+USUAL: dict[str, Method] = {
+    "eagle1": "eagle2",
+    "eagle3": "eagle3",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "draft_lm": "sps",
+}
+FREE: tuple[Method, ...] = ("eagle-chain", "eagle")  # any stop rule keeps the name
+OF_OTHER_SHAPES = {
+    "chain": ("k", "nodes", "rank", "rerank", "choices"),
+    "static": ("levels", "k", "nodes", "rank", "rerank"),
+    "dynamic": ("choices",),
+}
+
+
+def usual_method(kind: str) -> Method:
+    """How a head of this kind usually decodes; UserError for a kind that does not."""
+    if kind not in USUAL:
+        raise UserError(f"a head of kind {kind!r} does not draft; kinds that do: {', '.join(USUAL)}")
+    return USUAL[kind]
+
+
+def tree_of(asked: MethodConfig, place: str) -> TreeConfig | None:
+    """The method's published tree with what the recipe changes of it; null for a method that grows none.
+
+    What belongs to another shape (a chain's k) is not looked at. UserError, which names the place in the recipe, when
+    the changes make another method of it.
+    """
+    published = METHODS[asked.method].tree
+    changes = _set(asked.tree)
+    if published is None:
+        if changes:
+            raise UserError(f"{place}: {asked.method} grows no tree; leave {', '.join(changes)} out")
+        return None
+    shape = changes.get("shape", published.shape)
+    if shape != published.shape:
+        raise UserError(f"{place}: {asked.method} drafts a {published.shape} tree, not a {shape} one")
+    changes = {key: value for key, value in changes.items() if key not in OF_OTHER_SHAPES[shape]}
+    rule = changes["stop"].rule if "stop" in changes else published.stop.rule
+    if rule != published.stop.rule and asked.method not in FREE:
+        others = [name for name, each in METHODS.items() if _alike(each, published, rule)]
+        fix = f"that is method {' or '.join(others)}" if others else f"leave tree.stop.rule {published.stop.rule}"
+        raise UserError(f"{place}: {asked.method} with the stop rule {rule}: {fix}")
+    if changes.get("rerank") is False and "nodes" not in changes:
+        changes["nodes"] = changes.get("k", published.k) * changes.get("levels", published.levels) + 1
+    if asked.method == "opt-tree" and "nodes" in changes and "k" not in changes:
+        changes["k"] = changes["nodes"] - 1  # its frontier is as wide as its budget
+    try:
+        return replace(published, **changes)
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from error
+
+
+def check_kind(method: Method, kind: str, place: str) -> None:
+    """UserError, which names the place, when the method does not draft with this kind of head."""
+    heads = METHODS[method].heads
+    if kind in heads:
+        return
+    if not heads:
+        raise UserError(f"{place}: {method} needs no head; leave it out")
+    article = "an" if kind[0] in "aeiou" else "a"
+    raise UserError(
+        f"{place}: {method} drafts with {' or '.join(heads)}, and this is {article} {kind} head; "
+        f"give another head, or method {USUAL.get(kind, 'vanilla')}"
+    )
+
+
+def _set(changes: TreeChanges) -> dict[str, Any]:
+    values = {field.name: getattr(changes, field.name) for field in fields(changes)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _alike(one: Published, other: Published, rule: str) -> bool:
+    """Whether a method differs from another by this stop rule alone."""
+    if one.tree is None or other.tree is None:
+        return False
+    return one.tree.stop.rule == rule and one.tree.shape == other.tree.shape and bool({*one.heads} & {*other.heads})
