@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
+from infer.choices import sized
 from infer.config import MethodConfig, TreeConfig
 from infer.drafters.draft_lm import DraftLMDrafter, load_draft_lm
 from infer.drafters.eagle import EagleDrafter
@@ -85,10 +85,10 @@ def usual_decoder(target: Target, head: str | None, tree: TreeConfig | None) -> 
 
 def drafting(drafter: CachedDrafter, tree: TreeConfig) -> Drafting:
     """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft."""
-    shape = make_shape(tree)
+    tree = sized(tree)
     if isinstance(drafter, MedusaDrafter | HydraDrafter):
-        check_level(shape.levels - 1, drafter.head.config.num_heads)
-    return Drafting(drafter, shape)
+        check_level(tree.levels - 1, drafter.head.config.num_heads)
+    return Drafting(drafter, make_shape(tree))
 
 
 def load_head_for(target: Target, head: str) -> Head:
@@ -107,4 +107,4 @@ def load_head_for(target: Target, head: str) -> Head:
                 f"{target.num_blocks} blocks; give the target it was trained for"
             )
         module.vocabulary.check_ends(end_ids(target), head)
-    return cast(Head, module.to(target.device).eval().requires_grad_(False))
+    return module.to(target.device).eval().requires_grad_(False)

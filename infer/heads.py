@@ -49,8 +49,8 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
     if given is not None:
         check_kind(asked.method, kind_at(given), f"{place}: {given}")
     raise UserError(
-        f"{place}: {asked.method} drafts with a head of kind {' or '.join(kinds)}, and {heads / ordered[0]} holds none; "
-        f"train one with: accelerate launch train/main.py --config RECIPE, or give --head"
+        f"{place}: {asked.method} drafts with a head of kind {' or '.join(kinds)}, and {heads / ordered[0]} "
+        f"holds none; train one with: accelerate launch train/main.py --config RECIPE, or give --head"
     )
 
 

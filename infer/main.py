@@ -327,7 +327,7 @@ def _recipe(arguments: argparse.Namespace, unknown: list[str]) -> tuple[pipeline
 def _head_of(
     asked: MethodConfig, recipe: pipeline.Recipe, paths: pipeline.RunPaths, head: Path, place: str
 ) -> str | None:
-    """The head that a row drafts with: the recipe's own (or --head) where its kind fits, else the run's of that kind."""
+    """The head that a row drafts with: --head or the recipe's own where its kind fits, else the run's of that kind."""
     if asked.head is None and recipe.head.kind in METHODS[asked.method].heads and head == paths.head(recipe):
         return _present(head)
     given = None if head == paths.head(recipe) else head

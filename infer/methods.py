@@ -90,7 +90,8 @@ def tree_of(asked: MethodConfig, place: str) -> TreeConfig | None:
     changes = {key: value for key, value in changes.items() if key not in OF_OTHER_SHAPES[shape]}
     rule = changes["stop"].rule if "stop" in changes else published.stop.rule
     if rule != published.stop.rule and asked.method not in FREE:
-        others = [name for name, each in METHODS.items() if _alike(each, published, rule)]
+        heads = {*METHODS[asked.method].heads}
+        others = [name for name, each in METHODS.items() if heads & {*each.heads} and _alike(each.tree, published, rule)]
         fix = f"that is method {' or '.join(others)}" if others else f"leave tree.stop.rule {published.stop.rule}"
         raise UserError(f"{place}: {asked.method} with the stop rule {rule}: {fix}")
     if changes.get("rerank") is False and "nodes" not in changes:
@@ -122,8 +123,6 @@ def _set(changes: TreeChanges) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _alike(one: Published, other: Published, rule: str) -> bool:
-    """Whether a method differs from another by this stop rule alone."""
-    if one.tree is None or other.tree is None:
-        return False
-    return one.tree.stop.rule == rule and one.tree.shape == other.tree.shape and bool({*one.heads} & {*other.heads})
+def _alike(one: TreeConfig | None, other: TreeConfig, rule: str) -> bool:
+    """Whether a tree is of the other's shape, with this stop rule."""
+    return one is not None and one.stop.rule == rule and one.shape == other.shape
