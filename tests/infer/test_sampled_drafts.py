@@ -1,0 +1,172 @@
+"""Decoding with sampled chains and static trees is lossless: greedy identity, and the target's law on a real model."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from infer import rejection
+from infer.config import TreeConfig, TypicalConfig
+from infer.drafters.eagle import EagleDrafter
+from infer.engine import SpeculativeDecoder
+from infer.proposer import Cycle, Drafting
+from infer.shape import make_shape
+from infer.verify import rule_of
+from model.config import TargetConfig
+from model.errors import UserError
+from model.target import Target
+from tests import tiny
+from tests.infer.laws import SETTINGS
+from tests.infer.test_engine import greedy, joint_law, make_target, prompts, tiny_vocabulary
+
+ROWS = {
+    "chain": TreeConfig(shape="chain", levels=4, nodes=5),
+    "chain of the best": TreeConfig(shape="chain", levels=4, nodes=5, children="best"),
+    "eagle1": TreeConfig(shape="static", choices="eagle1"),
+    "eagle1 replaced": TreeConfig(shape="static", choices="eagle1", children="replaced"),
+    "eagle1 best": TreeConfig(shape="static", choices="eagle1", children="best"),
+    "medusa63": TreeConfig(shape="static", choices="medusa63", children="best"),
+}
+RULES = {"chain": "R1", "eagle1": "R3", "eagle1 replaced": "R4"}
+LENGTH, DRAWS = 4, 5000
+
+
+def decoder(target: Target, row: str, kind: str = "eagle1", typical: TypicalConfig | None = None) -> SpeculativeDecoder:
+    """A decoder with a random head; an eagle3 one has a vocabulary of a third of the target's."""
+    embedding = target.ends.embedding.float()
+    head = tiny.head(embedding, scale=3.0) if kind == "eagle1" else tiny.eagle3_head(embedding, scale=3.0)
+    return SpeculativeDecoder(target, Drafting(EagleDrafter(head.eval(), target), make_shape(ROWS[row])), typical)
+
+
+@pytest.mark.parametrize("row", ["eagle1", "medusa63"])
+def test_greedy_output_equals_generate_on_twenty_prompts(row: str) -> None:
+    target = make_target()
+    speculative = decoder(target, row)
+    for ids in prompts(20):
+        assert speculative.generate(ids, do_sample=False, max_new_tokens=12).sequences.tolist() == greedy(
+            target, ids, 12
+        )
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("temperature", "top_p"), [*SETTINGS, (0.0, 1.0)])
+def test_every_cycle_is_verified_by_the_rule_of_its_row(row: str, temperature: float, top_p: float) -> None:
+    rules, widths = set(), []
+
+    def watch(cycle: Cycle) -> None:
+        if len(cycle.tree) > 1:
+            rules.add(rule_of(cycle.tree.proposal, cycle.sampler))
+            widths.append(len(cycle.tree))
+
+    out = decoder(make_target(), row).generate(
+        prompts(2)[-1], temperature=temperature, top_p=top_p, top_k=0, max_new_tokens=16, on_cycle=watch
+    )
+    assert rules == {RULES.get(row, "R2") if temperature else "R0"}
+    assert max(widths) <= make_shape(ROWS[row]).max_nodes
+    assert out.statistics.new_tokens == 16
+
+
+class Mirror:
+    """A drafter whose laws are the target's own."""
+
+    max_positions = 10_000
+    after_blocks = ()
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.text, self.paths = target, [], [[]]  # type: ignore[var-annotated]
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        self.text = prompt[:1].tolist()
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        self.text += tokens.tolist()
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        return columns
+
+    def start(self) -> Tensor:
+        self.paths = [[]]
+        return self._laws()
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        above = self.paths
+        self.paths = [[*above[row], token] for row, token in zip(parents.tolist(), tokens.tolist(), strict=True)]
+        return self._laws()
+
+    def _laws(self) -> Tensor:
+        batch = torch.tensor([[*self.text, *path] for path in self.paths])
+        return self.target.model(batch).logits[:, -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("row", RULES)
+def test_a_draft_of_the_targets_own_laws_is_always_accepted(row: str) -> None:
+    target, accepted = tiny_vocabulary(), []
+
+    def watch(cycle: Cycle) -> None:
+        accepted.append(cycle.verdict.accepted)
+        assert cycle.verdict.accepted == cycle.tree.levels
+
+    drafting = Drafting(Mirror(target), make_shape(ROWS[row]))
+    SpeculativeDecoder(target, drafting).generate(
+        torch.tensor([[1, 5, 3]]), temperature=0.9, top_p=0.9, top_k=0, max_new_tokens=30, on_cycle=watch
+    )
+    assert max(accepted) == make_shape(ROWS[row]).stop.levels  # type: ignore[attr-defined]
+
+
+def test_typical_acceptance_says_that_it_is_not_lossless() -> None:
+    target, ids = make_target(), prompts(2)[-1]
+    speculative = decoder(target, "medusa63", typical=TypicalConfig())
+    hot = speculative.generate(ids, temperature=1.0, top_k=0, max_new_tokens=12)
+    assert "not lossless" in hot.statistics.decoding["verify"] and hot.statistics.new_tokens == 12
+    cold = speculative.generate(ids, do_sample=False, max_new_tokens=12)
+    assert cold.sequences.tolist() == greedy(target, ids, 12) and "verify" not in cold.statistics.decoding
+    with pytest.raises(UserError, match="drafts none"):
+        SpeculativeDecoder(target, None, TypicalConfig())
+
+
+def four_blocks() -> Target:
+    """A vocabulary of 12 and blocks enough for an EAGLE-3 head, which drafts from 4 of those tokens."""
+    model = tiny.llama(vocab_size=12, hidden_size=16, num_blocks=4, eos_token_id=None, pad_token_id=None)
+    return Target(model, TargetConfig("tiny"))
+
+
+def p_value(target: Target, speculative: SpeculativeDecoder, temperature: float, top_p: float) -> float:
+    """Chi-square of DRAWS answers of LENGTH tokens against the target's exact joint law; 0 for an impossible one."""
+    ids = torch.tensor([[1, 5, 3]])
+    law = joint_law(target, ids, LENGTH, temperature, top_p)
+    generator = torch.Generator().manual_seed(3)
+    seen: dict[tuple[int, ...], int] = {}
+    for _ in range(DRAWS):
+        answer = speculative.generate(
+            ids, max_new_tokens=LENGTH, temperature=temperature, top_k=0, top_p=top_p, generator=generator
+        ).new_ids
+        seen[tuple(answer)] = seen.get(tuple(answer), 0) + 1
+    if not seen.keys() <= law.keys():
+        return 0.0
+    likely = [path for path, chance in law.items() if chance * DRAWS >= 5]
+    observed = np.array([seen.get(path, 0) for path in likely] + [0], dtype=float)
+    wanted = np.array([law[path] * DRAWS for path in likely] + [0])
+    observed[-1], wanted[-1] = DRAWS - observed.sum(), max(DRAWS - wanted.sum(), 0.0)
+    if wanted[-1] < 1e-6:
+        observed, wanted = observed[:-1], wanted[:-1]
+    return float(chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
+@pytest.mark.parametrize(
+    ("row", "kind"), [*((row, "eagle1") for row in RULES), ("chain", "eagle3"), ("eagle1", "eagle3")]
+)
+def test_sampled_text_has_the_targets_law(row: str, kind: str, temperature: float, top_p: float) -> None:
+    """5,000 answers of four tokens through a real tiny model; an eagle3 head drafts from a vocabulary of its own."""
+    target = tiny_vocabulary() if kind == "eagle1" else four_blocks()
+    assert p_value(target, decoder(target, row, kind), temperature, top_p) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", RULES)
+def test_a_broken_residual_is_found_on_a_real_model(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, "residual", lambda p, q: p)
+    target = tiny_vocabulary()
+    assert p_value(target, decoder(target, row), 1.0, 1.0) < 1e-6
