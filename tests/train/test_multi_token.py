@@ -92,7 +92,8 @@ def _by_hand(module: MultiTokenModule, rows: list[CachedRow], shift: int = 0) ->
 @pytest.mark.parametrize(("kind", "keys"), KINDS)
 def test_head_k_learns_the_token_and_the_law_two_plus_k_after_its_feature(kind: HeadKind, keys: dict[str, Any]) -> None:
     module, rows = _module(kind, **keys), tiny.rows(4)
-    output = _objective()(module, collate(rows, range(4)))
+    batch = collate(rows, range(4))
+    output = _objective()(module, batch)
     found = {name: value.item() for name, (_, value, _) in output.terms.items()}
     expected = _by_hand(module, rows)
     assert found == pytest.approx(expected, rel=2e-5)
@@ -105,6 +106,7 @@ def test_head_k_learns_the_token_and_the_law_two_plus_k_after_its_feature(kind: 
         for name, weight in (("label", 0.7), ("law", 0.3)):
             term = output.terms[f"{name}_at_{k + 1}"]
             assert term[0] == pytest.approx(weight * 0.8 ** (k + 1)) and int(term[2]) == count > 0
+            assert _objective().divisors(batch)[f"{name}_at_{k + 1}"] == count
 
 
 def test_a_hydra_head_is_told_the_tokens_that_were_drafted_and_a_medusa_head_is_not() -> None:
@@ -165,7 +167,10 @@ def test_dropout_belongs_to_seed_epoch_row_and_place_alone() -> None:
         assert drop is not None
         return drop(torch.ones(sum(drop.counts), 500), place)
 
+    counts = [len(_starts(row, 0)) for row in rows]
     first = masks(0, 1, 0, 0)
+    one, other = first.split(counts)
+    assert not one[: min(counts)].equal(other[: min(counts)])
     assert first.equal(masks(0, 1, 0, 0))
     assert all(not first.equal(masks(*key)) for key in ((1, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1)))
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])

@@ -127,10 +127,10 @@ class MultiTokenObjective:
         self.config = config
         self.num_heads = num_heads
         parts = {"label": config.label_weight, "law": config.law_weight}
-        self.weights = {
-            f"{name}_at_{k}": weight * config.head_decay**k
-            for name, weight in parts.items()
-            for k in range(1, num_heads + 1)
+        self.terms = {  # name -> which sum, of which head, and its weight
+            f"{part}_at_{k + 1}": (part, k, weight * config.head_decay ** (k + 1))
+            for part, weight in parts.items()
+            for k in range(num_heads)
             if weight
         }
 
@@ -144,17 +144,12 @@ class MultiTokenObjective:
     def divisors(self, batch: Batch) -> dict[str, int]:
         """Each head's own supervised slots: its loss is a mean over what it predicts."""
         counts = [int(batch.supervised(k).sum()) for k in range(self.num_heads)]
-        return {name: counts[int(name.rpartition("_")[2]) - 1] for name in self.weights}
+        return {name: counts[k] for name, (_, k, _) in self.terms.items()}
 
     def __call__(self, module: nn.Module, batch: Batch) -> StepOutput:
         label, law, hits, alpha = module(batch, self.ends)
-        counts = torch.stack([batch.supervised(k).sum() for k in range(self.num_heads)])
-        found = {
-            f"{name}_at_{k + 1}": (sums[k], k)
-            for name, sums in (("label", label), ("law", law))
-            for k in range(len(counts))
-        }
-        terms = {name: (weight, found[name][0], counts[found[name][1]]) for name, weight in self.weights.items()}
+        counts, sums = [batch.supervised(k).sum() for k in range(self.num_heads)], {"label": label, "law": law}
+        terms = {name: (weight, sums[part][k], counts[k]) for name, (part, k, weight) in self.terms.items()}
         accuracy = {f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)}
         return StepOutput(terms, {**accuracy, "alpha": (alpha, counts[0])})
 
@@ -172,5 +167,5 @@ class MultiTokenObjective:
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         rest = {name: value for name, value in means.items() if name != "chain"}
-        loss = sum(weight * means[name] for name, weight in self.weights.items())
+        loss = sum(weight * means[name] for name, (_, _, weight) in self.terms.items())
         return {"predicted_tau": 1.0 + means["chain"], "loss": loss, **rest}
