@@ -41,6 +41,7 @@ class Batch:
     taps: Tensor | None = None  # [B, T, L*D]
     noise: Tensor | None = None  # [B, T, D], what training adds to the features that go in
     documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
+    seeds: tuple[int, ...] | None = None  # one a row, of what training draws on the device (dropout)
 
     @property
     def num_tokens(self) -> int:

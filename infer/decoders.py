@@ -19,6 +19,8 @@ from infer.shape import make_shape
 from model.checkpoint import Head, check_fits, load_head
 from model.errors import UserError
 from model.heads.eagle3 import Eagle3Head
+from model.heads.hydra import HydraHead
+from model.heads.medusa import MedusaHead
 from model.target import Target, default_taps
 
 Making = Callable[[], CachedDrafter]
@@ -47,9 +49,9 @@ class Drafters:
 
 def make_drafter(module: Head, target: Target) -> CachedDrafter:
     """The drafter of a loaded head."""
-    if module.kind == "medusa":
+    if isinstance(module, MedusaHead):
         return MedusaDrafter(module)
-    if module.kind == "hydra":
+    if isinstance(module, HydraHead):
         return HydraDrafter(module, target)
     return EagleDrafter(module, target)
 

@@ -68,35 +68,15 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
         )
         return 0
     _prepare(threads)
-    import torch
+    from infer.generate import Question, answer
 
-    from infer.decoders import Drafters, make_decoder
-    from infer.hardware import default_device
-    from infer.stream import ColouredStreamer, TreePrinter
-    from infer.tasks import encode
-    from model.target import Target, load_tokenizer
-
-    target = Target.load(target_config, default_device())
-    tokenizer = load_tokenizer(target_config)
-    decoder = make_decoder(Drafters(target), asked, head, "--method")
-    if arguments.raw:
-        ids = torch.tensor([tokenizer(arguments.prompt)["input_ids"]], device=target.device)
-    else:
-        ids = encode(arguments.prompt, tokenizer, target)
-    streamer = ColouredStreamer(tokenizer, coloured=sys.stdout.isatty())
-    watcher = TreePrinter(tokenizer, streamer) if arguments.show_tree else streamer
-    generation = decoder.generate(
-        ids,
-        streamer=streamer,
-        on_cycle=watcher.on_cycle,
-        generator=torch.Generator(target.device).manual_seed(arguments.seed),
-        timed=True,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
+    question = Question(
+        arguments.prompt,
+        arguments.raw,
+        arguments.seed,
+        {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")},
     )
-    _print_statistics(generation.statistics)
+    answer(target_config, asked, head, question, arguments.show_tree)
     return 0
 
 
@@ -386,18 +366,6 @@ def _decoder(
 
     target = Target.load(recipe.target, default_device())
     return target, load_tokenizer(recipe.target), make_decoder(Drafters(target), asked, head, "calibrate")
-
-
-def _print_statistics(statistics: Any) -> None:
-    ms = statistics.ms
-    seconds = (ms["wall"] - ms["prefill"]) / 1000
-    rate = (statistics.new_tokens - 1) / seconds if seconds > 0 else 0.0
-    settings = {k: v for k, v in statistics.decoding.items() if k != "eos_token_ids"}
-    print(
-        f"\n{statistics.new_tokens} tokens in {statistics.target_forwards} target forwards: tau {statistics.tau:.2f}, "
-        f"{rate:.1f} tokens/s (prefill {ms['prefill']:.0f} ms apart) | {settings}",
-        file=sys.stderr,
-    )
 
 
 if __name__ == "__main__":

@@ -91,7 +91,9 @@ def tree_of(asked: MethodConfig, place: str) -> TreeConfig | None:
     rule = changes["stop"].rule if "stop" in changes else published.stop.rule
     if rule != published.stop.rule and asked.method not in FREE:
         heads = {*METHODS[asked.method].heads}
-        others = [name for name, each in METHODS.items() if heads & {*each.heads} and _alike(each.tree, published, rule)]
+        others = [
+            name for name, each in METHODS.items() if heads & {*each.heads} and _alike(each.tree, published, rule)
+        ]
         fix = f"that is method {' or '.join(others)}" if others else f"leave tree.stop.rule {published.stop.rule}"
         raise UserError(f"{place}: {asked.method} with the stop rule {rule}: {fix}")
     if changes.get("rerank") is False and "nodes" not in changes:

@@ -13,19 +13,31 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.config import HeadConfig
+from model.config import MULTI_TOKEN, HeadConfig
 from model.errors import UserError
 from model.files import read_json, write_atomically, write_json
 from model.heads.eagle1 import Eagle1Config, Eagle1Head
 from model.heads.eagle3 import EMBEDDING, TAP_CONVENTION, Eagle3Config, Eagle3Head
+from model.heads.hydra import HydraConfig, HydraHead
+from model.heads.medusa import MedusaConfig, MedusaHead
 from model.layers import Rotary
 from model.published import is_published, spelt_out
-from model.sizes import eagle1_config, eagle3_config
+from model.sizes import eagle1_config, eagle3_config, hydra_config, medusa_config
 from model.target import TargetEnds
 from model.vocab import DraftVocabulary
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
-Head = Eagle1Head | Eagle3Head
+Head = Eagle1Head | Eagle3Head | MedusaHead | HydraHead
+KINDS = ("eagle1", "eagle3", *MULTI_TOKEN)
+MULTI_TOKEN_SHAPE = ("num_heads", "num_layers", "prefix_layer", "lm_head", "max_position_embeddings")
+PREFIX_SIZES = (  # of a Hydra head's prefix layer; a recipe does not set the last
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rms_norm_eps",
+)
 OWN_SHAPE = (  # what a warm start cannot change
     "hidden_size",
     "intermediate_size",
@@ -62,6 +74,14 @@ def new_head(
         first = Eagle1Head(eagle1_config(config, text_config, ends))
         first.initialise(embedding, generator)
         return first
+    if config.kind == "medusa":
+        medusa = MedusaHead(medusa_config(config, text_config, ends))
+        medusa.initialise(ends, generator)
+        return medusa
+    if config.kind == "hydra":
+        hydra = HydraHead(hydra_config(config, text_config, ends))
+        hydra.initialise(ends, generator, config.initializer_range)
+        return hydra
     vocabulary = vocabulary or DraftVocabulary.identity(embedding.shape[0])
     head = Eagle3Head(eagle3_config(config, text_config, ends, after_blocks, vocabulary.size))
     head.initialise(embedding, generator)
@@ -96,7 +116,7 @@ def load_head(
     """The head in a directory; UserError names every missing, unexpected or misshapen key.
 
     EAGLE-3: ends give the embedding that published files leave out; after_blocks are the taps of a published head
-    whose config.json does not name them.
+    whose config.json does not name them. Medusa and Hydra with lm_head 'target': ends give that LM head.
     """
     if not directory.is_dir():
         raise UserError(
@@ -105,22 +125,37 @@ def load_head(
     values = read_json(directory / CONFIG)
     kind = kind_of(values, directory / CONFIG)
     place, state = _read_weights(directory, kind)
-    head = (
-        Eagle1Head(Eagle1Config(**_known(values, Eagle1Config, directory / CONFIG)))
-        if kind == "eagle1"
-        else Eagle3Head(_read_eagle3_config(values, state, after_blocks, directory / CONFIG))
-    )
+    head = _empty_head(kind, values, state, after_blocks, directory / CONFIG)
     _check_state(state, head, place, _optional(head))
     if isinstance(head, Eagle3Head):
         _complete(state, head, ends, place)
     head.load_state_dict(state)
-    return head.to(dtype) if dtype is not None else head.to(state["fc.weight"].dtype)
+    if isinstance(head, MedusaHead | HydraHead):
+        head.laws.ends = ends
+    return head.to(dtype or next(x.dtype for x in state.values() if x.is_floating_point()))
+
+
+def _empty_head(
+    kind: str, values: dict[str, Any], state: dict[str, Tensor], after_blocks: tuple[int, ...] | None, place: Path
+) -> Head:
+    """The head that a config.json describes, its weights still to be loaded."""
+    if kind == "eagle1":
+        return Eagle1Head(Eagle1Config(**_known(values, Eagle1Config, place)))
+    if kind == "medusa":
+        return MedusaHead(MedusaConfig(**_known(values, MedusaConfig, place)))
+    if kind == "hydra":
+        config = HydraConfig(**_known(values, HydraConfig, place))
+        missing = [name for name in PREFIX_SIZES if getattr(config, name) is None]
+        if config.prefix_layer and missing:
+            raise UserError(f"{place}: has a prefix layer and lacks {', '.join(missing)}")
+        return HydraHead(config)
+    return Eagle3Head(_read_eagle3_config(values, state, after_blocks, place))
 
 
 def kind_of(values: Any, place: Path) -> str:
-    """The kind of head that a config.json describes, 'eagle1' or 'eagle3'; UserError for any other."""
+    """The kind of head that a config.json describes, one of KINDS; UserError for any other."""
     found = values.get("aerie_kind") if isinstance(values, dict) else None
-    if found in ("eagle1", "eagle3"):
+    if found in KINDS:
         return str(found)
     if isinstance(values, dict) and is_published(values):
         return "eagle3"
@@ -156,6 +191,8 @@ def _warm_start(config: HeadConfig, ends: TargetEnds, path: str, after_blocks: t
     if head.kind != config.kind:
         raise UserError(f"head.init_from: {place} is an {head.kind} head, the recipe asks for {config.kind}")
     check_fits(head, ends, place, path)
+    if isinstance(head, MedusaHead | HydraHead):
+        return _same_shape(head, config, place)
     if isinstance(head, Eagle3Head) and head.config.after_blocks != after_blocks:
         raise UserError(
             f"head.init_from: {place} reads the taps {head.config.after_blocks}, the recipe gives {after_blocks}; "
@@ -177,6 +214,17 @@ def _warm_start(config: HeadConfig, ends: TargetEnds, path: str, after_blocks: t
     else:
         head.config = dataclasses.replace(head.config, **changes)
     head.rotary = Rotary(theta, scaling, head.config.head_dim, length)
+    return head
+
+
+def _same_shape(head: MedusaHead | HydraHead, config: HeadConfig, place: str) -> MedusaHead | HydraHead:
+    """The head, if the recipe asks for its very shape; UserError otherwise."""
+    layer = PREFIX_SIZES[:-1] if config.prefix_layer else ()
+    for name in (*MULTI_TOKEN_SHAPE, *layer):
+        asked, found = getattr(config, name), getattr(head.config, name, False)
+        if asked is not None and asked != found:
+            raise UserError(f"head.{name}: the recipe asks {asked}, {place} has {found}; set it to that")
+    head.laws.ends = None  # whoever trains gives them
     return head
 
 
@@ -215,7 +263,7 @@ def _read_eagle3_config(
     return config
 
 
-def _known(values: dict[str, Any], schema: type[Eagle1Config] | type[Eagle3Config], place: Path) -> dict[str, Any]:
+def _known(values: dict[str, Any], schema: type[Any], place: Path) -> dict[str, Any]:
     """The values that the schema names; UserError when one without default is missing."""
     fields = dataclasses.fields(schema)
     missing = [f.name for f in fields if f.name not in values and f.default is dataclasses.MISSING]

@@ -6,7 +6,9 @@ from typing import Literal
 from model.recipe import STRICT
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-HeadKind = Literal["eagle1", "eagle3", "draft_lm"]
+HeadKind = Literal["eagle1", "eagle3", "medusa", "hydra", "draft_lm"]
+
+MULTI_TOKEN = ("medusa", "hydra")  # kinds with a head for each future token
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class HeadConfig:
     fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
     lm_head_init: Literal["random", "target"] = "random"  # EAGLE-3; target: its rows
     norm_output: bool = False  # EAGLE-3.1: feed back the normed output instead of the one before the norm
+    num_heads: int = 4  # Medusa, Hydra: future tokens with a head of their own (the papers' trees are 4 deep)
+    num_layers: int = 1  # Medusa, Hydra: residual blocks of each head (Hydra++: 4)
+    prefix_layer: bool = False  # Hydra++: a decoder layer over last_hidden, whose output takes its place
+    lm_head: Literal["own", "target"] = "own"  # Medusa, Hydra: one for each future token, or the target's frozen one
 
     def __post_init__(self) -> None:
         if self.num_hidden_layers < 1:
@@ -53,7 +59,7 @@ class HeadConfig:
             missing = [name for name in needed if getattr(self, name) is None]
             if missing and self.init_from is None:
                 raise ValueError(f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)")
-        elif self.kind == "eagle1" and self.hidden_size is not None:
+        elif self.kind != "eagle3" and self.hidden_size is not None:
             raise ValueError(f"hidden_size is set by the target for {self.kind}; leave it out")
         if self.kind != "eagle3":
             keys = ("draft_vocab_size", "qk_norm", "fc_norm", "norm_output", "lm_head_init")
@@ -64,3 +70,23 @@ class HeadConfig:
             raise ValueError("draft_vocab_size must be at least 1")
         elif self.bias:
             raise ValueError("an eagle3 head has no fc.bias; leave bias out")
+        self._check_multi_token()
+
+    def _check_multi_token(self) -> None:
+        """ValueError for keys of Medusa and Hydra at other heads, and for theirs at these."""
+        if self.kind not in MULTI_TOKEN:
+            own = {"num_heads": 4, "num_layers": 1, "prefix_layer": False, "lm_head": "own"}
+            foreign = [name for name, default in own.items() if getattr(self, name) != default]
+            if foreign:
+                raise ValueError(f"{foreign[0]} belongs to medusa and hydra, this head is {self.kind}; leave it out")
+            return
+        if min(self.num_heads, self.num_layers) < 1:
+            raise ValueError("num_heads and num_layers must be at least 1")
+        if self.prefix_layer and self.kind != "hydra":
+            raise ValueError(f"prefix_layer belongs to hydra, this head is {self.kind}; leave it out")
+        layer = ["intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta"]
+        unused = [name for name in layer if getattr(self, name) is not None and not self.prefix_layer]
+        unused += ["num_hidden_layers"] if self.num_hidden_layers != 1 else []
+        unused += ["bias"] if self.bias else []
+        if unused:
+            raise ValueError(f"{unused[0]} belongs to no part of this {self.kind} head; leave it out")

@@ -6,6 +6,8 @@ from model.config import HeadConfig
 from model.errors import UserError
 from model.heads.eagle1 import Eagle1Config
 from model.heads.eagle3 import Eagle3Config
+from model.heads.hydra import HydraConfig
+from model.heads.medusa import MedusaConfig
 from model.target import TargetEnds
 
 
@@ -30,6 +32,35 @@ def eagle3_config(
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
     )
+
+
+def medusa_config(config: HeadConfig, text_config: Any, ends: TargetEnds) -> MedusaConfig:
+    """The recipe's heads and the target's own sizes and final transform."""
+    return MedusaConfig(**_multi_token(config, text_config, ends), lm_head_bias=ends.bias is not None)
+
+
+def hydra_config(config: HeadConfig, text_config: Any, ends: TargetEnds) -> HydraConfig:
+    """As medusa_config; with a prefix layer its sizes too, the target's own where the recipe leaves them open."""
+    heads = _multi_token(config, text_config, ends)
+    if not config.prefix_layer:
+        return HydraConfig(**heads)
+    layer = _sizes(config, text_config, ends)
+    del layer["num_hidden_layers"]
+    return HydraConfig(**{**heads, **layer}, prefix_layer=True)
+
+
+def _multi_token(config: HeadConfig, text_config: Any, ends: TargetEnds) -> dict[str, Any]:
+    vocab_size, hidden_size = ends.embedding.shape
+    return {
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "num_heads": config.num_heads,
+        "num_layers": config.num_layers,
+        "max_position_embeddings": config.max_position_embeddings or int(text_config.max_position_embeddings),
+        "lm_head": config.lm_head,
+        "logit_scale": ends.scale,
+        "final_logit_softcap": ends.softcap,
+    }
 
 
 def _sizes(config: HeadConfig, text_config: Any, ends: TargetEnds) -> dict[str, Any]:

@@ -33,11 +33,7 @@ class TargetEnds:
         if rows is not None:
             weight, bias = weight[rows], None if bias is None else bias[rows]
         out = nn.functional.linear(last_hidden.to(weight.dtype), weight, bias)
-        if self.scale != 1.0:
-            out = out * self.scale
-        if self.softcap is not None:
-            out = torch.tanh(out / self.softcap) * self.softcap
-        return out
+        return transformed(out, self.scale, self.softcap)
 
     def to(self, device: torch.device | str) -> "TargetEnds":
         bias = None if self.bias is None else self.bias.to(device)
@@ -142,6 +138,13 @@ class Target:
                 f"{self.recipe.path}: {type(self.model).__name__} turns its last state into logits in a way that aerie "
                 f"does not know (difference {error:.2g}); drafting for it would not be lossless"
             )
+
+
+def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Logits from what an LM head returns: times scale, then softcap * tanh(logits / softcap)."""
+    if scale != 1.0:
+        out = out * scale
+    return out if softcap is None else torch.tanh(out / softcap) * softcap
 
 
 def load_config(config: TargetConfig) -> Any:

@@ -54,6 +54,26 @@ def test_the_published_recipes_are_all_there() -> None:
     assert models <= {path.stem for path in RECIPES if path.parent.name == "eagle1"}
     models = {"vicuna-13b", "llama31-8b", "llama33-70b", "qwen3-8b", "qwq-32b", "embedded"}
     assert models <= {path.stem for path in RECIPES if path.parent.name == "eagle3"}
+    for kind in ("medusa", "hydra"):
+        assert {path.stem for path in RECIPES if path.parent.name == kind} == {"embedded", "vicuna-7b", "vicuna-13b"}
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize(
+    ("recipe", "eagle"),
+    [("embedded", "embedded"), ("vicuna-7b", "eagle1/vicuna-7b"), ("vicuna-13b", "eagle1/vicuna-13b")],
+)
+def test_medusa_and_hydra_recipes_ask_for_the_feature_cache_of_the_eagle1_recipe(
+    kind: str, recipe: str, eagle: str
+) -> None:
+    ours, theirs = load(CONFIGS / kind / f"{recipe}.yaml"), load(CONFIGS / f"{eagle}.yaml")
+    assert (ours.run, ours.target, ours.data, ours.features) == (
+        theirs.run,
+        theirs.target,
+        theirs.data,
+        theirs.features,
+    )
+    assert ours.head.kind == kind and pipeline.RunPaths(Path(ours.run)).head(ours).name == kind
 
 
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=name)

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.cache import CachedRow
+from model.checkpoint import new_head
+from model.config import HeadConfig, HeadKind
 from model.heads.eagle1 import Eagle1Config, Eagle1Head
 from model.heads.eagle3 import Eagle3Config, Eagle3Head
 from model.target import TargetEnds
@@ -170,6 +172,15 @@ def eagle3_head(
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
             parameter.data.mul_(scale)
+    return made
+
+
+def multi_token_head(kind: HeadKind, target_ends: TargetEnds, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
+    """A Medusa or Hydra head for a tiny llama with these ends; noise moves every weight, so that a lost one shows."""
+    made = new_head(HeadConfig(kind=kind, **keys), llama().config, target_ends, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in made.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=noise)
     return made
 
 

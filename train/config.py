@@ -21,6 +21,7 @@ class TrainConfig:
     learning_rate: float = 3e-5
     warmup_steps: int = 2000
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up, to zero at the last step
+    final_rate: float = 0.0  # share of the learning rate that linear and cosine end at, instead of zero
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     clip_norm: float = 0.5  # by norm; the published accelerate script clips by value
@@ -37,6 +38,10 @@ class TrainConfig:
     unroll_decay: float = 0.8  # EAGLE-3: step k weighs unroll_decay ** k
     divisor: Literal["shared", "per_step"] = "shared"  # EAGLE-3: slots of the first step for all, or each step's own
     mask_outside_vocabulary: bool = True  # EAGLE-3: no loss where the target's choice cannot be drafted
+    label_weight: float = 1.0  # Medusa, Hydra: of the cross-entropy to the conversation's own tokens
+    law_weight: float = 0.0  # Medusa, Hydra: of the loss to the target's law (Hydra++: 1, with label_weight 0)
+    head_decay: float = 0.8  # Medusa, Hydra: head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)
+    dropout: float = 0.0  # Medusa, Hydra: share of each block's inputs that training puts to zero (Hydra++: 0.2)
     packing: bool = False  # EAGLE-3: conversations of a batch in one row, without padding
     loss_chunk_slots: int = 4096  # slots whose laws are held at once
     gradient_checkpointing: bool = False
@@ -62,3 +67,7 @@ class TrainConfig:
             raise ValueError("unroll_decay is in (0, 1] and lk_eta is not negative")
         if self.distill_weight <= 0.0 or self.token_weight < 0.0:
             raise ValueError("distill_weight is positive and token_weight is not negative (distill: null is without)")
+        if not 0.0 < self.head_decay <= 1.0 or not 0.0 <= self.dropout < 1.0 or not 0.0 <= self.final_rate <= 1.0:
+            raise ValueError("head_decay is in (0, 1], dropout in [0, 1) and final_rate in [0, 1]")
+        if min(self.label_weight, self.law_weight) < 0.0 or self.label_weight + self.law_weight == 0.0:
+            raise ValueError("label_weight and law_weight are not negative, and not both zero")

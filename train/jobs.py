@@ -5,19 +5,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from data.chat import end_of_turn_ids
 from data.tally import Tally
 from data.tokens import statistics, tokenize
-from model.checkpoint import new_head
+from model.checkpoint import Head, new_head
+from model.config import MULTI_TOKEN
 from model.errors import UserError
+from model.heads.eagle1 import Eagle1Head
 from model.heads.eagle3 import Eagle3Head
-from model.target import load_tokenizer
+from model.target import TargetEnds, load_tokenizer
 from train.config import TrainConfig
 from train.loop import Job, Measure, Save
 from train.objectives.causal_lm import CausalLM, CausalLMObjective, new_causal_lm
 from train.objectives.draft_lm import DistilledLM, DraftLMObjective
 from train.objectives.eagle1 import Eagle1Objective
 from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
+from train.objectives.multi_token import MultiTokenModule, MultiTokenObjective
 from train.source import Request, Source
 
 
@@ -60,14 +65,7 @@ def draft_head_job(
     vocabulary = None if counted is None else counted.vocabulary
     head = new_head(request.head, source.text_config, ends, config.seed, request.target.path, taps, vocabulary).float()
     _check_positions(source, config, head.config.max_position_embeddings, levels)
-    objective: Any = Eagle1Objective(ends, config)
-    module: Any = head
-    if isinstance(head, Eagle3Head):
-        objective, module = Eagle3Objective(ends, config, len(taps)), UnrolledHead(head, config)
-    elif config.packing:
-        raise UserError(f"train.packing: packs rows for eagle3; leave it out for {head.kind}")
-    else:
-        head.gradient_checkpointing = config.gradient_checkpointing
+    module, objective = _trained(head, ends, config, len(taps))
     job = frame.job(
         kind=request.head.kind,
         module=module,
@@ -83,6 +81,20 @@ def draft_head_job(
         measure=None if measure is None else measure(head),
     )
     return job, int(getattr(head.config, "draft_vocab_size", head.config.vocab_size))
+
+
+def _trained(head: Head, ends: TargetEnds, config: TrainConfig, num_taps: int) -> tuple[nn.Module, Any]:
+    """The module that is trained for a head, and its objective."""
+    if isinstance(head, Eagle3Head):
+        return UnrolledHead(head, config), Eagle3Objective(ends, config, num_taps)
+    if config.packing:
+        raise UserError(f"train.packing: packs rows for eagle3; leave it out for {head.kind}")
+    if isinstance(head, Eagle1Head):
+        head.gradient_checkpointing = config.gradient_checkpointing
+        return head, Eagle1Objective(ends, config)
+    if config.measure_prompts:
+        raise UserError(f"train.measure_prompts: measures EAGLE heads; leave it out for {head.kind}")
+    return MultiTokenModule(head, config), MultiTokenObjective(ends, config, head.config.num_heads)
 
 
 def causal_lm_job(request: Request, frame: Frame) -> tuple[Job, int]:
@@ -145,10 +157,13 @@ def _prepare_lm(lm: Any, config: TrainConfig, max_length: int) -> None:
 
 
 def _check_positions(source: Source, config: TrainConfig, positions: int, levels: int) -> None:
-    """UserError when a conversation and what is drafted after it run over the head's positions."""
-    length = source.request.data.max_length
-    steps = config.unroll_steps if source.request.head.kind == "eagle3" else 0
-    drafted = max(levels, config.eval_depths, steps)
+    """UserError when a conversation and what is drafted after it run over the head's positions.
+
+    Medusa and Hydra heads have none, or none below the last token that is kept.
+    """
+    length, kind = source.request.data.max_length, source.request.head.kind
+    steps = config.unroll_steps if kind == "eagle3" else 0
+    drafted = 0 if kind in MULTI_TOKEN else max(levels, config.eval_depths, steps)
     if positions < length + drafted:
         raise UserError(
             f"head.max_position_embeddings: {positions:,} is less than data.max_length {length:,} + {drafted} drafted "

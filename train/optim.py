@@ -21,9 +21,10 @@ def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The rate of optimiser step 0, 1, ...: linear warm-up, then the schedule, which would reach zero at total_steps.
+    """The rate of optimiser step 0, 1, ...: linear warm-up, then the schedule, which would end at total_steps.
 
-    A pure function: no scheduler object, which accelerate would advance once per process.
+    Its end is final_rate (zero) times the recipe's rate. A pure function: no scheduler object, which accelerate would
+    advance once per process.
     """
     warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
@@ -31,6 +32,5 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     if config.schedule == "constant":
         return config.learning_rate
     done = (step - warmup) / max(total_steps - warmup, 1)
-    if config.schedule == "linear":
-        return config.learning_rate * (1.0 - done)
-    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.learning_rate * (config.final_rate + (1.0 - config.final_rate) * left)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import Head
+from model.errors import UserError
+from model.heads.eagle1 import Eagle1Head
 from model.heads.eagle3 import Eagle3Head
 from model.layers import KeyValueBuffer
 from model.target import Target
@@ -19,6 +21,8 @@ class EagleDrafter:
     """
 
     def __init__(self, head: Head, target: Target) -> None:
+        if not isinstance(head, Eagle1Head | Eagle3Head):
+            raise UserError(f"head: a {head.kind} head does not draft as EAGLE heads do; give an EAGLE head")
         self.head = head
         self._vocabulary = head.vocabulary if isinstance(head, Eagle3Head) else None
         self.target = target

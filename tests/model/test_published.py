@@ -96,7 +96,7 @@ def test_rope_is_read_from_either_generation_of_keys(
 def test_another_residual_and_another_project_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="norm_before_residual is true"):
         restored_with(published(tmp_path / "head", changes={"norm_before_residual": True}), TAPS)
-    foreign: list[Any] = [{"model_type": "llama"}, {"aerie_kind": "medusa", "draft_vocab_size": 4}, []]
+    foreign: list[Any] = [{"model_type": "llama"}, {"aerie_kind": "lookahead", "draft_vocab_size": 4}, []]
     for values in foreign:
         with pytest.raises(UserError, match="not a head of this project"):
             kind_of(values, tmp_path / "config.json")

@@ -115,6 +115,34 @@ def test_two_processes_have_the_losses_of_one_process(one: Path, launcher: str) 
     assert alone[-1]["loss"] < 0.99 * alone[0]["loss"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "stage", "words"),
+    [
+        ("medusa", 2, ("--train.law_weight", "0.5")),
+        ("hydra", 3, ("--head.num_layers", "2", "--head.prefix_layer", "true", "--train.dropout", "0.2")),
+    ],
+)
+def test_two_processes_train_medusa_and_hydra_heads_as_one_does(
+    recipe: Path, kind: str, stage: int, words: tuple[str, ...]
+) -> None:
+    # chunks so small that processes need different numbers of them, and must call the LM heads equally often
+    common = ("--head.kind", kind, "--train.loss_chunk_slots", "48", "--train.max_steps", "5", *words)
+    for launcher in ("one", "two"):
+        run = f"{kind}-{stage}-{launcher}"
+        (recipe.parent / run).mkdir()
+        (recipe.parent / run / "features").symlink_to(recipe.parent / "run/features")
+        single = [sys.executable, "train/main.py", "--config", str(recipe), "--run", str(recipe.parent / run), *common]
+        pair = _launch(recipe, stage, run, *common)
+        _run([*single, "--train.accumulation", "2"] if launcher == "one" else pair)
+    alone, together = (_losses(recipe, f"{kind}-{stage}-{launcher}") for launcher in ("one", "two"))
+    assert len(alone) == len(together) == 5
+    for first, second in zip(alone, together, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
+        assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
+        assert second["accuracy_at_2"] == pytest.approx(first["accuracy_at_2"], abs=0.02)
+    assert alone[-1]["loss"] < alone[0]["loss"]
+
+
 def test_a_head_saved_under_zero3_equals_the_one_saved_under_zero1(zero1: Path) -> None:
     _run(_launch(zero1, 3, "zero3"))
     first, second = _head(zero1, "zero1"), _head(zero1, "zero3")

@@ -146,6 +146,28 @@ def test_a_run_is_trained_once_reused_and_never_overwritten_by_another(
     assert (head / "model.safetensors").read_bytes() != written
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_heads_of_another_kind_train_in_the_same_run_on_the_same_cache(
+    made: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    cache, record = made / "run/features", made / "run/features/provenance.json"
+    before = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    words = ("--config", made / "recipe.yaml", "--head.kind", kind)
+    assert _call(data_main, "features", *words) == 0
+    assert "features: whole, reused" in capsys.readouterr().out
+    assert _call(train_main, *words, "--train.learning_rate", "1e-3", "--train.measure_prompts", "2") == 2
+    assert f"train.measure_prompts: measures EAGLE heads; leave it out for {kind}" in capsys.readouterr().err
+    assert _call(train_main, *words) == 0
+    head = made / "run/heads" / kind
+    assert load_head(head, ends=load_ends(TargetConfig(str(made / "target")))[1]).kind == kind
+    assert head_facts(head)["predicted_tau"] >= 1
+    inputs = json.loads((head / "provenance.json").read_text())["inputs"]
+    assert inputs["features"] == json.loads(record.read_text())["inputs_digest"]
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == before
+    lines = [json.loads(line) for line in (made / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == kind and "held_out_loss" in line] == [3, 6]
+
+
 def test_files_that_no_run_has_made_are_never_overwritten(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,7 @@
 """The learning rate of every step, and what decays."""
 
+from typing import Any
+
 import pytest
 
 from tests import tiny
@@ -39,3 +41,11 @@ def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> Non
     found = {id(p) for group in (decayed, spared) for p in group["params"]}
     assert found == {id(p) for p in head.parameters() if p.requires_grad}
     assert id(head.embed_tokens.weight) not in found
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_rate_ends_at_final_rate_and_is_half_way_at_half_time(schedule: Any) -> None:
+    config = TrainConfig(learning_rate=1.0, warmup_steps=10, schedule=schedule, final_rate=0.33)
+    assert learning_rate(10, 110, config) == pytest.approx(1.0)
+    assert learning_rate(60, 110, config) == pytest.approx(0.33 + 0.67 / 2)
+    assert learning_rate(110, 110, config) == pytest.approx(0.33)

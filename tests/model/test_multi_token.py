@@ -1,0 +1,241 @@
+"""Medusa and Hydra heads: how they begin, what they compute, how they are stored."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaModel
+
+from model.checkpoint import check_fits, load_head, new_head, save_head
+from model.config import HeadConfig, HeadKind
+from model.errors import UserError
+from model.heads.hydra import HydraHead
+from model.heads.medusa import MedusaHead
+from model.layers import KeyValueBuffer
+from model.target import TargetEnds
+from tests import tiny
+
+ENDS = tiny.ends()
+CAPPED = replace(ENDS, bias=torch.linspace(-1, 1, 320), scale=0.5, softcap=6.0)
+SHAPES: list[tuple[HeadKind, dict[str, Any]]] = [
+    ("medusa", {}),
+    ("medusa", {"num_heads": 3, "num_layers": 2, "lm_head": "target"}),
+    ("hydra", {}),
+    ("hydra", {"num_heads": 3, "num_layers": 3, "lm_head": "target"}),
+    ("hydra", {"num_heads": 2, "num_layers": 2, "prefix_layer": True}),
+]
+
+
+def _features(*shape: int) -> Tensor:
+    return torch.randn(*shape, 32, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("ends", [ENDS, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("keys", [{}, {"num_layers": 3}, {"lm_head": "target"}], ids=str)
+def test_a_new_medusa_head_has_the_targets_own_law_for_every_token(ends: TargetEnds, keys: dict[str, Any]) -> None:
+    head, features = tiny.multi_token_head("medusa", ends, **keys), _features(2, 5)
+    head.laws.ends = ends
+    logits = head(features)
+    assert logits.shape == (4, 2, 5, 320)
+    assert all(row.equal(ends.logits(features)) for row in logits)
+    moved = tiny.multi_token_head("medusa", ends, noise=0.01, **keys)
+    moved.laws.ends = ends
+    assert not any(row.equal(ends.logits(features)) for row in moved(features))
+
+
+def test_a_new_hydra_head_begins_with_the_targets_lm_heads_and_its_blocks_as_their_projections() -> None:
+    head = cast(HydraHead, tiny.multi_token_head("hydra", CAPPED, num_layers=2))
+    state, embeddings = _features(6), torch.cat([_features(6), 2 * _features(6)], dim=-1)
+    projection = cast(Any, head.branches[1]).blocks[0].projection
+    expected = CAPPED.logits(projection(torch.cat([state, embeddings], dim=-1)))
+    assert head.step(1, state, embeddings).equal(expected)
+    bound = (3 * 32) ** -0.5
+    assert 0.95 * bound < projection.weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize(("kind", "keys"), SHAPES)
+def test_no_two_blocks_or_lm_heads_share_a_weight(kind: HeadKind, keys: dict[str, Any]) -> None:
+    head = tiny.multi_token_head(kind, ENDS, **keys)
+    named = list(head.named_parameters(remove_duplicate=False))
+    assert len({parameter.data_ptr() for _, parameter in named}) == len(named)
+    count = sum(name.endswith("linear.weight") for name, _ in named)
+    assert count == head.config.num_heads * head.config.num_layers
+    assert sum("lm_heads" in name and name.endswith("weight") for name, _ in named) == (
+        0 if head.config.lm_head == "target" else head.config.num_heads
+    )
+
+
+def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor, ends: TargetEnds) -> Tensor:
+    """Logits of one branch, from the names of its weights alone."""
+    for layer in range(head.config.num_layers):
+        prefix = f"branches.{index}.blocks.{layer}"
+        kept = x
+        if f"{prefix}.projection.weight" in weights:
+            kept = x @ weights[f"{prefix}.projection.weight"].T + weights[f"{prefix}.projection.bias"]
+        added = x @ weights[f"{prefix}.linear.weight"].T + weights[f"{prefix}.linear.bias"]
+        x = kept + added * torch.sigmoid(added)
+    weight, bias = ends.lm_head, ends.bias
+    if head.config.lm_head == "own":
+        weight, bias = weights[f"laws.lm_heads.{index}.weight"], weights.get(f"laws.lm_heads.{index}.bias")
+    logits = (x @ weight.T + (0 if bias is None else bias)) * ends.scale
+    return logits if ends.softcap is None else ends.softcap * torch.tanh(logits / ends.softcap)
+
+
+@pytest.mark.parametrize("ends", [ENDS, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize(("kind", "keys"), SHAPES)
+def test_every_law_is_what_its_weights_say(kind: HeadKind, keys: dict[str, Any], ends: TargetEnds) -> None:
+    head = tiny.multi_token_head(kind, ends, noise=0.2, **keys)
+    head.laws.ends, weights, features = ends, dict(head.state_dict()), _features(5)
+    embeddings = torch.randn(5, head.config.num_heads * 32, generator=torch.Generator().manual_seed(4))
+    for index in range(head.config.num_heads):
+        if isinstance(head, MedusaHead):
+            found, given = head(features)[index], features
+        else:
+            known = embeddings[:, : (index + 1) * 32]
+            found, given = head.step(index, features, known), torch.cat([features, known], dim=-1)
+        expected = _by_hand(weights, head, index, given, ends)
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        turned = torch.cat([given[:, :32].roll(1, -1), given[:, 32:]], dim=-1)
+        assert (_by_hand(weights, head, index, turned, ends) - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+def _prefix_head() -> HydraHead:
+    return cast(HydraHead, tiny.multi_token_head("hydra", ENDS, noise=0.2, prefix_layer=True))
+
+
+def test_the_prefix_layer_is_a_one_layer_llama() -> None:
+    head, features = _prefix_head(), _features(2, 9)
+    sizes = head.config.sizes()
+    llama = LlamaModel(
+        LlamaConfig(
+            vocab_size=8,
+            hidden_size=32,
+            intermediate_size=sizes.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=sizes.num_attention_heads,
+            num_key_value_heads=sizes.num_key_value_heads,
+            rms_norm_eps=sizes.rms_norm_eps,
+            max_position_embeddings=256,
+        )
+    ).eval()
+    own = head.prefix_layer.state_dict()
+    names = {name: name if name == "norm.weight" else f"layers.0.{name}" for name in own}
+    report = llama.load_state_dict({names[name]: value for name, value in own.items()}, strict=False)
+    assert report.missing_keys == ["embed_tokens.weight"] and not report.unexpected_keys
+    with torch.no_grad():
+        positions = torch.arange(3, 12)[None]
+        expected = llama(inputs_embeds=features, position_ids=positions).last_hidden_state
+        assert (head.prefix(features, (3, 12)) - expected).abs().max() < 1e-4
+
+
+def test_the_prefix_layer_over_a_buffer_is_the_one_over_the_whole_sequence() -> None:
+    head, features = _prefix_head(), _features(1, 9)
+    buffers = [KeyValueBuffer.allocate(1, head.config.sizes(), 16, features) for _ in range(head.num_buffers)]
+    with torch.no_grad():
+        whole, pieces = head.prefix(features, (0, 9)), []
+        for first, stop in ((0, 4), (4, 5), (5, 9)):
+            mask = torch.full((stop - first, stop), float("-inf")).triu_(first + 1)[None, None]
+            pieces.append(head.prefix(features[:, first:stop], (first, stop), mask, buffers))
+            buffers[0].length = stop
+        assert (torch.cat(pieces, dim=1) - whole).abs().max() < 1e-5
+        buffers[0].length = 0
+        assert (head.prefix(features[:, 8:], (8, 9), mask[..., -1:, -1:], buffers) - whole[:, 8:]).abs().max() > 1e-2
+
+
+def test_without_a_prefix_layer_features_pass_through() -> None:
+    head, features = tiny.multi_token_head("hydra", ENDS), _features(1, 9)
+    assert head.prefix(features, (0, 9)) is features and head.num_buffers == 0
+
+
+@pytest.mark.parametrize(("kind", "keys"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_round_trip_is_bit_exact(kind: HeadKind, keys: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    head = tiny.multi_token_head(kind, CAPPED, noise=0.1, **keys).to(dtype)
+    save_head(head, tmp_path / "head", step=3)
+    again = load_head(tmp_path / "head", ends=CAPPED)
+    assert again.kind == kind and again.config == head.config
+    assert again.state_dict().keys() == head.state_dict().keys()
+    for name, value in head.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]) and again.state_dict()[name].dtype == dtype, name
+    assert not any("embed" in name for name in load_file(tmp_path / "head/model.safetensors"))
+
+
+def test_a_shared_lm_head_is_the_targets_after_loading(tmp_path: Path) -> None:
+    save_head(tiny.multi_token_head("medusa", CAPPED, lm_head="target"), tmp_path)
+    again, features = cast(MedusaHead, load_head(tmp_path, ends=CAPPED)), _features(4)
+    assert again(features)[2].equal(CAPPED.logits(features))
+    assert again.laws.ends is CAPPED  # not a copy
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape", "config", "sizes"])
+def test_a_damaged_head_is_one_sentence_and_no_model(tmp_path: Path, damage: str) -> None:
+    save_head(_prefix_head(), tmp_path)
+    state, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    words = {
+        "missing": "missing 'branches.1.blocks.0.projection.weight'",
+        "unexpected": "unexpected 'fc.weight'",
+        "shape": "laws.lm_heads.0.weight has shape",
+        "config": "lacks num_heads",
+        "sizes": "has a prefix layer and lacks head_dim",
+    }
+    if damage == "missing":
+        del state["branches.1.blocks.0.projection.weight"]
+    elif damage == "unexpected":
+        state["fc.weight"] = torch.zeros(2, 2)
+    elif damage == "shape":
+        state["laws.lm_heads.0.weight"] = torch.zeros(32, 32)
+    else:
+        del config["num_heads" if damage == "config" else "head_dim"]
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words[damage]):
+        load_head(tmp_path)
+
+
+def test_a_head_for_another_target_is_refused() -> None:
+    with pytest.raises(UserError, match="hidden size is 32, that of other is 64"):
+        check_fits(tiny.multi_token_head("medusa", ENDS), tiny.ends(hidden_size=64), "head", "other")
+
+
+def test_the_same_seed_gives_the_same_new_head() -> None:
+    one, two, other = (tiny.multi_token_head("hydra", ENDS, seed=seed, prefix_layer=True) for seed in (1, 1, 2))
+    for name, value in one.state_dict().items():
+        assert value.equal(two.state_dict()[name])
+        random = "projection" in name or "_proj" in name
+        assert value.equal(other.state_dict()[name]) != random, name
+
+
+def test_a_warm_start_takes_the_other_heads_weights_and_refuses_another_shape(tmp_path: Path) -> None:
+    head = tiny.multi_token_head("hydra", ENDS, noise=0.1, num_layers=2, prefix_layer=True)
+    save_head(head, tmp_path)
+    keys: dict[str, Any] = {"kind": "hydra", "init_from": str(tmp_path), "num_layers": 2, "prefix_layer": True}
+    text = tiny.llama().config
+    again = new_head(HeadConfig(**keys), text, ENDS, seed=9)
+    assert all(value.equal(again.state_dict()[name]) for name, value in head.state_dict().items())
+    for name, value in (("num_layers", 1), ("num_heads", 3), ("prefix_layer", False), ("rope_theta", 5e5)):
+        with pytest.raises(UserError, match=f"head.{name}: the recipe asks {value}, .* has"):
+            new_head(HeadConfig(**{**keys, name: value}), text, ENDS, seed=9)
+    with pytest.raises(UserError, match="is an hydra head, the recipe asks for medusa"):
+        new_head(HeadConfig(kind="medusa", init_from=str(tmp_path)), text, ENDS, seed=9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"kind": "eagle1", "num_heads": 5}, "num_heads belongs to medusa and hydra"),
+        ({"kind": "medusa", "num_heads": 0}, "must be at least 1"),
+        ({"kind": "medusa", "prefix_layer": True}, "prefix_layer belongs to hydra"),
+        ({"kind": "medusa", "hidden_size": 32}, "hidden_size is set by the target"),
+        ({"kind": "hydra", "num_attention_heads": 4}, "num_attention_heads belongs to no part of this hydra head"),
+        ({"kind": "hydra", "draft_vocab_size": 4}, "draft_vocab_size belongs to eagle3"),
+        ({"kind": "hydra", "prefix_layer": True, "num_hidden_layers": 2}, "num_hidden_layers belongs to no part"),
+    ],
+)
+def test_keys_of_another_kind_are_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        HeadConfig(**keys)
