@@ -1,6 +1,6 @@
 """The whole recipe and where a run keeps its files: what the four `main.py` share.
 
-This is the one place beside them that sees every section; it imports configurations and what reads them.
+This is the one place beside them that sees every section; it imports configurations only.
 """
 
 import argparse
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.config import DataConfig, FeaturesConfig, SyntheticConfig
-from infer.choices import sized
-from infer.config import BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, TreeConfig
-from infer.methods import tree_of, usual_method
+from infer.config import BenchConfig, CalibrateConfig, MethodConfig, TreeChanges
 from model import recipe as yaml_recipe
 from model.config import HeadConfig, TargetConfig
 from model.errors import UserError
@@ -36,14 +34,6 @@ class Recipe:
     output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
     seed: int = 0
-
-
-def usual(recipe: Recipe) -> tuple[MethodConfig, TreeConfig]:
-    """The usual method of the recipe's head, and its tree with what the recipe changes of it, sized."""
-    asked = MethodConfig(usual_method(recipe.head.kind), recipe.tree)
-    tree = tree_of(asked, "tree")
-    assert tree is not None, "every head has a tree"
-    return asked, sized(tree)
 
 
 @dataclass(frozen=True)

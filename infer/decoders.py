@@ -13,7 +13,7 @@ from infer.drafters.medusa import MedusaDrafter, check_level
 from infer.drafters.prompt_lookup import PromptLookup
 from infer.engine import SpeculativeDecoder, end_ids
 from infer.heads import kind_at
-from infer.methods import check_kind, tree_of, usual_method
+from infer.methods import check_kind, tree_of, usual_tree
 from infer.proposer import CachedDrafter, Drafting, Proposer
 from infer.shape import make_shape
 from model.checkpoint import Head, check_fits, load_head
@@ -80,8 +80,7 @@ def usual_decoder(target: Target, head: str | None, tree: TreeConfig | None) -> 
     """A decoder with a head in this tree (null: the published one of its kind's usual method); no head: vanilla."""
     if head is None:
         return SpeculativeDecoder(target)
-    tree = tree or tree_of(MethodConfig(usual_method(kind_at(Path(head)))), "tree")
-    assert tree is not None, "every head has a tree"
+    tree = tree or usual_tree(kind_at(Path(head)))
     return SpeculativeDecoder(target, drafting(Drafters(target).of(head), tree))
 
 

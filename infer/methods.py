@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from infer.choices import sized
 from infer.config import (
     ConfidenceConfig,
     EntropyConfig,
@@ -58,6 +59,7 @@ USUAL: dict[str, Method] = {
     "draft_lm": "sps",
 }
 FREE: tuple[Method, ...] = ("eagle-chain", "eagle")  # any stop rule keeps the name
+NOTHING = TreeChanges()
 OF_OTHER_SHAPES = {
     "chain": ("k", "nodes", "rank", "rerank", "choices"),
     "static": ("levels", "k", "nodes", "rank", "rerank"),
@@ -70,6 +72,13 @@ def usual_method(kind: str) -> Method:
     if kind not in USUAL:
         raise UserError(f"a head of kind {kind!r} does not draft; kinds that do: {', '.join(USUAL)}")
     return USUAL[kind]
+
+
+def usual_tree(kind: str, changes: TreeChanges = NOTHING) -> TreeConfig:
+    """The tree of a kind of head's usual method with a recipe's changes, a static one with its true size."""
+    tree = tree_of(MethodConfig(usual_method(kind), changes), "tree")
+    assert tree is not None, "every head has a tree"
+    return sized(tree)
 
 
 def tree_of(asked: MethodConfig, place: str) -> TreeConfig | None:

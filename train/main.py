@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pipeline
 from data.inputs import conversation_inputs, sampled_digest, target_inputs
 from data.provenance import FILE, Stage, with_status
+from infer.methods import usual_tree
 from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
 from model.files import digest, read_json, write_text
@@ -249,7 +250,8 @@ def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
     if is_lm:
         return distilled_lm_job(source, frame)
     measure = partial(_measured_tau, setting, source) if measured and not is_plan else None
-    return draft_head_job(source, frame, pipeline.usual(recipe)[1].levels, measure)
+    levels = usual_tree(recipe.head.kind, recipe.tree).levels
+    return draft_head_job(source, frame, levels, measure)
 
 
 def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
@@ -262,7 +264,7 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
 
     config, target = setting.recipe.train, source.target
     assert target is not None
-    _, tree = pipeline.usual(setting.recipe)
+    tree = usual_tree(setting.recipe.head.kind, setting.recipe.tree)
     context = getattr(source.text_config, "max_position_embeddings", None) or head.config.max_position_embeddings
     room = min(context, head.config.max_position_embeddings) - config.measure_new_tokens
     prompts = list(islice(_openings(source.held_out, room), config.measure_prompts))

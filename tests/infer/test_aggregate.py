@@ -133,7 +133,7 @@ def test_a_row_sums_counts_and_times_and_takes_the_largest_memory() -> None:
     assert eagle["ms"]["wall"] == 80.0
     assert eagle["ms"]["draft"] == 12.0
     assert eagle["peak_memory_gib"] == 1.5
-    assert eagle["tree"] == {"levels": 6, "k": 8, "nodes": 16}
+    assert eagle["tree"] == {"shape": "dynamic", "levels": 6, "k": 8, "nodes": 16}
 
 
 def test_identical_and_mismatch_count_the_compared_answers() -> None:

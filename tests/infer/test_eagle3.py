@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.bench import make_decoders
-from infer.config import BenchRow, Method, TreeConfig, chosen, default_tree, method_of
+from infer.config import TreeConfig
+from infer.decoders import load_head_for
 from infer.drafters.eagle import EagleDrafter
-from infer.engine import SpeculativeDecoder, load_head_for
+from infer.engine import SpeculativeDecoder
 from infer.proposer import Cycle, Drafting
 from infer.shape import make_shape
 from model.checkpoint import save_head
@@ -206,45 +206,3 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_head(make_head(target, ids=torch.tensor([1, 2, 9])), tmp_path / "endless")
     with pytest.raises(UserError, match=r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary"):
         load_head_for(target, str(tmp_path / "endless"))
-
-
-def test_a_row_whose_method_is_not_the_heads_is_refused() -> None:
-    target = make_target()
-    tree = TREES["small"]
-    heads = {"eagle1": tiny.head(target.ends.embedding.float()), "eagle3": make_head(target)}
-    for kind, head in heads.items():
-        for shape in ("dynamic", "chain"):
-            method = method_of(kind, shape)
-            row = BenchRow(method, TREES["chain"] if shape == "chain" else tree)
-            assert len(make_decoders(target, [BenchRow("vanilla"), row], lambda head=head: head)) == 2  # type: ignore[misc]
-    with pytest.raises(UserError, match="method eagle2 with an eagle3 head; with this head it is method eagle3"):
-        make_decoders(target, [BenchRow("eagle2", tree)], lambda: heads["eagle3"])
-    with pytest.raises(UserError, match="with this head it is method eagle2"):
-        make_decoders(target, [BenchRow("eagle3", tree)], lambda: heads["eagle1"])
-
-
-def test_the_published_trees_have_six_and_eight_levels() -> None:
-    assert default_tree("eagle1") == TreeConfig() == TreeConfig(levels=6, k=10, nodes=60)
-    assert default_tree("eagle3") == TreeConfig(levels=8, k=10, nodes=60)
-
-
-@pytest.mark.parametrize(
-    ("asked", "kind", "tree", "expected"),
-    [
-        (None, "eagle1", None, ("eagle2", TreeConfig())),
-        (None, "eagle3", None, ("eagle3", TreeConfig(levels=8))),
-        (None, "eagle3", TREES["chain"], ("eagle-chain", TREES["chain"])),
-        ("eagle-chain", "eagle3", TREES["small"], ("eagle-chain", TreeConfig(shape="chain", levels=3, nodes=4))),
-        ("eagle3", "eagle3", TREES["small"], ("eagle3", TREES["small"])),
-    ],
-)
-def test_the_method_follows_the_head(
-    asked: Method | None, kind: str, tree: TreeConfig | None, expected: tuple[Method, TreeConfig]
-) -> None:
-    assert chosen(asked, kind, tree) == expected
-
-
-@pytest.mark.parametrize(("asked", "kind"), [("eagle2", "eagle3"), ("eagle3", "eagle1")])
-def test_a_method_of_another_head_is_refused(asked: Method, kind: str) -> None:
-    with pytest.raises(UserError, match=f"--method {asked}: an {kind} head in a dynamic tree is"):
-        chosen(asked, kind, None)

@@ -21,7 +21,8 @@ from model.errors import UserError
 from tests.infer.made_up import drafted, write_run
 
 ROW_KEYS = {
-    "method", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree", "new_tokens", "tau", "tau_macro",
+    "method", "head", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree", "new_tokens", "tau",
+    "tau_macro",
     "accepted_histogram", "tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt",
     "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes", "accept_rate",
     "identical", "mismatch", "peak_memory_gib", "ms", "status",
@@ -80,7 +81,7 @@ def test_summary_follows_the_contract_to_the_key(whole: tuple[Path, dict[str, An
         if row["status"] == "ok":
             assert set(row) == ROW_KEYS
             assert set(row["ms"]) == {"prefill", "draft", "verify", "commit", "other", "wall"}
-            assert row["tree"] is None or set(row["tree"]) == {"levels", "k", "nodes"}
+            assert row["tree"] is None or set(row["tree"]) >= {"shape", "levels", "k", "nodes"}
             assert len(row["speedup_ci95"]) == 2
         else:
             assert not set(row) & {"ms", "tokens_per_s", "speedup", "tau"}

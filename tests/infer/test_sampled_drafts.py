@@ -118,9 +118,9 @@ def test_typical_acceptance_says_that_it_is_not_lossless() -> None:
     target, ids = make_target(), prompts(2)[-1]
     speculative = decoder(target, "medusa63", typical=TypicalConfig())
     hot = speculative.generate(ids, temperature=1.0, top_k=0, max_new_tokens=12)
-    assert "not lossless" in hot.statistics.decoding["verify"] and hot.statistics.new_tokens == 12
+    assert "not lossless" in hot.statistics.verify and hot.statistics.new_tokens == 12
     cold = speculative.generate(ids, do_sample=False, max_new_tokens=12)
-    assert cold.sequences.tolist() == greedy(target, ids, 12) and "verify" not in cold.statistics.decoding
+    assert cold.sequences.tolist() == greedy(target, ids, 12) and cold.statistics.verify == "R0"
     with pytest.raises(UserError, match="drafts none"):
         SpeculativeDecoder(target, None, TypicalConfig())
 

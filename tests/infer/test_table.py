@@ -47,6 +47,6 @@ def test_csv_holds_every_row_unrounded_and_nothing_where_there_is_nothing(summar
 
 
 def test_trees_and_samplings_read_as_words() -> None:
-    assert tree_text({"tree": {"levels": 5, "k": 1, "nodes": 6}}) == "5 levels, chain"
+    assert tree_text({"tree": {"shape": "chain", "levels": 5, "k": 1, "nodes": 6}}) == "5 levels, chain"
     assert sampling_text({"temperature": 0.6, "top_k": 0, "top_p": 0.8}) == "0.6, top-p 0.8"
     assert sampling_text({"temperature": 0.0, "top_k": 50, "top_p": 0.9}) == "0"

@@ -21,6 +21,7 @@ from data import main as data_main
 from data.cache import FeatureCache
 from infer.drafters.eagle import EagleDrafter
 from infer.engine import SpeculativeDecoder
+from infer.methods import usual_tree
 from infer.proposer import Drafting
 from infer.shape import make_shape
 from model.checkpoint import head_facts, load_head
@@ -348,7 +349,9 @@ def test_the_best_weights_are_chosen_by_the_tau_of_decoding_held_out_prompts(dee
     recipe = pipeline_recipe(deep / "recipe.yaml")
     cycles = [0, 0]
     for prompt in _prompts(deep, 3):
-        decoder = SpeculativeDecoder(target, Drafting(EagleDrafter(head, target), make_shape(recipe.tree)))
+        decoder = SpeculativeDecoder(
+            target, Drafting(EagleDrafter(head, target), make_shape(usual_tree("eagle3", recipe.tree)))
+        )
         found = decoder.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False).statistics
         cycles = [cycles[0] + sum(found.cycle_tokens), cycles[1] + len(found.cycle_tokens)]
     assert facts["tau"] == pytest.approx(cycles[0] / cycles[1])
