@@ -39,7 +39,7 @@ class Chain:
         tokens, confidences = [root], [torch.zeros(1, device=root.device)]
         survival, levels = confidences[0], min(self.levels, max_levels)
         zero = torch.zeros(1, dtype=torch.long, device=root.device)
-        log_q = drafter.start()
+        log_q, forwards = drafter.start(), 1
         laws: list[Tensor] = []  # [1, Vd] each
         for depth in range(1, levels + 1):
             if sampled:
@@ -55,7 +55,8 @@ class Chain:
             if depth == levels or self.stop.ends(Level(depth, confidence, survival, log_q, above, zero)):
                 break
             log_q = drafter.step(token, zero)
-        return _line(torch.cat(tokens), torch.cat(confidences), _proposal(drafter, laws))
+            forwards += 1
+        return _line(torch.cat(tokens), torch.cat(confidences), forwards, _proposal(drafter, laws))
 
 
 def _proposal(drafter: "Drafter", laws: list[Tensor]) -> Proposal | None:
@@ -66,9 +67,9 @@ def _proposal(drafter: "Drafter", laws: list[Tensor]) -> Proposal | None:
     return Proposal("R1", torch.cat([*laws, leaf]), draft_ids(drafter.target_ids, leaf))
 
 
-def _line(tokens: Tensor, confidence: Tensor, proposal: Proposal | None) -> Tree:
+def _line(tokens: Tensor, confidence: Tensor, forwards: int, proposal: Proposal | None) -> Tree:
     count = tokens.shape[0]
     line = torch.arange(count, device=tokens.device)
     mask = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril_()
     survival = confidence.cumsum(0)
-    return Tree(tokens, (line - 1).clamp_(min=0), line, mask, confidence, survival, count - 1, count - 1, proposal)
+    return Tree(tokens, (line - 1).clamp_(min=0), line, mask, confidence, survival, count - 1, forwards, proposal)
