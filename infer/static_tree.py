@@ -41,7 +41,7 @@ class StaticTree:
 
     def grow(self, drafter: "Drafter", root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
         self.stop.begin()
-        log_q = drafter.start()  # [rows, Vd], one row per node that is expanded
+        log_q, forwards = drafter.start(), 1  # [rows, Vd], one row per node that is expanded
         form = self._form(log_q.shape[-1], root.device)
         sampled = self.children != "best" and sampler.decoding.do_sample
         zero = torch.zeros(1, device=root.device)
@@ -61,8 +61,9 @@ class StaticTree:
             if depth == levels or self.stop.ends(Level(depth, confidence[best], alive, log_q, above, level.rows[best])):
                 break
             log_q = drafter.step(tokens[-1][inner], level.rows[inner])
+            forwards += 1
             above = survival[inner]
-        drafted = _Drafted(torch.cat(tokens), torch.cat(confidences), torch.cat(survivals), depth)
+        drafted = _Drafted(torch.cat(tokens), torch.cat(confidences), torch.cat(survivals), len(tokens) - 1, forwards)
         if not sampled:
             return _tree(form, drafted, None)
         rows = torch.cat(laws)
@@ -120,6 +121,7 @@ class _Drafted:
     confidence: Tensor
     survival: Tensor
     levels: int
+    forwards: int
 
 
 def _make_form(choices: list[Choice], device: torch.device) -> _Form:
@@ -160,7 +162,7 @@ def _tree(form: _Form, drafted: _Drafted, proposal: Proposal | None) -> Tree:
         confidence=drafted.confidence,
         survival=drafted.survival,
         levels=drafted.levels,
-        draft_forwards=drafted.levels,
+        draft_forwards=drafted.forwards,
         proposal=proposal,
     )
 

@@ -156,7 +156,7 @@ def p_value(target: Target, speculative: SpeculativeDecoder, temperature: float,
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
 @pytest.mark.parametrize(
-    ("row", "kind"), [*((row, "eagle1") for row in RULES), ("chain", "eagle3"), ("eagle1", "eagle3")]
+    ("row", "kind"), [("chain", "eagle1"), ("eagle1", "eagle1"), ("eagle1 replaced", "eagle1"), ("eagle1", "eagle3")]
 )
 def test_sampled_text_has_the_targets_law(row: str, kind: str, temperature: float, top_p: float) -> None:
     """5,000 answers of four tokens through a real tiny model; an eagle3 head drafts from a vocabulary of its own."""
@@ -165,8 +165,7 @@ def test_sampled_text_has_the_targets_law(row: str, kind: str, temperature: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", RULES)
-def test_a_broken_residual_is_found_on_a_real_model(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_residual_is_found_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "residual", lambda p, q: p)
     target = tiny_vocabulary()
-    assert p_value(target, decoder(target, row), 1.0, 1.0) < 1e-6
+    assert p_value(target, decoder(target, "eagle1"), 1.0, 1.0) < 1e-6
