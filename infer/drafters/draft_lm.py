@@ -26,7 +26,8 @@ class DraftLMDrafter:
         self._num_rows, num_ids = int(draft.ends.embedding.shape[0]), int(target.ends.lm_head.shape[0])
         self._num_columns = min(int(draft.ends.lm_head.shape[0]), num_ids)
         self._is_shorter = self._num_rows < num_ids
-        self._prompt = self._unread = torch.empty(0, dtype=torch.long)
+        self._unread = torch.empty(0, dtype=torch.long)
+        self._num_repeated = 0  # tokens of the prompt that the next commit begins with
         self._root_law: Tensor | None = None  # [1, num_columns]
         self._steps: list[tuple[Tensor, Tensor]] = []  # (tokens, parents) of each level that was read in this cycle
         self._depth = torch.empty(0, dtype=torch.long)  # of the rows drafted so far, [m]
@@ -48,7 +49,8 @@ class DraftLMDrafter:
     def reset(self, prompt: Tensor, capacity: int) -> None:
         """Forgets everything and reads the prompt [T]; capacity is for prompt, answer and a tree's drafted rows."""
         self._lm.prefill(self._readable(prompt), capacity)
-        self._prompt, self._unread, self._depth = prompt, prompt[:0], prompt[:0]
+        self._num_repeated = prompt.shape[0] - 1
+        self._unread = self._depth = prompt[:0]
         self._seen = prompt.new_empty(1, 0, dtype=torch.bool)
         self._root_law = None
         self._forget_steps()
@@ -56,12 +58,9 @@ class DraftLMDrafter:
     def commit(self, tokens: Tensor, features: Tensor | None = None) -> None:
         """Takes the n tokens [n] that the last cycle yielded, its bonus token included; features are not looked at.
 
-        The first call after `reset` may begin with the prompt after its first token, as an EAGLE head is told it.
+        The first tokens after `reset` are the prompt's, without its first, and the answer's first.
         """
-        repeated = self._prompt[1:]
-        if repeated.numel() and torch.equal(tokens[: repeated.shape[0]], repeated):
-            tokens = tokens[repeated.shape[0] :]
-        self._prompt = self._prompt[:0]
+        tokens, self._num_repeated = tokens[self._num_repeated :], 0
         kept = self._rows_of(tokens[:-1])
         self._lm.keep(kept)
         self._unread = torch.cat([self._unread, tokens[len(kept) :]])

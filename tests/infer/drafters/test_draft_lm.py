@@ -50,7 +50,7 @@ def drafter_of(draft: Target, vocab_size: int = 320) -> DraftLMDrafter:
 def ready(drafter: DraftLMDrafter, first: int = 50) -> list[int]:
     """The drafter after a prompt and the answer's first token, and both as one text."""
     drafter.reset(PROMPT, 128)
-    drafter.commit(torch.tensor([first]))
+    drafter.commit(torch.cat([PROMPT[1:], torch.tensor([first])]), torch.zeros(len(PROMPT), 32))
     return [*PROMPT.tolist(), first]
 
 
@@ -151,15 +151,14 @@ def test_one_forward_for_each_law_and_no_token_is_read_twice(accepted: int, read
     assert widths == [1, 1, 1, 1, read]
 
 
-def test_the_first_commit_may_repeat_the_prompt_after_its_first_token() -> None:
+@pytest.mark.parametrize("length", [1, 2, 20])
+def test_the_first_law_has_read_the_prompt_and_the_answers_first_token_once(length: int) -> None:
     draft = draft_of("llama")
-    laws = []
-    for first in (torch.tensor([50]), torch.cat([PROMPT[1:], torch.tensor([50])])):
-        drafter = drafter_of(draft)
-        drafter.reset(PROMPT, 128)
-        drafter.commit(first, torch.zeros(len(first), 32))
-        laws.append(drafter.start())
-    assert laws[0].equal(laws[1])
+    drafter = drafter_of(draft)
+    prompt, first = PROMPT[:length], PROMPT[length - 1 : length]  # also where that token is the prompt's last once more
+    drafter.reset(prompt, 128)
+    drafter.commit(torch.cat([prompt[1:], first]))
+    assert_law(drafter.start()[0], draft, [*prompt.tolist(), *first.tolist()])
 
 
 def test_a_cycle_without_drafting_and_a_second_start_change_no_law() -> None:
@@ -173,8 +172,7 @@ def test_a_cycle_without_drafting_and_a_second_start_change_no_law() -> None:
     assert drafter.start().equal(first)
     law = drafter.step(torch.tensor([61]), torch.tensor([0]))
     assert_law(law[0], draft, [*text, 51, 61])
-    drafter.reset(PROMPT, 128)
-    drafter.commit(torch.tensor([50]))
+    assert ready(drafter) == text
     assert_law(drafter.start()[0], draft, text)
 
 
@@ -210,8 +208,7 @@ def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_r
     tiny.llama(vocab_size=336, num_blocks=2).save_pretrained(padded)
     drafter = load_draft_lm(target, str(padded))
     assert drafter.draft.dtype == torch.bfloat16 and drafter.draft.num_blocks == 2
-    drafter.reset(PROMPT, 64)
-    drafter.commit(torch.tensor([50]))
+    ready(drafter)
     assert drafter.start().shape == (1, 320)
     small = tiny.target(tmp_path / "small", num_blocks=2)
     tiny.llama(vocab_size=300, num_blocks=2).save_pretrained(small)
