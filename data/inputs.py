@@ -10,6 +10,7 @@ from model.config import TargetConfig
 from model.errors import UserError
 from model.files import file_digest
 from model.recipe import as_dict
+from model.template import template_path
 
 WHOLE_FILE_BYTES = 10**9  # longer files are sampled
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -44,10 +45,7 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     elif directory.exists() or _looks_local(config.path):
         raise UserError(f"{config.path}: no such target directory (target.path is a local directory or a Hub id)")
     if config.chat_template is not None:
-        template = Path(config.chat_template)
-        if not template.is_file():
-            raise UserError(f"target.chat_template: {template}: no such file")
-        inputs["chat_template"] = file_digest(template)
+        inputs["chat_template"] = file_digest(template_path(config.chat_template))
     return inputs
 
 

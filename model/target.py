@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 from model.config import TargetConfig
 from model.errors import UserError
 from model.files import digest
+from model.template import read_template
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -168,10 +169,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{config.path}: cannot load the tokenizer: {_first_line(error)}") from error
     if config.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"target.chat_template: {config.chat_template}: {error.strerror}") from error
+        tokenizer.chat_template = read_template(config.chat_template)
     return tokenizer
 
 
