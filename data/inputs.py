@@ -78,6 +78,20 @@ def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesCon
     }
 
 
+def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
+    """The name of what is another file now than when a cache was made of `made_of` (feature_inputs then), or None.
+
+    target and conversations are target_inputs and conversation_inputs now. Files that are not here now are no change:
+    a cache may have been made on another machine. Nor are another target's: opening the cache tells of those.
+    """
+    before = made_of["target"]
+    then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
+    now = {**conversations, "target.chat_template": target.get("chat_template")}
+    if "files" in before and before["path"] == target["path"]:
+        now |= target.get("files", {})
+    return next((name for name in sorted(now) if now[name] != then.get(name)), None)
+
+
 def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """The part of feature_inputs that decides the states of given token ids: weights, dtypes and taps, not text."""
     target = dict(inputs["target"])

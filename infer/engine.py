@@ -23,8 +23,9 @@ from infer.tree import Tree, root_only
 from infer.verify import Verdict, verify
 from model.checkpoint import Head, check_fits, load_head
 from model.config import TargetConfig
-from model.errors import UserError
+from model.errors import UserError, warn
 from model.heads.eagle3 import Eagle3Head
+from model.sizes import position_warnings
 from model.target import Target, default_taps
 
 
@@ -309,6 +310,8 @@ def load_head_for(target: Target, head: str) -> Head:
     published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
     module = load_head(Path(head), dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
     check_fits(module, target.ends, head, target.recipe.path)
+    for sentence in position_warnings(module.config, target.config, head):
+        warn(sentence)
     if isinstance(module, Eagle3Head):
         taps = module.config.after_blocks
         if max(taps) >= target.num_blocks:

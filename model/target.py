@@ -210,12 +210,12 @@ def fingerprint(text_config: Any, ends: TargetEnds) -> str:
     return digest([facts, samples])
 
 
-def default_taps(num_blocks: int) -> tuple[int, int, int]:
+def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
     """EAGLE-3's low, middle and high taps (2, n // 2, n - 3); UserError below 7 blocks, where they collapse."""
     if num_blocks < 7:
         raise UserError(
-            f"the default taps (2, n//2, n-3) need a target of at least 7 blocks; this one has {num_blocks}: "
-            f"set features.after_blocks"
+            f"{path}: has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps in "
+            f"features.after_blocks, for example {list(range(1, num_blocks))[-3:]}"
         )
     return (2, num_blocks // 2, num_blocks - 3)
 
@@ -226,7 +226,7 @@ def taps_of(kind: str, after_blocks: tuple[int, ...] | None, num_blocks: int, pa
     UserError for a tap that the target does not have, and for an EAGLE-3 head without any.
     """
     if after_blocks is None:
-        after_blocks = default_taps(num_blocks) if kind == "eagle3" else ()
+        after_blocks = default_taps(num_blocks, path) if kind == "eagle3" else ()
     if kind == "eagle3" and not after_blocks:
         raise UserError("features.after_blocks: empty, but an eagle3 head fuses at least one tap; leave the key out")
     check_taps(after_blocks, num_blocks, path)

@@ -17,7 +17,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pipeline
-from data.inputs import conversation_inputs, sampled_digest, target_inputs
+from data.index import COMMAND
+from data.inputs import changed_since, conversation_inputs, sampled_digest, target_inputs
 from data.provenance import FILE, Stage, with_status
 from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
@@ -61,14 +62,15 @@ def main() -> int:
     if arguments.is_whole and not _has_inputs(recipe):
         return 1
     setting = Setting(recipe, Stage("train", output, stage_inputs(recipe)), arguments.overwrite)
+    if arguments.is_whole:
+        return 0 if _is_whole(setting) else 1
+    _require_fresh_cache(setting)
     if arguments.compare_objective:
         return _compare(setting, arguments.compare_objective)
-    if setting.stage.is_whole() and arguments.init_to is None:
-        if not arguments.is_whole and _rank() == 0:
+    if _is_whole(setting) and arguments.init_to is None:
+        if _rank() == 0:
             print(f"train {recipe.head.kind}: whole, reused ({output})", flush=True)
         return 0
-    if arguments.is_whole:
-        return 1
     setting.stage.require_own_directory(arguments.overwrite)
     _require_no_foreign_files(setting)
     if arguments.init_to is not None and not arguments.plan:
@@ -76,6 +78,37 @@ def main() -> int:
     if arguments.plan:
         return _plan(setting, arguments.init_to)
     return with_status(setting.paths.status, "train", lambda: _train(setting))
+
+
+def _is_whole(setting: Setting) -> bool:
+    """Whether nothing is left to do: the stage is whole, and so is what it was made of."""
+    made_of = _cache_made_of(setting)
+    same = made_of is None or digest(made_of["data"]) == digest(as_dict(setting.recipe.data))
+    return setting.stage.is_whole() and same and _changed_since_cached(setting) is None
+
+
+def _require_fresh_cache(setting: Setting) -> None:
+    """UserError when the conversations or the target's files have changed since the feature cache was made."""
+    changed = _changed_since_cached(setting)
+    if changed is not None:
+        raise UserError(f"{setting.paths.features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
+
+
+def _changed_since_cached(setting: Setting) -> str | None:
+    """What is another file now than when the cache was made. Opening the cache tells of another section `data`."""
+    made_of, data = _cache_made_of(setting), setting.recipe.data
+    if made_of is None or digest(made_of["data"]) != digest(as_dict(data)):
+        return None
+    return changed_since(made_of, setting.stage.inputs["target"], conversation_inputs(data))
+
+
+def _cache_made_of(setting: Setting) -> dict[str, Any] | None:
+    """What the feature cache that this run reads was made of; None without one."""
+    recipe, made = setting.recipe, setting.paths.features / FILE
+    if recipe.head.kind == "draft_lm" or recipe.features.mode == "online" or not made.is_file():
+        return None
+    inputs: dict[str, Any] = read_json(made)["inputs"]
+    return inputs
 
 
 def _begun(setting: Setting) -> Path:
@@ -108,9 +141,12 @@ def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
     elif recipe.head.kind != "draft_lm":
         features = pipeline.RunPaths(Path(recipe.run)).features / FILE
         inputs["features"] = read_json(features)["inputs_digest"] if features.is_file() else None
+        if recipe.features.after_blocks is not None:
+            inputs["after_blocks"] = list(recipe.features.after_blocks)
     if recipe.head.init_from is not None:
-        weights = sorted(Path(recipe.head.init_from).glob("*.safetensors"))
-        inputs["init_from"] = {path.name: sampled_digest(path) for path in weights}
+        place = Path(recipe.head.init_from)
+        files = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in place.glob(kind))
+        inputs["init_from"] = {path.name: sampled_digest(path) for path in files}
     return inputs
 
 

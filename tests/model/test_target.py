@@ -128,7 +128,7 @@ def test_taps_are_the_residual_streams_after_k_blocks() -> None:
 
 def test_default_taps_need_seven_blocks() -> None:
     assert default_taps(32) == (2, 16, 29)
-    with pytest.raises(UserError, match="at least 7 blocks"):
+    with pytest.raises(UserError, match=r"target: has 6 blocks, .* need at least 7; name its taps"):
         default_taps(6)
 
 
