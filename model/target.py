@@ -124,8 +124,9 @@ class Target:
         out = self.decoder(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(after_blocks)
         )
-        taps = torch.cat([out.hidden_states[k] for k in after_blocks], dim=-1) if after_blocks else None
-        return TargetOutput(out.last_hidden_state, taps)
+        # blocks of a target that spans several devices leave their states where they are
+        taps = [out.hidden_states[k].to(self.device) for k in after_blocks]
+        return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
 
     def fingerprint(self) -> str:
         """A digest that changes when the weights of either end or the configuration change."""

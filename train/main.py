@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == Path(__file__).parent else sys.path[0]
 
 import argparse
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -297,7 +298,10 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
         )
 
     def measure(module: Any) -> dict[str, float]:
-        drafter = EagleDrafter(_head_in(module), target)
+        own = _head_in(module)
+        if next(own.parameters()).device != target.device:  # a target that spans several: drafting is at its LM head
+            own = copy.deepcopy(own).to(target.device)
+        drafter = EagleDrafter(own, target)
         decoder = SpeculativeDecoder(target, drafter, make_shape(setting.recipe.tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[_rank() :: _world_size()]:
