@@ -298,10 +298,8 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
         )
 
     def measure(module: Any) -> dict[str, float]:
-        own = _head_in(module)
-        if next(own.parameters()).device != target.device:  # a target that spans several: drafting is at its LM head
-            own = copy.deepcopy(own).to(target.device)
-        drafter = EagleDrafter(own, target)
+        module = _beside(module, target.device)
+        drafter = EagleDrafter(_head_in(module), target)
         decoder = SpeculativeDecoder(target, drafter, make_shape(setting.recipe.tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[_rank() :: _world_size()]:
@@ -312,6 +310,11 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
         return {"tau": tokens / count if count else 1.0}
 
     return measure
+
+
+def _beside(module: Any, device: Any) -> Any:
+    """The module, or its copy on the device: drafting is at the LM head of a target that spans several."""
+    return module if next(module.parameters()).device == device else copy.deepcopy(module).to(device)
 
 
 def _openings(rows: Any, room: int) -> "Iterator[list[int]]":
