@@ -12,7 +12,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -21,10 +20,10 @@ from tokenizers import Encoding, Tokenizer
 from data.conversations import Conversation, Tally, TokenRow
 from data.shapes import Message, UnusableRow
 from model.errors import UserError
+from model.template import SHIPPED
 
 ATTEMPTS = 3  # renders of one conversation before a template that writes the time counts as unstable
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-SHIPPED = "data/templates/vicuna.jinja"
 
 
 @dataclass(frozen=True)
@@ -55,18 +54,6 @@ class Rendered:
     text: str
     spans: tuple[tuple[int, int], ...]
     source: str
-
-
-def read_template(path: str) -> str:
-    """The chat template in a .jinja file; relative paths count from the working directory, then from the checkout."""
-    places = [Path(path).expanduser(), Path(__file__).resolve().parent.parent / path]
-    for place in places:
-        if place.is_file():
-            try:
-                return place.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"{path}: cannot read the chat template: {error}") from error
-    raise UserError(f"{path}: no such chat template; one for Vicuna ships as {SHIPPED}")
 
 
 def end_of_turn_ids(tokenizer: Any, generation_eos: int | Sequence[int] | None) -> set[int]:

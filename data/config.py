@@ -63,6 +63,7 @@ class FeaturesConfig:
 
     def __post_init__(self) -> None:
         if self.after_blocks is not None and list(self.after_blocks) != sorted(set(self.after_blocks)):
-            raise ValueError("after_blocks must ascend without repeats")
+            found, sorted_once = list(self.after_blocks), sorted(set(self.after_blocks))
+            raise ValueError(f"after_blocks must ascend without repeats, not {found}; did you mean {sorted_once}?")
         if min(self.batch_tokens, self.shard_tokens) < 1:
             raise ValueError("batch_tokens and shard_tokens must be positive")

@@ -62,6 +62,15 @@ def draft_vocabulary(
     return CountedVocabulary(vocabulary, vocabulary.coverage(counts), int(counts.sum()), key)
 
 
+def given_vocabulary(
+    vocabulary: DraftVocabulary, rows: Iterable[tuple[Any, Any]], origin: dict[str, Any]
+) -> CountedVocabulary:
+    """A vocabulary that was chosen elsewhere (a warm start's), with its coverage of these rows."""
+    counts = count_tokens(rows, vocabulary.vocab_size)
+    key = digest({"origin": origin, "ids": vocabulary.ids.tolist()})
+    return CountedVocabulary(vocabulary, vocabulary.coverage(counts), int(counts.sum()), key)
+
+
 def count_tokens(rows: Iterable[tuple[Any, Any]], vocab_size: int) -> Counts:
     """Counts [V] of the supervised tokens of rows, given as (input_ids, turns) pairs of any array type.
 

@@ -10,6 +10,7 @@ from model.config import TargetConfig
 from model.errors import UserError
 from model.files import file_digest
 from model.recipe import as_dict
+from model.template import template_path
 
 WHOLE_FILE_BYTES = 10**9  # longer files are sampled
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -44,10 +45,7 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     elif directory.exists() or _looks_local(config.path):
         raise UserError(f"{config.path}: no such target directory (target.path is a local directory or a Hub id)")
     if config.chat_template is not None:
-        template = Path(config.chat_template)
-        if not template.is_file():
-            raise UserError(f"target.chat_template: {template}: no such file")
-        inputs["chat_template"] = file_digest(template)
+        inputs["chat_template"] = file_digest(template_path(config.chat_template))
     return inputs
 
 
@@ -78,6 +76,20 @@ def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesCon
         "conversations": conversation_inputs(data),
         "features": section,
     }
+
+
+def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
+    """The name of what is another file now than when a cache was made of `made_of` (feature_inputs then), or None.
+
+    target and conversations are target_inputs and conversation_inputs now. Files that are not here now are no change:
+    a cache may have been made on another machine. Nor are another target's: opening the cache tells of those.
+    """
+    before = made_of["target"]
+    then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
+    now = {**conversations, "target.chat_template": target.get("chat_template")}
+    if "files" in before and before["path"] == target["path"]:
+        now |= target.get("files", {})
+    return next((name for name in sorted(now) if now[name] != then.get(name)), None)
 
 
 def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -178,10 +178,12 @@ def _planned(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, rank: int) 
     from data.plan import estimate, plan_cache, require_own_shards, require_space
     from data.tokens import statistics
     from model.target import load_config, taps_of
+    from model.vocab import check_size
 
     hf_config = load_config(recipe.target)
-    num_blocks = hf_config.get_text_config().num_hidden_layers
-    taps = taps_of(recipe.head.kind, recipe.features.after_blocks, num_blocks, recipe.target.path)
+    text = hf_config.get_text_config()
+    taps = taps_of(recipe.head.kind, recipe.features.after_blocks, text.num_hidden_layers, recipe.target.path)
+    check_size(recipe.head.draft_vocab_size, text.vocab_size)
     data, tokenizer, tally = _tokenised(recipe, rank)
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
     features = replace(recipe.features, after_blocks=taps)

@@ -17,10 +17,11 @@ from infer.methods import check_kind, tree_of, usual_tree
 from infer.proposer import CachedDrafter, Drafting, Proposer
 from infer.shape import make_shape
 from model.checkpoint import Head, check_fits, load_head
-from model.errors import UserError
+from model.errors import UserError, warn
 from model.heads.eagle3 import Eagle3Head
 from model.heads.hydra import HydraHead
 from model.heads.medusa import MedusaHead
+from model.sizes import position_warnings
 from model.target import Target, default_taps
 
 Making = Callable[[], CachedDrafter]
@@ -100,6 +101,8 @@ def load_head_for(target: Target, head: str) -> Head:
     published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
     module = load_head(Path(head), dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
     check_fits(module, target.ends, head, target.recipe.path)
+    for sentence in position_warnings(module.config, target.config, head):
+        warn(sentence)
     if isinstance(module, Eagle3Head):
         taps = module.config.after_blocks
         if max(taps) >= target.num_blocks:

@@ -93,6 +93,29 @@ def _sizes(config: HeadConfig, text_config: Any, ends: TargetEnds) -> dict[str, 
     }
 
 
+def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
+    """A sentence for each way in which a head's positions are not its target's; what is as it should be yields none.
+
+    Base 10,000 and 2,048 positions, the defaults of a configuration that leaves them out, have ruined published heads.
+    """
+    found: list[str] = []
+    if getattr(config, "rope_theta", None) is None:  # a head without attention
+        return found
+    own, target = (config.rope_theta, getattr(config, "rope_scaling", None)), rope_of(text_config)
+    if own != target:
+        found.append(
+            f"{place}: the head's RoPE has {_spelt(*own)}, its target's {_spelt(*target)}; right only if the head was "
+            f"trained so: a new one follows its target where head.rope_theta is left out"
+        )
+    context = getattr(text_config, "max_position_embeddings", None)
+    if context is not None and config.max_position_embeddings < context:
+        found.append(
+            f"{place}: max_position_embeddings is {config.max_position_embeddings:,}, its target's {context:,}: prompt "
+            f"and answer together stop there; train with head.max_position_embeddings {context} for all of it"
+        )
+    return found
+
+
 def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
     """The target's RoPE base and scaling (None for plain RoPE), whichever generation of configuration holds them."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
@@ -101,3 +124,9 @@ def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
     theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None)) or 10000.0
     scaling = {k: v for k, v in parameters.items() if k != "rope_theta" and v is not None}
     return float(theta), None if scaling.get("rope_type", "default") == "default" else scaling
+
+
+def _spelt(theta: float, scaling: dict[str, Any] | None) -> str:
+    kind = "no scaling" if scaling is None else f"{scaling.get('rope_type')} scaling"
+    factor = None if scaling is None else scaling.get("factor")
+    return f"base {theta:,.0f} and {kind}{'' if factor is None else f' by {factor:g}'}"

@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 from model.config import TargetConfig
 from model.errors import UserError
 from model.files import digest
+from model.template import read_template
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -119,8 +120,9 @@ class Target:
         out = self.decoder(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(after_blocks)
         )
-        taps = torch.cat([out.hidden_states[k] for k in after_blocks], dim=-1) if after_blocks else None
-        return TargetOutput(out.last_hidden_state, taps)
+        # blocks of a target that spans several devices leave their states where they are
+        taps = [out.hidden_states[k].to(self.device) for k in after_blocks]
+        return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
 
     def fingerprint(self) -> str:
         """A digest that changes when the weights of either end or the configuration change."""
@@ -171,10 +173,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{config.path}: cannot load the tokenizer: {_first_line(error)}") from error
     if config.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"target.chat_template: {config.chat_template}: {error.strerror}") from error
+        tokenizer.chat_template = read_template(config.chat_template)
     return tokenizer
 
 
@@ -215,12 +214,12 @@ def fingerprint(text_config: Any, ends: TargetEnds) -> str:
     return digest([facts, samples])
 
 
-def default_taps(num_blocks: int) -> tuple[int, int, int]:
+def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
     """EAGLE-3's low, middle and high taps (2, n // 2, n - 3); UserError below 7 blocks, where they collapse."""
     if num_blocks < 7:
         raise UserError(
-            f"the default taps (2, n//2, n-3) need a target of at least 7 blocks; this one has {num_blocks}: "
-            f"set features.after_blocks"
+            f"{path}: has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps in "
+            f"features.after_blocks, for example {list(range(1, num_blocks))[-3:]}"
         )
     return (2, num_blocks // 2, num_blocks - 3)
 
@@ -231,7 +230,7 @@ def taps_of(kind: str, after_blocks: tuple[int, ...] | None, num_blocks: int, pa
     UserError for a tap that the target does not have, and for an EAGLE-3 head without any.
     """
     if after_blocks is None:
-        after_blocks = default_taps(num_blocks) if kind == "eagle3" else ()
+        after_blocks = default_taps(num_blocks, path) if kind == "eagle3" else ()
     if kind == "eagle3" and not after_blocks:
         raise UserError("features.after_blocks: empty, but an eagle3 head fuses at least one tap; leave the key out")
     check_taps(after_blocks, num_blocks, path)

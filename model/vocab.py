@@ -45,11 +45,7 @@ class DraftVocabulary:
         UserError when size is larger than the target's vocabulary or smaller than the number of forced ids.
         """
         vocab_size = len(counts)
-        if size > vocab_size:
-            raise UserError(
-                f"head.draft_vocab_size: {size:,} is larger than the target's vocabulary of {vocab_size:,}; "
-                f"set it to {vocab_size:,} or less"
-            )
+        check_size(size, vocab_size)
         outside = [number for number in forced if not 0 <= number < vocab_size]
         if outside:
             raise UserError(f"draft vocabulary: token id {outside[0]:,} is outside the target's {vocab_size:,}")
@@ -113,3 +109,12 @@ class DraftVocabulary:
                 f"{place}: none of the target's end-of-turn tokens {sorted(known)} is in the draft vocabulary; "
                 f"train a head whose vocabulary is counted on this target's conversations"
             )
+
+
+def check_size(size: int | None, vocab_size: int) -> None:
+    """UserError for a draft vocabulary (None: the default one) that is larger than the target's."""
+    if size is not None and size > vocab_size:
+        raise UserError(
+            f"head.draft_vocab_size: {size:,} is larger than the target's vocabulary of {vocab_size:,}; "
+            f"set it to {vocab_size:,} or less"
+        )

@@ -8,13 +8,15 @@ from typing import Any
 from torch import nn
 
 from data.chat import end_of_turn_ids
+from data.frequency import CountedVocabulary
 from data.tally import Tally
 from data.tokens import statistics, tokenize
 from model.checkpoint import Head, new_head
 from model.config import MULTI_TOKEN
-from model.errors import UserError
+from model.errors import UserError, warn
 from model.heads.eagle1 import Eagle1Head
 from model.heads.eagle3 import Eagle3Head
+from model.sizes import position_warnings
 from model.target import TargetEnds, load_tokenizer
 from train.config import TrainConfig
 from train.loop import Job, Measure, Save
@@ -57,14 +59,15 @@ def draft_head_job(
     levels are those that decoding will draft; measure makes a measure by decoding for a new head.
     """
     request, config, ends, taps = source.request, frame.config, source.ends, source.after_blocks
-    counted = None
-    if request.head.kind == "eagle3" and request.head.init_from is None:
-        counted = source.draft_vocabulary()
-        if frame.speaks:
-            print(counted.line(), flush=True)
+    is_new = request.head.kind == "eagle3" and request.head.init_from is None
+    counted = source.draft_vocabulary() if is_new else None
     vocabulary = None if counted is None else counted.vocabulary
     head = new_head(request.head, source.text_config, ends, config.seed, request.target.path, taps, vocabulary).float()
+    if isinstance(head, Eagle3Head) and counted is None:
+        counted = source.kept_vocabulary(head.vocabulary)
     _check_positions(source, config, head.config.max_position_embeddings, levels)
+    if frame.speaks:
+        _describe(head, counted, source)
     module, objective = _trained(head, ends, config, len(taps))
     job = frame.job(
         kind=request.head.kind,
@@ -154,6 +157,14 @@ def _prepare_lm(lm: Any, config: TrainConfig, max_length: int) -> None:
         )
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable()
+
+
+def _describe(head: Head, counted: CountedVocabulary | None, source: Source) -> None:
+    """Prints a draft vocabulary's coverage, and warns of positions that are not the target's."""
+    if counted is not None:
+        print(counted.line(), flush=True)
+    for sentence in position_warnings(head.config, source.text_config, source.request.head.init_from or "head"):
+        warn(sentence)
 
 
 def _check_positions(source: Source, config: TrainConfig, positions: int, levels: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == Path(__file__).parent else sys.path[0]
 
 import argparse
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pipeline
-from data.inputs import conversation_inputs, sampled_digest, target_inputs
+from data.index import COMMAND
+from data.inputs import changed_since, conversation_inputs, sampled_digest, target_inputs
 from data.provenance import FILE, Stage, with_status
 from infer.methods import usual_tree
 from model import recipe as yaml_recipe
@@ -62,14 +64,15 @@ def main() -> int:
     if arguments.is_whole and not _has_inputs(recipe):
         return 1
     setting = Setting(recipe, Stage("train", output, stage_inputs(recipe)), arguments.overwrite)
+    if arguments.is_whole:
+        return 0 if _is_whole(setting) else 1
+    _require_fresh_cache(setting)
     if arguments.compare_objective:
         return _compare(setting, arguments.compare_objective)
-    if setting.stage.is_whole() and arguments.init_to is None:
-        if not arguments.is_whole and _rank() == 0:
+    if _is_whole(setting) and arguments.init_to is None:
+        if _rank() == 0:
             print(f"train {recipe.head.kind}: whole, reused ({output})", flush=True)
         return 0
-    if arguments.is_whole:
-        return 1
     setting.stage.require_own_directory(arguments.overwrite)
     _require_no_foreign_files(setting)
     if arguments.init_to is not None and not arguments.plan:
@@ -77,6 +80,38 @@ def main() -> int:
     if arguments.plan:
         return _plan(setting, arguments.init_to)
     return with_status(setting.paths.status, "train", lambda: _train(setting))
+
+
+def _is_whole(setting: Setting) -> bool:
+    """Whether nothing is left to do: the stage is whole, and so is what it was made of."""
+    made_of = _cache_made_of(setting)
+    same = made_of is None or digest(made_of["data"]) == digest(as_dict(setting.recipe.data))
+    return setting.stage.is_whole() and same and _changed_since_cached(setting) is None
+
+
+def _require_fresh_cache(setting: Setting) -> None:
+    """UserError when the conversations or the target's files have changed since the feature cache was made."""
+    changed = _changed_since_cached(setting)
+    if changed is not None:
+        raise UserError(f"{setting.paths.features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
+
+
+def _changed_since_cached(setting: Setting) -> str | None:
+    """What is another file now than when the cache was made. Opening the cache tells of another section `data`."""
+    made_of, data = _cache_made_of(setting), setting.recipe.data
+    if made_of is None or digest(made_of["data"]) != digest(as_dict(data)):
+        return None
+    return changed_since(made_of, setting.stage.inputs["target"], conversation_inputs(data))
+
+
+def _cache_made_of(setting: Setting) -> dict[str, Any] | None:
+    """What the feature cache that this run reads was made of; None without one."""
+    recipe, made = setting.recipe, setting.paths.features / FILE
+    without_target = recipe.head.kind == "draft_lm" and recipe.train.distill is None
+    if without_target or recipe.features.mode == "online" or not made.is_file():
+        return None
+    inputs: dict[str, Any] = read_json(made)["inputs"]
+    return inputs
 
 
 def _begun(setting: Setting) -> Path:
@@ -116,9 +151,12 @@ def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
     elif not without_target:
         features = pipeline.RunPaths(Path(recipe.run)).features / FILE
         inputs["features"] = read_json(features)["inputs_digest"] if features.is_file() else None
+        if recipe.features.after_blocks is not None:
+            inputs["after_blocks"] = list(recipe.features.after_blocks)
     if recipe.head.init_from is not None:
-        weights = sorted(Path(recipe.head.init_from).glob("*.safetensors"))
-        inputs["init_from"] = {path.name: sampled_digest(path) for path in weights}
+        place = Path(recipe.head.init_from)
+        files = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in place.glob(kind))
+        inputs["init_from"] = {path.name: sampled_digest(path) for path in files}
     return inputs
 
 
@@ -275,7 +313,8 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
         )
 
     def measure(module: Any) -> dict[str, float]:
-        decoder = SpeculativeDecoder(target, drafting(make_drafter(_head_in(module), target), tree))
+        beside = _beside(module, target.device)
+        decoder = SpeculativeDecoder(target, drafting(make_drafter(_head_in(beside), target), tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[_rank() :: _world_size()]:
             prompt = torch.tensor([ids], device=target.device)
@@ -285,6 +324,11 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
         return {"tau": tokens / count if count else 1.0}
 
     return measure
+
+
+def _beside(module: Any, device: Any) -> Any:
+    """The module, or its copy on the device: drafting is at the LM head of a target that spans several."""
+    return module if next(module.parameters()).device == device else copy.deepcopy(module).to(device)
 
 
 def _openings(rows: Any, room: int) -> "Iterator[list[int]]":

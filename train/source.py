@@ -13,7 +13,7 @@ from data.cache import FeatureCache
 from data.chat import end_of_turn_ids
 from data.config import DataConfig, FeaturesConfig
 from data.features import text_fingerprint
-from data.frequency import CountedVocabulary, draft_vocabulary, forced_ids
+from data.frequency import CountedVocabulary, draft_vocabulary, forced_ids, given_vocabulary
 from data.online import OnlineFeatures
 from data.plan import check_rows
 from data.shards import rows_digest
@@ -22,6 +22,7 @@ from data.tokens import statistics, tokenize
 from model.config import HeadConfig, TargetConfig
 from model.recipe import as_dict
 from model.target import Target, TargetEnds, fingerprint, load_ends, load_tokenizer, taps_of
+from model.vocab import DraftVocabulary
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ class Source:
         vocab_size, tokenizer = int(self.ends.embedding.shape[0]), load_tokenizer(self.request.target)
         forced = forced_ids(tokenizer, _end_ids(self.request.target, tokenizer), vocab_size)
         return draft_vocabulary(self.tokens, self.request.head.draft_vocab_size, vocab_size, forced, self.origin)
+
+    def kept_vocabulary(self, vocabulary: DraftVocabulary) -> CountedVocabulary:
+        """A warm start's, counted on the training rows; UserError when it cannot end a turn of this target."""
+        end_ids = _end_ids(self.request.target, load_tokenizer(self.request.target))
+        vocabulary.check_ends(end_ids, f"head.init_from: {self.request.head.init_from}")
+        return given_vocabulary(vocabulary, self.tokens, self.origin)
 
 
 def cached_source(directory: Path, request: Request, whole: Target | None = None) -> Source:

@@ -113,7 +113,6 @@ class Eagle3Head(nn.Module):
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
         self.rotary = Rotary(config.rope_theta, config.rope_scaling, config.head_dim, config.max_position_embeddings)
         self.saves_embedding = not self.shares_embedding  # or when its file held one that is not the target's
-        self.gradient_checkpointing = False  # for whoever unrolls: recompute the whole unroll in the backward pass
 
     @property
     def shares_embedding(self) -> bool:

@@ -3,11 +3,12 @@ from typing import Any
 
 import pytest
 
-from data.chat import Chat, Row, end_of_turn_ids, from_token_row, read_template, whole_row
+from data.chat import Chat, Row, end_of_turn_ids, from_token_row, whole_row
 from data.conversations import Conversation, TokenRow
 from data.shapes import UnusableRow
 from data.tally import Tally
 from model.errors import UserError
+from model.template import read_template
 from tests.data import chat_targets as targets
 
 VICUNA = read_template("data/templates/vicuna.jinja")
@@ -209,11 +210,6 @@ def test_a_slow_tokenizer_is_refused() -> None:
 
     with pytest.raises(UserError, match=r"somewhere: Slow is a slow tokenizer"):
         Chat(Slow(), set(), Tally())
-
-
-def test_a_missing_template_file_names_the_shipped_one() -> None:
-    with pytest.raises(UserError, match=r"nowhere\.jinja: no such chat template.*vicuna"):
-        read_template("nowhere.jinja")
 
 
 def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config() -> None:

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from data.config import DataConfig, FeaturesConfig
-from data.inputs import feature_inputs, sampled_digest, state_inputs, target_inputs
+from data.inputs import changed_since, feature_inputs, sampled_digest, state_inputs, target_inputs
 from model.config import TargetConfig
 from model.errors import UserError
 from model.files import digest
@@ -100,3 +100,20 @@ def test_a_hub_id_is_its_own_identity() -> None:
         "revision": "v1",
         "dtype": "auto",
     }
+
+
+def test_what_changed_since_a_cache_was_made_is_named_and_what_is_not_here_is_no_change(
+    target: Path, inputs: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    made_of = inputs()
+    now = target_inputs(TargetConfig(path=str(target)))
+    conversations = made_of["conversations"]
+    assert changed_since(made_of, now, conversations) is None
+    assert changed_since(made_of, {**now, "files": {}}, {}) is None  # another machine
+    assert changed_since(made_of, {**now, "path": "other", "files": {"config.json": "x"}}, conversations) is None
+    assert changed_since(made_of, now, {**conversations, "new.jsonl": "x"}) == "new.jsonl"
+    assert changed_since(made_of, {**now, "chat_template": "x"}, conversations) == "target.chat_template"
+    tokenizer = target / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    changed = target_inputs(TargetConfig(path=str(target)))
+    assert changed_since(made_of, changed, conversations) == "tokenizer.json"

@@ -112,7 +112,10 @@ def test_an_eagle3_head_gets_the_default_taps_and_the_cache_says_which(
 ) -> None:
     assert command("features", "--config", recipe, "--head.kind", "eagle3") == 2
     line = capsys.readouterr().err
-    assert "need a target of at least 7 blocks; this one has 4: set features.after_blocks" in line
+    assert (
+        "has 4 blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps in features.after_blocks"
+        in line
+    )
     assert command("features", "--config", recipe, "--head.kind", "eagle3", "--features.after_blocks", "[]") == 2
     assert "an eagle3 head fuses at least one tap" in capsys.readouterr().err
     deep = tiny.target(tmp_path / "deep", num_blocks=8)

@@ -206,3 +206,17 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_head(make_head(target, ids=torch.tensor([1, 2, 9])), tmp_path / "endless")
     with pytest.raises(UserError, match=r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary"):
         load_head_for(target, str(tmp_path / "endless"))
+
+
+def test_positions_that_are_not_the_targets_are_noticed_when_a_head_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target()
+    save_head(make_head(target), tmp_path / "same")
+    load_head_for(target, str(tmp_path / "same"))
+    assert capsys.readouterr().err == ""
+    save_head(make_head(target, rope_theta=5e5, max_position_embeddings=64), tmp_path / "other")
+    load_head_for(target, str(tmp_path / "other"))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"warning: {tmp_path / 'other'}: ") for line in lines] == [True, True]
+    assert "base 500,000" in lines[0] and "max_position_embeddings is 64, its target's 256" in lines[1]

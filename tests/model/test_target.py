@@ -1,10 +1,13 @@
 """Any stock causal LM: its features and logits are the model's own, without forked files."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -128,7 +131,7 @@ def test_taps_are_the_residual_streams_after_k_blocks() -> None:
 
 def test_default_taps_need_seven_blocks() -> None:
     assert default_taps(32) == (2, 16, 29)
-    with pytest.raises(UserError, match="at least 7 blocks"):
+    with pytest.raises(UserError, match=r"target: has 6 blocks, .* need at least 7; name its taps"):
         default_taps(6)
 
 
@@ -160,3 +163,16 @@ def test_a_final_transform_that_is_not_known_is_refused(name: str, monkeypatch: 
 def test_a_missing_target_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such target directory"):
         Target.load(TargetConfig(path=str(tmp_path / "nothing")))
+
+
+def test_the_states_of_a_target_that_spans_two_devices_meet_at_its_lm_head() -> None:
+    """Two GPUs are rare, so their tensors are torch's fake ones: shapes and devices without content."""
+    target: Any = Target(tiny.llama(), TargetConfig(path="tiny"))
+    with FakeTensorMode():
+        states = [torch.empty(1, 5, 32, device=f"cuda:{block % 2}") for block in range(4)]
+        last = SimpleNamespace(hidden_states=states, last_hidden_state=torch.empty(1, 5, 32, device="cuda:0"))
+        target.decoder = lambda **_: last
+        target.ends = replace(target.ends, lm_head=torch.empty(320, 32, device="cuda:1"))
+        found = target.features(torch.zeros(1, 5, dtype=torch.long), after_blocks=(1, 2))
+    assert found.taps is not None and found.taps.shape == (1, 5, 64)
+    assert found.taps.device == found.last_hidden.device == torch.device("cuda:1")

@@ -12,7 +12,8 @@ from data.cache import CachedRow
 from model.heads.eagle3 import Eagle3Head
 from model.unroll import unrolled_attention
 from tests import tiny
-from tests.train import unrolls
+from tests.train import live_memory, unrolls
+from tests.train.live_memory import LiveMemory
 from train.compare import compare, plain_sums
 from train.config import LossName, TrainConfig
 from train.evaluate import evaluate
@@ -21,6 +22,7 @@ from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
 
 ENDS = tiny.ends()
 STEPS = 4
+LONG, WIDE = 300, 2000  # tokens of a row and of a vocabulary, where memory is counted
 CONFIG = TrainConfig(unroll_steps=STEPS, eval_depths=STEPS, loss_chunk_slots=4096)
 
 
@@ -150,6 +152,40 @@ def test_chunks_and_recomputation_move_neither_loss_nor_gradient() -> None:
     whole = _loss_and_gradient([batch])
     for changes in ({"loss_chunk_slots": 9}, {"gradient_checkpointing": True}, {"loss_chunk_slots": 1}):
         _assert_same(_loss_and_gradient([batch], replace(CONFIG, **changes)), whole)
+    deep: dict[str, Any] = {"num_hidden_layers": 2, "qk_norm": True, "norm_output": True}
+    again = replace(CONFIG, gradient_checkpointing=True)
+    for rows in (batch, collate(unrolls.rows(3), range(3), packed=True)):
+        _assert_same(_loss_and_gradient([rows], again, **deep), _loss_and_gradient([rows], **deep))
+
+
+def _long_memory(config: TrainConfig, plain: bool = False) -> LiveMemory:
+    """Forward and backward over one row of LONG tokens, for a target of WIDE tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ends = tiny.ends(WIDE, 32)
+    turns = (torch.arange(LONG) >= 40).int()
+    ids = torch.randint(5, WIDE, (LONG,), generator=generator)
+    features, taps = (torch.randn(LONG, width, generator=generator) for width in (32, 64))
+    batch = collate([CachedRow(ids, turns, features, taps, 0)], [0])
+    drafted = torch.arange(0, WIDE, 20)
+    head = tiny.eagle3_head(ends.embedding, ids=drafted, scale=4.0, max_position_embeddings=512).train()
+    module = UnrolledHead(head, config)
+
+    def loss() -> Tensor:
+        return plain_sums(module, batch, ends).sum() if plain else module(batch, ends)[0].sum()
+
+    return live_memory.run(loss)
+
+
+def test_nothing_as_large_as_all_pairs_of_slots_or_as_the_full_vocabularys_logits_is_ever_made() -> None:
+    config = replace(CONFIG, loss_chunk_slots=120)
+    assert _long_memory(config).largest < LONG * LONG
+    assert _long_memory(config, plain=True).largest >= (LONG - 1) * WIDE  # the count sees what the plain form makes
+
+
+def test_recomputation_lowers_the_peak_of_the_whole_step() -> None:
+    config = replace(CONFIG, loss_chunk_slots=210, unroll_steps=7)
+    kept, made_again = (_long_memory(replace(config, gradient_checkpointing=flag)) for flag in (False, True))
+    assert made_again.peak < 0.6 * kept.peak
 
 
 @pytest.mark.parametrize("name", ["soft_cross_entropy", "lk_hybrid"])

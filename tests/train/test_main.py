@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from infer.engine import SpeculativeDecoder
 from infer.methods import usual_tree
 from infer.proposer import Drafting
 from infer.shape import make_shape
-from model.checkpoint import head_facts, load_head
+from model.checkpoint import head_facts, load_head, save_head
 from model.config import TargetConfig
 from model.errors import exit_code
 from model.heads.eagle3 import Eagle3Head
@@ -315,6 +316,95 @@ def test_an_eagle3_head_is_trained_from_the_cache_and_alike_without_one(
         assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-4)
         assert found["held_out_predicted_tau"] == pytest.approx(expected["held_out_predicted_tau"], rel=1e-3)
     assert _call(train_main, *words, "--is-whole") == 0
+
+
+EAGLE3_MISTAKES = {
+    "taps of a shallow target": (["--target", "{shallow}"], "has 4 blocks, and the default taps .* need at least 7"),
+    "taps out of order": (["--features.after_blocks", "[4, 2, 3]"], r"not \[4, 2, 3\]; did you mean \[2, 3, 4\]\?"),
+    "taps repeated": (["--features.after_blocks", "[2, 2, 4]"], r"without repeats, not \[2, 2, 4\]"),
+    "a tap beyond the target": (["--features.after_blocks", "[2, 3, 9]"], "9 is no tap of .*, which has 7 blocks"),
+    "a large draft vocabulary": (
+        ["--head.draft_vocab_size", "400"],
+        "400 is larger than the target's vocabulary of 320",
+    ),
+    "an unknown loss": (["--train.loss", "lk"], "--train.loss: input should be 'soft_cross_entropy', .* not 'lk'"),
+}
+
+
+@pytest.mark.parametrize("mistake", EAGLE3_MISTAKES)
+@pytest.mark.parametrize("command", ["features", "train"])
+def test_what_no_eagle3_head_can_have_is_one_line_before_anything_is_made(
+    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, mistake: str
+) -> None:
+    words, said = EAGLE3_MISTAKES[mistake]
+    if "{shallow}" in words:
+        words = [words[0], str(tiny.target(tmp_path / "shallow"))]
+    own = ["--output", tmp_path / "new"] if command == "train" else ["--run", tmp_path / "run"]
+    module, first = (train_main, []) if command == "train" else (data_main, ["features"])
+    assert _call(module, *first, "--config", deep / "recipe.yaml", "--plan", *own, *words) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error) and len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "new").exists() and not (tmp_path / "run").exists()
+
+
+def test_a_cache_with_other_taps_is_refused_also_where_the_head_is_whole(
+    deep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", deep / "recipe.yaml", "--features.after_blocks", "[1, 3, 4]")
+    said = (
+        r"built with after_blocks \(2, 3, 4\), this recipe asks \(1, 3, 4\); rebuild with: python data/main.py features"
+    )
+    assert _call(train_main, *words, "--is-whole") == 1
+    assert _call(train_main, *words, "--plan", "--overwrite") == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("changed", ["train.jsonl", "target/tokenizer.json", "target/generation_config.json"])
+def test_neither_cache_nor_draft_vocabulary_outlives_its_data_or_tokenizer(
+    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str
+) -> None:
+    file, words = deep / changed, ("--config", deep / "recipe.yaml", "--output", tmp_path / "head")
+    online = (*words, "--plan", "--features.mode", "online")
+    assert _call(train_main, *words, "--plan") == 0 and _call(train_main, *online) == 0
+    _, key = re.findall(r"\(key (\w+)\)", capsys.readouterr().out)
+    before = file.read_text()
+    file.write_text(before.replace("boats", "ships") if changed == "train.jsonl" else before.replace("{", "{ ", 1))
+    try:
+        assert _call(train_main, *words, "--plan") == 2
+        error = capsys.readouterr().err
+        assert f"{file.name} changed; rebuild with: python data/main.py features" in error
+        assert _call(train_main, *words, "--is-whole") == 1
+        assert _call(train_main, *online) == 0
+        fresh = re.findall(r"\(key (\w+)\)", capsys.readouterr().out)
+        assert (fresh != [key]) == (changed == "train.jsonl")  # the other edits change no token
+    finally:
+        file.write_text(before)
+    assert _call(train_main, *words, "--plan") == 0
+
+
+def test_a_warm_start_keeps_its_vocabulary_says_its_coverage_and_must_be_able_to_end_a_turn(
+    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = load_ends(TargetConfig(str(deep / "target")))[1]
+    for name, ids in (("good", torch.arange(0, 100)), ("endless", torch.arange(100, 200))):
+        save_head(tiny.eagle3_head(ends.embedding, ids=ids, after_blocks=(2, 3, 4)), tmp_path / name)
+    words = ("--config", deep / "recipe.yaml", "--output", tmp_path / "new", "--head.draft_vocab_size", "null")
+    assert _call(train_main, *words, "--head.init_from", tmp_path / "endless", "--plan") == 2
+    error = capsys.readouterr().err
+    assert f"head.init_from: {tmp_path / 'endless'}: none of the target's end-of-turn tokens [3]" in error
+    assert _call(train_main, *words, "--head.init_from", tmp_path / "good", "--train.max_steps", "1") == 0
+    assert "draft vocabulary: 100 of 320 tokens cover" in capsys.readouterr().out
+    stored = head_facts(tmp_path / "new")["draft_vocabulary"]
+    assert stored["size"] == 100 and 0.0 < stored["coverage"] < 1.0
+
+
+def test_positions_that_are_not_the_targets_are_noticed(deep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--config", deep / "recipe.yaml", "--output", "nowhere", "--plan")
+    assert _call(train_main, *words) == 0 and capsys.readouterr().err == ""
+    assert _call(train_main, *words, "--head.rope_theta", "5e5", "--head.max_position_embeddings", "200") == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: head: the head's RoPE has base 500,000 and no scaling, its target's base 10,000")
+    assert second.startswith("warning: head: max_position_embeddings is 200, its target's 256")
 
 
 def test_packed_rows_train_the_same_head(deep: Path, tmp_path: Path) -> None:

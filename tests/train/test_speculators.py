@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
 
 from data.batches import collate
 from data.cache import CachedRow
@@ -21,6 +22,7 @@ from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
 
 speculators = pytest.importorskip("speculators", reason="speculators is not installed; parity with it is not checked")
 STEPS, LENGTH = 4, 24
+THEIR_LOSSES = {"kl": "kl_div", "reverse_kl": "rkl", "total_variation": "tv", "lk_hybrid": "lk_hybrid"}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,10 @@ def _row(target: Target) -> tuple[CachedRow, Tensor]:
 def _theirs(head: Eagle3Head, target: Target) -> Any:
     """Their model with the head's weights; also what they freeze takes part in the gradient."""
     core = pytest.importorskip("speculators.models.eagle3.core")
-    config = target.model.config.__class__(**target.model.config.to_dict())
-    config.num_hidden_layers = 1
-    config.rms_norm_eps = head.config.rms_norm_eps
+    values = {name: value for name, value in target.model.config.to_dict().items() if name != "model_type"}
+    flavour = Qwen3Config if head.config.qk_norm else LlamaConfig
+    depth, eps = head.config.num_hidden_layers, head.config.rms_norm_eps
+    config = flavour(**{**values, "num_hidden_layers": depth, "rms_norm_eps": eps, "head_dim": head.config.head_dim})
     ids = head.vocabulary.ids
     made = core.Eagle3DraftModel.from_training_args(
         config,
@@ -61,7 +64,7 @@ def _theirs(head: Eagle3Head, target: Target) -> Any:
         draft_attn_impl="sdpa",
         target_layer_ids=[2, 3, 4],
     )
-    renamed = {name.replace("midlayer.", "layers.0."): p for name, p in head.named_parameters()}
+    renamed = {_their_name(name): p for name, p in head.named_parameters()}
     found = made.load_state_dict(renamed, strict=False)
     assert not found.unexpected_keys and set(found.missing_keys) <= {
         "verifier_norm.weight",
@@ -73,13 +76,17 @@ def _theirs(head: Eagle3Head, target: Target) -> Any:
     return made.train()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"norm_output": True}, {"fc_norm": True}])
-def test_loss_and_gradients_are_those_of_speculators(target: Target, changes: dict[str, Any]) -> None:
-    head = tiny.eagle3_head(target.ends.embedding, scale=6.0, after_blocks=(2, 3, 4), **changes).train()
-    row, before_norm = _row(target)
-    theirs, losses = _theirs(head, target), pytest.importorskip("speculators.losses")
+def _their_name(name: str) -> str:
+    """The name of a parameter of ours in their model, where all layers are numbered."""
+    if name.startswith("layers."):
+        _, number, rest = name.split(".", 2)
+        return f"layers.{int(number) + 1}.{rest}"
+    return name.replace("midlayer.", "layers.0.")
+
+
+def _their_loss(theirs: Any, row: CachedRow, before_norm: Tensor, loss: str) -> Tensor:
     assert row.taps is not None
+    named = pytest.importorskip("speculators.losses").resolve_loss_config(loss, "eager")
     _, expected, _ = theirs(
         hidden_states=row.taps[None, :-1],
         input_ids=row.input_ids[None, 1:],
@@ -89,23 +96,47 @@ def test_loss_and_gradients_are_those_of_speculators(target: Target, changes: di
         verifier_last_hidden_states=before_norm[None, 1:],
         ttt_steps=STEPS,
         ttt_step_loss_decay=0.8,
-        loss_config=losses.resolve_loss_config("kl_div", "eager"),
+        loss_config=named,
     )
+    assert isinstance(expected, Tensor)
+    return expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({}, "kl"),
+        ({"norm_output": True}, "kl"),
+        ({"fc_norm": True}, "kl"),
+        ({"qk_norm": True}, "kl"),
+        ({"num_hidden_layers": 2}, "kl"),
+        # theirs renormalise p over the draft vocabulary for every loss, so these need the whole vocabulary
+        ({"ids": torch.arange(320)}, "reverse_kl"),
+        ({"ids": torch.arange(320)}, "total_variation"),
+        ({"ids": torch.arange(320)}, "lk_hybrid"),
+    ],
+)
+def test_loss_and_gradients_are_those_of_speculators(target: Target, changes: dict[str, Any], loss: Any) -> None:
+    head = tiny.eagle3_head(target.ends.embedding, scale=6.0, after_blocks=(2, 3, 4), **changes).train()
+    row, before_norm = _row(target)
+    theirs = _theirs(head, target)
+    expected = _their_loss(theirs, row, before_norm, THEIR_LOSSES[loss])
     expected.backward()
-    config = TrainConfig(unroll_steps=STEPS, loss="kl", divisor="per_step", mask_outside_vocabulary=False)
+    config = TrainConfig(unroll_steps=STEPS, loss=loss, divisor="per_step", mask_outside_vocabulary=False)
     objective, batch = Eagle3Objective(target.ends, config, 3), collate([row], [0])
     scales = {name: 1.0 / count for name, count in objective.divisors(batch).items()}
-    loss = objective(UnrolledHead(head, config), batch).total(scales)
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    gradients = {name.replace("midlayer.", "layers.0."): p.grad for name, p in head.named_parameters()}
+    found = objective(UnrolledHead(head, config), batch).total(scales)
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = {_their_name(name): p.grad for name, p in head.named_parameters()}
     compared = 0
     for name, parameter in theirs.named_parameters():
         if parameter.grad is not None:
             ours = gradients[name]
             assert ours is not None and (ours - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
             compared += 1
-    assert compared == 13 + 3 * bool(changes.get("fc_norm"))
+    assert compared == sum(p.requires_grad for p in head.parameters()) >= 13
     with torch.no_grad():  # the check sees another divisor
         shared = objective(UnrolledHead(head, config), batch).total(dict.fromkeys(scales, scales["loss_at_1"]))
     assert abs(shared.item() / expected.item() - 1) > 1e-2

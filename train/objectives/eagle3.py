@@ -5,7 +5,8 @@ t_{p+1+k}, each time with the head's own last output as the feature, and its law
 t_{p+2+k}, which last_hidden at p + 1 + k gives. Source: EAGLE-3 (arXiv 2503.01840), section 3 and figures 5 and 6.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +43,7 @@ class UnrolledHead(nn.Module):
     def forward(self, batch: Batch, ends: TargetEnds) -> Totals:
         """Sums over the supervised slots of the K steps; the last counts choices inside the draft vocabulary."""
         slots = torch.stack([batch.supervised(k)[:, :-1] for k in range(self.settings.unroll_steps)])  # [K, B, T-1]
-        if self.settings.gradient_checkpointing and torch.is_grad_enabled():
-            outputs = checkpoint(self._unroll, batch, slots, use_reentrant=False)
-        else:
-            outputs = self._unroll(batch, slots)
+        outputs = self._unroll(batch, slots)
         assert batch.features is not None
         states = batch.features[:, 1:][slots[0]]  # [S0, D]: at p + 1; whatever a later step asks for is among them
         return self._compared(outputs, self._places(slots), states, ends)
@@ -60,9 +58,30 @@ class UnrolledHead(nn.Module):
         outputs = []
         for step, supervised in enumerate(slots):
             tokens = shifted(batch.input_ids, 1 + step)[:, :width]
-            x = self.head.unroll(tokens, x, (begin + step).clamp(max=limit - 1), None, memories)
+            x = self._step(tokens, x, (begin + step).clamp(max=limit - 1), memories)
             outputs.append(x[supervised])
         return torch.cat(outputs)
+
+    def _step(self, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]) -> Tensor:
+        """One unroll step; its keys and values join the memories.
+
+        With gradient checkpointing it leaves only those and its output behind, and is made again in the backward pass
+        from what it saw: hence the copies, for memories that grew meanwhile would be another sequence.
+        """
+        if not (self.settings.gradient_checkpointing and torch.is_grad_enabled()):
+            return self.head.unroll(tokens, x, positions, None, memories)
+        before = [(list(memory.keys), list(memory.values)) for memory in memories]
+
+        def made(given: Tensor) -> tuple[Tensor, ...]:
+            seen = [replace(memory, keys=[*k], values=[*v]) for memory, (k, v) in zip(memories, before, strict=True)]
+            out = self.head.unroll(tokens, given, positions, None, seen)
+            return out, *(tensor for memory in seen for tensor in (memory.keys[-1], memory.values[-1]))
+
+        out, *pairs = checkpoint(made, x, use_reentrant=False)
+        for memory, key, value in zip(memories, pairs[::2], pairs[1::2], strict=True):
+            memory.keys.append(key)
+            memory.values.append(value)
+        return cast(Tensor, out)
 
     def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """For each output its step [S] and which of the S0 target states it is compared with [S]."""
