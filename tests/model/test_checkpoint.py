@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from model.checkpoint import check_fits, load_head, new_head, save_head
 from model.config import HeadConfig
 from model.errors import UserError
+from model.layers import Rotary
 from model.sizes import eagle1_config
 from tests import tiny
 
@@ -122,3 +123,19 @@ def test_config_json_carries_the_published_keys(saved: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     for key in ("hidden_size", "num_key_value_heads", "rope_theta", "max_position_embeddings", "bias", "vocab_size"):
         assert key in config
+
+
+def test_a_warm_start_of_eagle1_takes_the_recipes_positions_and_keeps_the_heads_where_it_names_none(
+    tmp_path: Path,
+) -> None:
+    save_head(tiny.head(tiny.ends().embedding, rope_theta=5e5), tmp_path / "head")
+    text, place = tiny.llama().config, str(tmp_path / "head")
+    kept = new_head(HeadConfig(init_from=place), text, tiny.ends(), 0)
+    assert (kept.config.rope_theta, kept.config.max_position_embeddings) == (5e5, 256)
+    asked = HeadConfig(init_from=place, rope_theta=2e4, max_position_embeddings=512)
+    changed = new_head(asked, text, tiny.ends(), 0)
+    assert (changed.config.rope_theta, changed.config.max_position_embeddings) == (2e4, 512)
+    x, at = torch.zeros(1, 1, 1), torch.tensor([[300]])
+    assert torch.equal(changed.rotary.at(at, 301, x)[0], Rotary(2e4, None, 8, 512).at(at, 301, x)[0])
+    with pytest.raises(UserError, match=r"head\.head_dim: the recipe asks 16"):
+        new_head(HeadConfig(init_from=place, head_dim=16), text, tiny.ends(), 0)

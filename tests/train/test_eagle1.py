@@ -1,6 +1,7 @@
 """Laws of the EAGLE-1 objective: padding, company and chunks move nothing; only supervised slots count."""
 
 from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from data.batches import Batch, collate
 from data.cache import CachedRow
 from tests import tiny
-from train.config import TrainConfig
+from train.config import LossName, TrainConfig
 from train.objectives.eagle1 import Eagle1Objective
 
 ENDS = tiny.ends()
@@ -149,3 +150,22 @@ def test_overfitting_one_batch_lowers_both_terms_and_the_embedding_stays() -> No
     assert history[-1]["feature"] < 0.3 * history[0]["feature"]
     assert history[-1]["classification"] < 0.3 * history[0]["classification"]
     assert head.embed_tokens.weight.equal(ENDS.embedding)
+
+
+@pytest.mark.parametrize("name", get_args(LossName))
+def test_every_loss_between_laws_trains_an_eagle1_head(name: Any) -> None:
+    config = replace(CONFIG, loss=name, feature_weight=0.0, classification_weight=1.0, feature_noise=0.0)
+    objective, head = Eagle1Objective(ENDS, config), tiny.head(ENDS.embedding, scale=5.0).train()
+    batch = _prepared(objective, tiny.rows(2), [0, 1])
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
+    history = []
+    for _ in range(20):
+        loss = objective(head, batch).total()
+        history.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert history[-1] < 0.95 * history[0]
+    others = [replace(config, loss=other) for other in get_args(LossName) if other != name]
+    head = tiny.head(ENDS.embedding, scale=5.0).train()
+    assert all(abs(Eagle1Objective(ENDS, each)(head, batch).total().item() - history[0]) > 1e-3 for each in others)
