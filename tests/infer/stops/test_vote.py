@@ -65,9 +65,11 @@ def test_the_vote_on_a_steady_survival(share: float, depth: int | None) -> None:
 
 
 def test_a_new_tree_remembers_nothing() -> None:
-    rule, fresh = vote(over="selected"), vote(over="selected")
-    depth_of(rule, steady(0.5))
-    assert depth_of(rule, steady(0.8)) == depth_of(fresh, steady(0.8)) == 9
+    for over in ("frontier", "selected"):
+        for signal, depth in (("expectation", 3), ("momentum", None), ("probability", 9)):
+            rule = vote(signals=(signal,), over=over)
+            depth_of(rule, steady(0.5, depth=4))
+            assert depth_of(rule, steady(0.8)) == depth
 
 
 def test_equation_25_to_the_letter_never_votes() -> None:
@@ -96,6 +98,7 @@ def test_the_leaf_sum_is_all_but_a_constant_depth() -> None:
     for bonus in (1.0, 2.0, 3.0):
         rule = vote(signals=("expectation",), expectation="leaf_sum", bonus=bonus)
         assert {depth_of(rule, steady(share)) for share in SHARES} == {int(bonus) + 1}
+        assert depth_of(rule, [[0.5, 0.5, 3e-7]] * 5) == int(bonus) + 1  # rounded up, it is still no more than 1
 
 
 @pytest.mark.parametrize(
@@ -130,13 +133,13 @@ def test_a_vote_without_sense_is_refused(changes: dict[str, Any]) -> None:
 
 def test_over_the_selected_nodes_the_tail_counts_what_reranking_would_keep() -> None:
     """Three drafted nodes are kept. The frontiers hold 0.9 and 0.8; the best three of all are 0.6, 0.5 and 0.45."""
-    rule = vote(signals=("expectation",), over="selected", nodes=4, bonus=0.5)
+    rule = vote(signals=("expectation",), over="selected", nodes=4, bonus=1.2)
     rule.begin()
-    assert not rule.ends(level(1, [0.6, 0.3], candidates=[0.6, 0.3, 0.1]))  # 0.5 + 1.0 > 1
-    assert not rule.ends(level(2, [0.5, 0.45], candidates=[0.5, 0.45, 0.05, 0.0]))  # 0.5 + 1.55 > 2
-    assert rule.ends(level(3, [0.48, 0.4], candidates=[0.48, 0.4, 0.0, 0.0]))  # 0.5 + 0.6 + 0.5 + 0.48 <= 3
-    frontier = vote(signals=("expectation",), nodes=4, bonus=0.5)
+    assert not rule.ends(level(1, [0.6, 0.3], candidates=[0.6, 0.3, 0.1]))  # 1.2 + 1.0 > 1
+    assert not rule.ends(level(2, [0.5, 0.45], candidates=[0.5, 0.45, 0.05, 0.0]))  # 1.2 + 1.55 > 2
+    assert rule.ends(level(3, [0.48, 0.4], candidates=[0.48, 0.4, 0.0, 0.0]))  # 1.2 + 0.6 + 0.5 + 0.48 <= 3
+    frontier = vote(signals=("expectation",), nodes=4, bonus=1.2)
     frontier.begin()
     assert not frontier.ends(level(1, [0.6, 0.3]))
-    assert not frontier.ends(level(2, [0.5, 0.45]))  # 0.5 + 0.9 + 0.95 > 2
-    assert not frontier.ends(level(3, [0.48, 0.4]))  # 0.5 + 0.9 + 0.95 + 0.88 > 3
+    assert not frontier.ends(level(2, [0.5, 0.45]))  # 1.2 + 0.9 + 0.95 > 2
+    assert not frontier.ends(level(3, [0.48, 0.4]))  # 1.2 + 0.9 + 0.95 + 0.88 > 3
