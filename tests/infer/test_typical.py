@@ -49,6 +49,13 @@ def test_the_longest_typical_path_wins_and_then_the_most_probable() -> None:
     assert alone.tokens == [1] and alone.bonus == 0
 
 
+def test_a_paths_chance_is_the_product_of_its_nodes() -> None:
+    grown = tree([0, 1, 2, 1, 1], [0, 0, 0, 1, 2], [0, 1, 1, 2, 2])
+    first, second = [0.4, 0.3, 0.3], [0.3, 0.38, 0.32]  # 0.5 x 0.3 is less than 0.4 x 0.38, although 0.8 > 0.78
+    verdict = accept_typical(grown, rows([0.1, 0.5, 0.4], first, second, first, second), PUBLISHED)
+    assert verdict.path == [0, 2, 4]
+
+
 def test_a_tree_of_one_is_the_greedy_token() -> None:
     verdict = accept_typical(tree([0], [0], [0]), rows([0.2, 0.5, 0.3]), PUBLISHED)
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0], [], 1)
