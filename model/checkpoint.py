@@ -155,7 +155,7 @@ def check_sizes(config: AnyConfig, ends: TargetEnds, head_path: str, target_path
             )
 
 
-def head_facts(directory: Path) -> dict[str, Any]:
+def head_facts(directory: Path | str) -> dict[str, Any]:
     """What was written under "aerie" in config.json when the head was saved."""
     facts = read_json(head_directory(directory) / CONFIG).get("aerie")
     return dict(facts) if isinstance(facts, dict) else {}

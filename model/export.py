@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from model.checkpoint import check_sizes, check_state, completed, expected_shapes, head_facts, optional_of
 from model.config import TargetConfig
@@ -30,23 +31,23 @@ class TargetFacts:
     text_config: Any
     ends: TargetEnds
     destination: Destination
+    end_ids: tuple[int, ...] = ()  # the tokens at which its answers end
 
     @classmethod
-    def load(
-        cls, config: TargetConfig, name: str | None = None, speculative_tokens: int | None = None
-    ) -> "TargetFacts":
+    def load(cls, path: str, name: str | None = None, speculative_tokens: int | None = None) -> "TargetFacts":
         """Reads two tensors and the configuration. name is what servers are told to load (default: the path)."""
+        config = TargetConfig(path)
         architectures = load_config(config).architectures
         text_config, ends = load_ends(config)
         destination = Destination(
-            target=name or config.path,
+            target=name or path,
             architectures=tuple(architectures or ()),
             num_blocks=int(text_config.num_hidden_layers),
             max_position_embeddings=int(getattr(text_config, "max_position_embeddings", 0) or 0),
         )
         if speculative_tokens is not None:
             destination = dataclasses.replace(destination, speculative_tokens=speculative_tokens)
-        return cls(config.path, text_config, ends, destination)
+        return cls(path, text_config, ends, destination, _end_ids(path))
 
     @property
     def default_taps(self) -> tuple[int, ...] | None:
@@ -125,6 +126,14 @@ def digests(directory: Path) -> dict[str, str]:
     """File name -> digest of everything that decides a head."""
     names = (CONFIG, "*.safetensors", "*.bin")
     return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}
+
+
+def _end_ids(path: str) -> tuple[int, ...]:
+    try:
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the file is optional
+        ends = None
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def _require_equal(

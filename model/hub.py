@@ -37,6 +37,8 @@ def fetch(repo: str, revision: str | None = None) -> Path:
         place = Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL, *SAFE]))
         if not any(place.glob("*.safetensors")):
             place = Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL, *PICKLED]))
+    if not (place / "config.json").is_file():
+        raise UserError(f"{repo}: the repository has no config.json: it is no head")
     return place
 
 

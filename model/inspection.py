@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig
 
 from model.checkpoint import check_sizes, check_state, expected_shapes, head_facts, is_targets, optional_of
 from model.errors import UserError
@@ -114,7 +113,7 @@ def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], tar
         vocabulary = DraftVocabulary(content.tensors["d2t"].long(), content.tensors["t2d"].bool())
         checks.append(lambda: vocabulary.check(str(place)))
         if target is not None and vocabulary.vocab_size == target.ends.embedding.shape[0]:
-            checks.append(lambda: vocabulary.check_ends(_end_ids(target.path), str(place)))
+            checks.append(lambda: vocabulary.check_ends(target.end_ids, str(place)))
     if target is not None:
         head = str(place.parent)
         checks.append(lambda: check_sizes(config, target.ends, head, target.path))
@@ -198,11 +197,3 @@ def _embedding(content: HeadContent, target: TargetFacts | None) -> str:
     if own.shape != target.ends.embedding.shape:
         return "in the file, of its own width"
     return "in the file, the target's own" if is_targets(own, target.ends) else "in the file, NOT the target's"
-
-
-def _end_ids(path: str) -> list[int]:
-    try:
-        ends = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the file is optional
-        ends = None
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -61,7 +61,7 @@ def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipm
     directory = order.directory
     found = inspect_head(directory)
     if found["problems"]:
-        raise UserError(f"{directory}: {found['problems'][0]}")
+        raise UserError(found["problems"][0])
     run = order.run or (directory.parent.parent if (directory.parent.parent / "report").is_dir() else None)
     summary = _summary(directory, run)
     provenance = _table(directory / "provenance.json")

@@ -47,18 +47,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[Layout, str]:
     """The layout and the head's kind; UserError for files that are no head, or of a layout that is not known."""
-    declared = values.get(own.KIND)
+    declared, theirs = values.get(own.KIND), values.get(speculators.TYPE)
+    says = "aerie" if declared is not None else "speculators" if theirs is not None else None
     for layout in LAYOUTS:
-        kind = layout.kind_of(values, names) if declared is None or layout.name == "aerie" else None
+        kind = layout.kind_of(values, names) if says in (None, layout.name) else None
         if kind is not None:
             return layout, kind
-    if declared is not None:
+    if says == "aerie":
         raise UserError(f"{place}: not a head of this project ({own.KIND} is {declared!r})")
-    if values.get(speculators.TYPE) is not None:
-        raise UserError(
-            f"{place}: {speculators.TYPE} is {values[speculators.TYPE]!r}; of speculators' heads, eagle3 and eagle are "
-            f"read"
-        )
+    if says == "speculators":
+        raise UserError(f"{place}: {speculators.TYPE} is {theirs!r}; of speculators' heads, eagle3 and eagle are read")
     if any(name.startswith("model.layers.") for name in names):
         raise UserError(f"{place}: a whole model and not a head of this project or another; is it the target?")
     raise UserError(
