@@ -4,7 +4,6 @@ Nothing is loaded by luck: every key is accounted for, every shape checked, befo
 """
 
 import dataclasses
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from model.config import HeadConfig
-from model.errors import UserError
+from model.errors import UserError, warn
 from model.files import read_json, write_json
 from model.formats.content import AnyConfig, HeadContent
-from model.formats.layouts import CONFIG, read_content, recognise
+from model.formats.layouts import read_content, recognise
+from model.head_files import CONFIG, WEIGHTS
 from model.heads.eagle1 import Eagle1Config, Eagle1Head
 from model.heads.eagle3 import EMBEDDING, Eagle3Config, Eagle3Head
 from model.hub import head_directory
@@ -23,10 +23,9 @@ from model.layers import Rotary
 from model.sizes import eagle1_config, eagle3_config
 from model.target import TargetEnds
 from model.vocab import DraftVocabulary
-from model.weights import WEIGHTS, tensor_names, write_tensors
+from model.weights import tensor_names, write_tensors
 
 Head = Eagle1Head | Eagle3Head
-logger = logging.getLogger("aerie")
 OWN_SHAPE = (  # what a warm start cannot change
     "hidden_size",
     "intermediate_size",
@@ -96,7 +95,7 @@ def load_head(
 
     UserError names every missing, unexpected or misshapen key. ends give the embedding that a file may leave out;
     after_blocks are the taps of a published EAGLE-3 head whose config.json does not name them. What had to be guessed
-    is logged as a warning.
+    is said on stderr.
     """
     place = head_directory(directory)
     if not place.is_dir():
@@ -105,7 +104,7 @@ def load_head(
         )
     _, files, content = read_content(place, after_blocks)
     for guess in content.guesses:
-        logger.warning("%s: %s", files.config_place, guess)
+        warn(f"{files.config_place}: {guess}")
     check_state(content.tensors, expected_shapes(content.config), files.weights_place, optional_of(content))
     state = completed(content, ends, files.weights_place)
     head = empty_head(content.config)

@@ -1,4 +1,4 @@
-"""What the user did that cannot work: one line, exit code 2, no traceback."""
+"""What the user did that cannot work: one line, exit code 2, no traceback; and what works and is likely wrong."""
 
 import sys
 from collections.abc import Callable
@@ -6,6 +6,11 @@ from collections.abc import Callable
 
 class UserError(Exception):
     """A mistake at the border (recipe, file, checkpoint, template); its text names the place and the fix."""
+
+
+def warn(message: str) -> None:
+    """Prints one line on stderr for what works and is likely wrong; it names the place and the fix."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def exit_code(main: Callable[[], int]) -> int:

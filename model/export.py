@@ -12,9 +12,10 @@ from transformers import GenerationConfig
 from model.checkpoint import check_sizes, check_state, completed, expected_shapes, head_facts, optional_of
 from model.config import TargetConfig
 from model.errors import UserError
-from model.files import directory_atomically, file_digest, write_json
+from model.files import directory_atomically, write_json
 from model.formats.content import AnyConfig, Destination, HeadContent
-from model.formats.layouts import CONFIG, WRITABLE, Layout, read_content
+from model.formats.layouts import WRITABLE, Layout, read_content
+from model.head_files import CONFIG, digests
 from model.heads.eagle3 import Eagle3Config
 from model.hub import head_directory
 from model.target import TargetEnds, default_taps, load_config, load_ends
@@ -120,12 +121,6 @@ def check_depth(config: AnyConfig, num_blocks: int, head_path: str, target_path:
 def read_facts(directory: Path) -> dict[str, Any]:
     """What was written under "aerie" in a head's config.json."""
     return {name: value for name, value in head_facts(directory).items() if name != "exported_from"}
-
-
-def digests(directory: Path) -> dict[str, str]:
-    """File name -> digest of everything that decides a head."""
-    names = (CONFIG, "*.safetensors", "*.bin")
-    return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}
 
 
 def _end_ids(path: str) -> tuple[int, ...]:

@@ -8,12 +8,10 @@ import yaml
 
 from model.card import CardFacts, render_card
 from model.errors import UserError
-from model.export import digests
 from model.files import read_json
-from model.formats.layouts import CONFIG
+from model.head_files import CONFIG, digests, find_weights
 from model.hub import HUB_ID
 from model.inspection import inspect_head
-from model.weights import find_weights
 
 FILES = (CONFIG, "recipe.yaml", "provenance.json")  # beside the weights; nothing that is not named here is shipped
 

@@ -11,15 +11,9 @@ from torch import Tensor
 
 from model.errors import UserError
 from model.files import read_json, write_atomically
+from model.head_files import PICKLE, WEIGHTS, find_weights
 
-WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
-ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json")  # the first that is there is read
 BROKEN = (OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError)
-
-
-def find_weights(directory: Path) -> Path | None:
-    """The file that holds a directory's tensors or lists its shards; None where there is none."""
-    return next((directory / name for name in ORDER if (directory / name).is_file()), None)
 
 
 def tensor_names(directory: Path) -> set[str]:

@@ -12,10 +12,9 @@ from model.errors import UserError
 from model.files import read_json
 from model.formats import own, safeailab, sglang, speculators
 from model.formats.content import AnyConfig, Destination, Export, HeadContent, HeadFiles
+from model.head_files import CONFIG
 from model.heads.eagle3 import Eagle3Config
 from model.weights import read_tensors
-
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import yaml
 
 from model.checkpoint import save_head
 from model.errors import UserError
-from model.export import digests, export
+from model.export import export
+from model.head_files import digests
 from model.shipment import Order, Permissions, pack
 from tests import tiny
 from tests.model.formats import published

@@ -54,13 +54,15 @@ def test_the_first_layer_may_be_called_layers_0_in_any_layout(tmp_path: Path) ->
     assert torch.equal(head.state_dict()["midlayer.hidden_norm.weight"], state["layers.0.hidden_norm.weight"])
 
 
-def test_a_guess_is_logged_and_a_head_that_says_all_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_guess_is_said_and_a_head_that_says_all_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_head(published.eagle3(), tmp_path / "own")
     load_head(tmp_path / "own", ends=tiny.ends())
     load_head(safeailab_eagle1(tmp_path / "one"))
-    assert not caplog.records
+    assert capsys.readouterr().err == ""
     load_head(safeailab_eagle3(tmp_path / "three"), ends=tiny.ends(), after_blocks=TAPS)
-    assert "names no taps; [2, 4, 5] are taken" in caplog.text
+    assert capsys.readouterr().err.endswith(
+        "config.json: names no taps; [2, 4, 5] are taken (entries of hidden_states)\n"
+    )
 
 
 def damaged(directory: Path, damage: str) -> Path:
