@@ -214,7 +214,7 @@ def completed(content: HeadContent, ends: TargetEnds | None, place: Path) -> dic
             raise UserError(f"{place}: has one of d2t and t2d; they go together")
         state |= {"d2t": state["d2t"].long(), "t2d": state["t2d"].bool()}
         DraftVocabulary(state["d2t"], state["t2d"]).check(str(place))
-    if EMBEDDING not in state:
+    if content.is_embedding_optional and EMBEDDING not in state:
         if ends is None:
             raise UserError(f"{place}: has no {EMBEDDING!r}, which is the target's; load the head with its target")
         check_sizes(config, ends, str(place.parent), "the target")
