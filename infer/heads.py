@@ -4,27 +4,38 @@ from pathlib import Path
 from typing import Any
 
 from infer.config import MethodConfig
-from infer.methods import METHODS, check_kind
+from infer.methods import METHODS, USUAL, check_kind
 from model.errors import UserError
 from model.files import read_json
 
 CONFIG = "config.json"
 
 
-def kind_at(head: Path) -> str:
-    """The kind of the head in a directory; UserError where there is none.
+def kind_at(head: Path | str) -> str:
+    """The kind of the head in a directory or a Hub repository; UserError where there is none.
 
-    A directory that transformers itself would load as a causal LM is a draft LM.
+    What is no head of any known layout, and transformers itself would load as a causal LM, is a draft LM.
     """
-    path = head / CONFIG
+    place = Path(head)
+    if not place.is_dir():
+        from model.hub import head_directory  # the Hub's client: only for what is no directory
+
+        place = head_directory(head)
+    path = place / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: no such file; train the head with: accelerate launch train/main.py --config RECIPE")
     values: Any = read_json(path)
-    if isinstance(values, dict) and "aerie_kind" not in values and _is_causal_lm(values):
-        return "draft_lm"
+    declared = values.get("aerie_kind") if isinstance(values, dict) else None
+    if declared in USUAL:
+        return str(declared)
     from model.checkpoint import kind_of  # torch: only where a head is told by its contents
 
-    return kind_of(values, path)
+    try:
+        return kind_of(values, path)
+    except UserError:
+        if declared is None and isinstance(values, dict) and _is_causal_lm(values):
+            return "draft_lm"
+        raise
 
 
 def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | None, place: str) -> str | None:

@@ -1,43 +1,35 @@
-"""A head on disk: `config.json` + `model.safetensors`; and a new head for a target.
+"""A head on disk, in this project's layout or in a published one, local or on the Hub; and a new head for a target.
 
 Nothing is loaded by luck: every key is accounted for, every shape checked, before a weight is copied.
 """
 
 import dataclasses
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.config import MULTI_TOKEN, HeadConfig
-from model.errors import UserError
-from model.files import read_json, write_atomically, write_json
+from model.config import HeadConfig
+from model.errors import UserError, warn
+from model.files import read_json, write_json
+from model.formats.content import AnyConfig, HeadContent
+from model.formats.layouts import read_content, recognise
+from model.head_files import CONFIG, WEIGHTS
 from model.heads.eagle1 import Eagle1Config, Eagle1Head
-from model.heads.eagle3 import EMBEDDING, TAP_CONVENTION, Eagle3Config, Eagle3Head
+from model.heads.eagle3 import EMBEDDING, Eagle3Config, Eagle3Head
 from model.heads.hydra import HydraConfig, HydraHead
 from model.heads.medusa import MedusaConfig, MedusaHead
+from model.hub import head_directory
 from model.layers import Rotary
-from model.published import is_published, spelt_out
 from model.sizes import eagle1_config, eagle3_config, hydra_config, medusa_config
 from model.target import TargetEnds
 from model.vocab import DraftVocabulary
+from model.weights import tensor_names, write_tensors
 
-CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 Head = Eagle1Head | Eagle3Head | MedusaHead | HydraHead
-KINDS = ("eagle1", "eagle3", *MULTI_TOKEN)
 MULTI_TOKEN_SHAPE = ("num_heads", "num_layers", "prefix_layer", "lm_head", "max_position_embeddings")
-PREFIX_SIZES = (  # of a Hydra head's prefix layer; a recipe does not set the last
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_theta",
-    "rms_norm_eps",
-)
+PREFIX_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
 OWN_SHAPE = (  # what a warm start cannot change
     "hidden_size",
     "intermediate_size",
@@ -97,75 +89,77 @@ def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = N
     weights: a gathered state dict where the module's own is sharded (ZeRO-3). facts go under "aerie" in config.json.
     An EAGLE-3 head's embedding stays out where it is the target's own, as in the published files.
     """
-    state = {k: v.detach().cpu().clone() for k, v in (weights or head.state_dict()).items()}  # fused weights are views
-    optional = _optional(head)
+    state = dict(weights or head.state_dict())
     if isinstance(head, Eagle3Head) and not head.saves_embedding:
         state.pop(EMBEDDING, None)
-    _check_state(state, head, directory / WEIGHTS, optional & {EMBEDDING})
+    optional = {EMBEDDING} if isinstance(head, Eagle3Head) and head.shares_embedding else set()
+    check_state(state, shapes_of(head), directory / WEIGHTS, optional)
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / WEIGHTS, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    write_tensors(directory, state)
     write_json(directory / CONFIG, {**head.config.to_json(), "aerie": facts})
 
 
 def load_head(
-    directory: Path,
+    directory: Path | str,
     dtype: torch.dtype | None = None,
     ends: TargetEnds | None = None,
     after_blocks: tuple[int, ...] | None = None,
 ) -> Head:
-    """The head in a directory; UserError names every missing, unexpected or misshapen key.
+    """The head in a directory or a Hub repository ("user/name", "user/name@revision"), in whichever known layout.
 
-    EAGLE-3: ends give the embedding that published files leave out; after_blocks are the taps of a published head
-    whose config.json does not name them. Medusa and Hydra with lm_head 'target': ends give that LM head.
+    UserError names every missing, unexpected or misshapen key. ends give the embedding that a file may leave out;
+    after_blocks are the taps of a published EAGLE-3 head whose config.json does not name them. What had to be guessed
+    is said on stderr.
     """
-    if not directory.is_dir():
+    place = head_directory(directory)
+    if not place.is_dir():
         raise UserError(
             f"{directory}: no such head directory; train one with: accelerate launch train/main.py --config ..."
         )
-    values = read_json(directory / CONFIG)
-    kind = kind_of(values, directory / CONFIG)
-    place, state = _read_weights(directory, kind)
-    head = _empty_head(kind, values, state, after_blocks, directory / CONFIG)
-    _check_state(state, head, place, _optional(head))
-    if isinstance(head, Eagle3Head):
-        _complete(state, head, ends, place)
+    _, files, content = read_content(place, after_blocks)
+    for guess in content.guesses:
+        warn(f"{files.config_place}: {guess}")
+    check_state(content.tensors, expected_shapes(content.config), files.weights_place, optional_of(content))
+    state = completed(content, ends, files.weights_place)
+    head = empty_head(content.config)
+    if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
+        head.saves_embedding = not is_targets(state[EMBEDDING], ends)
     head.load_state_dict(state)
     if isinstance(head, MedusaHead | HydraHead):
         head.laws.ends = ends
-    return head.to(dtype or next(x.dtype for x in state.values() if x.is_floating_point()))
-
-
-def _empty_head(
-    kind: str, values: dict[str, Any], state: dict[str, Tensor], after_blocks: tuple[int, ...] | None, place: Path
-) -> Head:
-    """The head that a config.json describes, its weights still to be loaded."""
-    if kind == "eagle1":
-        return Eagle1Head(Eagle1Config(**_known(values, Eagle1Config, place)))
-    if kind == "medusa":
-        return MedusaHead(MedusaConfig(**_known(values, MedusaConfig, place)))
-    if kind == "hydra":
-        config = HydraConfig(**_known(values, HydraConfig, place))
-        missing = [name for name in PREFIX_SIZES if getattr(config, name) is None]
-        if config.prefix_layer and missing:
-            raise UserError(f"{place}: has a prefix layer and lacks {', '.join(missing)}")
-        return HydraHead(config)
-    return Eagle3Head(_read_eagle3_config(values, state, after_blocks, place))
+    return head.to(dtype or next(x.dtype for x in content.tensors.values() if x.is_floating_point()))
 
 
 def kind_of(values: Any, place: Path) -> str:
-    """The kind of head that a config.json describes, one of KINDS; UserError for any other."""
-    found = values.get("aerie_kind") if isinstance(values, dict) else None
-    if found in KINDS:
-        return str(found)
-    if isinstance(values, dict) and is_published(values):
-        return "eagle3"
-    raise UserError(f"{place}: not a head of this project (aerie_kind is {found!r})")
+    """The kind of head that a config.json at place and the weights beside it hold; UserError where they hold none."""
+    if not isinstance(values, dict):
+        raise UserError(f"{place}: not a head of this project: not a table of keys")
+    return recognise(values, tensor_names(place.parent), place)[1]
+
+
+def empty_head(config: AnyConfig) -> Head:
+    """The module that a configuration describes, its weights still to come; UserError for sizes that cannot be."""
+    if isinstance(config, Eagle1Config):
+        return Eagle1Head(config)
+    if isinstance(config, MedusaConfig):
+        return MedusaHead(config)
+    return HydraHead(config) if isinstance(config, HydraConfig) else Eagle3Head(config)
+
+
+def expected_shapes(config: AnyConfig) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a head's tensors, told without memory for them."""
+    with torch.device("meta"):
+        return shapes_of(empty_head(config))
 
 
 def check_fits(head: Head, ends: TargetEnds, head_path: str, target_path: str) -> None:
     """UserError when the head was made for another target (hidden size, vocabulary)."""
+    check_sizes(head.config, ends, head_path, target_path)
+
+
+def check_sizes(config: AnyConfig, ends: TargetEnds, head_path: str, target_path: str) -> None:
+    """As check_fits, told by the configuration alone."""
     vocab_size, hidden_size = ends.embedding.shape
-    config = head.config
     own_size = config.target_hidden_size if isinstance(config, Eagle3Config) else config.hidden_size
     for name, ours, theirs in (
         ("hidden size", own_size, hidden_size),
@@ -178,16 +172,16 @@ def check_fits(head: Head, ends: TargetEnds, head_path: str, target_path: str) -
             )
 
 
-def head_facts(directory: Path) -> dict[str, Any]:
+def head_facts(directory: Path | str) -> dict[str, Any]:
     """What was written under "aerie" in config.json when the head was saved."""
-    facts = read_json(directory / CONFIG).get("aerie")
+    facts = read_json(head_directory(directory) / CONFIG).get("aerie")
     return dict(facts) if isinstance(facts, dict) else {}
 
 
 def _warm_start(config: HeadConfig, ends: TargetEnds, path: str, after_blocks: tuple[int, ...]) -> Head:
     """The head in config.init_from, as the recipe asks for it; UserError for another shape than the recipe's."""
     place = str(config.init_from)
-    head = load_head(Path(place), ends=ends, after_blocks=after_blocks or None)
+    head = load_head(place, ends=ends, after_blocks=after_blocks or None)
     if head.kind != config.kind:
         raise UserError(f"head.init_from: {place} is an {head.kind} head, the recipe asks for {config.kind}")
     check_fits(head, ends, place, path)
@@ -219,7 +213,7 @@ def _warm_start(config: HeadConfig, ends: TargetEnds, path: str, after_blocks: t
 
 def _same_shape(head: MedusaHead | HydraHead, config: HeadConfig, place: str) -> MedusaHead | HydraHead:
     """The head, if the recipe asks for its very shape; UserError otherwise."""
-    layer = PREFIX_SIZES[:-1] if config.prefix_layer else ()
+    layer = PREFIX_SIZES if config.prefix_layer else ()
     for name in (*MULTI_TOKEN_SHAPE, *layer):
         asked, found = getattr(config, name), getattr(head.config, name, False)
         if asked is not None and asked != found:
@@ -228,79 +222,48 @@ def _same_shape(head: MedusaHead | HydraHead, config: HeadConfig, place: str) ->
     return head
 
 
-def _read_weights(directory: Path, kind: str) -> tuple[Path, dict[str, Tensor]]:
-    """The file and its tensors; published EAGLE-3 heads also come as a pickle, of which only tensors are read."""
-    path = directory / WEIGHTS
-    try:
-        if kind == "eagle3" and not path.is_file() and (directory / PICKLE).is_file():
-            path = directory / PICKLE
-            return path, dict(torch.load(path, map_location="cpu", weights_only=True))
-        return path, load_file(path)
-    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: cannot read the weights: {error}") from error
-
-
-def _read_eagle3_config(
-    values: dict[str, Any], state: dict[str, Tensor], after_blocks: tuple[int, ...] | None, place: Path
-) -> Eagle3Config:
-    """The configuration, every default spelt out."""
-    if "after_blocks" in values:
-        if values.get("tap_convention") != TAP_CONVENTION:
-            raise UserError(
-                f"{place}: tap_convention is {values.get('tap_convention')!r}; after_blocks must be entries of "
-                f"transformers' hidden_states ({TAP_CONVENTION!r})"
-            )
-        after_blocks = tuple(values["after_blocks"])
-        if not after_blocks or list(after_blocks) != sorted(set(after_blocks)):
-            raise UserError(f"{place}: after_blocks {list(after_blocks)} must ascend without repeats")
-    if is_published(values):
-        values = spelt_out(values, state, after_blocks, str(place))
-    config = Eagle3Config(**{**_known(values, Eagle3Config, place), "after_blocks": after_blocks})
-    if config.draft_vocab_size > config.vocab_size:
-        raise UserError(
-            f"{place}: draft_vocab_size {config.draft_vocab_size:,} is larger than vocab_size {config.vocab_size:,}"
-        )
-    return config
-
-
-def _known(values: dict[str, Any], schema: type[Any], place: Path) -> dict[str, Any]:
-    """The values that the schema names; UserError when one without default is missing."""
-    fields = dataclasses.fields(schema)
-    missing = [f.name for f in fields if f.name not in values and f.default is dataclasses.MISSING]
-    if missing:
-        raise UserError(f"{place}: lacks {', '.join(missing)}")
-    return {f.name: values[f.name] for f in fields if f.name in values}
-
-
-def _optional(head: Head) -> set[str]:
+def optional_of(content: HeadContent) -> set[str]:
     """The keys that a file may lack: the target's embedding, and the identity between equal vocabularies."""
-    if not isinstance(head, Eagle3Head):
-        return set()
-    same = head.config.draft_vocab_size == head.config.vocab_size
-    return ({EMBEDDING} if head.shares_embedding else set()) | ({"d2t", "t2d"} if same else set())
+    config = content.config
+    optional = {EMBEDDING} if content.is_embedding_optional else set()
+    if isinstance(config, Eagle3Config):
+        if config.target_hidden_size != config.hidden_size:
+            optional = set()
+        if config.draft_vocab_size == config.vocab_size:
+            optional |= {"d2t", "t2d"}
+    return optional
 
 
-def _complete(state: dict[str, Tensor], head: Eagle3Head, ends: TargetEnds | None, place: Path) -> None:
-    """Adds to state what an EAGLE-3 file may leave out, and checks its draft vocabulary."""
-    identity = DraftVocabulary.identity(head.config.vocab_size)
-    if not {"d2t", "t2d"} & state.keys():
-        state |= {"d2t": identity.d2t, "t2d": identity.t2d}
-    elif not {"d2t", "t2d"} <= state.keys():
-        raise UserError(f"{place}: has one of d2t and t2d; they go together")
-    DraftVocabulary(state["d2t"].long(), state["t2d"].bool()).check(str(place))
-    if EMBEDDING not in state:
+def completed(content: HeadContent, ends: TargetEnds | None, place: Path) -> dict[str, Tensor]:
+    """The tensors with what a file may leave out; checks the draft vocabulary. place names the file in errors."""
+    state, config = dict(content.tensors), content.config
+    if isinstance(config, Eagle3Config):
+        if not {"d2t", "t2d"} & state.keys():
+            identity = DraftVocabulary.identity(config.vocab_size)
+            state |= {"d2t": identity.d2t, "t2d": identity.t2d}
+        elif not {"d2t", "t2d"} <= state.keys():
+            raise UserError(f"{place}: has one of d2t and t2d; they go together")
+        state |= {"d2t": state["d2t"].long(), "t2d": state["t2d"].bool()}
+        DraftVocabulary(state["d2t"], state["t2d"]).check(str(place))
+    if content.is_embedding_optional and EMBEDDING not in state:
         if ends is None:
             raise UserError(f"{place}: has no {EMBEDDING!r}, which is the target's; load the head with its target")
-        check_fits(head, ends, str(place.parent), "the target")
+        check_sizes(config, ends, str(place.parent), "the target")
         state[EMBEDDING] = ends.embedding.detach().cpu()
-    elif head.shares_embedding:
-        own = state[EMBEDDING]
-        shared = ends is not None and ends.embedding.shape == own.shape
-        head.saves_embedding = not (shared and torch.equal(ends.embedding.cpu().to(own.dtype), own))  # type: ignore[union-attr]
+    return state
 
 
-def _check_state(state: dict[str, Tensor], head: Head, place: Path, optional: set[str]) -> None:
-    expected = {name: tuple(shape) for name, shape in _shapes(head).items()}
+def is_targets(embedding: Tensor, ends: TargetEnds | None) -> bool:
+    """Whether a head's embedding is the target's, in the head's precision."""
+    if ends is None or ends.embedding.shape != embedding.shape:
+        return False
+    return torch.equal(ends.embedding.cpu().to(embedding.dtype), embedding)
+
+
+def check_state(
+    state: dict[str, Tensor], expected: dict[str, tuple[int, ...]], place: Path, optional: set[str]
+) -> None:
+    """UserError that names the missing, unexpected or misshapen tensors of the file at place."""
     missing = sorted(expected.keys() - state.keys() - optional)
     unexpected = sorted(state.keys() - expected.keys())
     if missing or unexpected:
@@ -313,7 +276,7 @@ def _check_state(state: dict[str, Tensor], head: Head, place: Path, optional: se
             raise UserError(f"{place}: {name} has shape {list(tensor.shape)}, config.json says {list(expected[name])}")
 
 
-def _shapes(head: Head) -> dict[str, tuple[int, ...]]:
+def shapes_of(head: Head) -> dict[str, tuple[int, ...]]:
     """The true shapes, also of a module whose parameters DeepSpeed has sharded."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in head.state_dict(keep_vars=True).items()}
 

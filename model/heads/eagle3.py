@@ -42,6 +42,8 @@ class Eagle3Config:
     qk_norm: bool = False  # Qwen3's flavour
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm per fused feature before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed back
+    norm_before_residual: bool = False  # the first layer adds to the normed feature instead of the feature
+    norm_before_fc: bool = False  # one RMSNorm over all the taps before fc
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
 
@@ -67,10 +69,14 @@ class Eagle3Config:
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer whose attention reads [normed embedding; normed feature]; its residual is the feature."""
+    """The decoder layer whose attention reads [normed embedding; normed feature].
 
-    def __init__(self, sizes: LayerSizes) -> None:
+    Its residual is the feature, or with norm_before_residual the normed feature.
+    """
+
+    def __init__(self, sizes: LayerSizes, norm_before_residual: bool = False) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)  # of the embedding
         self.hidden_norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)  # of the feature
         self.self_attn = Attention(sizes, 2 * sizes.hidden_size)
@@ -81,8 +87,12 @@ class Eagle3Layer(nn.Module):
         """What attention reads: [B, T, 2D]."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
 
+    def residual(self, hidden: Tensor) -> Tensor:
+        """What attention's output is added to: [B, T, D]."""
+        return self.hidden_norm(hidden) if self.norm_before_residual else hidden
+
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + attended
+        hidden = self.residual(hidden) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -103,8 +113,10 @@ class Eagle3Head(nn.Module):
         if config.fc_norm:
             norms = (RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.after_blocks)
             self.fc_norm = nn.ModuleList(norms)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(len(config.after_blocks) * config.target_hidden_size, config.rms_norm_eps)
         self.fc = nn.Linear(len(config.after_blocks) * config.target_hidden_size, width, bias=False)
-        self.midlayer = Eagle3Layer(sizes)
+        self.midlayer = Eagle3Layer(sizes, config.norm_before_residual)
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleList(Eagle1Layer(sizes, first=False) for _ in range(config.num_hidden_layers - 1))
         self.norm = RMSNorm(width, config.rms_norm_eps)
@@ -158,6 +170,8 @@ class Eagle3Head(nn.Module):
         if self.config.fc_norm:
             pieces = taps.split(self.config.target_hidden_size, dim=-1)
             taps = torch.cat([norm(piece) for norm, piece in zip(self.fc_norm, pieces, strict=True)], dim=-1)
+        if self.config.norm_before_fc:
+            taps = self.input_norm(taps)
         return self.fc(taps)
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -223,6 +237,7 @@ class Eagle3Draft:
         embedded = head.embed_tokens(tokens).to(features.dtype)
         rope = head.rotary.between(*positions, x)
         given = head.midlayer.joined(embedded, features)
+        x = head.midlayer.residual(features)
         for place, buffer in enumerate(buffers):
             if place > 0:
                 given = head.further[place - 1].normed(x)

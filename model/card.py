@@ -1,0 +1,188 @@
+"""The model card of a shipped head: made from its files and the run's reports, nothing written by hand."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+
+from model.formats.content import Destination
+from model.hub import HUB_ID
+
+NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3"}
+SGLANG_ALGORITHMS = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}
+NOT_IN_SGLANG = ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc")
+SPECULATIVE_TOKENS = Destination.speculative_tokens
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card is made of; the tables are the files' own."""
+
+    repo: str
+    found: dict[str, Any]  # of model.inspection
+    target: str  # the name that people are told
+    provenance: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)  # report/summary.json
+    calibration: dict[str, Any] = field(default_factory=dict)
+    licence: str | None = None
+
+
+def render_card(facts: CardFacts) -> str:
+    """README.md with its front matter (licence, base_model, tags)."""
+    kind, layout = facts.found["kind"], facts.found["layout"]
+    base_model = facts.target if HUB_ID.fullmatch(facts.target) and not Path(facts.target).exists() else None
+    front: dict[str, Any] = {"license": facts.licence, "base_model": base_model}
+    front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "draft-head", kind, "aerie"]}
+    if layout == "speculators":
+        front["tags"] += ["speculators", "vllm"]
+    front["datasets"] = [name for name in _conversations(facts.recipe) if HUB_ID.fullmatch(name)]
+    template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    environment = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)  # noqa: S701
+    body = environment.from_string(template).render(
+        title=facts.repo.rsplit("/", maxsplit=1)[-1],
+        kind_name=NAMES[kind],
+        target=facts.target,
+        base_model=base_model,
+        layout=layout,
+        facts=_facts(facts),
+        rows=[_row(row) for row in facts.summary.get("rows", []) if row.get("status") == "ok"],
+        setting=_setting(facts.summary),
+        calibration=_calibration(facts.calibration),
+        commands=commands(facts),
+        origin=_origin(facts),
+        licence=_licence(facts.licence),
+    )
+    known = {name: value for name, value in front.items() if value}
+    return f"---\n{yaml.safe_dump(known, sort_keys=False)}---\n\n{body}"
+
+
+def commands(facts: CardFacts) -> dict[str, str]:
+    """How to decode with the head here, in vLLM and in SGLang, from the layout in which it lies in the repository."""
+    here = f'python infer/main.py generate --target {facts.target} --head {facts.repo} --prompt "Why is the sky blue?"'
+    return {"here": here, "vllm": _vllm(facts), "sglang": _sglang(facts)}
+
+
+def _vllm(facts: CardFacts) -> str:
+    if facts.found["kind"] == "eagle3":
+        place, before = _converted(facts, "speculators")
+        return f"{before}vllm serve {place}"
+    if "bias" in facts.found["options"]:
+        return "# not possible: vLLM's EAGLE-1 has no fc.bias, this head has one"
+    place, before = _converted(facts, "safeailab")
+    speculative = json.dumps({"model": place, "method": "eagle", "num_speculative_tokens": SPECULATIVE_TOKENS})
+    return f"{before}vllm serve {facts.target} --speculative-config '{speculative}'"
+
+
+def _sglang(facts: CardFacts) -> str:
+    unknown = [name for name in NOT_IN_SGLANG if name in facts.found["options"]]
+    if unknown:
+        return f"# not possible: SGLang's draft modules do not know {', '.join(unknown)}, which this head has"
+    place, before = _converted(facts, "sglang")
+    return (
+        f"{before}python -m sglang.launch_server --model-path {facts.target} "
+        f"--speculative-algorithm {SGLANG_ALGORITHMS[facts.found['kind']]} --speculative-draft-model-path {place} "
+        f"--speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk 8 --speculative-num-draft-tokens 32"
+    )
+
+
+def _converted(facts: CardFacts, to: str) -> tuple[str, str]:
+    """Where the head lies in layout `to`, and the command that puts it there."""
+    if facts.found["layout"] == to:
+        return facts.repo, ""
+    return "draft", f"python model/main.py convert {facts.repo} --to {to} --target {facts.target} --out draft\n"
+
+
+def _facts(facts: CardFacts) -> list[tuple[str, str]]:
+    found, provenance, data = facts.found, facts.provenance, _conversations(facts.recipe)
+    counts, rope = found["parameters"], found["rope"]
+    table = [
+        ("Target", facts.target),
+        ("Head", f"{NAMES[found['kind']]}, {counts['own'] + counts['lm_head']:,} parameters, {counts['dtype']}"),
+        ("Layout", f"{found['layout']} ({found['weights']})"),
+    ]
+    if found["taps"] is not None:
+        table.append(("Reads", f"the target's hidden_states {found['taps']} (0 is the embedding)"))
+        vocabulary = found["vocabulary"]
+        covered = "" if vocabulary["coverage"] is None else f", {vocabulary['coverage']:.2%} of the training answers"
+        table.append(("Draft vocabulary", f"{vocabulary['draft']:,} of {vocabulary['target']:,} tokens{covered}"))
+    table.append(("Positions", f"{rope['max_position_embeddings']:,}, RoPE base {rope['theta']:,.0f}"))
+    if data:
+        table.append(("Conversations", ", ".join(f"`{Path(name).name if _is_file(name) else name}`" for name in data)))
+    if "tokens" in provenance:
+        table.append(("Training", f"{provenance['tokens']:,} tokens, {provenance.get('steps', 0):,} steps"))
+    return table
+
+
+def _setting(summary: dict[str, Any]) -> list[str]:
+    if not summary:
+        return []
+    hardware = ", ".join(f"{name} {value}" for name, value in summary.get("hardware", {}).items())
+    return [f"Hardware: {hardware}. Commit {summary.get('commit') or 'unknown'}."]
+
+
+def _row(row: dict[str, Any]) -> dict[str, str]:
+    tree, interval = row.get("tree"), row.get("speedup_ci95")
+    shape = "-"
+    if tree:
+        shape = f"{tree.get('levels')} levels" + "".join(f", {k} {tree[k]}" for k in ("k", "nodes") if k in tree)
+    speedup = _number(row.get("speedup"))
+    if interval and row.get("method") != "vanilla":
+        speedup += f" ({_number(interval[0])}-{_number(interval[1])})"
+    identical = row.get("identical")
+    return {
+        "method": str(row.get("method")),
+        "tree": shape,
+        "task": str(row.get("task", "-")),
+        "temperature": f"{row.get('temperature', 0):g}",
+        "prompts": str(row.get("prompts", "-")),
+        "tau": _number(row.get("tau")),
+        "speedup": speedup,
+        "tokens_per_s": _number(row.get("tokens_per_s"), 0),
+        "identical": "lossless in law" if identical is None else f"{identical}/{row.get('prompts')}",
+    }
+
+
+def _calibration(calibration: dict[str, Any]) -> dict[str, str] | None:
+    if not calibration:
+        return None
+    return {
+        name: _number(calibration.get(name), 4 if name != "temperature" else 1)
+        for name in ("temperature", "ece", "brier")
+    }
+
+
+def _origin(facts: CardFacts) -> list[str]:
+    provenance = facts.provenance
+    if not provenance:
+        return ["There is no record of its training in these files."]
+    state = {True: ", with uncommitted changes", False: "", None: ""}[provenance.get("dirty")]
+    versions = ", ".join(f"{name} {value}" for name, value in provenance.get("versions", {}).items())
+    return [
+        f"Commit {provenance.get('commit') or 'unknown'}{state}; command `{' '.join(provenance.get('argv', []))}`.",
+        f"Versions: {versions}.",
+        "`recipe.yaml` is the whole recipe, `provenance.json` what went into it by digest.",
+    ]
+
+
+def _licence(licence: str | None) -> str:
+    if licence is None:
+        return "No licence was given for these weights. The target's own licence applies to what it writes."
+    return f"Licence of these weights: {licence}. The target has its own."
+
+
+def _conversations(recipe: dict[str, Any]) -> list[str]:
+    found = (recipe.get("data") or {}).get("conversations") or []
+    return [str(name) for name in found]
+
+
+def _is_file(name: str) -> bool:
+    """Whether a source of conversations is a file or folder of the trainer's machine, whose path stays private."""
+    return Path(name).exists() or not HUB_ID.fullmatch(name)
+
+
+def _number(value: Any, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"

@@ -1,0 +1,150 @@
+"""A head written in another layout: completed with its target's embedding, read back, and compared bit for bit."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from model.checkpoint import check_sizes, check_state, completed, expected_shapes, head_facts, optional_of
+from model.config import TargetConfig
+from model.errors import UserError
+from model.files import directory_atomically, write_json
+from model.formats.content import AnyConfig, Destination, HeadContent
+from model.formats.layouts import WRITABLE, Layout, read_content
+from model.head_files import CONFIG, digests
+from model.heads.eagle3 import Eagle3Config
+from model.hub import head_directory
+from model.target import TargetEnds, default_taps, load_config, load_ends
+from model.weights import write_tensors
+
+BESIDE = ("recipe.yaml", "provenance.json")  # what goes along with the head
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetFacts:
+    """A target without its trunk: its ends and what a server has to know of it."""
+
+    path: str
+    text_config: Any
+    ends: TargetEnds
+    destination: Destination
+    end_ids: tuple[int, ...] = ()  # the tokens at which its answers end
+
+    @classmethod
+    def load(cls, path: str, name: str | None = None, speculative_tokens: int | None = None) -> "TargetFacts":
+        """Reads two tensors and the configuration. name is what servers are told to load (default: the path)."""
+        config = TargetConfig(path)
+        architectures = load_config(config).architectures
+        text_config, ends = load_ends(config)
+        destination = Destination(
+            target=name or path,
+            architectures=tuple(architectures or ()),
+            num_blocks=int(text_config.num_hidden_layers),
+            max_position_embeddings=int(getattr(text_config, "max_position_embeddings", 0) or 0),
+        )
+        if speculative_tokens is not None:
+            destination = dataclasses.replace(destination, speculative_tokens=speculative_tokens)
+        return cls(path, text_config, ends, destination, _end_ids(path))
+
+    @property
+    def default_taps(self) -> tuple[int, ...] | None:
+        """EAGLE-3's, None for a target that is too short for them."""
+        blocks = self.destination.num_blocks
+        return default_taps(blocks) if blocks >= 7 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What was written, and what its reader would have to be told."""
+
+    weights: Path
+    num_tensors: int
+    source_layout: str
+    notes: tuple[str, ...]
+
+
+def export(
+    source: Path | str, to: str, output: Path, target: TargetFacts, after_blocks: tuple[int, ...] | None = None
+) -> Exported:
+    """Writes the head in layout `to` to the directory output, whole or absent.
+
+    after_blocks are the taps of a published head that names none (default: the target's default ones). UserError for a
+    head that belongs to another target or that the layout cannot carry.
+    """
+    directory = head_directory(source)
+    if not directory.is_dir():
+        raise UserError(f"{source}: no such head directory")
+    if directory.resolve() == output.resolve():
+        raise UserError(f"--out {output}: is the head itself; name another directory")
+    layout, content, state = whole(directory, target, after_blocks or target.default_taps)
+    made = WRITABLE[to](dataclasses.replace(content, tensors=state), target.destination)
+    facts = read_facts(directory)
+    origin = {"layout": layout.name, "files": digests(directory)}
+    values = {**made.values, "aerie": {**facts, **made.values.get("aerie", {}), "exported_from": origin}}
+    dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
+    values |= {"dtype": dtype, "torch_dtype": dtype}  # transformers 5 and 4
+    with directory_atomically(output) as place:
+        weights = write_tensors(place, made.tensors, made.pickled)
+        write_json(place / CONFIG, values)
+        for name in BESIDE:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, place / name)
+        _, again, state_again = whole(place, target, None)
+        _require_equal((content.config, state), (again.config, state_again), to)
+    return Exported(output / weights.name, len(made.tensors), layout.name, (*content.guesses, *made.notes))
+
+
+def whole(
+    directory: Path, target: TargetFacts, after_blocks: tuple[int, ...] | None
+) -> tuple[Layout, HeadContent, dict[str, Tensor]]:
+    """A head's layout, content and complete tensors; UserError where it does not fit the target."""
+    layout, files, content = read_content(directory, after_blocks)
+    check_sizes(content.config, target.ends, str(directory), target.path)
+    check_state(content.tensors, expected_shapes(content.config), files.weights_place, optional_of(content))
+    check_depth(content.config, target.destination.num_blocks, str(directory), target.path)
+    return layout, content, completed(content, target.ends, files.weights_place)
+
+
+def check_depth(config: AnyConfig, num_blocks: int, head_path: str, target_path: str) -> None:
+    """UserError for taps that the target does not have."""
+    if isinstance(config, Eagle3Config) and max(config.after_blocks) >= num_blocks:
+        raise UserError(
+            f"{head_path}: reads the target's states after blocks {list(config.after_blocks)}, and {target_path} has "
+            f"{num_blocks} blocks; give the target it was trained for"
+        )
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    """What was written under "aerie" in a head's config.json."""
+    return {name: value for name, value in head_facts(directory).items() if name != "exported_from"}
+
+
+def _end_ids(path: str) -> tuple[int, ...]:
+    try:
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the file is optional
+        ends = None
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def _require_equal(
+    one: tuple[AnyConfig, dict[str, Tensor]], two: tuple[AnyConfig, dict[str, Tensor]], layout: str
+) -> None:
+    """An export that reads back otherwise is a fault of this project, and nothing is written."""
+    positions = two[0].max_position_embeddings
+    if dataclasses.replace(one[0], max_position_embeddings=positions) != two[0]:
+        raise AssertionError(f"layout {layout}: {one[0]} was read back as {two[0]}")
+    for name in one[1].keys() | two[1].keys():
+        if name not in one[1] or name not in two[1] or not _same(one[1][name], two[1][name]):
+            raise AssertionError(f"layout {layout}: {name} was read back otherwise than it was written")
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Bit for bit, so that not-a-number equals itself."""
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))

@@ -1,0 +1,148 @@
+"""SafeAILab's layout: a Llama-shaped config.json and a flat pytorch_model.bin. vLLM reads its EAGLE-1 heads so too.
+
+EAGLE-1: `bias` is true where config.json has no such key; the embedding is in the file; layer 0 has no input norm.
+EAGLE-3: the layer is `midlayer`; `d2t` holds offsets; the embedding is the target's; no base of RoPE means 10,000; the
+taps are always (2, n // 2, n - 3). Source: the published files and the code that reads them.
+"""
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from model.errors import UserError
+from model.formats.content import Destination, Export, HeadContent, HeadFiles, refuse
+from model.formats.llama_keys import read_sizes, write_sizes
+from model.formats.taps import read_taps
+from model.heads.eagle1 import Eagle1Config
+from model.heads.eagle3 import EMBEDDING, TAP_CONVENTION, Eagle3Config
+from model.target import default_taps
+
+NAME = "safeailab"
+FIRST_LAYER = "layers.0.hidden_norm.weight"  # as others name midlayer.hidden_norm.weight
+ELSEWHERE = "export it for vLLM with --to speculators"
+DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # old pickles hold RoPE's frequencies; config.json decides them
+
+
+def kind_of(values: dict[str, Any], names: set[str]) -> str | None:
+    """'eagle3', 'eagle1' or None, by the tensors' names and config.json's draft vocabulary."""
+    if any(name.startswith("midlayer.") for name in names) or FIRST_LAYER in names:
+        return "eagle3"
+    if values.get("draft_vocab_size") is not None:
+        return "eagle3"
+    return "eagle1" if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names else None
+
+
+def read(files: HeadFiles) -> HeadContent:
+    """The head, its config.json's silence filled in; every tensor is kept or named as derived."""
+    if kind_of(files.values, set(files.tensors)) == "eagle3":
+        return read_eagle3(files)
+    values, place = files.values, files.config_place
+    sizes = read_sizes(values, place)
+    bias = values.get("bias", True)
+    if "bias" not in values and "fc.bias" not in files.tensors:
+        raise UserError(
+            f"{files.weights_place}: has no 'fc.bias', and {place.name} has no \"bias\", which means true; "
+            f'a head without one says "bias": false'
+        )
+    config = Eagle1Config(**sizes, bias=bool(bias), qkv_bias=bool(values.get("qkv_bias")))
+    return HeadContent(config, without_derived(files.tensors))
+
+
+def read_eagle3(files: HeadFiles) -> HeadContent:
+    """An EAGLE-3 head by SafeAILab's names, or with `layers.0` for `midlayer` as other projects name it."""
+    values, place = files.values, files.config_place
+    extra = values.get("eagle_config") or {}
+    if extra.get("use_aux_hidden_state") is False:
+        raise UserError(f"{place}: use_aux_hidden_state is false: the head reads no taps; such heads are not supported")
+    tensors = midlayer_first(without_derived(files.tensors))
+    sizes = read_sizes(values, place)
+    taps, guess = read_taps(values, files.after_blocks, place)
+    config = Eagle3Config(
+        **sizes,
+        draft_vocab_size=int(values.get("draft_vocab_size") or sizes["vocab_size"]),
+        target_hidden_size=int(values.get("target_hidden_size") or sizes["hidden_size"]),
+        after_blocks=taps,
+        qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
+        fc_norm="fc_norm.0.weight" in tensors,
+        norm_output=bool(values.get("norm_output")),
+        norm_before_residual=bool(values.get("norm_before_residual")),
+        norm_before_fc=bool(values.get("norm_before_fc", extra.get("norm_before_fc", "input_norm.weight" in tensors))),
+    )
+    return HeadContent(config, tensors, () if guess is None else (guess,), is_embedding_optional=True)
+
+
+def write(content: HeadContent, destination: Destination) -> Export:
+    """The files; UserError for what SafeAILab's reader would drop or misread in silence."""
+    config = content.eagle
+    values, notes = write_sizes(config, destination)
+    values = {"architectures": ["LlamaForCausalLM"], **values}
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.get("rope_type") == "linear":
+        values["rope_scaling"] = {"type": "linear", "factor": float(scaling["factor"])}
+    elif scaling is not None:
+        notes.append(f"SafeAILab's own code stops at rope_scaling {scaling.get('rope_type')!r}; vLLM reads it")
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        notes.append(
+            f"SafeAILab's own code stops at head_dim {config.head_dim}: it wants hidden_size / heads; vLLM reads it"
+        )
+    if isinstance(config, Eagle1Config):
+        if config.bias:
+            notes.append("vLLM has no fc.bias and stops at it; SafeAILab's own code and SGLang read it")
+        values |= {"bias": config.bias, "qkv_bias": config.qkv_bias}
+        return Export(values, content.tensors, pickled=True, notes=tuple(notes))
+    _refuse_what_is_dropped(config, destination)
+    values |= eagle3_values(config)
+    return Export(values, eagle3_tensors(content), pickled=True, notes=tuple(notes))
+
+
+def eagle3_values(config: Eagle3Config) -> dict[str, Any]:
+    """The keys of EAGLE-3's config.json, and ours for the taps."""
+    width = config.target_hidden_size
+    own_width = {} if width == config.hidden_size else {"target_hidden_size": width}
+    return {
+        "draft_vocab_size": config.draft_vocab_size,
+        **own_width,  # readers take a null for a width
+        "bias": False,
+        "after_blocks": list(config.after_blocks),
+        "tap_convention": TAP_CONVENTION,
+    }
+
+
+def eagle3_tensors(content: HeadContent) -> dict[str, Tensor]:
+    """The tensors without tables where both vocabularies are one, as readers expect it; always with the embedding."""
+    assert EMBEDDING in content.tensors and isinstance(content.config, Eagle3Config)
+    same = content.config.draft_vocab_size == content.config.vocab_size
+    return {name: value for name, value in content.tensors.items() if not (same and name in ("d2t", "t2d"))}
+
+
+def midlayer_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with `layers.0` called `midlayer` and later layers counted from 0, where they are not yet."""
+    if FIRST_LAYER not in tensors:
+        return tensors
+    return {_renamed(name): value for name, value in tensors.items()}
+
+
+def without_derived(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors but those that config.json decides."""
+    return {name: value for name, value in tensors.items() if not DERIVED.fullmatch(name)}
+
+
+def _renamed(name: str) -> str:
+    found = re.match(r"layers\.(\d+)\.", name)
+    if found is None:
+        return name
+    number = int(found[1])
+    return (f"layers.{number - 1}." if number else "midlayer.") + name[found.end() :]
+
+
+def _refuse_what_is_dropped(config: Eagle3Config, destination: Destination) -> None:
+    for flag in ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
+        if getattr(config, flag):
+            raise refuse(NAME, f"{flag}, which SafeAILab's code does not know", ELSEWHERE)
+    if config.num_hidden_layers > 1:
+        raise refuse(NAME, f"{config.num_hidden_layers} layers, of which SafeAILab's code reads one", ELSEWHERE)
+    default = default_taps(destination.num_blocks) if destination.num_blocks >= 7 else None
+    if config.after_blocks != default:
+        taps = "no taps of such a short target" if default is None else f"always {list(default)}"
+        raise refuse(NAME, f"the taps {list(config.after_blocks)}: SafeAILab's code reads {taps}", ELSEWHERE)

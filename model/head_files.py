@@ -1,0 +1,19 @@
+"""The files of a head's directory, told without torch: where the weights are, and digests of what decides the head."""
+
+from pathlib import Path
+
+from model.files import file_digest
+
+CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
+ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json")  # the first that is there is read
+
+
+def find_weights(directory: Path) -> Path | None:
+    """The file that holds a directory's tensors or lists its shards; None where there is none."""
+    return next((directory / name for name in ORDER if (directory / name).is_file()), None)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """File name -> digest of everything that decides a head."""
+    names = (CONFIG, "*.safetensors", "*.bin")
+    return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}

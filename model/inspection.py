@@ -1,0 +1,210 @@
+"""What a head's directory holds and whether it fits a target: a table for tools, one screen for people."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from model.checkpoint import check_sizes, check_state, expected_shapes, head_facts, is_targets, optional_of
+from model.errors import UserError
+from model.export import TargetFacts, check_depth
+from model.formats.content import AnyConfig, HeadContent, HeadFiles
+from model.formats.layouts import read_config, read_content
+from model.formats.taps import names_taps
+from model.heads.eagle3 import EMBEDDING, Eagle3Config
+from model.hub import head_directory
+from model.sizes import rope_of
+from model.target import fingerprint
+from model.vocab import DraftVocabulary
+
+UNNAMED = (2, 3, 4)  # stands in where the files name no taps and no target is given: only their number matters
+FLAGS = ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "bias", "qkv_bias")
+
+
+def inspect_head(path: Path | str, target: TargetFacts | None = None) -> dict[str, Any]:
+    """Everything about a head, JSON-ready. `problems` is empty for a head that loads (and fits the target, if given).
+
+    UserError where the files cannot be read or are no head.
+    """
+    directory = head_directory(path)
+    if not directory.is_dir():
+        raise UserError(f"{path}: no such head directory")
+    named = names_taps(read_config(directory))
+    fallback = UNNAMED if target is None else target.default_taps
+    layout, files, content = read_content(directory, fallback)
+    config, facts = content.config, head_facts(directory)
+    problems = _problems(files, content, facts, target)
+    guesses = list(content.guesses)
+    if isinstance(config, Eagle3Config) and not named and target is None:
+        guesses = ["names no taps: its target's default ones will be taken"]
+    return {
+        "path": str(path),
+        "layout": layout.name,
+        "kind": content.kind,
+        "weights": files.weights_place.name,
+        "target": {
+            "recorded": _recorded_target(files.values, facts),
+            "hidden_size": config.target_hidden_size if isinstance(config, Eagle3Config) else config.hidden_size,
+            "vocab_size": config.vocab_size,
+            **({} if target is None else {"given": target.path, "fits": not problems}),
+        },
+        "taps": _taps(config, named or target is not None),
+        "sizes": _sizes(config),
+        "options": [name for name in FLAGS if getattr(config, name, False)],
+        "parameters": _parameters(content.tensors),
+        "vocabulary": _vocabulary(config, facts),
+        "rope": {
+            "theta": getattr(config, "rope_theta", None),
+            "scaling": getattr(config, "rope_scaling", None),
+            "max_position_embeddings": config.max_position_embeddings,
+        },
+        "embedding": _embedding(content, target),
+        "left_out": sorted((expected_shapes(config).keys() - content.tensors.keys()) & optional_of(content)),
+        "training": {name: facts[name] for name in ("step", "predicted_tau", "tau", "loss") if name in facts},
+        "guesses": guesses,
+        "remarks": [] if target is None else _remarks(config, facts, target),
+        "problems": problems,
+    }
+
+
+def screen(found: dict[str, Any]) -> str:
+    """The same for people, a line each."""
+    target, sizes, rope, counts = found["target"], found["sizes"], found["rope"], found["parameters"]
+    lines = [
+        ("head", f"{found['kind']}, {found['layout']} layout ({found['weights']}): {found['path']}"),
+        ("target", target["recorded"] or "not recorded"),
+        ("made for", f"hidden size {target['hidden_size']:,}, vocabulary {target['vocab_size']:,}"),
+        ("taps", _taps_line(found)),
+        ("sizes", _sizes_line(sizes)),
+        ("options", ", ".join(found["options"]) or "none"),
+        (
+            "parameters",
+            f"{counts['own']:,} + {counts['lm_head']:,} LM head + {counts['embedding']:,} embedding; "
+            f"{counts['dtype']}, {counts['bytes'] / 1e9:,.2f} GB",
+        ),
+        ("vocabulary", _vocabulary_line(found["vocabulary"])),
+        ("rope", _rope_line(rope)),
+        ("embedding", found["embedding"]),
+        ("left out", ", ".join(found["left_out"]) or "nothing"),
+        ("training", ", ".join(f"{k} {v:,.4g}" for k, v in found["training"].items()) or "not recorded"),
+        *(("guessed", text) for text in found["guesses"]),
+        *(("remark", text) for text in found["remarks"]),
+        *(("PROBLEM", text) for text in found["problems"]),
+    ]
+    if "fits" in target:
+        lines.append(("fits", f"{target['given']}: {'yes' if target['fits'] else 'no'}"))
+    return "\n".join(f"{name:<11} {text}" for name, text in lines)
+
+
+def _sizes_line(sizes: dict[str, int]) -> str:
+    if "num_heads" in sizes:
+        layer = ", and a prefix layer" if "intermediate_size" in sizes else ""
+        return f"{sizes['num_heads']} heads of {sizes['num_layers']} block(s), width {sizes['hidden_size']:,}{layer}"
+    return (
+        f"{sizes['num_hidden_layers']} layer(s) of width {sizes['hidden_size']:,}, MLP "
+        f"{sizes['intermediate_size']:,}, {sizes['num_attention_heads']} heads of {sizes['head_dim']} "
+        f"({sizes['num_key_value_heads']} of keys and values)"
+    )
+
+
+def _rope_line(rope: dict[str, Any]) -> str:
+    if rope["theta"] is None:
+        return f"none, {rope['max_position_embeddings']:,} positions"
+    scaling = "no scaling" if rope["scaling"] is None else f"{rope['scaling'].get('rope_type')} scaling"
+    return f"base {rope['theta']:,.0f}, {scaling}, {rope['max_position_embeddings']:,} positions"
+
+
+def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], target: TargetFacts | None) -> list[str]:
+    """What keeps the head from loading, or from fitting the target."""
+    config, place = content.config, files.weights_place
+    checks: list[Any] = [lambda: check_state(content.tensors, expected_shapes(config), place, optional_of(content))]
+    if {"d2t", "t2d"} <= content.tensors.keys():
+        vocabulary = DraftVocabulary(content.tensors["d2t"].long(), content.tensors["t2d"].bool())
+        checks.append(lambda: vocabulary.check(str(place)))
+        if target is not None and vocabulary.vocab_size == target.ends.embedding.shape[0]:
+            checks.append(lambda: vocabulary.check_ends(target.end_ids, str(place)))
+    if target is not None:
+        head = str(place.parent)
+        checks.append(lambda: check_sizes(config, target.ends, head, target.path))
+        checks.append(lambda: check_depth(config, target.destination.num_blocks, head, target.path))
+    found = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def _remarks(config: AnyConfig, facts: dict[str, Any], target: TargetFacts) -> list[str]:
+    """What is no obstacle, but where a low tau would come from."""
+    remarks, theta = [], rope_of(target.text_config)[0]
+    recorded = facts.get("target")
+    if recorded is not None and recorded != fingerprint(target.text_config, target.ends):
+        remarks.append(f"trained on a target of fingerprint {recorded}: this one has other weights, or another dtype")
+    own = getattr(config, "rope_theta", None)
+    if own is not None and own != theta:
+        remarks.append(f"base of RoPE {own:,.0f}, the target's is {theta:,.0f}")
+    positions = target.destination.max_position_embeddings
+    if config.max_position_embeddings < positions:
+        remarks.append(f"drafts up to position {config.max_position_embeddings:,}, the target goes to {positions:,}")
+    return remarks
+
+
+def _recorded_target(values: dict[str, Any], facts: dict[str, Any]) -> str | None:
+    """The target that the files name."""
+    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
+    found = facts.get("target_path") or verifier.get("name_or_path")
+    return None if found is None else str(found)
+
+
+def _taps(config: AnyConfig, known: bool) -> list[int] | None:
+    return list(config.after_blocks) if isinstance(config, Eagle3Config) and known else None
+
+
+def _taps_line(found: dict[str, Any]) -> str:
+    if found["kind"] != "eagle3":
+        return "none: reads the target's final state"
+    return "not named" if found["taps"] is None else f"hidden_states {found['taps']}"
+
+
+def _sizes(config: AnyConfig) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    found = {name: getattr(config, name, None) for name in (*names, "num_hidden_layers", "num_heads", "num_layers")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _parameters(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    counts = {name: value.numel() for name, value in tensors.items() if value.is_floating_point()}
+    embedding, lm_head = counts.pop(EMBEDDING, 0), counts.pop("lm_head.weight", 0)
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point()})
+    size = sum(value.numel() * value.element_size() for value in tensors.values())
+    own = sum(counts.values())
+    return {"own": own, "lm_head": lm_head, "embedding": embedding, "dtype": "+".join(dtypes), "bytes": size}
+
+
+def _vocabulary(config: AnyConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    counted = facts.get("draft_vocabulary")
+    draft = config.draft_vocab_size if isinstance(config, Eagle3Config) else config.vocab_size
+    coverage = counted.get("coverage") if isinstance(counted, dict) else None
+    return {"draft": draft, "target": config.vocab_size, "coverage": 1.0 if draft == config.vocab_size else coverage}
+
+
+def _vocabulary_line(found: dict[str, Any]) -> str:
+    if found["draft"] == found["target"]:
+        return f"all {found['target']:,} tokens"
+    share = f"{found['draft'] / found['target']:.1%}"
+    coverage = found["coverage"]
+    text = "not recorded" if coverage is None else f"{coverage:.2%} of the training answers"
+    return f"{found['draft']:,} of {found['target']:,} tokens ({share}); coverage {text}"
+
+
+def _embedding(content: HeadContent, target: TargetFacts | None) -> str:
+    own = content.tensors.get(EMBEDDING)
+    if own is None:
+        return "not in the file: the target's"
+    if target is None:
+        return "in the file"
+    if own.shape != target.ends.embedding.shape:
+        return "in the file, of its own width"
+    return "in the file, the target's own" if is_targets(own, target.ends) else "in the file, NOT the target's"

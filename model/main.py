@@ -1,0 +1,149 @@
+"""Heads that travel: look at one, write it in another layout, ship it to the Hub.
+
+python model/main.py inspect HEAD [--target T] [--json]
+python model/main.py convert HEAD --to safeailab|sglang|speculators --target T --out DIR
+python model/main.py push HEAD --repo user/name [--private] [--revision BRANCH] [--dry-run]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == Path(__file__).parent else sys.path[0]
+
+import argparse
+import json
+
+from data.provenance import is_dirty
+from model.errors import UserError, exit_code
+from model.hub import HUB_ID, head_directory, require_login, upload
+
+LAYOUTS = ("safeailab", "sglang", "speculators")
+
+
+def main() -> int:
+    """The exit code of the command in sys.argv."""
+    parser = argparse.ArgumentParser(description="Heads that travel: inspect, convert, push.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    chosen = {}
+    for command, add_options, summary in (
+        (inspect, _inspect_options, "what a head's files hold, and whether it fits a target"),
+        (convert, _convert_options, "write a head in another layout, for vLLM, SGLang or SafeAILab's code"),
+        (push, _push_options, "ship a head to the Hub with a card made from its run's reports"),
+    ):
+        options = commands.add_parser(command.__name__, help=summary, description=summary, allow_abbrev=False)
+        options.add_argument("head", help="a head's directory, or a Hub repository (user/name, user/name@revision)")
+        add_options(options)
+        chosen[command.__name__] = command
+    arguments = parser.parse_args()
+    _be_quiet()
+    return chosen[arguments.command](arguments)
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Prints one screen, or JSON with --json; 1 when the head would not load or does not fit the target."""
+    from model.export import TargetFacts
+    from model.inspection import inspect_head, screen
+
+    target = None if arguments.target is None else TargetFacts.load(arguments.target)
+    found = inspect_head(arguments.head, target)
+    print(json.dumps(found, indent=1) if arguments.json else screen(found))
+    return 1 if found["problems"] else 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Writes OUT, and says what its reader would have to be told."""
+    from model.export import TargetFacts, export
+
+    out: Path = arguments.out
+    if out.exists() and any(out.iterdir()) and not arguments.overwrite:
+        raise UserError(f"--out {out}: not empty; name a new directory, or replace it with --overwrite")
+    target = TargetFacts.load(arguments.target, arguments.target_name, arguments.speculative_tokens)
+    done = export(arguments.head, arguments.to, out, target, _taps(arguments.after_blocks))
+    for note in done.notes:
+        print(f"note: {note}")
+    print(
+        f"convert: {done.source_layout} -> {arguments.to}: {done.num_tensors} tensors in {done.weights}, read back and "
+        f"equal bit for bit"
+    )
+    return 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    """Ships the head, or with --dry-run prints what would go."""
+    from model.shipment import Order, Permissions, pack
+
+    if HUB_ID.fullmatch(arguments.repo) is None or "@" in arguments.repo:
+        raise UserError(f"--repo {arguments.repo}: no repository name; it looks like user/name")
+    directory = head_directory(arguments.head)
+    if not directory.is_dir():
+        raise UserError(f"{arguments.head}: no such head directory")
+    order = Order(directory, arguments.repo, arguments.run, arguments.target_name, arguments.license)
+    shipment = pack(order, Permissions(arguments.without_results, arguments.uncommitted), is_dirty())
+    for note in shipment.notes:
+        print(f"note: {note}")
+    where = f"{arguments.repo}{'' if arguments.revision is None else '@' + arguments.revision}"
+    if arguments.dry_run:
+        readme = shipment.files["README.md"]
+        assert isinstance(readme, bytes)
+        visibility = "private" if arguments.private else "public"
+        print(f"push: would ship to {where} ({visibility}):\n{shipment.text()}\n\nREADME.md:\n{readme.decode()}")
+        return 0
+    require_login()
+    address = upload(arguments.repo, shipment.files, arguments.private, arguments.revision, "A draft head")
+    print(f"push: {len(shipment.files)} files to {where}: {address}")
+    return 0
+
+
+def _inspect_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--target", help="check against this target (local directory or Hub id)")
+    options.add_argument("--json", action="store_true", help="for tools")
+
+
+def _convert_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--to", required=True, choices=LAYOUTS, help="the layout")
+    options.add_argument("--target", required=True, help="the head's target (local directory or Hub id)")
+    options.add_argument("--out", required=True, type=Path, help="the directory to write")
+    options.add_argument("--target-name", help="what servers are told to load, where it is not --target")
+    options.add_argument("--speculative-tokens", type=int, help="drafts per cycle in speculators' config.json (5)")
+    options.add_argument("--after-blocks", help="taps of a published EAGLE-3 head that names none, as 2,16,29")
+    options.add_argument("--overwrite", action="store_true", help="replace what is in --out")
+
+
+def _push_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--repo", required=True, help="user/name")
+    options.add_argument("--run", type=Path, help="the run with report/ and calibration/ (default: the head's own)")
+    options.add_argument("--target-name", help="the target's Hub id, where the head was trained with a local path")
+    options.add_argument("--license", help="licence of these weights, as the Hub spells it (apache-2.0)")
+    options.add_argument("--private", action="store_true", help="a private repository, where it is new")
+    options.add_argument("--revision", help="the branch (default: main)")
+    options.add_argument("--dry-run", action="store_true", help="print what would go, and stop")
+    options.add_argument("--without-results", action="store_true", help="ship although nothing was measured")
+    options.add_argument("--uncommitted", action="store_true", help="ship although the tree was not committed")
+
+
+def _taps(text: str | None) -> tuple[int, ...] | None:
+    """'2,16,29' -> (2, 16, 29)."""
+    if text is None:
+        return None
+    try:
+        taps = tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--after-blocks {text}: not a list of block numbers like 2,16,29") from error
+    if list(taps) != sorted(set(taps)) or taps[0] < 0:
+        raise UserError(f"--after-blocks {text}: must ascend without repeats")
+    return taps
+
+
+def _be_quiet() -> None:
+    """No chatter from the libraries between the lines."""
+    import warnings
+
+    from transformers.utils import logging
+
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,83 @@
+"""The exported directory in speculators 0.9.0 itself, which is not among the dependencies.
+
+It is run in an environment of its own that has pytest and safetensors (pip install speculators==0.9.0 pytest).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model.checkpoint import save_head
+from model.export import TargetFacts, export
+from model.heads.eagle3 import Eagle3Head
+from model.layers import UnrollMemory
+from tests import tiny
+from tests.model.formats import published
+
+speculators = pytest.importorskip(
+    "speculators", reason="speculators is not installed; that it loads our export is not checked"
+)
+STEPS, LENGTH = 3, 24
+FLAVOURS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True, "norm_output": True},
+    {"qk_norm": True},
+    {"num_hidden_layers": 2},
+    {"ids": torch.arange(320)},
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetFacts:
+    return TargetFacts.load(str(tiny.target(tmp_path_factory.mktemp("target"), num_blocks=8)))
+
+
+def _drafted(head: Eagle3Head, taps: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Draft ids of STEPS unroll steps at every slot; later steps are fed the true tokens, zeros beyond the end."""
+    memories = [UnrollMemory() for _ in range(head.config.num_hidden_layers)]
+    features, tokens, drafted = head.fuse(taps), ids, []
+    for step in range(STEPS):
+        features = head.unroll(tokens, features, torch.arange(LENGTH)[None] + step, None, memories)
+        drafted.append(head.logits(features).argmax(-1))
+        tokens = torch.cat([tokens[:, 1:], tokens.new_zeros(1, 1)], dim=1)
+    return drafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", FLAVOURS)
+def test_the_exported_directory_loads_in_speculators_with_every_tensor_and_drafts_the_same_tokens(
+    target: TargetFacts, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    head = published.eagle3(**changes)
+    head.embed_tokens.weight.data.copy_(target.ends.embedding)
+    save_head(head, tmp_path / "head")
+    export(tmp_path / "head", "speculators", tmp_path / "out", target)
+    config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path / "out")
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    theirs = speculators.SpeculatorModel.from_pretrained(tmp_path / "out", config=config).eval()
+    written, loaded = load_file(tmp_path / "out" / "model.safetensors"), theirs.state_dict()
+    for name, value in written.items():
+        assert loaded[name].dtype == value.dtype and torch.equal(loaded[name], value), name
+    assert loaded.keys() - written.keys() <= {"verifier_lm_head.weight", "verifier_norm.weight", "d2t", "t2d"}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 320, (1, LENGTH), generator=generator)
+    taps = torch.randn(1, LENGTH, 3 * 32, generator=generator)
+    with torch.no_grad():
+        expected = theirs(
+            hidden_states=taps,
+            input_ids=ids,
+            document_ids=torch.zeros(1, LENGTH, dtype=torch.long),
+            ttt_steps=STEPS,
+        )
+        ours = _drafted(head, taps, ids)
+        for step in range(STEPS):
+            assert torch.equal(ours[step], expected[step]), step
+        assert len({int(token) for step in ours for token in step[0]}) > 10  # no constant
+        head.config = type(head.config)(**{**vars(head.config), "norm_output": not head.config.norm_output})
+        other = _drafted(head, taps, ids)  # the check sees another head
+    assert any(not torch.equal(other[step], expected[step]) for step in range(STEPS))

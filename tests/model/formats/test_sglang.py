@@ -1,0 +1,95 @@
+"""SGLang's layout: read from SpecForge and AngelSlim, written so that SGLang's own defaults do no harm."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint import load_head, save_head
+from model.errors import UserError
+from model.export import export
+from model.heads.eagle1 import Eagle1Head
+from model.heads.eagle3 import Eagle3Head
+from model.weights import read_tensors
+from tests import tiny
+from tests.model.formats import published
+from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, angelslim, ends_facts, specforge, tensors
+
+
+def test_specforges_and_angelslims_heads_load_with_every_tensor(tmp_path: Path) -> None:
+    for make in (specforge, angelslim):
+        head = load_head(make(tmp_path / make.__name__), ends=tiny.ends(), after_blocks=TAPS)
+        assert isinstance(head, Eagle3Head) and head.config.rope_theta == 1e6
+        for name, value in tensors(EAGLE3, torch.bfloat16).items():
+            assert torch.equal(head.state_dict()[name], value), name
+
+
+def test_an_eagle1_head_for_sglang_has_the_bias_that_its_file_has(tmp_path: Path) -> None:
+    values = {**published.EAGLE1_CONFIG, "architectures": ["LlamaForCausalLMEagle"], "bias": False}
+    head = load_head(published.write(tmp_path / "head", values, tensors(EAGLE1)))
+    assert isinstance(head, Eagle1Head) and head.config.bias
+
+
+def test_a_head_without_a_bias_gets_zeros_and_comes_back_without(tmp_path: Path) -> None:
+    one = tiny.head(tiny.ends().embedding)
+    save_head(one, tmp_path / "head", step=3)
+    notes = export(tmp_path / "head", "sglang", tmp_path / "out", ends_facts()).notes
+    assert any("fc.bias of zeros" in note for note in notes)
+    written, values = read_tensors(tmp_path / "out")[1], json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["architectures"] == ["LlamaForCausalLMEagle"] and values["bias"] is False
+    assert torch.equal(written["fc.bias"], torch.zeros(32)) and values["aerie"]["step"] == 3
+    two = load_head(tmp_path / "out")
+    assert two.config == one.config and "fc.bias" not in two.state_dict()
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[name]), name
+    save_head(tiny.head(tiny.ends().embedding, bias=True), tmp_path / "biased")
+    export(tmp_path / "biased", "sglang", tmp_path / "out2", ends_facts())
+    assert "fc.bias" in load_head(tmp_path / "out2").state_dict()  # zeros too, but the head's own
+
+
+@pytest.mark.parametrize(
+    ("taps", "numbers"), [((2, 4, 5), None), ((2, 3, 6), [1, 2, 5]), ((3, 4, 5), [3, 4, 5]), ((0, 3, 6), [0, 3, 6])]
+)
+def test_taps_are_numbered_as_sglang_counts_them(
+    tmp_path: Path, taps: tuple[int, ...], numbers: list[int] | None
+) -> None:
+    save_head(published.eagle3(after_blocks=taps), tmp_path / "head")
+    export(tmp_path / "head", "sglang", tmp_path / "out", ends_facts())
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = values.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    assert found == numbers and values["after_blocks"] == list(taps)
+    if numbers is not None:  # SGLang's rule: one is added to numbers that begin with 1
+        assert [k + (numbers[0] == 1) for k in numbers] == list(taps)
+    del values["after_blocks"], values["tap_convention"]  # as SGLang reads it, so do we
+    (tmp_path / "out" / "config.json").write_text(json.dumps(values))
+    head = load_head(tmp_path / "out", ends=tiny.ends(), after_blocks=TAPS)
+    assert isinstance(head, Eagle3Head) and head.config.after_blocks == taps
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qk_norm": True}, "qk_norm"),
+        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"num_hidden_layers": 2}, "2 layers"),
+        ({"after_blocks": (1, 4, 5)}, "SGLang adds one to numbers that begin with 1"),
+    ],
+)
+def test_what_sglang_would_misread_in_silence_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    save_head(published.eagle3(**changes), tmp_path / "head")
+    with pytest.raises(UserError, match=rf"--to sglang: cannot carry .*{message}"):
+        export(tmp_path / "head", "sglang", tmp_path / "out", ends_facts())
+
+
+def test_written_back_every_tensor_of_specforges_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    export(specforge(tmp_path / "head"), "sglang", tmp_path / "out", ends_facts())
+    found = read_tensors(tmp_path / "out")[1]
+    assert found.keys() == {*EAGLE3, "embed_tokens.weight"}
+    for name, value in tensors(EAGLE3, torch.bfloat16).items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["architectures"] == ["LlamaForCausalLMEagle3"] and "target_hidden_size" not in values
+    assert values["rope_theta"] == values["rope_parameters"]["rope_theta"] == 1e6

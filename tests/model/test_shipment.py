@@ -1,0 +1,171 @@
+"""What goes to the Hub: a card made from the reports, named files, never conversations; and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from model.checkpoint import save_head
+from model.errors import UserError
+from model.export import export
+from model.head_files import digests
+from model.shipment import Order, Permissions, pack
+from tests import tiny
+from tests.model.formats import published
+from tests.model.formats.published import ends_facts
+
+ROW = {
+    "method": "eagle3",
+    "task": "gsm8k",
+    "temperature": 0.0,
+    "prompts": 40,
+    "tree": {"levels": 8, "k": 10, "nodes": 60},
+    "tau": 4.0812,
+    "tokens_per_s": 181.4,
+    "speedup": 2.314,
+    "speedup_ci95": [2.2, 2.43],
+    "identical": 40,
+    "status": "ok",
+}
+FAILED = {"method": "eagle3", "status": "error", "message": "out of memory", "tau": 99.0}
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """A head in its run, with reports, and with files beside it that are nobody's business."""
+    run = tmp_path / "run"
+    place = run / "heads" / "eagle3"
+    save_head(
+        published.eagle3(), place, target_path="meta-llama/Llama-3.1-8B-Instruct", draft_vocabulary={"coverage": 0.9}
+    )
+    (place / "recipe.yaml").write_text(
+        yaml.safe_dump({"data": {"conversations": ["HuggingFaceH4/ultrachat_200k", str(tmp_path / "secret.jsonl")]}})
+    )
+    provenance = {
+        "commit": "0123456789ab",
+        "dirty": False,
+        "argv": ["main.py", "--config", "c.yaml"],
+        "tokens": 1627195,
+    }
+    write_json(place / "provenance.json", {**provenance, "versions": {"torch": "2.13.0"}, "steps": 1150})
+    (place / "conversations.jsonl").write_text('{"text": "a private conversation"}\n')
+    (run / "conversations").mkdir()
+    (run / "conversations" / "train.jsonl").write_text('{"text": "a private conversation"}\n')
+    summary = {"schema": 1, "commit": "0123456789ab", "hardware": {"device": "a CPU", "threads": 2}}
+    write_json(run / "report" / "summary.json", {**summary, "rows": [ROW, FAILED]})
+    write_json(run / "bench" / "provenance.json", {"inputs": {"head": digests(place)}})
+    write_json(
+        run / "calibration" / "calibration.json", {"temperature": 0.0, "ece": 0.0575, "brier": 0.0629, "bins": []}
+    )
+    return place
+
+
+def readme(directory: Path, **changes: Any) -> tuple[dict[str, Any], str]:
+    """The card's front matter and its text."""
+    order = Order(**{"directory": directory, "repo": "me/head", **changes})
+    content = pack(order, Permissions(without_results=True), is_dirty=False).files["README.md"]
+    assert isinstance(content, bytes)
+    _, front, body = content.decode().split("---\n", maxsplit=2)
+    return yaml.safe_load(front), body
+
+
+def test_the_head_its_records_and_its_card_go_and_no_conversation(head: Path) -> None:
+    shipment = pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+    assert shipment.files.keys() == {
+        "config.json",
+        "model.safetensors",
+        "recipe.yaml",
+        "provenance.json",
+        "calibration.json",
+        "summary.json",
+        "README.md",
+    }
+    assert shipment.left_behind == ("conversations.jsonl",) and "stays here: conversations.jsonl" in shipment.text()
+    for file in shipment.files.values():
+        content = file if isinstance(file, bytes) else file.read_bytes()
+        assert b"private conversation" not in content
+
+
+def test_the_card_tells_target_data_tokens_tau_speedup_hardware_and_three_ways_to_use_it(head: Path) -> None:
+    front, body = readme(head, licence="apache-2.0")
+    assert front["license"] == "apache-2.0" and front["base_model"] == "meta-llama/Llama-3.1-8B-Instruct"
+    assert {"eagle3", "speculative-decoding"} <= set(front["tags"])
+    assert front["datasets"] == ["HuggingFaceH4/ultrachat_200k"]
+    assert "| eagle3 | 8 levels, k 10, nodes 60 | gsm8k | 0 | 40 | 4.08 | 2.31 (2.20-2.43) | 181 | 40/40 |" in body
+    assert "99.00" not in body  # a row that failed has no figures
+    assert "Hardware: device a CPU, threads 2. Commit 0123456789ab." in body
+    assert "1,627,195 tokens, 1,150 steps" in body and "ECE 0.0575" in body and "90.00% of the training answers" in body
+    assert "`secret.jsonl`" in body and str(head.parents[2]) not in body  # no paths of this machine
+    assert "infer/main.py generate --target meta-llama/Llama-3.1-8B-Instruct --head me/head" in body
+    assert "convert me/head --to speculators" in body and "vllm serve draft" in body
+    assert "convert me/head --to sglang" in body and "--speculative-algorithm EAGLE3" in body
+
+
+def test_an_exported_head_ships_with_the_reports_of_the_head_it_was_made_from(head: Path, tmp_path: Path) -> None:
+    export(head, "speculators", tmp_path / "out", ends_facts())
+    order = Order(tmp_path / "out", "me/head", run=head.parents[1])
+    assert "summary.json" in pack(order, Permissions(), is_dirty=False).files
+    front, body = readme(tmp_path / "out", run=head.parents[1])
+    assert "vllm" in front["tags"] and "vllm serve me/head\n" in body and "convert me/head --to speculators" not in body
+
+
+def test_reports_of_another_head_are_refused(head: Path) -> None:
+    save_head(published.eagle3(seed=9), head, target_path="a/b")
+    with pytest.raises(UserError, match="was measured with another head"):
+        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+
+
+def test_without_results_only_when_told(head: Path) -> None:
+    shutil.rmtree(head.parents[1] / "report")
+    with pytest.raises(UserError, match=r"no measured results .*--without-results"):
+        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+    assert "Nothing was measured with this head yet." in readme(head)[1]
+
+
+def test_an_uncommitted_tree_only_when_told(head: Path) -> None:
+    with pytest.raises(UserError, match="this checkout differs from its commit"):
+        pack(Order(head, "me/head"), Permissions(), is_dirty=True)
+    provenance = json.loads((head / "provenance.json").read_text())
+    write_json(head / "provenance.json", {**provenance, "dirty": True})
+    with pytest.raises(UserError, match="was trained from an uncommitted tree"):
+        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+    card = pack(Order(head, "me/head"), Permissions(uncommitted=True), is_dirty=True).files["README.md"]
+    assert isinstance(card, bytes) and b"Commit 0123456789ab, with uncommitted changes" in card
+
+
+def test_a_broken_head_and_one_without_a_target_are_refused(tmp_path: Path) -> None:
+    save_head(published.eagle3(), tmp_path / "head")
+    with pytest.raises(UserError, match="name it with --target-name"):
+        pack(Order(tmp_path / "head", "me/head"), Permissions(without_results=True), is_dirty=False)
+    named = pack(
+        Order(tmp_path / "head", "me/head", target_name="local/deep/path"), Permissions(without_results=True), False
+    )
+    assert any("no base_model" in note for note in named.notes)
+    values = json.loads((tmp_path / "head" / "config.json").read_text())
+    write_json(tmp_path / "head" / "config.json", {**values, "intermediate_size": 96})
+    with pytest.raises(UserError, match="has shape"):
+        pack(Order(tmp_path / "head", "me/head"), Permissions(without_results=True), is_dirty=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "vllm", "sglang"),
+    [
+        ({}, '"method": "eagle"', "--speculative-algorithm EAGLE "),
+        ({"bias": True}, "not possible: vLLM's EAGLE-1 has no fc.bias", "--speculative-algorithm EAGLE "),
+        ({"qkv_bias": True}, '"method": "eagle"', "not possible: SGLang's draft modules do not know qkv_bias"),
+    ],
+)
+def test_the_card_of_an_eagle1_head_says_where_it_cannot_be_served(
+    tmp_path: Path, changes: dict[str, Any], vllm: str, sglang: str
+) -> None:
+    save_head(tiny.head(tiny.ends().embedding, **changes), tmp_path / "head", target_path="lmsys/vicuna-7b-v1.3")
+    _, body = readme(tmp_path / "head")
+    assert vllm in body and sglang in body and "No licence was given" in body
