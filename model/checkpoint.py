@@ -127,7 +127,8 @@ def load_head(
     head.load_state_dict(state)
     if isinstance(head, MedusaHead | HydraHead):
         head.laws.ends = ends
-    return head.to(dtype or next(x.dtype for x in content.tensors.values() if x.is_floating_point()))
+    own = [state["fc.weight"]] if "fc.weight" in state else [x for x in state.values() if x.is_floating_point()]
+    return head.to(dtype or own[0].dtype)  # an embedding may have the target's
 
 
 def kind_of(values: Any, place: Path) -> str:
