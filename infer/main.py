@@ -1,4 +1,4 @@
-"""Decode with a draft head, calibrate it, measure it, and report: generate, calibrate, bench, report."""
+"""Decode with a draft head, calibrate it, measure it, compare, and report."""
 
 import argparse
 import sys
@@ -30,7 +30,13 @@ HEAD_FILES = ("config.json", "model.safetensors")
 
 def main() -> int:
     arguments, unknown = _parser().parse_known_args()
-    run: dict[str, Any] = {"generate": _generate, "calibrate": _calibrate, "bench": _bench, "report": _report}
+    run: dict[str, Any] = {
+        "generate": _generate,
+        "calibrate": _calibrate,
+        "bench": _bench,
+        "report": _report,
+        "compare": _compare,
+    }
     return int(run[arguments.command](arguments, unknown))
 
 
@@ -52,8 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         ("calibrate", "how confidence predicts acceptance, from decoding cycles on held-out prompts"),
         ("bench", "tau and speedup of every row of the recipe"),
         ("report", "summary.json and index.html from what was measured"),
+        ("compare", "the difference of tau between rows of a bench, in pairs of prompts, with an interval"),
     ):
         pipeline.add_arguments(commands.add_parser(name, help=text))
+    compare = commands.choices["compare"]
+    for name in ("of", "against"):
+        compare.add_argument(f"--{name}", type=int, nargs="+", required=True, help="rows of bench.rows, from 0; pooled")
     for command in commands.choices.values():
         command.add_argument("--head", type=Path, help="a head directory (default: the run's own)")
     return parser
@@ -285,6 +295,16 @@ def _report(arguments: argparse.Namespace, unknown: list[str]) -> int:
     )
     print(console_table(summary))
     print(f"\nreport: {paths.report / 'index.html'}")
+    return 0
+
+
+def _compare(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    recipe = pipeline.load(arguments, unknown)
+    from infer.compare import tau_difference
+    from infer.records import read_records
+
+    records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / "records.jsonl")
+    print(tau_difference(records, arguments.of, arguments.against, recipe.seed).text())
     return 0
 
 
