@@ -111,7 +111,8 @@ def load_head(
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
         head.saves_embedding = not is_targets(state[EMBEDDING], ends)
     head.load_state_dict(state)
-    return head.to(dtype) if dtype is not None else head.to(state["fc.weight"].dtype)
+    stored = next(value.dtype for name, value in state.items() if value.is_floating_point() and name != EMBEDDING)
+    return head.to(dtype or stored)
 
 
 def kind_of(values: Any, place: Path) -> str:
