@@ -127,8 +127,8 @@ def load_head(
     head.load_state_dict(state)
     if isinstance(head, MedusaHead | HydraHead):
         head.laws.ends = ends
-    own = [state["fc.weight"]] if "fc.weight" in state else [x for x in state.values() if x.is_floating_point()]
-    return head.to(dtype or own[0].dtype)  # an embedding may have the target's
+    stored = next(value.dtype for name, value in state.items() if value.is_floating_point() and name != EMBEDDING)
+    return head.to(dtype or stored)
 
 
 def kind_of(values: Any, place: Path) -> str:

@@ -12,6 +12,7 @@ from model.errors import UserError
 from model.export import export
 from model.heads.eagle1 import Eagle1Head
 from model.heads.eagle3 import Eagle3Head
+from model.layers import KeyValueBuffer
 from model.weights import read_tensors
 from tests import tiny
 from tests.model.formats import published
@@ -127,3 +128,39 @@ def test_an_eagle1_head_is_refused_with_the_way_to_vllm(tmp_path: Path) -> None:
     save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
     with pytest.raises(UserError, match="cannot carry an EAGLE-1 head; vLLM serves it from --to safeailab"):
         export(tmp_path / "head", "speculators", tmp_path / "out", ends_facts())
+
+
+def test_the_residual_is_the_normed_feature_where_the_head_says_so() -> None:
+    plain, normed = published.eagle3(), published.eagle3(norm_before_residual=True)
+    for head in (plain, normed):
+        head.midlayer.hidden_norm.weight.data.fill_(1.0)  # then the norm of the norm is the norm
+    tokens, positions = torch.arange(5, 11)[None], torch.arange(6)[None]
+    features = 3.0 * torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(2))
+    found, expected = (
+        normed(tokens, features, positions),
+        plain(tokens, plain.midlayer.hidden_norm(features), positions),
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (plain(tokens, features, positions) - expected).abs().max() > 0.1
+
+
+def test_one_norm_over_all_taps_comes_before_fc_where_the_head_says_so() -> None:
+    head, taps = published.eagle3(norm_before_fc=True), torch.randn(4, 96)
+    normed = taps * torch.rsqrt(taps.pow(2).mean(-1, keepdim=True) + 1e-6) * head.input_norm.weight
+    torch.testing.assert_close(head.fuse(taps), head.fc(normed), rtol=1e-4, atol=1e-5)
+    assert (head.fc(taps) - head.fuse(taps)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"norm_before_residual": True}, {"norm_before_residual": True, "num_hidden_layers": 2}]
+)
+def test_drafting_with_another_residual_is_the_forward_over_the_sequence(changes: dict[str, Any]) -> None:
+    head, count = published.eagle3(**changes), 6
+    tokens, positions = torch.arange(5, 5 + count)[None], torch.arange(count)[None]
+    features = torch.randn(1, count, 32, generator=torch.Generator().manual_seed(2))
+    expected = head(tokens, features, positions)
+    sizes, like = head.config.sizes(), features
+    buffers = [KeyValueBuffer.allocate(1, sizes, count, like) for _ in range(head.config.num_hidden_layers)]
+    mask = torch.full((count, count), float("-inf")).triu_(1)[None, None]
+    found = head.fused()(tokens, features, (0, count), mask, buffers)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
