@@ -95,8 +95,6 @@ def _trained(head: Head, ends: TargetEnds, config: TrainConfig, num_taps: int) -
     if isinstance(head, Eagle1Head):
         head.gradient_checkpointing = config.gradient_checkpointing
         return head, Eagle1Objective(ends, config)
-    if config.measure_prompts:
-        raise UserError(f"train.measure_prompts: measures EAGLE heads; leave it out for {head.kind}")
     return MultiTokenModule(head, config), MultiTokenObjective(ends, config, head.config.num_heads)
 
 
