@@ -171,6 +171,13 @@ StopConfig = Annotated[
 ]
 
 
+def _asks_below(stop: StopConfig) -> bool:
+    """Whether a rule is asked after `ends` too: which nodes grow, or whether laws already paid for are used."""
+    if isinstance(stop, EntropyConfig):
+        return stop.over == "per_node" or stop.token == "excluded"
+    return isinstance(stop, MarginalGainConfig) and stop.late
+
+
 @dataclass(frozen=True)
 class TreeConfig:
     """How far and how wide to draft. Nodes count the root, as SafeAILab's total_token does."""
@@ -201,6 +208,8 @@ class TreeConfig:
             raise ValueError("a tree needs levels >= 1, k >= 1 and nodes >= 2")
         if self.shape != "dynamic" and (self.rank != "survival" or not self.rerank):
             raise ValueError(f"rank and rerank belong to a dynamic tree, this shape is {self.shape}; leave them out")
+        if self.shape not in ("dynamic", "chain") and _asks_below(self.stop):
+            raise ValueError("per_node, excluded and late need a shape that chooses its nodes: dynamic or chain")
         if not self.rerank and self.nodes != self.k * self.levels + 1:
             raise ValueError(
                 f"without reranking every level's k best are verified: set nodes to {self.k * self.levels + 1}"

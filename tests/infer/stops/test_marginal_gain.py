@@ -1,6 +1,8 @@
 """OPT-Tree's rule, by hand and against its published procedure."""
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,3 +74,19 @@ def test_what_the_budget_has_no_room_for_adds_nothing() -> None:
     assert not rule.ends(level(1, [0.9], candidates=[0.5, 0.9]))
     assert not rule.ends(level(2, [0.8], candidates=[0.1, 0.8]))
     assert rule.ends(level(3, [0.75], candidates=[0.75, 0.05]))
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3])
+def test_in_a_narrower_tree_it_weighs_the_nodes_that_reranking_keeps(threshold: float) -> None:
+    """Two are expanded of four candidates a level, and 13 kept of all: more than the expanded ones."""
+    config = TreeConfig(levels=6, k=2, nodes=14)
+    for seed in range(10):
+        drafter = TableDrafter(seed, sharpness=3.0)
+        expected = [0.0]
+        for levels in range(1, 7):
+            tree = make_shape(replace(config, levels=levels)).grow(drafter, torch.tensor([2]), levels, GREEDY)
+            expected.append(float(tree.survival[1:].exp().sum()))
+        gains = [after - before for before, after in pairwise(expected)]
+        depth = next((level for level, gain in enumerate(gains, start=1) if gain <= threshold), 6)
+        stop = MarginalGainConfig(threshold=threshold)
+        assert make_shape(replace(config, stop=stop)).grow(drafter, torch.tensor([2]), 6, GREEDY).levels == depth
