@@ -18,14 +18,13 @@ from infer.methods import METHODS, check_kind, tree_of, usual_method
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
 from model.files import file_digest, read_json, write_json
+from model.head_files import digests, find_weights
+from model.hub import head_directory
 from model.recipe import as_dict
 
 if TYPE_CHECKING:
     from infer.engine import SpeculativeDecoder
     from model.target import Target
-
-
-HEAD_FILES = ("config.json", "model.safetensors")
 
 
 def main() -> int:
@@ -338,10 +337,10 @@ def _inputs(
     recipe: pipeline.Recipe, heads: Sequence[str | None], sections: dict[str, Any], prompts: PromptsConfig
 ) -> dict[str, Any]:
     """Everything that a measurement depends on, by content."""
-    used = [Path(head) for head in dict.fromkeys(heads) if head is not None]
+    used = [head_directory(head) for head in dict.fromkeys(heads) if head is not None]
     return {
         "target": target_inputs(recipe.target),
-        "head": [{name: file_digest(head / name) for name in HEAD_FILES} for head in used],
+        "head": [digests(head) for head in used],
         **sections,
         "prompts": file_digest(Path(prompts.path)),
         "seed": recipe.seed,
@@ -354,11 +353,10 @@ def _check_inputs(recipe: pipeline.Recipe, heads: Sequence[str | None], prompts:
     if not Path(prompts.path).is_file():
         raise UserError(f"{prompts.path}: no such file of prompts")
     for head in heads:
-        for name in HEAD_FILES if head is not None else ():
-            if not (Path(str(head)) / name).is_file():
-                raise UserError(
-                    f"{head}/{name}: no such file; train the head with: accelerate launch train/main.py --config RECIPE"
-                )
+        if head is not None and find_weights(head_directory(head)) is None:
+            raise UserError(
+                f"{head}: holds no weights; train the head with: accelerate launch train/main.py --config RECIPE"
+            )
 
 
 def _prepare(threads: int | None) -> None:
