@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from model.formats.content import Destination
 from model.hub import HUB_ID
 
-NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3"}
+NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
 SGLANG_ALGORITHMS = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}
 NOT_IN_SGLANG = ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc")
 SPECULATIVE_TOKENS = Destination.speculative_tokens
@@ -49,7 +49,7 @@ def render_card(facts: CardFacts) -> str:
         base_model=base_model,
         layout=layout,
         facts=_facts(facts),
-        rows=[_row(row) for row in facts.summary.get("rows", []) if row.get("status") == "ok"],
+        rows=[_row(row) for row in measured_rows(facts.summary, (None, kind))],
         setting=_setting(facts.summary),
         calibration=_calibration(facts.calibration),
         commands=commands(facts),
@@ -67,6 +67,8 @@ def commands(facts: CardFacts) -> dict[str, str]:
 
 
 def _vllm(facts: CardFacts) -> str:
+    if facts.found["kind"] not in SGLANG_ALGORITHMS:
+        return f"# this project writes no {NAMES[facts.found['kind']]} head for vLLM; it decodes here"
     if facts.found["kind"] == "eagle3":
         place, before = _converted(facts, "speculators")
         return f"{before}vllm serve {place}"
@@ -78,6 +80,8 @@ def _vllm(facts: CardFacts) -> str:
 
 
 def _sglang(facts: CardFacts) -> str:
+    if facts.found["kind"] not in SGLANG_ALGORITHMS:
+        return f"# SGLang has no {NAMES[facts.found['kind']]}; it decodes here"
     unknown = [name for name in NOT_IN_SGLANG if name in facts.found["options"]]
     if unknown:
         return f"# not possible: SGLang's draft modules do not know {', '.join(unknown)}, which this head has"
@@ -109,7 +113,8 @@ def _facts(facts: CardFacts) -> list[tuple[str, str]]:
         vocabulary = found["vocabulary"]
         covered = "" if vocabulary["coverage"] is None else f", {vocabulary['coverage']:.2%} of the training answers"
         table.append(("Draft vocabulary", f"{vocabulary['draft']:,} of {vocabulary['target']:,} tokens{covered}"))
-    table.append(("Positions", f"{rope['max_position_embeddings']:,}, RoPE base {rope['theta']:,.0f}"))
+    if rope["theta"] is not None:
+        table.append(("Positions", f"{rope['max_position_embeddings']:,}, RoPE base {rope['theta']:,.0f}"))
     if data:
         table.append(("Conversations", ", ".join(f"`{Path(name).name if _is_file(name) else name}`" for name in data)))
     if "tokens" in provenance:
@@ -124,18 +129,34 @@ def _setting(summary: dict[str, Any]) -> list[str]:
     return [f"Hardware: {hardware}. Commit {summary.get('commit') or 'unknown'}."]
 
 
+def measured_rows(summary: dict[str, Any], kinds: tuple[str | None, ...]) -> list[dict[str, Any]]:
+    """The rows of a report that did not fail, drafted by a head of one of these kinds (None: by none)."""
+    own = summary.get("head", {}).get("kind")  # of reports whose rows do not say it
+    return [
+        row
+        for row in summary.get("rows", [])
+        if row.get("status") == "ok" and row.get("head", own if row.get("tree") else None) in kinds
+    ]
+
+
+def _tree(tree: dict[str, Any] | None) -> str:
+    if not tree:
+        return "-"
+    shape = tree.get("shape", "dynamic")
+    sizes = {"chain": ()}.get(shape, ("k", "nodes") if shape == "dynamic" else ("nodes",))
+    parts = [f"{tree.get('levels')} levels", *(f"{name} {tree[name]}" for name in sizes if name in tree)]
+    return ", ".join(parts if shape == "dynamic" else [shape, *parts])
+
+
 def _row(row: dict[str, Any]) -> dict[str, str]:
-    tree, interval = row.get("tree"), row.get("speedup_ci95")
-    shape = "-"
-    if tree:
-        shape = f"{tree.get('levels')} levels" + "".join(f", {k} {tree[k]}" for k in ("k", "nodes") if k in tree)
+    interval = row.get("speedup_ci95")
     speedup = _number(row.get("speedup"))
     if interval and row.get("method") != "vanilla":
         speedup += f" ({_number(interval[0])}-{_number(interval[1])})"
     identical = row.get("identical")
     return {
         "method": str(row.get("method")),
-        "tree": shape,
+        "tree": _tree(row.get("tree")),
         "task": str(row.get("task", "-")),
         "temperature": f"{row.get('temperature', 0):g}",
         "prompts": str(row.get("prompts", "-")),

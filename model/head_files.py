@@ -5,7 +5,14 @@ from pathlib import Path
 from model.files import file_digest
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
-ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json")  # the first that is there is read
+MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # as Medusa and Hydra publish theirs
+ORDER = (  # the first that is there is read
+    WEIGHTS,
+    f"{WEIGHTS}.index.json",
+    PICKLE,
+    f"{PICKLE}.index.json",
+    *MULTI_TOKEN,
+)
 
 
 def find_weights(directory: Path) -> Path | None:
@@ -15,5 +22,5 @@ def find_weights(directory: Path) -> Path | None:
 
 def digests(directory: Path) -> dict[str, str]:
     """File name -> digest of everything that decides a head."""
-    names = (CONFIG, "*.safetensors", "*.bin")
+    names = (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN)
     return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}

@@ -14,7 +14,7 @@ from model.errors import UserError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 SMALL = ("config.json", "recipe.yaml", "provenance.json", "calibration.json", "README.md")
-SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json")
+SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
 
 def head_directory(path: Path | str) -> Path:

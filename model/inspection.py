@@ -1,5 +1,6 @@
 """What a head's directory holds and whether it fits a target: a table for tools, one screen for people."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def _sizes_line(sizes: dict[str, int]) -> str:
 
 def _rope_line(rope: dict[str, Any]) -> str:
     if rope["theta"] is None:
-        return f"none, {rope['max_position_embeddings']:,} positions"
+        return "none: no attention, any position"
     scaling = "no scaling" if rope["scaling"] is None else f"{rope['scaling'].get('rope_type')} scaling"
     return f"base {rope['theta']:,.0f}, {scaling}, {rope['max_position_embeddings']:,} positions"
 
@@ -176,7 +177,8 @@ def _sizes(config: AnyConfig) -> dict[str, int]:
 
 def _parameters(tensors: dict[str, Tensor]) -> dict[str, Any]:
     counts = {name: value.numel() for name, value in tensors.items() if value.is_floating_point()}
-    embedding, lm_head = counts.pop(EMBEDDING, 0), counts.pop("lm_head.weight", 0)
+    lm_heads = [name for name in counts if re.fullmatch(r"(laws\.lm_heads\.\d+|lm_head)\.\w+", name)]
+    embedding, lm_head = counts.pop(EMBEDDING, 0), sum(counts.pop(name) for name in lm_heads)
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point()})
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     own = sum(counts.values())
@@ -201,6 +203,8 @@ def _vocabulary_line(found: dict[str, Any]) -> str:
 
 def _embedding(content: HeadContent, target: TargetFacts | None) -> str:
     own = content.tensors.get(EMBEDDING)
+    if own is None and not content.is_embedding_optional:
+        return "none of its own"
     if own is None:
         return "not in the file: the target's"
     if target is None:

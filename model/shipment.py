@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from model.card import CardFacts, render_card
+from model.card import CardFacts, measured_rows, render_card
 from model.errors import UserError
 from model.files import read_json
 from model.head_files import CONFIG, digests, find_weights
@@ -63,7 +63,8 @@ def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipm
     run = order.run or (directory.parent.parent if (directory.parent.parent / "report").is_dir() else None)
     summary = _summary(directory, run)
     provenance = _table(directory / "provenance.json")
-    if not summary.get("rows") and not permissions.without_results:
+    has_results = bool(measured_rows(summary, (found["kind"],)))
+    if not has_results and not permissions.without_results:
         raise UserError(
             f"{directory}: no measured results (RUN/report/summary.json); measure with: python infer/main.py bench and "
             f"report, name the run with --run, or ship without: --without-results"
@@ -80,7 +81,7 @@ def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipm
     files: dict[str, Path | bytes] = {path.name: path for path in _head_files(directory)}
     if run is not None and calibration:
         files["calibration.json"] = run / "calibration" / "calibration.json"
-    if run is not None and summary.get("rows"):
+    if run is not None and has_results:
         files["summary.json"] = run / "report" / "summary.json"
     files["README.md"] = render_card(card).encode()
     stays = tuple(sorted(path.name for path in directory.iterdir() if path.name not in files))
@@ -108,7 +109,8 @@ def _summary(directory: Path, run: Path | None) -> dict[str, Any]:
     if not summary or not measured:
         return summary
     origin = _table(directory / CONFIG).get("aerie", {}).get("exported_from", {}).get("files", {})
-    if not any(measured.items() <= known.items() for known in (digests(directory), origin)):
+    heads = measured if isinstance(measured, list) else [measured]
+    if not any(head.items() <= known.items() for head in heads for known in (digests(directory), origin)):
         raise UserError(
             f"{run / 'bench'}: was measured with another head than {directory}; measure this one with: "
             f"python infer/main.py bench --overwrite, then report"

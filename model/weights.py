@@ -13,6 +13,7 @@ from model.errors import UserError
 from model.files import read_json, write_atomically
 from model.head_files import PICKLE, WEIGHTS, find_weights
 
+PICKLED = (".bin", ".pt")
 BROKEN = (OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError)
 
 
@@ -23,7 +24,7 @@ def tensor_names(directory: Path) -> set[str]:
         return set()
     if place.name.endswith(".index.json"):
         return set(_weight_map(place))
-    if place.name == PICKLE:
+    if place.suffix in PICKLED:
         return set(_read_pickle(place))
     try:
         with safe_open(place, framework="pt") as handle:
@@ -78,7 +79,7 @@ def _weight_map(place: Path) -> dict[str, str]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".bin":
+    if path.suffix in PICKLED:
         return _read_pickle(path)
     try:
         return load_file(path)

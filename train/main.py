@@ -25,6 +25,7 @@ from infer.methods import usual_tree
 from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
 from model.files import digest, read_json, write_text
+from model.hub import head_directory
 from model.recipe import as_dict
 from train.quiet import be_quiet
 
@@ -154,7 +155,7 @@ def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
         if recipe.features.after_blocks is not None:
             inputs["after_blocks"] = list(recipe.features.after_blocks)
     if recipe.head.init_from is not None:
-        place = Path(recipe.head.init_from)
+        place = head_directory(recipe.head.init_from)
         files = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in place.glob(kind))
         inputs["init_from"] = {path.name: sampled_digest(path) for path in files}
     return inputs

@@ -10,7 +10,7 @@ from typing import Any
 
 from model.errors import UserError
 from model.files import read_json
-from model.formats import own, safeailab, sglang, speculators
+from model.formats import hydra, medusa, own, safeailab, sglang, speculators
 from model.formats.content import AnyConfig, Destination, Export, HeadContent, HeadFiles
 from model.head_files import CONFIG
 from model.heads.eagle3 import Eagle3Config
@@ -31,6 +31,8 @@ class Layout:
 
 LAYOUTS = (  # the first that knows the files reads them
     Layout("aerie", own.kind_of, own.read),
+    Layout("medusa", medusa.kind_of, medusa.read),
+    Layout("hydra", hydra.kind_of, hydra.read),
     Layout("speculators", speculators.kind_of, speculators.read, speculators.write),
     Layout("sglang", sglang.kind_of, sglang.read, sglang.write),
     Layout("safeailab", safeailab.kind_of, safeailab.read, safeailab.write),

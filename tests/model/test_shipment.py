@@ -60,7 +60,7 @@ def head(tmp_path: Path) -> Path:
     (run / "conversations").mkdir()
     (run / "conversations" / "train.jsonl").write_text('{"text": "a private conversation"}\n')
     summary = {"schema": 1, "commit": "0123456789ab", "hardware": {"device": "a CPU", "threads": 2}}
-    write_json(run / "report" / "summary.json", {**summary, "rows": [ROW, FAILED]})
+    write_json(run / "report" / "summary.json", {**summary, "head": {"kind": "eagle3"}, "rows": [ROW, FAILED]})
     write_json(run / "bench" / "provenance.json", {"inputs": {"head": digests(place)}})
     write_json(
         run / "calibration" / "calibration.json", {"temperature": 0.0, "ece": 0.0575, "brier": 0.0629, "bins": []}
@@ -121,6 +121,33 @@ def test_reports_of_another_head_are_refused(head: Path) -> None:
     save_head(published.eagle3(seed=9), head, target_path="a/b")
     with pytest.raises(UserError, match="was measured with another head"):
         pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+
+
+def test_a_report_of_several_heads_ships_with_each_and_shows_its_own_rows(head: Path) -> None:
+    run, others = head.parents[1], {"config.json": "another", "model.safetensors": "head"}
+    write_json(run / "bench" / "provenance.json", {"inputs": {"head": [others, digests(head)]}})
+    chain = {**ROW, "head": "eagle3", "tree": {"shape": "chain", "levels": 5, "k": 1, "nodes": 6}}
+    rows = [
+        {**ROW, "method": "vanilla", "head": None, "tree": None},
+        chain,
+        {**ROW, "method": "medusa", "head": "medusa"},
+    ]
+    write_json(run / "report" / "summary.json", {"rows": rows})
+    body = readme(head)[1]
+    assert "| eagle3 | chain, 5 levels |" in body and "| vanilla | - |" in body and "| medusa |" not in body
+    write_json(run / "report" / "summary.json", {"rows": rows[:1] + rows[2:]})
+    with pytest.raises(UserError, match="no measured results"):
+        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+    write_json(run / "bench" / "provenance.json", {"inputs": {"head": [others]}})
+    with pytest.raises(UserError, match="was measured with another head"):
+        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_medusa_or_hydra_head_ships_with_a_card_that_says_where_it_decodes(tmp_path: Path, kind: Any) -> None:
+    save_head(tiny.multi_token_head(kind, tiny.ends()), tmp_path / "head", target_path="lmsys/vicuna-7b-v1.3")
+    front, body = readme(tmp_path / "head")
+    assert kind in front["tags"] and "--head me/head" in body and "it decodes here" in body
 
 
 def test_without_results_only_when_told(head: Path) -> None:
