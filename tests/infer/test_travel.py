@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from infer.config import TreeConfig
-from infer.engine import SpeculativeDecoder, load_head_for
+from infer.decoders import load_head_for
+from infer.engine import SpeculativeDecoder
 from model.checkpoint import save_head
 from model.config import TargetConfig
 from model.errors import UserError
