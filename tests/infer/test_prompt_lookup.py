@@ -97,14 +97,15 @@ def original(text: list[int], longest: int, length: int) -> list[int]:
 
 
 def test_the_originals_matches_are_whole_and_begin_before_the_last_ngram() -> None:
-    chance, found = np.random.default_rng(1), 0
-    config = PromptLookupConfig(matching="original", length=4)
-    for _ in range(300):
+    chance, changed = np.random.default_rng(1), 0
+    for number in range(400):
+        length = 1 + number % 4
         text = chance.integers(0, chance.integers(2, 9), chance.integers(4, 40))
+        config = PromptLookupConfig(matching="original", length=length)
         ours = continuation(text, config, frozenset({0}))
-        assert ours == original(text.tolist(), 3, 4)
-        found += bool(ours) and ours != continuation(text, PromptLookupConfig(ngram=3, length=4), frozenset({0}))
-    assert found > 20
+        assert ours == original(text.tolist(), 3, length)
+        changed += bool(ours) and ours != continuation(text, PromptLookupConfig(ngram=3, length=length), frozenset({0}))
+    assert changed > 20
 
 
 def test_first_and_last_match_and_the_shortest_ngram() -> None:
