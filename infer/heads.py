@@ -1,5 +1,6 @@
 """Which head a method drafts with, before anything is loaded."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,24 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
         f"{place}: {asked.method} drafts with a head of kind {' or '.join(kinds)}, and {heads / ordered[0]} "
         f"holds none; train one with: accelerate launch train/main.py --config RECIPE, or give --head"
     )
+
+
+def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
+    """The directories of the heads that are there by their kind: those given, then a run's under heads/KIND.
+
+    UserError for two given ones of one kind.
+    """
+    found: dict[str, str] = {}
+    for head in given:
+        kind = kind_at(head)
+        if kind in found:
+            raise UserError(f"--head {head}: is of kind {kind}, as {found[kind]} is; give one of each kind")
+        found[kind] = str(head)
+    if heads is not None:
+        kinds = dict.fromkeys(kind for published in METHODS.values() for kind in published.heads)
+        there = {kind: str(heads / kind) for kind in kinds if (heads / kind / CONFIG).is_file()}
+        found = {**there, **found}
+    return found
 
 
 def _is_causal_lm(values: dict[str, Any]) -> bool:

@@ -1,8 +1,9 @@
-"""Decode with a draft head, calibrate it, measure it, compare, and report."""
+"""Decode with a draft head, calibrate it, measure it, compare, report, and prove that it is lossless."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,8 +14,10 @@ import pipeline
 from data.inputs import target_inputs
 from data.provenance import Stage, with_status
 from infer.config import BenchConfig, Method, MethodConfig, PromptsConfig
-from infer.heads import find_head, kind_at
+from infer.demonstrate import add_options, demonstrate, options_of
+from infer.heads import find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
+from infer.quiet import prepare
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
 from model.files import file_digest, read_json, write_json
@@ -35,6 +38,7 @@ def main() -> int:
         "bench": _bench,
         "report": _report,
         "compare": _compare,
+        "verify": _verify,
     }
     return int(run[arguments.command](arguments, unknown))
 
@@ -65,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         compare.add_argument(f"--{name}", type=int, nargs="+", required=True, help="rows of bench.rows, from 0; pooled")
     for command in commands.choices.values():
         command.add_argument("--head", type=Path, help="a head directory (default: the run's own)")
+    verify = commands.add_parser("verify", help="prove that methods are lossless; exit code 1 where one is not")
+    pipeline.add_arguments(verify, config_required=False)
+    add_options(verify)
     return parser
 
 
@@ -76,7 +83,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
             f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {as_dict(tree) if tree else ''}"
         )
         return 0
-    _prepare(threads)
+    prepare(threads)
     from infer.generate import Question, answer
 
     question = Question(
@@ -152,7 +159,7 @@ def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
 def _measure_calibration(
     recipe: pipeline.Recipe, asked: MethodConfig, stage: Stage, head: str | None
 ) -> tuple[str, int]:
-    _prepare(recipe.threads)
+    prepare(recipe.threads)
     from data.progress import bar
     from infer.calibrate import summarise
     from infer.collect import NodeCollector
@@ -214,7 +221,7 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
 def _measure_bench(
     recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, heads: list[str | None]
 ) -> tuple[str, int]:
-    _prepare(recipe.threads)
+    prepare(recipe.threads)
     from infer.bench import Bench, make_decoders, measure_reference, run
     from infer.hardware import default_device, describe
     from infer.records import line_of
@@ -307,6 +314,21 @@ def _compare(arguments: argparse.Namespace, unknown: list[str]) -> int:
     return 0
 
 
+def _verify(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    options = options_of(arguments)
+    if arguments.config is None:
+        if arguments.target is None or unknown:
+            raise UserError(f"verify needs --config RECIPE, or --target and no {' '.join(unknown) or 'recipe'}")
+        config = TargetConfig(arguments.target, dtype=arguments.dtype or "float32", device_map=arguments.device_map)
+        return demonstrate(options, config, heads_by_kind(arguments.head, None))
+    recipe = pipeline.load(arguments, unknown)
+    config = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
+    heads = heads_by_kind(arguments.head, pipeline.RunPaths(Path(recipe.run)).heads)
+    section = recipe.bench or recipe.calibrate
+    rows = recipe.bench.rows if recipe.bench else ()
+    return demonstrate(options, config, heads, section.prompts if section else None, rows, recipe.threads)
+
+
 def _commands(config: Path) -> tuple[str, ...]:
     return (
         f"accelerate launch data/main.py features --config {config}",
@@ -357,22 +379,6 @@ def _check_inputs(recipe: pipeline.Recipe, heads: Sequence[str | None], prompts:
             raise UserError(
                 f"{head}: holds no weights; train the head with: accelerate launch train/main.py --config RECIPE"
             )
-
-
-def _prepare(threads: int | None) -> None:
-    """Threads as the recipe says, and no chatter from the libraries."""
-    import logging
-    import warnings
-
-    import torch
-    import transformers
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("torch").setLevel(logging.ERROR)
 
 
 def _decoder(

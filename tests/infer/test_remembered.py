@@ -1,0 +1,51 @@
+"""A decoder that remembers writes what it writes without, and asks its models nothing twice."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.config import Method, MethodConfig
+from infer.decoders import Drafters, make_decoder
+from infer.engine import SpeculativeDecoder
+from infer.miniature import write_miniature
+from infer.remembered import remember
+from model.target import Target
+
+IDS = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 8, 0, 9, 10, 11, 5, 4, 2, 6, 1, 7]])
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafters, Path]:
+    directory = tmp_path_factory.mktemp("miniature")
+    return Drafters(Target.load(write_miniature(directory))), directory / "heads"
+
+
+def answers(decoder: SpeculativeDecoder, count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    settings = {"max_new_tokens": 5, "temperature": 0.8, "top_k": 0}
+    return [decoder.generate(IDS, generator=generator, **settings).new_ids for _ in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("sps", "draft_lm"), ("eagle", "eagle1"), ("eagle3", "eagle3"), ("hydra", "hydra"), ("lookahead", None)],
+)
+def test_it_writes_the_same_tokens(miniature: tuple[Drafters, Path], method: Method, kind: str | None) -> None:
+    drafters, heads = miniature
+    head = None if kind is None else str(heads / kind)
+    plain, remembering = (make_decoder(drafters, MethodConfig(method), head) for _ in range(2))
+    assert answers(remember(remembering), 12) == answers(plain, 12)
+
+
+def test_a_second_answer_with_the_same_draws_runs_no_model(miniature: tuple[Drafters, Path]) -> None:
+    drafters, heads = miniature
+    decoder = remember(make_decoder(drafters, MethodConfig("sps"), str(heads / "draft_lm")))
+    calls: list[int] = []
+    hook = drafters.target.decoder.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        first = answers(decoder, 3)
+        forwards = len(calls)
+        assert answers(decoder, 3) == first and len(calls) == forwards > 3
+    finally:
+        hook.remove()
