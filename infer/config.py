@@ -241,6 +241,8 @@ class BenchConfig:
     sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)
     warmup_prompts: int = 2
     reference: bool = True  # also time transformers' generate and the bare forwards
+    overhead: bool = False  # also time each row's model forwards replayed bare, on a few prompts (overhead.json)
+    cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl); speeds stay comparable
 
     def __post_init__(self) -> None:
         if not any(row.method == "vanilla" for row in self.rows):

@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--show-tree", action="store_true", help="print the first draft tree")
+    generate.add_argument("--save-tree", type=Path, metavar="PATH.json", help="write the first draft tree as JSON")
+    generate.add_argument("--cycles", type=Path, metavar="PATH.jsonl", help="write a record of every cycle")
     pipeline.add_arguments(generate, config_required=False)
     for name, text in (
         ("calibrate", "how confidence predicts acceptance, from decoding cycles on held-out prompts"),
@@ -68,7 +70,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
         )
         return 0
     _prepare(threads)
-    from infer.generate import Question, answer
+    from infer.generate import Question, Traces, answer
 
     question = Question(
         arguments.prompt,
@@ -76,7 +78,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
         arguments.seed,
         {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")},
     )
-    answer(target_config, asked, head, question, arguments.show_tree)
+    answer(target_config, asked, head, question, Traces(arguments.show_tree, arguments.save_tree, arguments.cycles))
     return 0
 
 
@@ -247,6 +249,9 @@ def _begin_bench(stage: Stage, overwrite: bool) -> None:
                 f"measure anew with --overwrite, or choose another --run"
             )
         records.unlink()
+    if not same:
+        for left in ("cycles.jsonl", "overhead.json"):
+            (stage.output / left).unlink(missing_ok=True)
     write_json(job, stage.inputs)
 
 
