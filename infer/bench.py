@@ -16,6 +16,8 @@ from torch import Tensor
 from data.progress import bar
 from infer.choices import sized
 from infer.config import BenchConfig, MethodConfig, SamplingConfig
+from infer.cycle_log import AnswerKey, CycleLog, Origin
+from infer.cycle_recorder import CycleRecorder
 from infer.decoders import Drafters, make_decoder
 from infer.drafters.lookahead import Lookahead
 from infer.engine import Generation, SpeculativeDecoder
@@ -23,13 +25,14 @@ from infer.methods import tree_of
 from infer.records import Milliseconds, Record, Reference, TreeShape, line_of, read_records
 from infer.tasks import Prompt, encode
 from infer.tree import root_only
+from infer.watch import watched
 from model.errors import UserError
 from model.files import write_json
 from model.recipe import as_dict
 from model.target import Target
 
 REFERENCE_PROMPTS = 12
-Key = tuple[int, tuple[float, int, float], tuple[str, str]]
+CYCLES = "cycles.jsonl"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class Bench:
     @property
     def records_path(self) -> Path:
         return self.directory / "records.jsonl"
+
+    @property
+    def cycles_path(self) -> Path:
+        return self.directory / CYCLES
 
 
 def make_decoders(
@@ -82,7 +89,9 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
     """
     bench.directory.mkdir(parents=True, exist_ok=True)
     records = _known(bench)
-    done: dict[Key, Record] = {(r.row, r.sampling, r.prompt_key): r for r in records}
+    done: dict[AnswerKey, Record] = {(r.row, r.sampling, r.prompt_key): r for r in records}
+    log = CycleLog(bench.cycles_path)
+    log.keep(done)
     jobs = [(sampling, prompt) for sampling in bench.config.sampling for prompt in prompts]
     _warm_up(bench, prompts)
     total = len(jobs) * len(bench.decoders)
@@ -91,10 +100,12 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
             ids = encode(prompt.text, bench.tokenizer, bench.target)
             for offset in range(len(bench.decoders)):
                 row = (number + offset) % len(bench.decoders)
-                key = (row, (sampling.temperature, sampling.top_k, sampling.top_p), (prompt.task, prompt.prompt_id))
-                if key not in done:
-                    done[key] = _measure(bench, row, sampling, prompt, ids, seed + number)
-                    file.write(line_of(done[key]))
+                origin = _origin(bench.config.rows[row], row, sampling, prompt)
+                if origin.key not in done:
+                    done[origin.key], lines = _recorded(bench, origin, prompt, ids, seed + number)
+                    if lines:
+                        log.append(lines)  # before the record: without one they are dropped and measured again
+                    file.write(line_of(done[origin.key]))
                     file.flush()
                     os.fsync(file.fileno())
                 progress.update()
@@ -184,31 +195,43 @@ def _warm_up(bench: Bench, prompts: list[Prompt]) -> None:
             decoder.generate(ids, max_new_tokens=min(24, bench.config.prompts.max_new_tokens), do_sample=False)
 
 
-def _measure(bench: Bench, row: int, sampling: SamplingConfig, prompt: Prompt, ids: Tensor, seed: int) -> Record:
+def _origin(config: MethodConfig, row: int, sampling: SamplingConfig, prompt: Prompt) -> Origin:
+    return Origin(row, config.method, **asdict(sampling), task=prompt.task, prompt_id=prompt.prompt_id, turn=0)
+
+
+def _recorded(bench: Bench, origin: Origin, prompt: Prompt, ids: Tensor, seed: int) -> tuple[Record, list[str]]:
+    """One answer as a record, and the lines of its cycles where the recipe asks for them; none for a failure."""
+    if not bench.config.cycles:
+        return _measure(bench, origin, prompt, ids, seed), []
+    with watched(bench.decoders[origin.row]) as growth:
+        recorder = CycleRecorder(origin, growth)
+        record = _measure(bench, origin, prompt, ids, seed, recorder)
+    return record, recorder.lines if record.status == "ok" else []
+
+
+def _measure(
+    bench: Bench, origin: Origin, prompt: Prompt, ids: Tensor, seed: int, recorder: CycleRecorder | None = None
+) -> Record:
     """One answer as a record; a failure is a record with its message and no time."""
-    config = bench.config.rows[row]
     common: dict[str, Any] = {
-        "row": row,
-        "method": config.method,
-        "head": bench.kinds[row],
-        "tree": tree_shape(config),
-        **asdict(sampling),
-        "task": prompt.task,
-        "prompt_id": prompt.prompt_id,
+        **{name: value for name, value in asdict(origin).items() if name != "turn"},
+        "head": bench.kinds[origin.row],
+        "tree": tree_shape(bench.config.rows[origin.row]),
         "prompt_tokens": ids.shape[1],
         "prompt_ids": tuple(ids[0].tolist()),
         "prompt_text": prompt.text,
     }
     generator = torch.Generator(bench.target.device).manual_seed(seed)
     try:
-        generation = bench.decoders[row].generate(
+        generation = bench.decoders[origin.row].generate(
             ids,
             max_new_tokens=bench.config.prompts.max_new_tokens,
-            do_sample=sampling.temperature > 0,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+            do_sample=origin.temperature > 0,
+            temperature=origin.temperature,
+            top_k=origin.top_k,
+            top_p=origin.top_p,
             generator=generator,
+            on_cycle=recorder,
             timed=True,
         )
     except (UserError, RuntimeError) as error:

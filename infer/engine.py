@@ -17,8 +17,8 @@ from infer.cached_lm import CachedLM
 from infer.config import TreeConfig, TypicalConfig
 from infer.proposer import Cycle, Proposer
 from infer.sampling import Decoding, Sampler, resolve
-from infer.tree import Tree, root_only
-from infer.verify import Verdict, rule_of, verify
+from infer.tree import root_only
+from infer.verify import rule_of, verify
 from model.config import TargetConfig
 from model.errors import UserError
 from model.target import Target
@@ -204,17 +204,20 @@ class _Run:
             tree = root_only(self._root)  # the bonus token alone fills what is left
         else:
             tree = self.proposer.propose(self._root, max_levels=remaining - 1)
-        self.clock.lap("draft")
+        position = self.lm.length
+        draft_ms = self.clock.lap("draft")
         step = self.lm.extend(tree)
         verdict = verify(tree, step.logits, self.sampler, self.typical)
-        self.clock.lap("verify")
-        cycle = Cycle(tree, step, verdict, self.sampler)
-        if on_cycle is not None:
-            on_cycle(cycle)
-            self.clock.lap("other")
-        self._commit(cycle)
+        verify_ms = self.clock.lap("verify")
         taken = self._take([*verdict.tokens, verdict.bonus])
-        self._count(tree, verdict, taken)
+        rule = rule_of(tree.proposal, self.sampler, self.typical)
+        cycle = Cycle(tree, step, verdict, self.sampler, rule, position, len(taken), draft_ms, verify_ms)
+        if on_cycle is not None:
+            self.clock.lap("commit")
+            on_cycle(cycle)
+            self.clock.skip()
+        self._commit(cycle)
+        self._count(cycle)
         self.clock.lap("commit")
         return taken
 
@@ -238,19 +241,22 @@ class _Run:
         self.done = self.done or len(self.answer) >= self.decoding.max_new_tokens
         return tokens
 
-    def _count(self, tree: Tree, verdict: Verdict, taken: list[int]) -> None:
-        statistics = self.statistics
+    def _count(self, cycle: Cycle) -> None:
+        statistics, tree, verdict = self.statistics, cycle.tree, cycle.verdict
         if len(tree) > 1:
-            statistics.verify = rule_of(tree.proposal, self.sampler, self.typical)
-        statistics.cycle_tokens.append(len(taken))
-        statistics.accepted.append(min(verdict.accepted, len(taken)))
+            statistics.verify = cycle.rule
+        statistics.cycle_tokens.append(cycle.new_tokens)
+        statistics.accepted.append(min(verdict.accepted, cycle.new_tokens))
         statistics.draft_forwards += tree.draft_forwards
         statistics.draft_forwards_wasted += tree.draft_forwards - min(verdict.accepted, tree.draft_forwards)
         statistics.draft_nodes += len(tree) - 1
 
 
 class Clock:
-    """Milliseconds per phase. Given a device it synchronises it at each lap: a phase pays for its own kernels."""
+    """Milliseconds per phase. Given a device it synchronises it at each lap: a phase pays for its own kernels.
+
+    The time of whoever watches the cycles belongs to no phase, nor to the wall time.
+    """
 
     def __init__(self, device: torch.device | None) -> None:
         self._synchronise = torch.cuda.synchronize if device is not None and device.type == "cuda" else None
@@ -262,11 +268,21 @@ class Clock:
             self._synchronise()
         self._began = self._last = time.perf_counter()
 
-    def lap(self, phase: str) -> None:
+    def lap(self, phase: str) -> float:
+        """Ends a phase; its milliseconds."""
         if self._synchronise:
             self._synchronise()
         now = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+        seconds, self._last = now - self._last, now
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+        return 1000 * seconds
+
+    def skip(self) -> None:
+        """Counts nothing since the last lap."""
+        if self._synchronise:
+            self._synchronise()
+        now = time.perf_counter()
+        self._began += now - self._last
         self._last = now
 
     def finish(self, ms: dict[str, float]) -> None:

@@ -13,6 +13,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import pipeline
 from data.inputs import target_inputs
 from data.provenance import Stage, with_status
+from infer.begin import begin_bench
 from infer.config import BenchConfig, Method, MethodConfig, PromptsConfig
 from infer.demonstrate import add_options, demonstrate, options_of
 from infer.heads import find_head, heads_by_kind, kind_at
@@ -56,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--show-tree", action="store_true", help="print the first draft tree")
+    generate.add_argument("--save-tree", type=Path, metavar="PATH.json", help="write the first draft tree as JSON")
+    generate.add_argument("--cycles", type=Path, metavar="PATH.jsonl", help="write a record of every cycle")
     pipeline.add_arguments(generate, config_required=False)
     for name, text in (
         ("calibrate", "how confidence predicts acceptance, from decoding cycles on held-out prompts"),
@@ -84,7 +87,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
         )
         return 0
     prepare(threads)
-    from infer.generate import Question, answer
+    from infer.generate import Question, Traces, answer
 
     question = Question(
         arguments.prompt,
@@ -92,7 +95,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
         arguments.seed,
         {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")},
     )
-    answer(target_config, asked, head, question, arguments.show_tree)
+    answer(target_config, asked, head, question, Traces(arguments.show_tree, arguments.save_tree, arguments.cycles))
     return 0
 
 
@@ -214,7 +217,7 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
         print(f"bench: whole, reused ({paths.bench})")
         return 0
     stage.require_own_directory(arguments.overwrite)
-    _begin_bench(stage, arguments.overwrite)
+    begin_bench(stage, arguments.overwrite)
     return with_status(paths.status, "bench", lambda: _measure_bench(recipe, section, stage, heads))
 
 
@@ -250,20 +253,6 @@ def _measure_bench(
         + (f"; {len(failed)} failed: {failed[0].message}" if failed else "")
     )
     return "done", 0
-
-
-def _begin_bench(stage: Stage, overwrite: bool) -> None:
-    """A bench that was killed goes on only under the same inputs."""
-    job, records = stage.output / "job.json", stage.output / "records.jsonl"
-    same = job.is_file() and read_json(job) == stage.inputs
-    if records.is_file() and not same:
-        if not overwrite:
-            raise UserError(
-                f"{records}: holds answers of another recipe, head or target; "
-                f"measure anew with --overwrite, or choose another --run"
-            )
-        records.unlink()
-    write_json(job, stage.inputs)
 
 
 def _report(arguments: argparse.Namespace, unknown: list[str]) -> int:

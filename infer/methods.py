@@ -1,64 +1,14 @@
-"""Every method by its name: the kinds of head that it drafts with, and its published tree."""
+"""What a recipe may ask of a method: its tree with changes, and heads of the right kind."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from infer.choices import sized
-from infer.config import (
-    ConfidenceConfig,
-    EntropyConfig,
-    HeuristicConfig,
-    MarginalGainConfig,
-    Method,
-    MethodConfig,
-    ProbabilitySumConfig,
-    TreeChanges,
-    TreeConfig,
-    VoteConfig,
-)
+from infer.config import FREE, METHODS, USUAL, Method, MethodConfig, TreeChanges, TreeConfig
 from model.errors import UserError
 
+__all__ = ["METHODS", "USUAL", "check_kind", "tree_of", "usual_method", "usual_tree"]
 
-@dataclass(frozen=True)
-class Published:
-    """A method as its source has it. heads: the kinds that it drafts with, none: it needs no head; tree: null where it
-    guesses without one."""
-
-    heads: tuple[str, ...] = ()
-    tree: TreeConfig | None = None
-
-
-EAGLE = ("eagle1", "eagle3")
-MEDUSA_TREE = TreeConfig(shape="static", choices="medusa63", children="best")
-METHODS: dict[Method, Published] = {
-    "vanilla": Published(),
-    # a constant of 5 and caps of 40 are SVIP's (arXiv 2411.18462), 20 is transformers'
-    "sps": Published(("draft_lm",), TreeConfig(shape="chain", levels=5)),
-    "sps-heuristic": Published(("draft_lm",), TreeConfig(shape="chain", levels=40, stop=HeuristicConfig())),
-    "sps-svip": Published(("draft_lm",), TreeConfig(shape="chain", levels=40, stop=EntropyConfig())),
-    "sps-confidence": Published(("draft_lm",), TreeConfig(shape="chain", levels=20, stop=ConfidenceConfig())),
-    "pld": Published(),
-    "lookahead": Published(),
-    "medusa": Published(("medusa",), MEDUSA_TREE),
-    "hydra": Published(("hydra",), MEDUSA_TREE),
-    "eagle": Published(("eagle1",), TreeConfig(shape="static", choices="eagle1")),
-    "eagle2": Published(("eagle1",), TreeConfig(levels=6)),
-    "eagle3": Published(("eagle3",), TreeConfig(levels=8)),
-    "eagle-chain": Published(EAGLE, TreeConfig(shape="chain", levels=5)),
-    # rules that end the tree of EAGLE-2 or EAGLE-3: DEAGLE (section 4.1), SVIP (table 2), DDD (max 11), OPT-Tree
-    "deagle": Published(EAGLE, TreeConfig(levels=8, stop=VoteConfig())),
-    "svip": Published(EAGLE, TreeConfig(levels=8, stop=EntropyConfig())),
-    "ddd": Published(EAGLE, TreeConfig(levels=11, stop=ProbabilitySumConfig())),
-    "opt-tree": Published(EAGLE, TreeConfig(levels=9, k=59, stop=MarginalGainConfig())),
-}
-USUAL: dict[str, Method] = {
-    "eagle1": "eagle2",
-    "eagle3": "eagle3",
-    "medusa": "medusa",
-    "hydra": "hydra",
-    "draft_lm": "sps",
-}
-FREE: tuple[Method, ...] = ("eagle-chain", "eagle")  # any stop rule keeps the name
 NOTHING = TreeChanges()
 OF_OTHER_SHAPES = {
     "chain": ("k", "nodes", "rank", "rerank", "choices"),
@@ -85,7 +35,7 @@ def tree_of(asked: MethodConfig, place: str) -> TreeConfig | None:
     """The method's published tree with what the recipe changes of it; null for a method that grows none.
 
     What belongs to another shape (a chain's k) is not looked at. UserError, which names the place in the recipe, when
-    the changes make another method of it.
+    the changes make another method of it: a rule that no method of that shape has keeps the name of a constant one.
     """
     published = METHODS[asked.method].tree
     changes = _set(asked.tree)
@@ -103,8 +53,9 @@ def tree_of(asked: MethodConfig, place: str) -> TreeConfig | None:
         others = [
             name for name, each in METHODS.items() if heads & {*each.heads} and _alike(each.tree, published, rule)
         ]
-        fix = f"that is method {' or '.join(others)}" if others else f"leave tree.stop.rule {published.stop.rule}"
-        raise UserError(f"{place}: {asked.method} with the stop rule {rule}: {fix}")
+        if others or published.stop.rule != "constant":
+            fix = f"that is method {' or '.join(others)}" if others else f"leave tree.stop.rule {published.stop.rule}"
+            raise UserError(f"{place}: {asked.method} with the stop rule {rule}: {fix}")
     if changes.get("rerank") is False and "nodes" not in changes:
         changes["nodes"] = changes.get("k", published.k) * changes.get("levels", published.levels) + 1
     if asked.method == "opt-tree" and "nodes" in changes and "k" not in changes:

@@ -20,6 +20,11 @@ class Cycle:
     step: TargetStep
     verdict: Verdict
     sampler: Sampler
+    rule: str = "R0"  # that judged the tree (infer/verify.py)
+    position: int = 0  # the root's place in the text, the prompt included
+    new_tokens: int = 0  # the verdict's tokens and the bonus token, up to the end token and max_new_tokens
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
 
 
 class Proposer(Protocol):

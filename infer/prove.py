@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from data.progress import bar
-from infer.config import (
-    LookaheadConfig,
-    Method,
-    MethodConfig,
-    ProbabilitySumConfig,
-    PromptsConfig,
-    SamplingConfig,
-    TreeChanges,
-)
+from infer.config import LookaheadConfig, Method, MethodConfig, PromptsConfig, SamplingConfig, TreeChanges
 from infer.decoders import Drafters, make_decoder
 from infer.enumeration import Answer, answer_law, draw_answers, p_value
 from infer.greedy import GreedyResult, compare_greedy, reference
@@ -30,6 +22,7 @@ from infer.hardware import default_device
 from infer.miniature import write_miniature
 from infer.proof import ALPHA, SETTINGS, Law, Proof, Row, conclude
 from infer.remembered import remember
+from infer.stops.config import ProbabilitySumConfig
 from infer.tasks import encode, load_prompts
 from model.config import TargetConfig
 from model.errors import UserError

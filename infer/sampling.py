@@ -110,10 +110,15 @@ class Sampler:
 
     def law(self, logits: Tensor) -> Tensor:
         """p [N, V] in float32 after the processors."""
+        return self._scores(logits).softmax(-1)
+
+    def log_law(self, logits: Tensor) -> Tensor:
+        """log p [N, V]: -inf only where a processor struck the token out."""
+        return self._scores(logits).log_softmax(-1)
+
+    def _scores(self, logits: Tensor) -> Tensor:
         scores = logits.float()
-        if self._processors:
-            scores = self._processors(None, scores)
-        return scores.softmax(-1)
+        return self._processors(None, scores) if self._processors else scores
 
     def choose(self, logits: Tensor) -> Tensor:
         """One token per row [N]."""

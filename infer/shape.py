@@ -41,8 +41,12 @@ class Drafter(Protocol):
 class Shape(Protocol):
     """Grows one tree under a root token."""
 
+    stop: Stop
+
     @property
-    def stop(self) -> Stop: ...
+    def levels(self) -> int:
+        """The deepest that it drafts."""
+        ...
 
     @property
     def max_nodes(self) -> int: ...

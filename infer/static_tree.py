@@ -32,6 +32,10 @@ class StaticTree:
         self._forms: dict[tuple[int, torch.device], _Form] = {}
 
     @property
+    def levels(self) -> int:
+        return max(map(len, self.choices))
+
+    @property
     def max_nodes(self) -> int:
         return len(self.choices) + 1
 

@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from infer.proposer import Cycle
-from infer.tree import describe
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
@@ -54,17 +53,3 @@ class ColouredStreamer(BaseStreamer):
         piece, self._printed = text[len(self._printed) :], text
         self.out.write(f"{colour}{piece}{PLAIN}" if colour and self.coloured else piece)
         self.out.flush()
-
-
-class TreePrinter:
-    """Prints the first draft tree to stderr, and passes every cycle on to the streamer."""
-
-    def __init__(self, tokenizer: Any, streamer: ColouredStreamer) -> None:
-        self.tokenizer, self.streamer, self._done = tokenizer, streamer, False
-
-    def on_cycle(self, cycle: Cycle) -> None:
-        self.streamer.on_cycle(cycle)
-        if not self._done:
-            names = [self.tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
-            print("\n" + describe(cycle.tree, names), file=sys.stderr)
-            self._done = True

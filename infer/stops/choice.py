@@ -1,16 +1,16 @@
 """The stop rule that a recipe names."""
 
-from infer.config import (
+from infer.config import TreeConfig
+from infer.stop import Constant, Stop
+from infer.stops.confidence import Confidence
+from infer.stops.config import (
     ConfidenceConfig,
     EntropyConfig,
     HeuristicConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
-    TreeConfig,
     VoteConfig,
 )
-from infer.stop import Constant, Stop
-from infer.stops.confidence import Confidence
 from infer.stops.entropy import Entropy
 from infer.stops.heuristic import Heuristic
 from infer.stops.marginal_gain import MarginalGain

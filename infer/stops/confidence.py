@@ -1,7 +1,7 @@
 """Stopping below a token that the draft itself found unlikely."""
 
-from infer.config import ConfidenceConfig
 from infer.stop import Level, Stop
+from infer.stops.config import ConfidenceConfig
 
 
 class Confidence(Stop):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from infer.config import EntropyConfig
 from infer.stop import Level, Stop
+from infer.stops.config import EntropyConfig
 
 
 class Entropy(Stop):

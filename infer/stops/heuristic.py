@@ -1,7 +1,7 @@
 """A draft length that follows what was accepted: longer after a cycle without a rejection, shorter after any other."""
 
-from infer.config import HeuristicConfig
 from infer.stop import Level, Stop
+from infer.stops.config import HeuristicConfig
 
 
 class Heuristic(Stop):

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from infer.config import MarginalGainConfig
 from infer.stop import Level, Stop
+from infer.stops.config import MarginalGainConfig
 from infer.stops.expected_length import ExpectedLength
 
 

@@ -1,7 +1,7 @@
 """Stopping when little probability is left on the frontier, looked at now and then (Dynamic Depth Decoding)."""
 
-from infer.config import ProbabilitySumConfig
 from infer.stop import Level, Stop
+from infer.stops.config import ProbabilitySumConfig
 
 
 class ProbabilitySum(Stop):

@@ -2,8 +2,8 @@
 
 import torch
 
-from infer.config import VoteConfig
 from infer.stop import Level, Stop
+from infer.stops.config import VoteConfig
 from infer.stops.expected_length import ExpectedLength
 
 

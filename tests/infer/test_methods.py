@@ -5,10 +5,11 @@ from typing import Any, get_args
 
 import pytest
 
-from infer.config import EntropyConfig, Method, MethodConfig, TreeChanges, TreeConfig, VoteConfig
+from infer.config import Method, MethodConfig, TreeChanges, TreeConfig
 from infer.heads import find_head, kind_at
 from infer.methods import METHODS, USUAL, check_kind, tree_of, usual_method
 from infer.shape import make_shape
+from infer.stops.config import EntropyConfig, HeuristicConfig, VoteConfig
 from model.checkpoint import save_head
 from model.errors import UserError
 from tests import tiny
@@ -48,12 +49,18 @@ def test_a_recipe_changes_what_it_names_and_nothing_else() -> None:
     assert narrow is not None and (narrow.nodes, narrow.k) == (20, 19)
 
 
+def test_a_stop_rule_without_a_method_of_its_own_keeps_the_name_of_the_tree() -> None:
+    stop = HeuristicConfig()
+    assert tree_of(MethodConfig("eagle2", TreeChanges(stop=stop)), "x") == TreeConfig(levels=6, stop=stop)
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
         ("eagle2", {"stop": VoteConfig()}, "x: eagle2 with the stop rule vote: that is method deagle"),
         ("eagle3", {"stop": EntropyConfig()}, "x: eagle3 with the stop rule entropy: that is method svip"),
         ("sps", {"stop": EntropyConfig()}, "x: sps with the stop rule entropy: that is method sps-svip"),
+        ("deagle", {"stop": HeuristicConfig()}, "x: deagle with the stop rule heuristic: leave tree.stop.rule vote"),
         ("eagle2", {"shape": "chain"}, "x: eagle2 drafts a dynamic tree, not a chain one"),
         ("pld", {"levels": 3}, "x: pld grows no tree; leave levels out"),
         ("eagle2", {"nodes": 1}, "x: a tree needs levels >= 1, k >= 1 and nodes >= 2"),

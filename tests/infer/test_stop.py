@@ -5,17 +5,17 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from infer.config import (
+from infer.config import TreeConfig
+from infer.stop import Level, Stop
+from infer.stops.choice import make_stop
+from infer.stops.config import (
     ConfidenceConfig,
     EntropyConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
     StopConfig,
-    TreeConfig,
     VoteConfig,
 )
-from infer.stop import Level, Stop
-from infer.stops.choice import make_stop
 
 VOCAB, DRAWS = 5, 100_000
 RULES: dict[str, StopConfig] = {

@@ -12,19 +12,19 @@ import torch
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infer.config import (
+from infer.config import TreeConfig
+from infer.shape import make_shape
+from infer.stop import Constant, Level
+from infer.stops.choice import make_stop
+from infer.stops.config import (
     ConfidenceConfig,
     EntropyConfig,
     HeuristicConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
     StopConfig,
-    TreeConfig,
     VoteConfig,
 )
-from infer.shape import make_shape
-from infer.stop import Constant, Level
-from infer.stops.choice import make_stop
 from model.errors import UserError
 from model.heads.eagle1 import Eagle1Head
 from model.recipe import load

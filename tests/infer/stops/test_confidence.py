@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
-from infer.config import ConfidenceConfig, TreeConfig
+from infer.config import TreeConfig
 from infer.shape import make_shape
+from infer.stops.config import ConfidenceConfig
 from tests.infer.test_shape import GREEDY, TableDrafter
 
 

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from infer.config import EntropyConfig, TreeConfig
+from infer.config import TreeConfig
 from infer.shape import make_shape
 from infer.stop import Level
+from infer.stops.config import EntropyConfig
 from infer.stops.entropy import Entropy, entropy
 from infer.tree import Tree, check_connected
 from tests.infer.stops.levels import uncertain

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from infer.config import HeuristicConfig, TreeConfig
+from infer.config import TreeConfig
 from infer.stops.choice import make_stop
+from infer.stops.config import HeuristicConfig
 from infer.stops.heuristic import Heuristic
 from tests.infer.stops.levels import level
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infer.config import ProbabilitySumConfig, VoteConfig
+from infer.stops.config import ProbabilitySumConfig, VoteConfig
 from infer.stops.probability_sum import ProbabilitySum
 from infer.stops.vote import Vote
 from tests.infer.stops.levels import depth_of, steady

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infer.config import VoteConfig
+from infer.stops.config import VoteConfig
 from infer.stops.vote import Vote
 from tests.infer.stops.levels import depth_of, level, steady
 
