@@ -61,7 +61,8 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
     """What a record says of a row's tree; null for vanilla."""
     if row.method == "pld":
         length = row.lookup.length
-        return TreeShape("lookup", length, 1, length + 1, as_dict(row.lookup))
+        settings = {**as_dict(row.lookup), "longest_ngram": row.lookup.longest_ngram}
+        return TreeShape("lookup", length, 1, length + 1, settings)
     if row.method == "lookahead":
         levels, nodes = row.lookahead.ngram - 1, Lookahead(row.lookahead).max_nodes
         return TreeShape("lookahead", levels, row.lookahead.guesses, nodes, as_dict(row.lookahead))

@@ -2,11 +2,15 @@
 
 import csv
 import io
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from infer.aggregate import group, row
+from infer.bench import tree_shape
+from infer.config import MethodConfig
+from infer.methods import METHODS
 from infer.table import console_table, csv_table, markdown_table, sampling_text, tree_text
 from tests.infer.made_up import drafted, milliseconds, record
 
@@ -50,3 +54,14 @@ def test_trees_and_samplings_read_as_words() -> None:
     assert tree_text({"tree": {"shape": "chain", "levels": 5, "k": 1, "nodes": 6}}) == "5 levels, chain"
     assert sampling_text({"temperature": 0.6, "top_k": 0, "top_p": 0.8}) == "0.6, top-p 0.8"
     assert sampling_text({"temperature": 0.0, "top_k": 50, "top_p": 0.9}) == "0"
+
+
+def test_every_methods_tree_reads_as_words() -> None:
+    texts = {}
+    for method in METHODS:
+        shape = tree_shape(MethodConfig(method))
+        row = {"tree": None if shape is None else {**shape.settings, **asdict(replace(shape, settings={}))}}
+        texts[method] = tree_text(row)
+    assert texts["vanilla"] == "–" and texts["eagle3"] == "8 levels, k 10, 60 nodes"
+    assert texts["pld"] == "n-grams up to 2, 10 tokens" and texts["lookahead"] == "N 5, W 7, G 7"
+    assert texts["medusa"] == "4 levels, static, 64 nodes" and texts["sps-svip"] == "40 levels, chain"
