@@ -16,6 +16,7 @@ from model.export import TargetFacts, export
 from model.target import Target
 from tests import tiny
 from tests.model.formats import published
+from tests.model.formats import test_multi_token as multi_token
 
 TREE = TreeConfig(levels=4, k=3, nodes=10)
 
@@ -65,6 +66,18 @@ def test_a_head_that_somebody_published_decodes_what_the_target_writes(
     for ids, answer in zip(prompts(), answers, strict=True):
         assert answer == vanilla.generate(ids, do_sample=False, max_new_tokens=10).sequences[0].tolist()
     assert len(trees[0]) == TREE.nodes  # it did draft
+
+
+@pytest.mark.parametrize("make", [multi_token.medusa, multi_token.hydra])
+def test_published_medusa_and_hydra_heads_decode_what_the_target_writes(
+    tmp_path: Path, target: Target, make: Any
+) -> None:
+    vanilla, tree = SpeculativeDecoder(target), TreeConfig(levels=4, k=2, nodes=10)
+    decoder = SpeculativeDecoder.from_pretrained(target, str(make(tmp_path / "head")[1]), tree=tree)
+    for ids in prompts():
+        found = decoder.generate(ids, do_sample=False, max_new_tokens=10)
+        assert torch.equal(found.sequences, vanilla.generate(ids, do_sample=False, max_new_tokens=10).sequences)
+        assert found.statistics.draft_nodes > 0
 
 
 @pytest.mark.parametrize(

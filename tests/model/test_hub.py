@@ -12,7 +12,7 @@ from model.checkpoint import head_facts, load_head, new_head, save_head
 from model.config import HeadConfig
 from model.errors import UserError
 from model.heads.eagle3 import Eagle3Head
-from model.hub import head_directory, require_login, upload
+from model.hub import head_directory, readable_errors, require_login, upload
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, safeailab_eagle3
@@ -126,3 +126,10 @@ def test_without_a_login_nothing_is_sent(hub: Hub, tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match="no login for the Hub; run: hf auth login"):
         require_login()
     assert hub.requests == []
+
+
+def test_a_message_that_quotes_the_token_is_shown_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(UserError, match=r"me/head: .* bad credentials '\*\*\*'") as caught, readable_errors("me/head"):
+        raise RuntimeError(f"bad credentials '{TOKEN}'\nand more")
+    assert TOKEN not in str(caught.value)
