@@ -103,9 +103,19 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
     return yaml_recipe.load(arguments.config, Recipe, overrides)
 
 
-def method_from(method: str, unknown: list[str]) -> MethodConfig:
-    """A method with what the command line changes of it (`--tree.levels 4`); UserError lists every problem."""
-    return yaml_recipe.from_overrides(MethodConfig, [f"method={method}", *_pairs(unknown)], "command line")
+METHOD_SECTIONS = ("tree.", "lookup.", "lookahead.", "typical.")
+
+
+def method_words(unknown: list[str], alone: bool = False) -> tuple[list[str], list[str]]:
+    """The overrides of a method as 'key=value', and the other words as they are; alone: there may be no others."""
+    pairs = _pairs(unknown)
+    own = [pair for pair in pairs if alone or pair.startswith(METHOD_SECTIONS)]
+    return own, [word for pair in pairs if pair not in own for word in (f"--{pair}",)]
+
+
+def method_from(method: str, overrides: list[str]) -> MethodConfig:
+    """A method with what the command line changes of it ('tree.levels=4'); UserError lists every problem."""
+    return yaml_recipe.from_overrides(MethodConfig, [f"method={method}", *overrides], "command line")
 
 
 def _pairs(words: list[str]) -> list[str]:

@@ -169,9 +169,20 @@ def _identity(members: Group) -> dict[str, Any]:
         "top_k": first.top_k,
         "top_p": first.top_p,
         "prompts": len(members.records),
-        "verify": first.verify,
+        "verify": _rule(members),
         "tree": tree,
     }
+
+
+def _rule(members: Group) -> str:
+    """The rule that judged the row's drafts; an answer without drafts is asked only where there is no other.
+
+    What is not lossless is said as soon as one answer says it.
+    """
+    rules = [record.verify for record in members.records if record.status == "ok"]
+    drafted = [record.verify for record in members.records if record.status == "ok" and record.draft_nodes]
+    labelled = [rule for rule in rules if "not lossless" in rule]
+    return (labelled or drafted or rules or [members.first.verify])[0]
 
 
 def _failure(members: Group) -> str:

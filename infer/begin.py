@@ -1,8 +1,17 @@
-"""What a bench finds of an earlier one: its own answers are kept, others are in the way."""
+"""What a measurement depends on, and what it finds of an earlier one: its own answers stay, others are in the way."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.inputs import target_inputs
 from data.provenance import Stage
+from infer.config import PromptsConfig
+from model.config import TargetConfig
 from model.errors import UserError
-from model.files import read_json, write_json
+from model.files import file_digest, read_json, write_json
+from model.head_files import digests, find_weights
+from model.hub import head_directory
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
@@ -20,3 +29,29 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
         for left in ("cycles.jsonl", "overhead.json"):
             (stage.output / left).unlink(missing_ok=True)
     write_json(job, stage.inputs)
+
+
+def inputs_of(
+    target: TargetConfig, seed: int, heads: Sequence[str | None], sections: dict[str, Any], prompts: PromptsConfig
+) -> dict[str, Any]:
+    """Everything that a measurement depends on, by content."""
+    used = [head_directory(head) for head in dict.fromkeys(heads) if head is not None]
+    return {
+        "target": target_inputs(target),
+        "head": [digests(head) for head in used],
+        **sections,
+        "prompts": file_digest(Path(prompts.path)),
+        "seed": seed,
+    }
+
+
+def check_inputs(target: TargetConfig, heads: Sequence[str | None], prompts: PromptsConfig) -> None:
+    """Everything that can be refused before torch is imported."""
+    target_inputs(target)
+    if not Path(prompts.path).is_file():
+        raise UserError(f"{prompts.path}: no such file of prompts")
+    for head in heads:
+        if head is not None and find_weights(head_directory(head)) is None:
+            raise UserError(
+                f"{head}: holds no weights; train the head with: accelerate launch train/main.py --config RECIPE"
+            )

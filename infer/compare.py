@@ -38,6 +38,9 @@ def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequen
     A row may stand for one of several seeds: a resampled prompt brings the answers of all rows of both sets. UserError
     for rows that were not measured, or that do not have all prompts.
     """
+    if len({record.sampling for record in records}) > 1:
+        settings = sorted({record.temperature for record in records})
+        raise UserError(f"the bench has several samplings (temperatures {settings}); choose one with --temperature")
     ours, theirs = _per_prompt(records, of), _per_prompt(records, against)
     if ours.keys() != theirs.keys():
         missing = sorted(ours.keys() ^ theirs.keys())[0]

@@ -68,7 +68,7 @@ def make_decoder(
     if asked.method == "pld":
         proposer = PromptLookup(asked.lookup)
     elif asked.method == "lookahead":
-        proposer = Lookahead(asked.lookahead)
+        proposer = Lookahead(asked.lookahead, getattr(target.config, "max_position_embeddings", None))
     else:
         if head is None or tree is None:
             raise UserError(f"{place}: {asked.method} needs a head; give --head")
@@ -90,7 +90,7 @@ def drafting(drafter: CachedDrafter, tree: TreeConfig) -> Drafting:
     tree = sized(tree)
     if isinstance(drafter, MedusaDrafter | HydraDrafter):
         check_level(tree.levels - 1, drafter.head.config.num_heads)
-    return Drafting(drafter, make_shape(tree))
+    return Drafting(drafter, make_shape(tree), forwards_per_tree=1 if isinstance(drafter, MedusaDrafter) else None)
 
 
 def load_head_for(target: Target, head: str) -> Head:

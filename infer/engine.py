@@ -177,7 +177,9 @@ class _Run:
         self.sampler = Sampler(decoding, generator)
         self.typical = decoder.typical
         self.clock = Clock(prompt.device if timed else None)
-        self.statistics = Statistics(prompt.shape[0], decoding.as_dict(), verify=rule_of(None, self.sampler))
+        self.statistics = Statistics(
+            prompt.shape[0], decoding.as_dict(), verify=rule_of(None, self.sampler, self.typical)
+        )
         self.answer: list[int] = []
         self.done = False
         self._root = prompt[-1:]

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -11,20 +10,18 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not infer/
 
 import pipeline
-from data.inputs import target_inputs
 from data.provenance import Stage, with_status
-from infer.begin import begin_bench
-from infer.config import BenchConfig, Method, MethodConfig, PromptsConfig
+from infer.begin import begin_bench, check_inputs, inputs_of
+from infer.choices import sized
+from infer.config import BenchConfig, Method, MethodConfig
 from infer.demonstrate import add_options, demonstrate, options_of
 from infer.heads import find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
 from infer.quiet import prepare
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
-from model.files import file_digest, read_json, write_json
-from model.head_files import digests, find_weights
-from model.hub import head_directory
-from model.recipe import as_dict
+from model.files import read_json, write_json
+from model.recipe import as_dict, from_overrides
 
 if TYPE_CHECKING:
     from infer.engine import SpeculativeDecoder
@@ -70,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.choices["compare"]
     for name in ("of", "against"):
         compare.add_argument(f"--{name}", type=int, nargs="+", required=True, help="rows of bench.rows, from 0; pooled")
+    compare.add_argument("--temperature", type=float, help="of the sampling that is compared, where there are several")
     for command in commands.choices.values():
         command.add_argument("--head", type=Path, help="a head directory (default: the run's own)")
     verify = commands.add_parser("verify", help="prove that methods are lossless; exit code 1 where one is not")
@@ -82,9 +80,8 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     target_config, asked, head, threads = _generation(arguments, unknown)
     tree = tree_of(asked, "tree")
     if arguments.plan:
-        print(
-            f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {as_dict(tree) if tree else ''}"
-        )
+        grown = as_dict(sized(tree)) if tree else "no tree"
+        print(f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {grown}")
         return 0
     prepare(threads)
     from infer.generate import Question, Traces, answer
@@ -102,26 +99,46 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
 def _generation(
     arguments: argparse.Namespace, unknown: list[str]
 ) -> tuple[TargetConfig, MethodConfig, str | None, int | None]:
-    """Target, method, head and threads from a recipe, or from --target and --head alone."""
-    if arguments.config is not None:
-        recipe = pipeline.load(arguments, unknown)
-        paths = pipeline.RunPaths(Path(recipe.run))
-        asked = MethodConfig(arguments.method or usual_method(recipe.head.kind), recipe.tree)
-        if arguments.head is None and recipe.head.kind in METHODS[asked.method].heads:
-            return recipe.target, asked, _present(paths.head(recipe)), recipe.threads
-        found = find_head(asked, paths.heads, recipe.head.kind, arguments.head, "--method")
-        return recipe.target, asked, found, recipe.threads
+    """Target, method, head and threads from a recipe, or from --target and --head alone.
+
+    The recipe's `tree` is that of its head's usual method; another method has its published one.
+    """
+    if arguments.config is None:
+        return _without_recipe(arguments, unknown)
+    own, others = pipeline.method_words(unknown)
+    recipe = pipeline.load(arguments, others)
+    paths, usual = pipeline.RunPaths(Path(recipe.run)), usual_method(recipe.head.kind)
+    asked = pipeline.method_from(arguments.method or usual, own)
+    if asked.method == usual:
+        tree = pipeline.load(arguments, [*others, *(f"--{word}" for word in own if word.startswith("tree."))]).tree
+        asked = replace(asked, tree=tree)
+    _check_given(arguments.head, asked.method)
+    if arguments.head is None and recipe.head.kind in _heads(asked.method):
+        return recipe.target, asked, _present(paths.head(recipe)), recipe.threads
+    found = find_head(asked, paths.heads, recipe.head.kind, arguments.head, "--method")
+    return recipe.target, asked, found, recipe.threads
+
+
+def _without_recipe(
+    arguments: argparse.Namespace, unknown: list[str]
+) -> tuple[TargetConfig, MethodConfig, str | None, int | None]:
     if arguments.target is None or (arguments.head is None and (arguments.method is None or _heads(arguments.method))):
         raise UserError(
             "generate needs --config RECIPE, or --target and --head (or --method vanilla, pld or lookahead)"
         )
     method = arguments.method or usual_method(kind_at(arguments.head))
-    asked = pipeline.method_from(method, unknown)
-    config = TargetConfig(arguments.target, dtype=arguments.dtype or "auto", device_map=arguments.device_map)
-    if arguments.head is not None and _heads(method):
-        check_kind(method, kind_at(arguments.head), "--method")
-        return config, asked, str(arguments.head), None
-    return config, asked, None, None
+    words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
+    given = [f"{key}={value}" for key, value in words.items() if value is not None]
+    config = from_overrides(TargetConfig, given, "command line")
+    _check_given(arguments.head, method)
+    asked = pipeline.method_from(method, pipeline.method_words(unknown, alone=True)[0])
+    return config, asked, None if arguments.head is None else str(arguments.head), None
+
+
+def _check_given(head: Path | None, method: Method) -> None:
+    """UserError for a --head that the method does not draft with."""
+    if head is not None:
+        check_kind(method, kind_at(head) if _heads(method) else "draft", "--head")
 
 
 def _heads(method: Method) -> tuple[str, ...]:
@@ -142,14 +159,16 @@ def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     asked = MethodConfig(section.method or usual_method(recipe.head.kind), section.tree)
     tree = tree_of(asked, "calibrate.tree")
     used = _head_of(asked, recipe, paths, head, "calibrate")
-    _check_inputs(recipe, [used], section.prompts)
+    check_inputs(recipe.target, [used], section.prompts)
     stage = Stage(
-        "calibration", paths.calibration, _inputs(recipe, [used], {"calibrate": as_dict(section)}, section.prompts)
+        "calibration",
+        paths.calibration,
+        inputs_of(recipe.target, recipe.seed, [used], {"calibrate": as_dict(section)}, section.prompts),
     )
     if arguments.plan:
         print(
             f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
-            f"{asked.method}, {as_dict(tree) if tree else 'no tree'} -> {paths.calibration}"
+            f"{asked.method}, {as_dict(sized(tree)) if tree else 'no tree'} -> {paths.calibration}"
         )
         return 0
     if stage.is_whole():
@@ -200,11 +219,13 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     for number, row in enumerate(section.rows):
         tree_of(row, f"bench.rows.{number}")
         heads.append(_head_of(row, recipe, paths, head, f"bench.rows.{number}"))
-    _check_inputs(recipe, heads, section.prompts)
+    check_inputs(recipe.target, heads, section.prompts)
     stage = Stage(
         "bench",
         paths.bench,
-        _inputs(recipe, heads, {"bench": as_dict(section), "threads": recipe.threads}, section.prompts),
+        inputs_of(
+            recipe.target, recipe.seed, heads, {"bench": as_dict(section), "threads": recipe.threads}, section.prompts
+        ),
     )
     answers = (section.prompts.num_prompts or 0) * len(section.rows) * len(section.sampling)
     if arguments.plan:
@@ -299,6 +320,8 @@ def _compare(arguments: argparse.Namespace, unknown: list[str]) -> int:
     from infer.records import read_records
 
     records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / "records.jsonl")
+    if arguments.temperature is not None:
+        records = [record for record in records if record.temperature == arguments.temperature]
     print(tau_difference(records, arguments.of, arguments.against, recipe.seed).text())
     return 0
 
@@ -342,32 +365,6 @@ def _head_of(
         return _present(head)
     given = None if head == paths.head(recipe) else head
     return find_head(asked, paths.heads, recipe.head.kind, given, place)
-
-
-def _inputs(
-    recipe: pipeline.Recipe, heads: Sequence[str | None], sections: dict[str, Any], prompts: PromptsConfig
-) -> dict[str, Any]:
-    """Everything that a measurement depends on, by content."""
-    used = [head_directory(head) for head in dict.fromkeys(heads) if head is not None]
-    return {
-        "target": target_inputs(recipe.target),
-        "head": [digests(head) for head in used],
-        **sections,
-        "prompts": file_digest(Path(prompts.path)),
-        "seed": recipe.seed,
-    }
-
-
-def _check_inputs(recipe: pipeline.Recipe, heads: Sequence[str | None], prompts: PromptsConfig) -> None:
-    """Everything that can be refused before torch is imported."""
-    target_inputs(recipe.target)
-    if not Path(prompts.path).is_file():
-        raise UserError(f"{prompts.path}: no such file of prompts")
-    for head in heads:
-        if head is not None and find_weights(head_directory(head)) is None:
-            raise UserError(
-                f"{head}: holds no weights; train the head with: accelerate launch train/main.py --config RECIPE"
-            )
 
 
 def _decoder(

@@ -15,6 +15,7 @@ from infer.table import (
     NOTHING,
     identical_text,
     interval,
+    is_lossy,
     label,
     ms_per_cycle,
     number,
@@ -105,6 +106,9 @@ def verdict(rows: Sequence[dict[str, Any]], row_details: Sequence[dict[str, Any]
     generate_compared = sum(extra["compared_to_generate"] for extra in generate)
     failed = sum(row["status"] != "ok" for row in rows)
     tail = f" {failed} of {len(rows)} rows failed and {'is' if failed == 1 else 'are'} not counted." if failed else ""
+    lossy = sum(is_lossy(row) for row in rows)
+    if lossy:
+        tail += f" {lossy} sampled row{'s' * (lossy > 1)} with typical acceptance: NOT lossless."
     if not compared:
         return Verdict("unknown", f"No greedy output was compared with vanilla's.{tail}", 0, 0)
     sentence = f"{identical:,} of {compared:,} greedy outputs are token-identical to the vanilla row"
@@ -115,7 +119,7 @@ def verdict(rows: Sequence[dict[str, Any]], row_details: Sequence[dict[str, Any]
     else:
         sentence += "; none was compared with transformers’ generate."
     whole = identical == compared and generate_identical == generate_compared
-    state = ("partial" if failed else "good") if whole else "bad"
+    state = ("partial" if failed or lossy else "good") if whole else "bad"
     return Verdict(state, sentence + tail, identical, compared)
 
 

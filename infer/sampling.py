@@ -68,6 +68,8 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
         for name in ("temperature", "top_k", "top_p", "min_p")
     }
     temperature = 1.0 if value["temperature"] is None else float(value["temperature"])
+    if temperature < 0:
+        raise UserError(f"temperature must not be negative, not {temperature:g}")
     do_sample = asked.get("do_sample")
     if do_sample is None:
         do_sample = bool(config.do_sample) or asked.get("temperature") is not None
@@ -143,8 +145,6 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
 def _check(decoding: Decoding) -> None:
     if decoding.max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, not {decoding.max_new_tokens}")
-    if decoding.temperature < 0:
-        raise UserError(f"temperature must not be negative, not {decoding.temperature}")
     if not 0.0 < decoding.top_p <= 1.0:
         raise UserError(f"top_p is a share in (0, 1], not {decoding.top_p}")
     if decoding.top_k < 0:

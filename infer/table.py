@@ -20,7 +20,20 @@ CSV_COLUMNS = (
 
 
 def tree_text(row: dict[str, Any]) -> str:
-    """'6 levels, k 8, 16 nodes', '5 levels, chain', '63 nodes, static', ...; a dash for vanilla."""
+    """'6 levels, k 8, 16 nodes', '5 levels, chain', '4 levels, static, 64 nodes', ...; a dash for vanilla.
+
+    A row that is not lossless says so.
+    """
+    text = _tree_text(row)
+    return f"{text}, NOT lossless" if is_lossy(row) else text
+
+
+def is_lossy(row: dict[str, Any]) -> bool:
+    """Whether the row's verification does not keep the target's law (typical acceptance)."""
+    return "not lossless" in str(row.get("verify", ""))
+
+
+def _tree_text(row: dict[str, Any]) -> str:
     tree = row["tree"]
     if tree is None:
         return NOTHING

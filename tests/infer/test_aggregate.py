@@ -7,6 +7,7 @@ import pytest
 
 from infer.aggregate import Group, accepted_histogram, group, row, speedups, tau, tau_interval, tau_macro
 from infer.records import Record
+from infer.table import tree_text
 from tests.infer.made_up import drafted, milliseconds, record
 
 TIMES = {"tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill", "ms", "tau"}
@@ -170,3 +171,11 @@ def test_one_prompt_id_in_two_tasks_is_two_prompts() -> None:
     (members,) = [found for found in group([record(), base, drafted((3, 1))]) if found.first.method == "eagle2"]
     assert isinstance(members, Group)
     assert [pair.ms.wall for _, pair in members.pairs if pair.ms is not None] == [50.0]
+
+
+def test_a_row_says_that_it_is_not_lossless_as_soon_as_one_answer_does() -> None:
+    lossy = "typical (not lossless)"
+    records = [replace(item, temperature=1.0, verify="R2") for item in two_prompts()]
+    records = [*records[:-1], replace(records[-1], verify=lossy)]
+    rows = [row(members) for members in group(records)]
+    assert rows[-1]["verify"] == lossy and "NOT lossless" in tree_text(rows[-1])

@@ -161,3 +161,18 @@ def test_what_only_loading_shows_is_one_line_too(recipe: Path, tmp_path: Path) -
     assert "belongs to another target" in refused("generate", *config, "--target", str(other))
     bare = tiny.target(tmp_path / "bare", chat_template=None)
     assert "no chat template" in refused("generate", *config, "--target", str(bare), "--method", "vanilla")
+
+
+def test_a_method_has_its_own_tree_and_a_head_that_it_cannot_use_is_refused(recipe: Path, tmp_path: Path) -> None:
+    config = ("generate", "--config", str(recipe), "--prompt", "hi", "--plan")
+    assert "'levels': 3, 'k': 2, 'nodes': 8" in run(*config, "--tree.k", "2").stdout  # the recipe's, and its change
+    assert "'levels': 8, 'k': 10, 'nodes': 60" in run(*config, "--method", "deagle").stdout  # the published one
+    assert "pld with no head" in run(*config, "--method", "pld", "--lookup.length", "4").stdout
+    head = str(tmp_path / "run" / "heads" / "eagle1")
+    assert "medusa drafts with medusa, and this is an eagle1 head" in refused(
+        *config, "--method", "medusa", "--head", head
+    )
+    assert "pld needs no head" in refused(*config, "--method", "pld", "--head", head)
+    bare = ("generate", "--target", str(tmp_path / "target"), "--head", head, "--prompt", "hi")
+    assert "--dtype: input should be" in refused(*bare, "--dtype", "float17")
+    assert "temperature must not be negative" in refused(*bare, "--temperature", "-1")
