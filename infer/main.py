@@ -335,9 +335,10 @@ def _verify(arguments: argparse.Namespace, unknown: list[str]) -> int:
         return demonstrate(options, config, heads_by_kind(arguments.head, None))
     recipe = pipeline.load(arguments, unknown)
     config = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
-    heads = heads_by_kind(arguments.head, pipeline.RunPaths(Path(recipe.run)).heads)
     section = recipe.bench or recipe.calibrate
     rows = recipe.bench.rows if recipe.bench else ()
+    named = {} if arguments.head else {kind_at(row.head): row.head for row in rows if row.head is not None}
+    heads = {**heads_by_kind(arguments.head, pipeline.RunPaths(Path(recipe.run)).heads), **named}
     return demonstrate(options, config, heads, section.prompts if section else None, rows, recipe.threads)
 
 
