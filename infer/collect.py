@@ -29,6 +29,8 @@ class NodeCollector:
         on_path[cycle.verdict.path] = True
         asked = on_path[tree.parents]
         asked[0] = False
+        if tree.passengers is not None:
+            asked &= ~tree.passengers
         acceptance = on_path.double()
         if cycle.sampler.decoding.do_sample:
             self._temperature = cycle.sampler.decoding.temperature

@@ -251,7 +251,7 @@ class _Run:
         statistics.accepted.append(min(verdict.accepted, cycle.new_tokens))
         statistics.draft_forwards += tree.draft_forwards
         statistics.draft_forwards_wasted += tree.draft_forwards - min(verdict.accepted, tree.draft_forwards)
-        statistics.draft_nodes += len(tree) - 1
+        statistics.draft_nodes += tree.num_drafted
 
 
 class Clock:

@@ -57,6 +57,12 @@ class Tree:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def num_drafted(self) -> int:
+        """Nodes that may be accepted: neither the root nor passengers."""
+        riding = 0 if self.passengers is None else int(self.passengers.sum())
+        return len(self) - 1 - riding
+
 
 def root_only(token: Tensor) -> Tree:
     """The tree of plain decoding: the token [1] alone."""

@@ -225,3 +225,15 @@ def test_sampled_text_has_the_targets_law(temperature: float, top_p: float) -> N
     ids = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 8, 0, 9, 10, 11, 5, 4, 2, 6, 1, 7, 10, 9, 8]])
     p, accepted = draw(tiny_vocabulary(), Lookahead(config), ids, 5000, 4, temperature, top_p)
     assert p > 1e-3 and accepted > 0.05
+
+
+def test_window_rows_are_no_drafts() -> None:
+    target, trees = make_target(), []
+    decoder = SpeculativeDecoder(target, Lookahead(LookaheadConfig()))
+    ids = torch.arange(5, 13)[None]
+    statistics = decoder.generate(
+        ids, do_sample=False, max_new_tokens=24, on_cycle=lambda cycle: trees.append(cycle.tree)
+    ).statistics
+    riding = sum(0 if tree.passengers is None else int(tree.passengers.sum()) for tree in trees)
+    assert riding > 0 and statistics.draft_nodes == sum(len(tree) - 1 for tree in trees) - riding
+    assert statistics.draft_nodes >= sum(statistics.accepted)
