@@ -195,10 +195,16 @@ def _warm_start(config: HeadConfig, ends: TargetEnds, path: str, after_blocks: t
         )
     for name in OWN_SHAPE:
         asked, found = getattr(config, name), getattr(head.config, name, None)
-        if asked not in (None, False) and asked != found:
+        unset = asked is None or (asked is False and name != "qk_norm")
+        if not unset and asked != found:
             raise UserError(
                 f"head.{name}: the recipe asks {asked}, {place} has {found}; leave it out, or drop init_from"
             )
+    if config.num_hidden_layers not in (1, head.config.num_hidden_layers):
+        raise UserError(
+            f"head.num_hidden_layers: the recipe asks {config.num_hidden_layers}, {place} has "
+            f"{head.config.num_hidden_layers}; leave it out, or drop init_from"
+        )
     theta, scaling = head.config.rope_theta, head.config.rope_scaling
     if config.rope_theta is not None:
         theta, scaling = config.rope_theta, None

@@ -52,8 +52,7 @@ class HeadConfig:
     lm_head: Literal["own", "target"] = "own"  # Medusa, Hydra: one for each future token, or the target's frozen one
 
     def __post_init__(self) -> None:
-        if self.num_hidden_layers < 1:
-            raise ValueError("num_hidden_layers must be at least 1")
+        self._check_sizes()
         if self.kind == "draft_lm":
             needed = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
             missing = [name for name in needed if getattr(self, name) is None]
@@ -71,6 +70,18 @@ class HeadConfig:
         elif self.bias:
             raise ValueError("an eagle3 head has no fc.bias; leave bias out")
         self._check_multi_token()
+
+    def _check_sizes(self) -> None:
+        """ValueError for sizes that no module can have, and for two ways to begin."""
+        sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        for name in (*sizes, "head_dim", "max_position_embeddings", "rope_theta"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive")
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError("head_dim must be even: RoPE turns pairs of entries")
+        if self.init_from is not None and self.lm_head_init == "target":
+            raise ValueError("lm_head_init begins a new head, init_from has one already; leave one of them out")
 
     def _check_multi_token(self) -> None:
         """ValueError for keys of Medusa and Hydra at other heads, and for theirs at these."""

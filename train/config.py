@@ -62,7 +62,7 @@ class TrainConfig:
         if self.learning_rate <= 0 or self.clip_norm <= 0:
             raise ValueError("learning_rate and clip_norm must be positive")
         if min(self.eval_depths, self.unroll_steps, self.measure_new_tokens) < 1 or self.measure_prompts < 0:
-            raise ValueError("eval_depths, unroll_steps and measure_new_tokens must be at least 1")
+            raise ValueError("eval_depths, unroll_steps and measure_new_tokens must be at least 1, measure_prompts 0")
         if not 0.0 < self.unroll_decay <= 1.0 or self.lk_eta < 0.0:
             raise ValueError("unroll_decay is in (0, 1] and lk_eta is not negative")
         if self.distill_weight <= 0.0 or self.token_weight < 0.0:

@@ -6,6 +6,7 @@ over processes, clips and steps inside the last backward: nothing can be rescale
 """
 
 import copy
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch import nn
 
 from data.batches import Batch, Order, TokenisedRow, collate, prefetched
 from data.progress import bar
+from model.errors import UserError
 from train import resume
 from train.config import TrainConfig
 from train.evaluate import evaluate
@@ -226,6 +228,7 @@ class Loop:
         )
         self.say(record.line())
         self._record(record.to_json(), "train")
+        self._require_finite("loss", record.loss)
 
     def _record(self, values: dict[str, Any], section: str) -> None:
         if self.file is not None:
@@ -245,6 +248,8 @@ class Loop:
             self.held_out = evaluate(self.twin, self.job.objective, rows, size, process, self._load, reduce)
             if self.job.measure is not None:
                 self.held_out |= self.job.measure(self.twin)
+            for name, value in self.held_out.items():
+                self._require_finite(f"held-out {name}", value)
             score = self._score()
             self.say(held_out_line(step, self.total, len(rows), self.held_out))
             held_out = {f"held_out_{name}": value for name, value in self.held_out.items()}
@@ -257,6 +262,17 @@ class Loop:
             if self.rank == 0:
                 self.job.save(self.twin, {"step": step, **self.held_out})
         self.accelerator.wait_for_everyone()
+
+    def _require_finite(self, name: str, value: float) -> None:
+        """UserError when the weights are lost: nothing of them is kept, what was best before stays."""
+        if math.isfinite(value):
+            return
+        best = self.progress.best_step if self.progress.best_score is not None else None
+        kept = "nothing was kept" if best is None else f"the best weights kept are those of step {best:,}"
+        raise UserError(
+            f"train: {name} is {value} at step {self.progress.step:,}: the training diverged ({kept}); lower "
+            f"train.learning_rate or train.clip_norm, and check head.rope_theta"
+        )
 
     def _score(self) -> float:
         if "tau" in self.held_out:

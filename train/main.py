@@ -67,8 +67,12 @@ def main() -> int:
     setting = Setting(recipe, Stage("train", output, stage_inputs(recipe)), arguments.overwrite)
     if arguments.is_whole:
         return 0 if _is_whole(setting) else 1
+    if recipe.train.measure_prompts and recipe.data.held_out == 0:
+        raise UserError(
+            "train.measure_prompts: decodes held-out conversations, and data.held_out is 0; set one of them"
+        )
     _require_fresh_cache(setting)
-    if arguments.compare_objective:
+    if arguments.compare_objective is not None:
         return _compare(setting, arguments.compare_objective)
     if _is_whole(setting) and arguments.init_to is None:
         if _rank() == 0:

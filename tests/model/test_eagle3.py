@@ -360,3 +360,13 @@ def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary
     with pytest.raises(UserError, match="lm_head_init"):
         narrow = replace(taken, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
         new_head(narrow, target.config, ends, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
+
+
+def test_a_warm_start_cannot_drop_query_norms_or_change_the_number_of_layers(tmp_path: Path) -> None:
+    saved = head(qk_norm=True)
+    save_head(saved, tmp_path / "normed")
+    ends, text = tiny.ends(), tiny.llama(num_blocks=8).config
+    for changes, name in (({"qk_norm": False}, "qk_norm"), ({"num_hidden_layers": 2}, "num_hidden_layers")):
+        asked = HeadConfig(kind="eagle3", init_from=str(tmp_path / "normed"), **changes)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=f"head.{name}: the recipe asks"):
+            new_head(asked, text, ends, seed=1, after_blocks=saved.config.after_blocks)

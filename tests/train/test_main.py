@@ -491,3 +491,31 @@ def test_ctrl_c_ends_a_run_cleanly_and_the_next_call_goes_on(made: Path, tmp_pat
         [*command, "--train.max_seconds", "1"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert again.returncode == 0 and "going on from step" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--head.head_dim", "7"], "head_dim must be even"),
+        (["--head.hidden_size", "0"], "hidden_size must be positive"),
+        (["--head.rope_theta", "-1"], "rope_theta must be positive"),
+        (["--train.measure_prompts", "2", "--data.held_out", "0"], "data.held_out is 0"),
+        (["--compare-objective", "0"], "needs at least one batch"),
+    ],
+)
+def test_settings_that_cannot_train_are_one_line(
+    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert _call(train_main, "--config", deep / "recipe.yaml", "--output", tmp_path / "new", *words) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error and not (tmp_path / "new").exists()
+
+
+def test_a_training_that_diverges_stops_and_keeps_nothing_of_it(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.losses.smooth_l1", lambda predicted, true: (predicted - true).sum(-1) * float("nan"))
+    words = ("--config", made / "recipe.yaml", "--output", tmp_path / "lost", "--train.log_every", "1")
+    assert _call(train_main, *words) == 2
+    assert "the training diverged (nothing was kept); lower" in capsys.readouterr().err
+    assert not (tmp_path / "lost" / "model.safetensors").exists()
