@@ -90,7 +90,7 @@ class CycleLine(Origin):
     t_verify: float  # ms
     verify: str  # R0 to R4, or that it was not lossless
     draft_forwards: int
-    drafted: int  # nodes without the root
+    drafted: int  # nodes without the root and passengers
     depth: int  # drafted levels, which a pruned tree need not reach
     nodes: int  # with the root, passengers included
     accepted: int  # draft tokens on the accepted path

@@ -33,7 +33,7 @@ class CycleRecorder:
             t_verify=round(cycle.verify_ms, 4),
             verify=cycle.rule,
             draft_forwards=tree.draft_forwards,
-            drafted=len(tree) - 1,
+            drafted=tree.num_drafted,
             depth=tree.levels,
             nodes=len(tree),
             accepted=verdict.accepted,
