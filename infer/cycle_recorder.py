@@ -47,7 +47,7 @@ class CycleRecorder:
         self.lines.append(LINE.dump_json(line).decode() + "\n")
 
     def _stop_reason(self, cycle: Cycle) -> str | None:
-        if len(cycle.tree) == 1:
+        if cycle.tree.num_drafted == 0:
             return None
         if self.growth is None:
             return "guess"
