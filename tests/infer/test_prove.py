@@ -142,6 +142,7 @@ def test_a_difference_within_rounding_fails_only_where_answers_must_be_exact() -
     assert not conclude(row, None, (Law(0.6, 0.8, float("nan"), 0.3),), 1e-3, exact=True).holds
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), [(each.temperature, each.top_p) for each in SETTINGS])
 @pytest.mark.parametrize(("method", "kind"), ROWS)
@@ -243,6 +244,7 @@ MUTATIONS: list[tuple[Method, str, SamplingConfig, Broken]] = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kind", "sampling", "broken"),

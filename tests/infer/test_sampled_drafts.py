@@ -153,6 +153,7 @@ def p_value(target: Target, speculative: SpeculativeDecoder, temperature: float,
     return float(chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
 @pytest.mark.parametrize("row", RULES)
@@ -162,6 +163,7 @@ def test_sampled_text_has_the_targets_law(row: str, temperature: float, top_p: f
     assert p_value(target, decoder(target, row), temperature, top_p) > 1e-3
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_draft_vocabulary_leaves_the_law_alone() -> None:
     """An EAGLE-3 head drafts from 4 of the target's 12 tokens."""
@@ -169,6 +171,7 @@ def test_a_draft_vocabulary_leaves_the_law_alone() -> None:
     assert p_value(target, decoder(target, "eagle1", "eagle3"), 0.6, 0.8) > 1e-3
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_broken_residual_is_found_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "residual", lambda p, q: p)

@@ -95,6 +95,7 @@ def test_greedy_output_equals_generate_on_twenty_prompts(name: str) -> None:
         assert written(shapes[prompt % len(shapes)], prompt) == alone(prompt)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["entropy per node", "vote", "marginal_gain late", "without both"])
 def test_sampled_text_has_the_targets_law_whatever_ends_the_tree(name: str) -> None:
