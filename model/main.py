@@ -15,6 +15,7 @@ import json
 
 from data.provenance import is_dirty
 from model.errors import UserError, exit_code
+from model.files import read_json
 from model.hub import HUB_ID, head_directory, require_login, upload
 
 LAYOUTS = ("safeailab", "sglang", "speculators")
@@ -55,8 +56,7 @@ def convert(arguments: argparse.Namespace) -> int:
     from model.export import TargetFacts, export
 
     out: Path = arguments.out
-    if out.exists() and any(out.iterdir()) and not arguments.overwrite:
-        raise UserError(f"--out {out}: not empty; name a new directory, or replace it with --overwrite")
+    _check_out(out, arguments.overwrite)
     target = TargetFacts.load(arguments.target, arguments.target_name, arguments.speculative_tokens)
     done = export(arguments.head, arguments.to, out, target, _taps(arguments.after_blocks))
     for note in done.notes:
@@ -92,6 +92,23 @@ def push(arguments: argparse.Namespace) -> int:
     address = upload(arguments.repo, shipment.files, arguments.private, arguments.revision, "A draft head")
     print(f"push: {len(shipment.files)} files to {where}: {address}")
     return 0
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """UserError unless out is new, empty, or an earlier export that may be replaced: nothing else is ever removed."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise UserError(f"--out {out}: is no directory; name a new one")
+    names = [path.name for path in out.iterdir()]
+    if not names:
+        return
+    if not overwrite:
+        raise UserError(f"--out {out}: not empty; name a new directory, or replace it with --overwrite")
+    values = read_json(out / "config.json") if "config.json" in names else {}
+    facts = values.get("aerie") if isinstance(values, dict) else None
+    if not isinstance(facts, dict) or "exported_from" not in facts or any(path.is_dir() for path in out.iterdir()):
+        raise UserError(f"--out {out}: holds something else than an earlier export; name a new directory")
 
 
 def _inspect_options(options: argparse.ArgumentParser) -> None:

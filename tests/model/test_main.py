@@ -70,7 +70,13 @@ def test_mistakes_are_one_line_and_exit_code_2(
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and message in lines[0], lines
     assert (out / "precious").read_text() == "do not touch" and not (tmp_path / "new").exists()
-    assert call(monkeypatch, *convert, "--overwrite") == 0 and not (out / "precious").exists()
+    assert call(monkeypatch, *convert, "--overwrite") == 2 and (out / "precious").exists()  # it is no export
+    above = (*convert[:-1], tmp_path, "--overwrite")  # the head's own parent
+    assert call(monkeypatch, *above) == 2 and (head / "config.json").exists()
+    assert "holds something else than an earlier export" in capsys.readouterr().err
+    (out / "precious").unlink()
+    assert call(monkeypatch, *convert) == 0 and call(monkeypatch, *convert) == 2
+    assert call(monkeypatch, *convert, "--overwrite") == 0 and (out / "config.json").exists()
 
 
 def test_a_head_that_does_not_fit_is_exit_code_1(
