@@ -154,21 +154,17 @@ class CachedLM:
 
     def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive [1, 1, n, length + m + n], or one per kind of layer. (Each would convert a boolean one anew.)"""
-        count = mask.shape[0]
-        full = torch.cat([mask.new_ones(count, self.length), mask], dim=1)  # [n, length + m + n]
-        masks = {"full_attention": full}
+        count, lowest = mask.shape[0], torch.finfo(self.target.dtype).min
+        full = torch.zeros(count, self.length + mask.shape[1], dtype=self.target.dtype, device=mask.device)
+        full[:, self.length :].masked_fill_(~mask, lowest)  # [n, length + m + n]
+        masks = {"full_attention": full[None, None]}
         if "sliding_attention" in self._layer_kinds:
-            rows = torch.arange(self.length, device=full.device)
+            rows = torch.arange(self.length, device=mask.device)
             positions = torch.cat([rows, depth + self.length])  # [length + m + n]
-            near = positions[-count:, None] - positions[None] < self._window
-            masks["sliding_attention"] = full & near
-        shaped = {kind: self._additive(masks[kind]) for kind in self._layer_kinds}
+            far = positions[-count:, None] - positions[None] >= self._window
+            masks["sliding_attention"] = full.masked_fill(far, lowest)[None, None]
+        shaped = {kind: masks[kind] for kind in self._layer_kinds}
         return shaped if len(shaped) > 1 else next(iter(shaped.values()))
-
-    def _additive(self, mask: Tensor) -> Tensor:
-        lowest = torch.finfo(self.target.dtype).min
-        zeros = torch.zeros(mask.shape, dtype=self.target.dtype, device=mask.device)
-        return zeros.masked_fill_(~mask, lowest)[None, None]
 
 
 def _layer_kinds(config: Any) -> tuple[str, ...]:

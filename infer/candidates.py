@@ -13,26 +13,27 @@ class Candidates:
     """
 
     def __init__(self, root: Tensor) -> None:
-        self._tokens, self._depths, self._size = [root], [0], 1
+        self._tokens, self._size = [root], 1
+        self._firsts: list[int] = []  # of each level, the index of its first candidate
         self._parents: list[Tensor] = []  # of each level, the indices of its expanded nodes
         zero = torch.zeros(1, device=root.device)
         self._confidence, self._survival, self._score = [zero], [zero], [zero]
-        self._frontiers = [zero.long()]
+        self._frontiers: list[Tensor] = []
 
     @property
     def levels(self) -> int:
         return len(self._parents)
 
     def add(self, tokens: Tensor, parents: Tensor, confidence: Tensor, survival: Tensor, score: Tensor) -> int:
-        """Adds one level: [rows, k] nodes under candidates [rows]; the index of the first of them."""
+        """Adds one level: nodes [rows * k], k under each of the candidates [rows]; the index of the first of them."""
         first = self._size
-        self._tokens.append(tokens.flatten())
+        self._tokens.append(tokens)
         self._parents.append(parents)
-        self._confidence.append(confidence.flatten())
-        self._survival.append(survival.flatten())
-        self._score.append(score.flatten())
-        self._size += tokens.numel()
-        self._depths += [len(self._parents)] * tokens.numel()
+        self._confidence.append(confidence)
+        self._survival.append(survival)
+        self._score.append(score)
+        self._firsts.append(first)
+        self._size += tokens.shape[0]
         return first
 
     def pick(self, frontier: Tensor) -> None:
@@ -46,24 +47,23 @@ class Candidates:
 
     def picked(self) -> Tensor:
         """The root and every candidate that was picked, in level order."""
-        return torch.cat(self._frontiers).sort().values
+        root = self._frontiers[0].new_zeros(1)
+        return torch.cat([root, *self._frontiers]).sort().values
 
     def tree(self, kept: Tensor, k: int, draft_forwards: int) -> Tree:
         """The tree of the candidates kept [N], in level order, parents among them. Every level had k a row."""
-        count = kept.shape[0]
-        place = kept.new_full((self._size,), -1)
-        place[kept] = torch.arange(count, device=kept.device)
-        above = torch.cat([kept.new_zeros(1), torch.cat(self._parents).repeat_interleave(k)])  # [candidates]
-        parents = place[above[kept]]
-        if parents.device.type == "cpu":  # elsewhere it would be a synchronisation
-            assert int(parents.min()) >= 0, "a kept node's parent was cut"
+        expanded = torch.cat(self._parents)  # the root first, k candidates for each
+        above = expanded.index_select(0, (kept - 1).clamp_(min=0).floor_divide_(k))  # the root is its own parent
+        parents = torch.searchsorted(kept, above)
+        if kept.device.type == "cpu":  # elsewhere it would be a synchronisation
+            assert torch.equal(kept[parents], above), "a kept node's parent was cut"
         return Tree(
-            tokens=torch.cat(self._tokens)[kept],
+            tokens=torch.cat(self._tokens).index_select(0, kept),
             parents=parents,
-            depth=torch.tensor(self._depths, device=kept.device)[kept],
+            depth=torch.bucketize(kept, torch.tensor(self._firsts, device=kept.device), right=True),
             mask=ancestors(parents, self.levels),
-            confidence=torch.cat(self._confidence)[kept],
-            survival=torch.cat(self._survival)[kept],
+            confidence=torch.cat(self._confidence).index_select(0, kept),
+            survival=torch.cat(self._survival).index_select(0, kept),
             levels=self.levels,
             draft_forwards=draft_forwards,
         )

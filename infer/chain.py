@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from infer.sampling import Sampler, draw
+from infer.sampling import Sampler, argmax, draw
 from infer.stop import Level, Stop
 from infer.tree import Proposal, Tree, draft_ids
 
@@ -49,7 +49,8 @@ class Chain:
                 column = draw(laws[-1], sampler.generator)  # [1]
                 confidence = laws[-1].gather(-1, column[:, None])[:, 0].log()  # [1]
             else:
-                confidence, column = log_q.max(-1)
+                column = argmax(log_q)
+                confidence = log_q.gather(-1, column[:, None])[:, 0]
             token = drafter.target_ids(column)
             above, survival = survival, survival + confidence
             tokens.append(token)

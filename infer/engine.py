@@ -228,7 +228,8 @@ class _Run:
         self.lm.keep(verdict.path)
         tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=self._root.device)
         if self.proposer is not None:
-            self.proposer.commit(tokens, cycle.step.features[verdict.path], cycle)
+            path = torch.tensor(verdict.path, device=self._root.device)
+            self.proposer.commit(tokens, cycle.step.features.index_select(0, path), cycle)
         self._root = tokens[-1:]
 
     def _take(self, tokens: list[int]) -> list[int]:

@@ -248,6 +248,7 @@ def _measure_bench(
     prepare(recipe.threads)
     from infer.bench import Bench, make_decoders, measure_reference, run
     from infer.hardware import default_device, describe
+    from infer.overhead import measure_overhead, overhead_text
     from infer.records import line_of
     from infer.tasks import load_prompts
     from model.files import write_text
@@ -266,6 +267,8 @@ def _measure_bench(
             f"{reference.bare_forward_ms_per_token:.2f}, transformers' generate with a static cache "
             f"{reference.generate_static_ms_per_token:.2f}"
         )
+    if section.overhead:
+        print("\n".join(overhead_text(row) for row in measure_overhead(bench, prompts)))
     write_text(bench.records_path, "".join(line_of(record) for record in records))
     stage.finish(hardware=describe(target), answers=len(records))
     failed = [record for record in records if record.status == "error"]

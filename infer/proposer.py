@@ -1,7 +1,7 @@
 """What fills a cycle's tree: a drafter in a shape, or anything else that can guess how the text goes on."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -73,6 +73,15 @@ class CachedDrafter(Drafter, Protocol):
     def reset(self, prompt: Tensor, capacity: int) -> None: ...
 
     def commit(self, tokens: Tensor, features: Tensor) -> None: ...
+
+
+@runtime_checkable
+class Forwards(Protocol):
+    """A drafter that says where it calls its models, for whoever times these forwards alone."""
+
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """(owner, attribute) of every function that runs a model, LM heads included; none of them calls another."""
+        ...
 
 
 class Drafting:

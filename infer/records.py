@@ -16,6 +16,7 @@ from model.recipe import STRICT
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+OVERHEAD = "overhead.json"
 NODE_ARRAYS = ("prompt", "depth", "confidence", "survival", "acceptance")
 CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
 
@@ -128,6 +129,29 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Overhead:
+    """What one row's cycles cost at temperature 0: medians over prompts and repetitions, milliseconds per cycle.
+
+    cycle is what decoding takes after the prefill: draft, verify, commit and other. bare_target and bare_draft are the
+    very same forwards, LM heads included, without laws, trees, masks, choices, cache rows and statistics.
+    """
+
+    __pydantic_config__ = STRICT
+    row: int
+    method: str
+    prompts: int
+    repetitions: int
+    overhead: float  # (cycle - bare) / bare of each repetition, which takes both one right after the other
+    cycle: float
+    draft: float
+    verify: float
+    commit: float
+    other: float
+    bare_target: float
+    bare_draft: float
+
+
+@dataclass(frozen=True)
 class CycleArrays:
     """Drafted nodes whose parent was accepted (n of them), and the cycles (c) that they came from."""
 
@@ -188,6 +212,14 @@ def read_reference(path: Path) -> Reference:
         return TypeAdapter(Reference).validate_python(read_json(path))
     except ValidationError as error:
         raise UserError(f"{path}: {_problem(error)}; measure again with: python infer/main.py bench") from error
+
+
+def read_overhead(path: Path) -> list[Overhead]:
+    """The rows of overhead.json; UserError when it holds something else."""
+    try:
+        return TypeAdapter(list[Overhead]).validate_python(read_json(path))
+    except ValidationError as error:
+        raise UserError(f"{path}: {_problem(error)}; delete it and run: python infer/main.py bench") from error
 
 
 def write_cycles(path: Path, arrays: CycleArrays) -> None:

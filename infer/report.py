@@ -10,7 +10,7 @@ from infer.diversity import distinct_ngrams, pooled_prompt_lookup_tau
 from infer.page import render
 from infer.palette import standalone
 from infer.plots import pictures
-from infer.records import Record, Reference, read_records, read_reference
+from infer.records import OVERHEAD, Record, Reference, read_overhead, read_records, read_reference
 from infer.table import console_table, csv_table, markdown_table
 from model.errors import UserError
 from model.files import read_json, write_json, write_text
@@ -37,8 +37,9 @@ class Facts:
 def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, seed: int = 0) -> dict[str, Any]:
     """Writes every file of the report and returns the content of summary.json.
 
-    bench holds records.jsonl and, when the references were timed, reference.json; calibration holds calibration.json,
-    or is absent and then left out. The seed is the bootstrap's. Raises UserError for missing or damaged input.
+    bench holds records.jsonl and, when these were timed, reference.json and overhead.json; calibration holds
+    calibration.json, or is absent and then left out. The seed is the bootstrap's. Raises UserError for missing or
+    damaged input.
     """
     records_path = bench / "records.jsonl"
     records = read_records(records_path)
@@ -50,6 +51,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     reference = read_reference(reference_path) if reference_path.is_file() else None
     summary = summarise(groups, curve, facts, seed)
     details = detail(groups, reference, curve, seed)
+    details["overhead"] = _overhead(bench / OVERHEAD, groups)
     drawn = pictures(summary["rows"], [item["tau_ci95"] for item in details["rows"]], curve)
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
@@ -145,6 +147,15 @@ def _diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
         "prompt_lookup_tau": pooled_prompt_lookup_tau(pairs),
         "prompt_lookup_tau_latest": pooled_prompt_lookup_tau(pairs, latest=True),
     }
+
+
+def _overhead(path: Path, groups: Sequence[Group]) -> list[dict[str, Any]] | None:
+    """overhead.json with each row's position among the summary's; None where it was not measured."""
+    if not path.is_file():
+        return None
+    places = {members.first.row: position for position, members in reversed(list(enumerate(groups)))}
+    measured = [each for each in read_overhead(path) if each.row in places]
+    return [{**asdict(each), "position": places[each.row]} for each in measured] or None
 
 
 def _calibration(path: Path) -> dict[str, Any] | None:

@@ -87,6 +87,7 @@ class DynamicTree:
         self.stop = stop
         self.levels, self.k, self.nodes = config.levels, config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
+        self._rows = torch.empty(0, dtype=torch.long)  # of a level's candidates, in order: k times 0, k times 1, ...
 
     @property
     def max_nodes(self) -> int:
@@ -104,35 +105,42 @@ class DynamicTree:
         frontier = torch.zeros(1, dtype=torch.long, device=root.device)  # pool indices of the expanded nodes
         above = lowest = torch.zeros(1, device=root.device)  # their survival; their path's smallest confidence
         k = min(self.k, log_q.shape[-1])
+        row_of = self._row_of(k, root.device)
         for depth in range(1, levels + 1):
             if depth > 1 and self.stop.declines(log_q, above):
                 break
-            confidence, columns = log_q.topk(k, dim=-1)  # [rows, k]
-            tokens = drafter.target_ids(columns)
-            survival = above[:, None] + confidence
-            score = survival if self.by_survival else torch.minimum(lowest[:, None], confidence)
+            chances, columns = log_q.topk(k, dim=-1)  # [rows, k]
+            grown = above[:, None] + chances
+            confidence, survival, tokens = chances.flatten(), grown.flatten(), drafter.target_ids(columns).flatten()
+            score = survival if self.by_survival else torch.minimum(lowest[:, None], chances).flatten()
             first = pool.add(tokens, frontier, confidence, survival, score)
             if depth == levels and self.rerank:
                 break
-            best = (survival if self.by_survival else confidence).flatten().topk(k).indices
+            best = (survival if self.by_survival else confidence).topk(k).indices
             if not self.rerank:
                 pool.pick(best + first)
             if depth == levels:
                 break
-            confidence, survival = confidence.flatten(), survival.flatten()
-            level = Level(depth, confidence[best], survival[best], log_q, above, best // k, survival)
-            best = self._expanded(level, best)
+            rows, alive = row_of.index_select(0, best), survival.index_select(0, best)
+            level = Level(depth, confidence.index_select(0, best), alive, log_q, above, rows, survival)
+            kept = self._expanded(level)
+            if kept is not None:
+                best, rows, alive = best[kept], rows[kept], alive[kept]
             if best.shape[0] == 0:
                 break
-            log_q = drafter.step(tokens.flatten()[best], best // k)
+            log_q = drafter.step(tokens.index_select(0, best), rows)
             forwards += 1
-            frontier, above = best + first, survival[best]
-            lowest = above if self.by_survival else score.flatten()[best]
+            frontier, above = best + first, alive
+            lowest = above if self.by_survival else score.index_select(0, best)
         return pool.tree(pool.best(self.nodes) if self.rerank else pool.picked(), k, forwards)
 
-    def _expanded(self, level: Level, best: Tensor) -> Tensor:
-        """Those of the frontier's nodes [k] that the stop rule lets grow; none: the tree ends."""
+    def _row_of(self, k: int, device: torch.device) -> Tensor:
+        if self._rows.shape[0] != k * k or self._rows.device != device:
+            self._rows = torch.arange(k, device=device).repeat_interleave(k)
+        return self._rows
+
+    def _expanded(self, level: Level) -> Tensor | None:
+        """Which of the frontier's nodes [k] the stop rule lets grow, null: all; none of them: the tree ends."""
         if self.stop.ends(level):
-            return best[:0]
-        mask = self.stop.expands(level)
-        return best if mask is None else best[mask]
+            return torch.zeros_like(level.rows, dtype=torch.bool)
+        return self.stop.expands(level)

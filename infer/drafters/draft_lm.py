@@ -1,5 +1,7 @@
 """Drafting with a small LM that shares its target's tokenizer (SpS): a cache of its own, no features of the target."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,10 @@ class DraftLMDrafter:
     def after_blocks(self) -> tuple[int, ...]:
         """No taps: the LM reads tokens alone."""
         return ()
+
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """Where it calls the LM and its LM head."""
+        return (self.draft.decoder, "forward"), (self.draft, "logits")
 
     def target_ids(self, columns: Tensor) -> Tensor:
         """The target's token ids of columns of log q, which are the same numbers."""

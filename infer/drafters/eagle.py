@@ -1,7 +1,10 @@
 """Drafting with an EAGLE head: its own keys and values, true features where they are known, predictions below."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from model.checkpoint import Head
 from model.errors import UserError
@@ -27,12 +30,14 @@ class EagleDrafter:
         self._vocabulary = head.vocabulary if isinstance(head, Eagle3Head) else None
         self.target = target
         self._draft = head.fused()
+        self._logits = head.logits if isinstance(head, Eagle3Head) else target.logits
+        self._fuse = head.fuse if isinstance(head, Eagle3Head) else None
         self._buffers: list[KeyValueBuffer] = []
         self._length = 0  # committed slots
         self._hidden: Tensor | None = None  # [1, rows of the last call, D]
         self._seen: Tensor | None = None  # additive [rows of the last call, drafted slots so far]
         self._levels = 0
-        self._zeros = torch.empty(0)  # additive mask of what everybody sees, [widest step, capacity]
+        self._nothing = torch.empty(1, 0)  # the mask of the rows of a tree that has drafted none
         self._own: dict[int, Tensor] = {}  # additive masks of n slots that see themselves alone, [n, n]
 
     @property
@@ -43,6 +48,11 @@ class EagleDrafter:
     def after_blocks(self) -> tuple[int, ...]:
         """The taps that `commit` is given; none: it is given last_hidden."""
         return self.head.config.after_blocks if isinstance(self.head, Eagle3Head) else ()
+
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """Where it calls the head, its fusion and its LM head."""
+        names = ("_draft", "_logits") if self._fuse is None else ("_draft", "_logits", "_fuse")
+        return tuple((self, name) for name in names)
 
     def target_ids(self, columns: Tensor) -> Tensor:
         """The target's token ids of columns of log q."""
@@ -55,13 +65,13 @@ class EagleDrafter:
         self._buffers = [
             KeyValueBuffer.allocate(1, sizes, capacity, like) for _ in range(self.head.config.num_hidden_layers)
         ]
-        self._zeros = like.new_zeros(1, capacity)
+        self._nothing = like.new_empty(1, 0)
         self._length = 0
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         """Appends slots: last_hidden [n, D] or taps [n, L*D] of n tokens, and the n tokens [n] that follow each."""
-        if isinstance(self.head, Eagle3Head):
-            features = self.head.fuse(features)
+        if self._fuse is not None:
+            features = self._fuse(features)
         count, first = tokens.shape[0], self._length
         total = first + count
         self._rewind(first)
@@ -73,7 +83,7 @@ class EagleDrafter:
     def start(self) -> Tensor:
         """log q [1, V or Vd] after the last committed token."""
         self._rewind(self._length)
-        self._seen = self._zeros[:1, :0]
+        self._seen = self._nothing
         self._levels = 0
         return self._log_q()
 
@@ -81,12 +91,11 @@ class EagleDrafter:
         """log q [n, V or Vd] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
         assert self._hidden is not None and self._seen is not None
         count, position = tokens.shape[0], self._length + self._levels
-        known = self._zeros[:, : self._length].expand(count, -1)
-        mask = torch.cat([known, self._seen.index_select(0, parents), self._itself(count)], dim=1)
+        self._seen = torch.cat([self._seen.index_select(0, parents), self._itself(count)], dim=1)
+        mask = F.pad(self._seen, (self._length, 0))  # everybody sees what is known
         features = self._hidden.index_select(1, parents)
         at = (position, position + 1)
         self._hidden = self._draft(tokens[None], features, at, mask[None, None], self._buffers)
-        self._seen = mask[:, self._length :]
         for buffer in self._buffers:
             buffer.length += count
         self._levels += 1
@@ -97,13 +106,11 @@ class EagleDrafter:
             buffer.length = length
 
     def _itself(self, count: int) -> Tensor:
-        if count not in self._own or self._own[count].device != self._zeros.device:
-            eye = torch.eye(count, dtype=torch.bool, device=self._zeros.device)
-            self._own[count] = self._zeros.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
+        if count not in self._own or self._own[count].device != self._nothing.device:
+            eye = torch.eye(count, dtype=torch.bool, device=self._nothing.device)
+            self._own[count] = self._nothing.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
         return self._own[count]
 
     def _log_q(self) -> Tensor:
         assert self._hidden is not None
-        hidden = self._hidden[0]
-        logits = self.head.logits(hidden) if isinstance(self.head, Eagle3Head) else self.target.logits(hidden)
-        return logits.float().log_softmax(-1)
+        return self._logits(self._hidden[0]).float().log_softmax(-1)

@@ -1,7 +1,7 @@
 """Drafting with a Hydra head: one small forward a level, over the last known state and the tokens drafted since."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ class HydraDrafter:
     @property
     def max_positions(self) -> int:
         return self.head.config.max_position_embeddings if self.head.config.prefix_layer else 2**31
+
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """Where it calls the prefix layer, if it has one, and the heads."""
+        names = ("step", "prefix") if self.head.config.prefix_layer else ("step",)
+        return tuple((self.head, name) for name in names)
 
     def target_ids(self, columns: Tensor) -> Tensor:
         return columns

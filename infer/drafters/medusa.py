@@ -1,6 +1,6 @@
 """Drafting with a Medusa head: one forward over the last known feature gives the laws of all levels."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class MedusaDrafter:
         self._feature = torch.empty(0)  # [1, D]
         self._log_q = torch.empty(0)  # [num_heads, 1, V]
         self._level = 0
+
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """Where it calls the head."""
+        return ((self.head, "forward"),)
 
     def target_ids(self, columns: Tensor) -> Tensor:
         return columns
