@@ -13,6 +13,7 @@ import pipeline
 from data.inputs import target_inputs
 from data.provenance import Stage, with_status
 from infer.begin import begin_bench, check_inputs, check_settings, check_weights, inputs_of
+from infer.choices import digests as choice_digests
 from infer.choices import sized
 from infer.config import BenchConfig, Method, MethodConfig
 from infer.demonstrate import add_options, demonstrate, options_of
@@ -162,11 +163,9 @@ def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     used = _head_of(asked, recipe, paths, head, "calibrate")
     check_levels(tree, used, "calibrate")
     check_inputs(recipe.target, [used], section.prompts)
-    stage = Stage(
-        "calibration",
-        paths.calibration,
-        inputs_of(recipe.target, recipe.seed, [used], {"calibrate": as_dict(section)}, section.prompts),
-    )
+    sections = {"calibrate": as_dict(section), **choice_digests([tree])}
+    inputs = inputs_of(recipe.target, recipe.seed, [used], sections, section.prompts)
+    stage = Stage("calibration", paths.calibration, inputs)
     if arguments.plan:
         print(
             f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
@@ -187,6 +186,7 @@ def _measure_calibration(
     from data.progress import bar
     from infer.calibrate import summarise
     from infer.collect import NodeCollector
+    from infer.rebuilt_tree import rebuild
     from infer.records import write_cycles
     from infer.tasks import encode, load_prompts
 
@@ -204,10 +204,12 @@ def _measure_calibration(
     write_cycles(stage.output / "cycles.npz", arrays)
     summary = summarise(arrays, section.bins)
     write_json(stage.output / "calibration.json", summary)
+    questions = [encode(prompt.text, tokenizer, target) for prompt in prompts]
+    tree = rebuild(target, asked, head, questions, section, stage.output)
     stage.finish(nodes=len(arrays.prompt), cycles=len(arrays.accepted_length))
     print(
         f"calibrate: {len(arrays.prompt):,} drafted nodes of {len(arrays.accepted_length):,} cycles; "
-        f"ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}"
+        f"ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}" + (f"\n{tree}" if tree else "")
     )
     return "done", 0
 
@@ -217,20 +219,16 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = recipe.bench
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'bench'; add one with prompts and rows")
-    heads = []
+    heads, trees = [], []
     for number, row in enumerate(section.rows):
         place = f"bench.rows.{number}"
         tree = tree_of(row, place)
         heads.append(_head_of(row, recipe, paths, head, place))
         check_levels(tree, heads[-1], place)
+        trees.append(tree)
     check_inputs(recipe.target, heads, section.prompts)
-    stage = Stage(
-        "bench",
-        paths.bench,
-        inputs_of(
-            recipe.target, recipe.seed, heads, {"bench": as_dict(section), "threads": recipe.threads}, section.prompts
-        ),
-    )
+    sections = {"bench": as_dict(section), "threads": recipe.threads, **choice_digests(trees)}
+    stage = Stage("bench", paths.bench, inputs_of(recipe.target, recipe.seed, heads, sections, section.prompts))
     answers = (section.prompts.num_prompts or 0) * len(section.rows) * len(section.sampling)
     if arguments.plan:
         print(
