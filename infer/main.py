@@ -21,7 +21,7 @@ from infer.heads import check_levels, find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
 from infer.quiet import prepare
 from model.config import TargetConfig
-from model.errors import UserError, exit_code
+from model.errors import UserError, exit_code, warn
 from model.files import read_json, write_json
 from model.recipe import as_dict, from_overrides
 
@@ -360,6 +360,10 @@ def _commands(config: Path) -> tuple[str, ...]:
 
 def _recipe(arguments: argparse.Namespace, unknown: list[str]) -> tuple[pipeline.Recipe, pipeline.RunPaths, Path]:
     recipe = pipeline.load(arguments, unknown)
+    own = {"bench": "its rows have trees of their own (bench.rows)", "calibrate": "its tree is calibrate.tree"}
+    for word in unknown:
+        if word.startswith("--tree.") and arguments.command in own:
+            warn(f"{word.partition('=')[0]}: {arguments.command} does not read it; {own[arguments.command]}")
     paths = pipeline.RunPaths(Path(recipe.run))
     return recipe, paths, arguments.head or paths.head(recipe)
 
