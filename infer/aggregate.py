@@ -65,9 +65,9 @@ def row(members: Group, seed: int = 0) -> dict[str, Any]:
 
     ms are sums over the prompts, as new_tokens and target_forwards are; peak_memory_gib is the largest.
     """
-    identity = _identity(members)
+    known = identity(members)
     if members.failed:
-        return {**identity, "status": "error", "message": _failure(members)}
+        return {**known, "status": "error", "message": _failure(members)}
     records = members.records
     new_tokens = sum(record.new_tokens for record in records)
     forwards = sum(record.target_forwards for record in records)
@@ -76,7 +76,7 @@ def row(members: Group, seed: int = 0) -> dict[str, Any]:
     decode_seconds = (times.wall - times.prefill) / 1000.0
     memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]
     return {
-        **identity,
+        **known,
         "new_tokens": new_tokens,
         "tau": tau(records),
         "tau_macro": tau_macro(records),
@@ -152,7 +152,8 @@ def milliseconds(records: Sequence[Record]) -> Milliseconds:
     return Milliseconds(**{part: sum(getattr(r.ms, part) for r in records if r.ms is not None) for part in PARTS})
 
 
-def _identity(members: Group) -> dict[str, Any]:
+def identity(members: Group) -> dict[str, Any]:
+    """What a row of summary.json says of itself before any figure."""
     first = members.first
     tasks = {record.task for record in members.records}
     tree = None
@@ -161,9 +162,12 @@ def _identity(members: Group) -> dict[str, Any]:
         k = 1 if first.tree.shape == "chain" else first.tree.k
         tree = {**first.tree.settings, "shape": first.tree.shape, "levels": first.tree.levels, "k": k}
         tree["nodes"] = first.tree.levels + 1 if first.tree.shape == "chain" else first.tree.nodes
+        tree |= {"text": first.tree.text} if first.tree.text else {}
+        tree |= {"variant": first.tree.variant} if first.tree.variant else {}
     return {
         "method": first.method,
         "head": first.head,
+        "head_path": first.head_path,
         "task": first.task if len(tasks) == 1 else ALL_TASKS,
         "temperature": first.temperature,
         "top_k": first.top_k,

@@ -6,7 +6,7 @@ from typing import Any
 
 from data.inputs import target_inputs
 from data.provenance import Stage
-from infer.config import PromptsConfig
+from infer.config import PromptsConfig, SamplingConfig
 from model.config import TargetConfig
 from model.errors import UserError
 from model.files import file_digest, read_json, write_json
@@ -50,6 +50,23 @@ def check_inputs(target: TargetConfig, heads: Sequence[str | None], prompts: Pro
     target_inputs(target)
     if not Path(prompts.path).is_file():
         raise UserError(f"{prompts.path}: no such file of prompts")
+    check_weights(heads)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """UserError for sampling settings, by transformers' names, that no sampler can have; null: not given."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given.pop("max_new_tokens", 1) < 1:
+        raise UserError(f"--max-new-tokens: must be at least 1, not {settings['max_new_tokens']}")
+    try:
+        SamplingConfig(**given)
+    except ValueError as error:
+        option = next((name for name in given if str(error).startswith(name)), "sampling").replace("_", "-")
+        raise UserError(f"--{option}: {error}") from error
+
+
+def check_weights(heads: Sequence[str | None]) -> None:
+    """UserError for a head's directory without weights."""
     for head in heads:
         if head is not None and find_weights(head_directory(head)) is None:
             raise UserError(

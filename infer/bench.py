@@ -14,21 +14,18 @@ import torch
 from torch import Tensor
 
 from data.progress import bar
-from infer.choices import sized
 from infer.config import BenchConfig, MethodConfig, SamplingConfig
 from infer.cycle_log import AnswerKey, CycleLog, Origin
 from infer.cycle_recorder import CycleRecorder
 from infer.decoders import Drafters, make_decoder
-from infer.drafters.lookahead import Lookahead
 from infer.engine import Generation, SpeculativeDecoder
-from infer.methods import tree_of
-from infer.records import Milliseconds, Record, Reference, TreeShape, line_of, read_records
+from infer.records import Milliseconds, Record, Reference, line_of, read_records
 from infer.tasks import Prompt, encode
 from infer.tree import root_only
+from infer.variant import tree_shape
 from infer.watch import watched
 from model.errors import UserError
 from model.files import write_json
-from model.recipe import as_dict
 from model.target import Target
 
 REFERENCE_PROMPTS = 12
@@ -62,23 +59,6 @@ def make_decoders(
     drafters = Drafters(target)
     named = zip(rows, heads, strict=True)
     return [make_decoder(drafters, row, head, f"bench.rows.{number}") for number, (row, head) in enumerate(named)]
-
-
-def tree_shape(row: MethodConfig) -> TreeShape | None:
-    """What a record says of a row's tree; null for vanilla."""
-    if row.method == "pld":
-        length = row.lookup.length
-        settings = {**as_dict(row.lookup), "longest_ngram": row.lookup.longest_ngram}
-        return TreeShape("lookup", length, 1, length + 1, settings)
-    if row.method == "lookahead":
-        levels, nodes = row.lookahead.ngram - 1, Lookahead(row.lookahead).max_nodes
-        return TreeShape("lookahead", levels, row.lookahead.guesses, nodes, as_dict(row.lookahead))
-    tree = tree_of(row, "bench.rows")
-    if tree is None:
-        return None
-    tree = sized(tree)
-    settings = {key: value for key, value in as_dict(tree).items() if key in ("stop", "rank", "rerank", "children")}
-    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings)
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
@@ -216,6 +196,7 @@ def _measure(
     common: dict[str, Any] = {
         **{name: value for name, value in asdict(origin).items() if name != "turn"},
         "head": bench.kinds[origin.row],
+        "head_path": bench.config.rows[origin.row].head,
         "tree": tree_shape(bench.config.rows[origin.row]),
         "prompt_tokens": ids.shape[1],
         "prompt_ids": tuple(ids[0].tolist()),

@@ -10,12 +10,13 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not infer/
 
 import pipeline
+from data.inputs import target_inputs
 from data.provenance import Stage, with_status
-from infer.begin import begin_bench, check_inputs, inputs_of
+from infer.begin import begin_bench, check_inputs, check_settings, check_weights, inputs_of
 from infer.choices import sized
 from infer.config import BenchConfig, Method, MethodConfig
 from infer.demonstrate import add_options, demonstrate, options_of
-from infer.heads import find_head, heads_by_kind, kind_at
+from infer.heads import check_levels, find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
 from infer.quiet import prepare
 from model.config import TargetConfig
@@ -78,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     target_config, asked, head, threads = _generation(arguments, unknown)
-    tree = tree_of(asked, "tree")
+    tree = tree_of(asked, "generate")
+    check_levels(tree, head, "generate")
+    check_weights([head])
+    target_inputs(target_config)
+    settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    check_settings(settings)
     if arguments.plan:
         grown = as_dict(sized(tree)) if tree else "no tree"
         print(f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {grown}")
@@ -86,12 +92,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     prepare(threads)
     from infer.generate import Question, Traces, answer
 
-    question = Question(
-        arguments.prompt,
-        arguments.raw,
-        arguments.seed,
-        {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")},
-    )
+    question = Question(arguments.prompt, arguments.raw, arguments.seed, settings)
     answer(target_config, asked, head, question, Traces(arguments.show_tree, arguments.save_tree, arguments.cycles))
     return 0
 
@@ -114,7 +115,7 @@ def _generation(
         asked = replace(asked, tree=tree)
     _check_given(arguments.head, asked.method)
     if arguments.head is None and recipe.head.kind in _heads(asked.method):
-        return recipe.target, asked, _present(paths.head(recipe)), recipe.threads
+        return recipe.target, asked, _present(paths.head(recipe), asked.method), recipe.threads
     found = find_head(asked, paths.heads, recipe.head.kind, arguments.head, "--method")
     return recipe.target, asked, found, recipe.threads
 
@@ -145,9 +146,9 @@ def _heads(method: Method) -> tuple[str, ...]:
     return METHODS[method].heads
 
 
-def _present(head: Path) -> str:
-    """The head's directory; UserError when there is none."""
-    kind_at(head)
+def _present(head: Path, method: Method) -> str:
+    """The head's directory; UserError when there is none, or one that the method does not draft with."""
+    check_kind(method, kind_at(head), str(head))
     return str(head)
 
 
@@ -157,8 +158,9 @@ def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'calibrate'; add one with prompts: {{path: ...}}")
     asked = MethodConfig(section.method or usual_method(recipe.head.kind), section.tree)
-    tree = tree_of(asked, "calibrate.tree")
+    tree = tree_of(asked, "calibrate")
     used = _head_of(asked, recipe, paths, head, "calibrate")
+    check_levels(tree, used, "calibrate")
     check_inputs(recipe.target, [used], section.prompts)
     stage = Stage(
         "calibration",
@@ -217,8 +219,10 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
         raise UserError(f"{arguments.config}: has no section 'bench'; add one with prompts and rows")
     heads = []
     for number, row in enumerate(section.rows):
-        tree_of(row, f"bench.rows.{number}")
-        heads.append(_head_of(row, recipe, paths, head, f"bench.rows.{number}"))
+        place = f"bench.rows.{number}"
+        tree = tree_of(row, place)
+        heads.append(_head_of(row, recipe, paths, head, place))
+        check_levels(tree, heads[-1], place)
     check_inputs(recipe.target, heads, section.prompts)
     stage = Stage(
         "bench",
@@ -319,13 +323,14 @@ def _report(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 def _compare(arguments: argparse.Namespace, unknown: list[str]) -> int:
     recipe = pipeline.load(arguments, unknown)
-    from infer.compare import tau_difference
+    from infer.compare import names, tau_difference
     from infer.records import read_records
 
     records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / "records.jsonl")
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]
-    print(tau_difference(records, arguments.of, arguments.against, recipe.seed).text())
+    difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
+    print(f"{names(records, arguments.of)} against {names(records, arguments.against)}:\n{difference.text()}")
     return 0
 
 
@@ -366,7 +371,7 @@ def _head_of(
 ) -> str | None:
     """The head that a row drafts with: --head or the recipe's own where its kind fits, else the run's of that kind."""
     if asked.head is None and recipe.head.kind in METHODS[asked.method].heads and head == paths.head(recipe):
-        return _present(head)
+        return _present(head, asked.method)
     given = None if head == paths.head(recipe) else head
     return find_head(asked, paths.heads, recipe.head.kind, given, place)
 

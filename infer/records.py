@@ -23,14 +23,19 @@ CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The tree of one row; nodes count the root. `settings` is what else its method was given, published values too."""
+    """The tree of one row; nodes count the root. `settings` is what else its method was given, published values too.
+
+    text: what a method that grows no tree says in its place. variant: what its method has otherwise, in a few words.
+    """
 
     __pydantic_config__ = STRICT
-    shape: Literal["dynamic", "chain", "static", "lookup", "lookahead"]
+    shape: str  # dynamic, chain, static; or the section of a method's settings that grows no tree: lookup, lookahead
     levels: int
     k: int
     nodes: int
     settings: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Record:
     task: str
     prompt_id: str
     head: str | None = None  # the kind of head that drafted
+    head_path: str | None = None  # as its row names it; null: the run's own
     prompt_tokens: int = 0
     prompt_ids: tuple[int, ...] = ()
     prompt_text: str | None = None  # shown above the sample outputs when given

@@ -12,6 +12,7 @@ from infer.palette import standalone
 from infer.plots import pictures
 from infer.records import OVERHEAD, Record, Reference, read_overhead, read_records, read_reference
 from infer.table import console_table, csv_table, markdown_table
+from infer.variant import told_apart
 from model.errors import UserError
 from model.files import read_json, write_json, write_text
 
@@ -76,7 +77,7 @@ def summarise(groups: Sequence[Group], curve: dict[str, Any] | None, facts: Fact
         "target": facts.target,
         "head": facts.head,
         "hardware": facts.hardware,
-        "rows": [row(members, seed) for members in groups],
+        "rows": told_apart([row(members, seed) for members in groups]),
         "sweeps": [],
         "calibration": None if curve is None else {name: curve[name] for name in CALIBRATION_CONTRACT},
     }
