@@ -3,6 +3,7 @@
 import itertools
 import os
 import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from infer.cycle_recorder import CycleRecorder
 from infer.decoders import Drafters, make_decoder
 from infer.drafters.lookahead import Lookahead
 from infer.engine import Generation, SpeculativeDecoder
+from infer.hardware import max_context
 from infer.methods import tree_of
 from infer.records import Milliseconds, Record, TreeShape, line_of, read_records
 from infer.suite import Suite, check_tasks, suite_of
@@ -55,6 +57,17 @@ class Bench:
     @property
     def cycles_path(self) -> Path:
         return self.directory / CYCLES
+
+    def max_new_tokens(self, prompt_tokens: int) -> int:
+        """The length of an answer to a prompt, the same for every row: what the recipe asks, as far as there is room.
+
+        The room is that of the target's context and of every drafter's positions, but for those that the prompt alone
+        overruns: their rows fail, and shorten nobody else's answers.
+        """
+        limits = [decoder.proposer.max_positions for decoder in self.decoders if decoder.proposer is not None]
+        limits.append(max_context(self.target) or sys.maxsize)
+        room = min((limit - prompt_tokens for limit in limits if limit > prompt_tokens), default=1)
+        return min(self.config.prompts.max_new_tokens, room)
 
 
 def make_decoders(
@@ -235,7 +248,7 @@ def _measured(
     try:
         generation = bench.decoders[origin.row].generate(
             ids,
-            max_new_tokens=bench.config.prompts.max_new_tokens,
+            max_new_tokens=bench.max_new_tokens(ids.shape[1]),
             do_sample=origin.temperature > 0,
             temperature=origin.temperature,
             top_k=origin.top_k,

@@ -33,11 +33,11 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
         return read_overhead(path)
     used = prompts[:NUM_PROMPTS]
     rows = range(len(bench.config.rows))
-    settings: dict[str, Any] = {"max_new_tokens": bench.config.prompts.max_new_tokens, "do_sample": False}
     found: list[list[dict[str, float]]] = [[] for _ in rows]
     with bar(len(used) * REPETITIONS, "turns", "overhead") as progress:
         for prompt in used:
             ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
+            settings: dict[str, Any] = {"max_new_tokens": bench.max_new_tokens(ids.shape[1]), "do_sample": False}
             tapes = {row: tape for row in rows if (tape := _tape(bench, row, ids, settings)) is not None}
             for repetition in range(REPETITIONS):
                 for row, tape in tapes.items():

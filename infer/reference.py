@@ -31,17 +31,17 @@ def measure_reference(bench: Bench, records: list[Record]) -> tuple[Reference, l
     answers: dict[Key, tuple[int, ...]] = {}
     ms_per_token: dict[str, list[float]] = {"static": [], "bare": [], "vanilla": []}
     vanilla = SpeculativeDecoder(bench.target)
-    new = bench.config.prompts.max_new_tokens
     with bar(len(greedy), "prompts", "reference") as progress:
         for number, record in enumerate(greedy):
             ids = torch.tensor([record.prompt_ids], device=bench.target.device)
+            new = bench.max_new_tokens(ids.shape[1])
             seconds, answer = _timed(bench.target, lambda ids=ids: _generate(bench, ids))  # type: ignore[misc]
             answers[record.prompt_key] = tuple(answer)
             if number < REFERENCE_PROMPTS:
                 bare, _ = _timed(bench.target, lambda ids=ids, answer=answer: _replay(vanilla, ids, answer))  # type: ignore[misc]
                 plain, _ = _timed(
                     bench.target,
-                    lambda ids=ids: vanilla.generate(ids, max_new_tokens=new, do_sample=False),  # type: ignore[misc]
+                    lambda ids=ids, new=new: vanilla.generate(ids, max_new_tokens=new, do_sample=False),  # type: ignore[misc]
                 )
                 for name, value in (("static", seconds), ("bare", bare), ("vanilla", plain)):
                     ms_per_token[name].append(1000 * value / len(answer))
@@ -88,7 +88,7 @@ def _generate(bench: Bench, ids: Tensor) -> list[int]:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=bench.config.prompts.max_new_tokens,
+            max_new_tokens=bench.max_new_tokens(ids.shape[1]),
             cache_implementation="static",
             disable_compile=True,
         )
