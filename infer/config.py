@@ -18,6 +18,7 @@ from infer.stops.config import (
     asks_below,
     beyond,
 )
+from infer.task_config import TaskConfig
 from model.recipe import STRICT
 
 
@@ -185,15 +186,27 @@ def name_rule(tree: Any, method: Any) -> Any:
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """Measuring prompts: Spec-Bench style questions {question_id, category, turns}, or lines of plain text."""
+    """Measuring prompts: Spec-Bench style questions {question_id, category, turns}, lines of plain text, or tasks."""
 
     __pydantic_config__ = STRICT
-    path: str
-    num_prompts: int | None = 80
-    max_new_tokens: int = 512
-    task: str | None = None  # null: the file's categories
+    path: str | None = None  # a .jsonl file of questions, or of lines
+    num_prompts: int | None = 80  # of the file, or of each task; null: all
+    max_new_tokens: int = 512  # of each turn
+    task: str | None = None  # the name of all questions of `path`; null: the file's categories
+    tasks: tuple[TaskConfig, ...] = ()  # in place of path
+    turns: int | None = None  # of each question at most; null: all
+    system_prompt: str | None = None  # before each conversation
 
     def __post_init__(self) -> None:
+        if (self.path is None) == (not self.tasks):
+            raise ValueError("prompts come from a file (path) or from tasks; set one of them")
+        if self.tasks and self.task is not None:
+            raise ValueError("task names the questions of path, and tasks have names of their own; leave it out")
+        names = [task.name for task in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tasks: {next(name for name in names if names.count(name) > 1)} stands there twice")
+        if self.turns is not None and self.turns < 1:
+            raise ValueError("turns must be at least 1")
         if self.max_new_tokens < 1 or (self.num_prompts is not None and self.num_prompts < 1):
             raise ValueError("num_prompts and max_new_tokens are at least 1 (num_prompts: null takes the whole file)")
 
@@ -311,6 +324,29 @@ class SamplingConfig:
             raise ValueError(f"top_p is a share, more than 0 and at most 1, not {self.top_p:g}")
 
 
+CONTEXT = "context"  # the sweep that contexts make
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """Rows measured once for each value of one setting; they go to `sweeps` of summary.json, never into its rows."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    vary: str  # a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), or temperature
+    values: tuple[Any, ...]
+    rows: tuple[MethodConfig, ...]
+    sampling: tuple[SamplingConfig, ...] = ()  # empty: the bench's
+    tasks: tuple[str, ...] = ()  # names; empty: all
+    num_prompts: int | None = None  # the first ones of each task; null: all
+
+    def __post_init__(self) -> None:
+        if not self.values or not self.rows:
+            raise ValueError("a sweep needs values and rows")
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise ValueError("num_prompts must be at least 1")
+
+
 @dataclass(frozen=True)
 class BenchConfig:
     """What is measured: every row on every prompt, interleaved, in one process."""
@@ -323,6 +359,11 @@ class BenchConfig:
     reference: bool = True  # also time transformers' generate and the bare forwards
     overhead: bool = False  # also time each row's model forwards replayed bare, on a few prompts (overhead.json)
     cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl); speeds stay comparable
+    by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled (details.json has each)
+    sweeps: tuple[SweepConfig, ...] = ()
+    # context lengths (prompt and answer, ascending) that split the answers into a sweep of their own, as far as the
+    # target goes: from the start to each, and between each and the one before (SVIP, tables 2 and 5, figures 5 and 6)
+    contexts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(row.method == "vanilla" for row in self.rows):
@@ -331,6 +372,11 @@ class BenchConfig:
             raise ValueError("sampling is a list of one or more different settings ([{temperature: 0.0}], for one)")
         if self.warmup_prompts < 0:
             raise ValueError(f"warmup_prompts must not be negative, not {self.warmup_prompts}")
+        names = [sweep.name for sweep in self.sweeps]
+        if len(set(names)) < len(names) or CONTEXT in names:
+            raise ValueError(f"sweeps need names that differ, and {CONTEXT} is that of contexts")
+        if list(self.contexts) != sorted(set(self.contexts)) or min(self.contexts, default=1) < 1:
+            raise ValueError("contexts are lengths in tokens, ascending")
 
 
 @dataclass(frozen=True)

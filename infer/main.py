@@ -19,9 +19,12 @@ from infer.demonstrate import add_options, demonstrate, options_of
 from infer.heads import check_levels, find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
 from infer.quiet import prepare
+from infer.suite import asked_of, plan_text, suite_of
+from infer.tasks import sources_facts
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
 from model.files import read_json, write_json
+from model.hub import is_on_hub
 from model.recipe import as_dict, from_overrides
 
 if TYPE_CHECKING:
@@ -217,13 +220,18 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = recipe.bench
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'bench'; add one with prompts and rows")
+    suite = suite_of(section)
     heads = []
-    for number, row in enumerate(section.rows):
-        place = f"bench.rows.{number}"
+    for row, place in zip(suite.rows, suite.places, strict=True):
         tree = tree_of(row, place)
-        heads.append(_head_of(row, recipe, paths, head, place))
-        check_levels(tree, heads[-1], place)
+        unseen = arguments.plan and row.head is not None and METHODS[row.method].heads and is_on_hub(row.head)
+        heads.append(row.head if unseen else _head_of(row, recipe, paths, head, place))  # a plan fetches nothing
+        if not unseen:
+            check_levels(tree, heads[-1], place)
     check_inputs(recipe.target, heads, section.prompts)
+    if arguments.plan:
+        print(f"{plan_text(section)} -> {paths.bench}")
+        return 0
     stage = Stage(
         "bench",
         paths.bench,
@@ -231,13 +239,6 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
             recipe.target, recipe.seed, heads, {"bench": as_dict(section), "threads": recipe.threads}, section.prompts
         ),
     )
-    answers = (section.prompts.num_prompts or 0) * len(section.rows) * len(section.sampling)
-    if arguments.plan:
-        print(
-            f"bench: {len(section.rows)} rows, {answers} answers of {section.prompts.max_new_tokens} new tokens "
-            f"-> {paths.bench}"
-        )
-        return 0
     if stage.is_whole():
         print(f"bench: whole, reused ({paths.bench})")
         return 0
@@ -250,31 +251,32 @@ def _measure_bench(
     recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, heads: list[str | None]
 ) -> tuple[str, int]:
     prepare(recipe.threads)
-    from infer.bench import Bench, make_decoders, measure_reference, run
-    from infer.hardware import default_device, describe
+    from infer.bench import Bench, make_decoders, run
+    from infer.hardware import default_device, describe, max_context
     from infer.overhead import measure_overhead, overhead_text
     from infer.records import line_of
-    from infer.tasks import load_prompts
+    from infer.reference import measure_reference, reference_text
+    from infer.sweeps import SUITE
+    from infer.tasks import load_prompts, pinned
     from model.files import write_text
     from model.target import Target, load_tokenizer
 
-    prompts = load_prompts(section.prompts)
+    asked = pinned(section.prompts)
+    prompts = load_prompts(asked)
+    suite = suite_of(section)
     target = Target.load(recipe.target, default_device())
-    decoders = make_decoders(target, section.rows, heads)
+    decoders = make_decoders(target, suite.rows, heads, suite.places)
     kinds = [None if head is None else kind_at(Path(head)) for head in heads]
     bench = Bench(target, load_tokenizer(recipe.target), decoders, kinds, section, stage.output)
+    write_json(stage.output / SUITE, as_dict(asked_of(section, prompts, max_context(target))))
     records = run(bench, prompts, recipe.seed)
     if section.reference:
-        reference, records = measure_reference(bench, prompts, records)
-        print(
-            f"ms per token, prefill included: vanilla {reference.vanilla_ms_per_token:.2f}, its bare forwards "
-            f"{reference.bare_forward_ms_per_token:.2f}, transformers' generate with a static cache "
-            f"{reference.generate_static_ms_per_token:.2f}"
-        )
+        reference, records = measure_reference(bench, records)
+        print(reference_text(reference))
     if section.overhead:
         print("\n".join(overhead_text(row) for row in measure_overhead(bench, prompts)))
     write_text(bench.records_path, "".join(line_of(record) for record in records))
-    stage.finish(hardware=describe(target), answers=len(records))
+    stage.finish(hardware=describe(target), answers=len(records), prompts=sources_facts(asked))
     failed = [record for record in records if record.status == "error"]
     print(
         f"bench: {len(records)} answers -> {stage.output}"
@@ -316,7 +318,7 @@ def _report(arguments: argparse.Namespace, unknown: list[str]) -> int:
         ),
         seed=recipe.seed,
     )
-    print(console_table(summary))
+    print(console_table({"rows": read_json(paths.report / "details.json").get("pooled", summary["rows"])}))
     print(f"\nreport: {paths.report / 'index.html'}")
     return 0
 
