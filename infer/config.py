@@ -1,4 +1,4 @@
-"""The sections `tree`, `calibrate` and `bench` of a recipe, and every method by its name with its published tree."""
+"""A recipe's `tree`, `calibrate`, `bench` and `tune`, and every method by its name with its published tree."""
 
 from dataclasses import dataclass
 from math import inf
@@ -172,6 +172,7 @@ USUAL: dict[str, Method] = {
     "hydra": "hydra",
     "draft_lm": "sps",
 }
+TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches; a static one comes from `calibrate`
 FREE: tuple[Method, ...] = ("eagle-chain", "eagle")  # any stop rule keeps the name
 
 
@@ -394,3 +395,21 @@ class CalibrateConfig:
     def __post_init__(self) -> None:
         if min(self.bins, self.ranks) < 1 or (self.nodes is not None and self.nodes < 2):
             raise ValueError("bins and ranks are at least 1, nodes (which count the root) at least 2")
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """Which trees are searched, on which prompts they are predicted, and on which others the choice is measured."""
+
+    __pydantic_config__ = STRICT
+    prompts: PromptsConfig  # that predict; held out from training
+    measure: PromptsConfig | None = None  # that the choice is then timed on, other ones; null: it is not measured
+    levels: int = 10  # the deepest tree
+    k: int = 10  # the widest frontier
+    grid: bool = False  # also time a grid of twelve trees
+
+    def __post_init__(self) -> None:
+        if min(self.levels, self.k) < 2:
+            raise ValueError("levels and k are at least 2")
+        if self.grid and self.measure is None:
+            raise ValueError("grid: true times twelve trees on the prompts of `measure`; set them")

@@ -14,7 +14,7 @@ from data.inputs import target_inputs
 from data.provenance import Stage, with_status
 from infer.begin import begin_bench, check_inputs, check_settings, check_weights, inputs_of
 from infer.choices import sized
-from infer.config import BenchConfig, Method, MethodConfig
+from infer.config import TUNABLE, BenchConfig, Method, MethodConfig, TuneConfig
 from infer.demonstrate import add_options, demonstrate, options_of
 from infer.heads import check_levels, find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
@@ -25,7 +25,7 @@ from model.config import TargetConfig
 from model.errors import UserError, exit_code
 from model.files import read_json, write_json
 from model.hub import is_on_hub
-from model.recipe import as_dict, from_overrides
+from model.recipe import as_dict, from_overrides, load
 
 if TYPE_CHECKING:
     from infer.engine import SpeculativeDecoder
@@ -38,6 +38,7 @@ def main() -> int:
         "generate": _generate,
         "calibrate": _calibrate,
         "bench": _bench,
+        "tune": _tune,
         "report": _report,
         "compare": _compare,
         "verify": _verify,
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--raw", action="store_true", help="the prompt as it is, without the chat template")
     generate.add_argument("--method", choices=get_args(Method), help="default: the usual one of the head")
+    generate.add_argument("--row", type=Path, metavar="FILE.yaml", help="a method with its tree, as `tune` writes it")
     generate.add_argument("--max-new-tokens", type=int)
     generate.add_argument("--temperature", type=float)
     generate.add_argument("--top-k", type=int)
@@ -64,11 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("calibrate", "how confidence predicts acceptance, from decoding cycles on held-out prompts"),
         ("bench", "tau and speedup of every row of the recipe"),
+        ("tune", "the tree that suits the heads on this machine, as a YAML; and how well that was predicted"),
         ("report", "summary.json and index.html from what was measured"),
         ("compare", "the difference of tau between rows of a bench, in pairs of prompts, with an interval"),
     ):
         pipeline.add_arguments(commands.add_parser(name, help=text))
     compare = commands.choices["compare"]
+    commands.choices["bench"].add_argument(
+        "--row", type=Path, action="append", default=[], metavar="FILE.yaml", help="one more row, as `tune` writes it"
+    )
     for name in ("of", "against"):
         compare.add_argument(f"--{name}", type=int, nargs="+", required=True, help="rows of bench.rows, from 0; pooled")
     compare.add_argument("--temperature", type=float, help="of the sampling that is compared, where there are several")
@@ -112,8 +118,8 @@ def _generation(
     own, others = pipeline.method_words(unknown)
     recipe = pipeline.load(arguments, others)
     paths, usual = pipeline.RunPaths(Path(recipe.run)), usual_method(recipe.head.kind)
-    asked = pipeline.method_from(arguments.method or usual, own)
-    if asked.method == usual:
+    asked = _asked(arguments, usual, own)
+    if asked.method == usual and arguments.row is None:
         tree = pipeline.load(arguments, [*others, *(f"--{word}" for word in own if word.startswith("tree."))]).tree
         asked = replace(asked, tree=tree)
     _check_given(arguments.head, asked.method)
@@ -126,17 +132,30 @@ def _generation(
 def _without_recipe(
     arguments: argparse.Namespace, unknown: list[str]
 ) -> tuple[TargetConfig, MethodConfig, str | None, int | None]:
-    if arguments.target is None or (arguments.head is None and (arguments.method is None or _heads(arguments.method))):
+    headless = arguments.head is None and arguments.row is None
+    if arguments.target is None or (headless and (arguments.method is None or _heads(arguments.method))):
         raise UserError(
             "generate needs --config RECIPE, or --target and --head (or --method vanilla, pld or lookahead)"
         )
-    method = arguments.method or usual_method(kind_at(arguments.head))
+    usual = arguments.method or ("vanilla" if arguments.head is None else usual_method(kind_at(arguments.head)))
+    asked = _asked(arguments, usual, pipeline.method_words(unknown, alone=True)[0])
     words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
     given = [f"{key}={value}" for key, value in words.items() if value is not None]
     config = from_overrides(TargetConfig, given, "command line")
-    _check_given(arguments.head, method)
-    asked = pipeline.method_from(method, pipeline.method_words(unknown, alone=True)[0])
-    return config, asked, None if arguments.head is None else str(arguments.head), None
+    _check_given(arguments.head, asked.method)
+    head = asked.head if arguments.head is None else str(arguments.head)
+    if head is None and _heads(asked.method):
+        raise UserError(f"{arguments.row}: {asked.method} needs a head; give --head")
+    return config, asked, head, None
+
+
+def _asked(arguments: argparse.Namespace, usual: Method, own: list[str]) -> MethodConfig:
+    """The method of --row, or of --method, or the usual one, with what the command line changes of it."""
+    if arguments.row is None:
+        return pipeline.method_from(arguments.method or usual, own)
+    if arguments.method is not None:
+        raise UserError("--row names its method; leave --method out")
+    return load(arguments.row, MethodConfig, own)
 
 
 def _check_given(head: Path | None, method: Method) -> None:
@@ -220,6 +239,7 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = recipe.bench
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'bench'; add one with prompts and rows")
+    section = replace(section, rows=(*section.rows, *(load(path, MethodConfig, []) for path in arguments.row)))
     suite = suite_of(section)
     heads = []
     for row, place in zip(suite.rows, suite.places, strict=True):
@@ -282,6 +302,46 @@ def _measure_bench(
         f"bench: {len(records)} answers -> {stage.output}"
         + (f"; {len(failed)} failed: {failed[0].message}" if failed else "")
     )
+    return "done", 0
+
+
+def _tune(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    recipe, paths, _ = _recipe(arguments, unknown)
+    section = recipe.tune
+    if section is None:
+        raise UserError(f"{arguments.config}: has no section 'tune'; add one with prompts: {{path: ...}}")
+    heads = heads_by_kind([arguments.head] if arguments.head else [], None if arguments.head else paths.heads)
+    heads = {kind: place for kind, place in heads.items() if kind in TUNABLE}
+    if not heads:
+        raise UserError(
+            f"{arguments.head or paths.heads}: no head of kind {', '.join(TUNABLE)}; train one, or give --head"
+        )
+    for prompts in (section.prompts, section.measure or section.prompts):
+        check_inputs(recipe.target, list(heads.values()), prompts)
+    inputs = inputs_of(recipe.target, recipe.seed, list(heads.values()), {"tune": as_dict(section)}, section.prompts)
+    stage = Stage("tune", paths.tune, {**inputs, "threads": recipe.threads})
+    if arguments.plan:
+        print(f"tune: {', '.join(heads)}, up to {section.levels} levels, k {section.k} -> {paths.tune / 'tuned.yaml'}")
+        return 0
+    if stage.is_whole():
+        print(f"tune: whole, reused ({paths.tune})")
+        return 0
+    stage.require_own_directory(arguments.overwrite)
+    return with_status(paths.status, "tune", lambda: _tune_heads(recipe, section, stage, heads))
+
+
+def _tune_heads(recipe: pipeline.Recipe, section: TuneConfig, stage: Stage, heads: dict[str, str]) -> tuple[str, int]:
+    prepare(recipe.threads)
+    from infer.hardware import default_device, describe
+    from infer.tuning.command import TUNED, measure, tune
+    from model.target import Target, load_tokenizer
+
+    target, tokenizer = Target.load(recipe.target, default_device()), load_tokenizer(recipe.target)
+    best = tune(target, tokenizer, heads, section, stage.output)
+    if section.measure is not None:
+        measure(target, tokenizer, best, section, stage.output, recipe.seed)
+    stage.finish(hardware=describe(target))
+    print(f"tune: {stage.output / TUNED} (generate --row FILE, bench --row FILE)")
     return "done", 0
 
 

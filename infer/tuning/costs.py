@@ -36,9 +36,7 @@ class Costs:
     def draft_ms(self, trees: int, levels: int, k: int) -> float:
         """Of this many trees with so many levels in sum."""
         widths = sorted(self.draft)
-        first, further = (
-            float(np.interp(k, widths, [self.draft[width][part] for width in widths])) for part in (0, 1)
-        )
+        first, further = (float(np.interp(k, widths, [self.draft[width][part] for width in widths])) for part in (0, 1))
         return trees * first + max(levels - trees, 0) * further
 
     def verify_ms(self, nodes: float) -> float:

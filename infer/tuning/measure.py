@@ -69,7 +69,7 @@ def outcomes(methods: Sequence[MethodConfig], records: Sequence[Record], seed: i
 
 
 def verdict(found: Sequence[Outcome], predicted: Prediction) -> dict[str, Any]:
-    """The three sentences of tune.json: against the published tree, against the best of the grid, and the prediction."""
+    """What measured.json says first: against the published tree, the best of the grid, and the prediction."""
     chosen, grid = found[CHOSEN], found[PUBLISHED + 1 :]
     best = max(grid, key=lambda one: one.speedup or 0.0, default=None)
     measured = chosen.speedup

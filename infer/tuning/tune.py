@@ -20,9 +20,8 @@ from model.files import write_text
 from model.recipe import as_dict
 from model.target import Target
 
-KINDS = ("eagle1", "eagle3", "draft_lm")  # whose drafts a recording can replay; a static tree comes from `calibrate`
 COST_PROMPTS = 2
-RULE_PROMPTS = 6
+RULE_PROMPTS = 8
 SHOWN = 20
 
 
@@ -63,9 +62,9 @@ def tune_head(
         method, fastest = min(rules, key=lambda pair: pair[1].ms_per_token)
         if fastest.ms_per_token < constant.ms_per_token:
             # on the few prompts both were decoded: the gain there, on top of what all prompts say of the fixed tree
-            gain = constant.ms_per_token / fastest.ms_per_token
+            gain, longer = constant.ms_per_token / fastest.ms_per_token, fastest.tau / constant.tau
             choice = _as_method(method, fastest.tree)
-            predicted = Prediction(fastest.tree, fastest.tau, best.ms_per_token / gain, best.speedup * gain)
+            predicted = Prediction(fastest.tree, best.tau * longer, best.ms_per_token / gain, best.speedup * gain)
     return Tuned(kind, head, costs, trees[:SHOWN], sorted(rules, key=_speed), published, choice, predicted)
 
 

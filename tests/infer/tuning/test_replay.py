@@ -47,9 +47,7 @@ def recorded(
 
 
 def replayed(recording: Recording, tree: TreeConfig) -> tuple[int, int, int, int]:
-    found = cycles(
-        recording, accepted(recording, path_ranks(recording, tree.levels, tree.k), tree.nodes), tree.levels
-    )
+    found = cycles(recording, accepted(recording, path_ranks(recording, tree.levels, tree.k), tree.nodes), tree.levels)
     return found.tokens, found.target_forwards, found.draft_levels, found.accepted
 
 
