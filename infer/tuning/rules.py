@@ -50,7 +50,8 @@ def candidates(kind: str, tree: TreeConfig, levels: int) -> list[Candidate]:
     else:
         found = [("svip", EntropyConfig(h=h)) for h in ENTROPY_THRESHOLDS]
         found += [("deagle", VoteConfig(probability_threshold=value)) for value in THRESHOLDS]
-        found += [("ddd", ProbabilitySumConfig(checks=CHECKS, threshold=value)) for value in THRESHOLDS]
+        checks = tuple(depth for depth in CHECKS if depth < levels)
+        found += [("ddd", ProbabilitySumConfig(checks=checks, threshold=value)) for value in THRESHOLDS if checks]
         found += [("opt-tree", MarginalGainConfig(threshold=value)) for value in THRESHOLDS]
     return [Candidate(method, replace(grown, stop=rule)) for method, rule in found]
 

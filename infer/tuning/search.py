@@ -34,7 +34,8 @@ def price(counted: Cycles, k: int, nodes: float, costs: Costs) -> float:
 
 def predict(tree: TreeConfig, recording: Recording, costs: Costs) -> Prediction:
     """What one dynamic tree or chain is predicted to do."""
-    return predictions(recording, costs, [tree.levels], [tree.k], [tree.nodes])[0]
+    ranks = path_ranks(recording, tree.levels, tree.k)
+    return _prediction(tree, cycles(recording, accepted(recording, ranks, tree.nodes), tree.levels), costs)
 
 
 def predictions(
