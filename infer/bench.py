@@ -33,6 +33,7 @@ from model.target import Target
 
 REFERENCE_PROMPTS = 12
 CYCLES = "cycles.jsonl"
+SETTINGS = ("stop", "rank", "rerank", "children", "calibrated")  # of a tree, kept beside its sizes
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
     if tree is None:
         return None
     tree = sized(tree)
-    settings = {key: value for key, value in as_dict(tree).items() if key in ("stop", "rank", "rerank", "children")}
+    settings = {key: value for key, value in as_dict(tree).items() if key in SETTINGS}
     return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings)
 
 

@@ -47,6 +47,9 @@ class TreeConfig:
     # a static tree's nodes as paths of child ranks, [[0], [1], [0, 0], ...]; or a YAML file that lists them under
     # `choices`; or the name of a published one: eagle1 (25 nodes), medusa63
     choices: str | tuple[tuple[int, ...], ...] | None = None
+    # survival and stop rules are made of the head's confidence, or of the acceptance that it stood for on held-out
+    # prompts (calibrator.json beside the head, which `calibrate` writes): by which of its two fits
+    calibrated: Literal["temperature", "isotonic"] | None = None
 
     def __post_init__(self) -> None:
         if min(self.levels, self.k) < 1 or self.nodes < 2:
@@ -100,6 +103,7 @@ class TreeChanges:
     rerank: bool | None = None
     children: Literal["best", "sampled", "replaced"] | None = None
     choices: str | tuple[tuple[int, ...], ...] | None = None
+    calibrated: Literal["temperature", "isotonic"] | None = None
 
 
 Method = Literal[
@@ -267,3 +271,11 @@ class CalibrateConfig:
     method: Method | None = None  # null: the usual one of the recipe's head
     tree: TreeChanges = TreeChanges()
     bins: int = 20
+    temperature: float = 0.0  # of the decoding
+    oracle_levels: int | None = None  # also draft this deep at every cycle, for the oracle draft length; SVIP: 40
+
+    def __post_init__(self) -> None:
+        if self.tree.calibrated is not None:
+            raise ValueError("calibrate measures the head's own confidence; leave tree.calibrated out")
+        if self.bins < 1 or self.temperature < 0 or (self.oracle_levels is not None and self.oracle_levels < 1):
+            raise ValueError("calibrate needs bins >= 1, temperature >= 0 and oracle_levels >= 1 (null: no oracle)")
