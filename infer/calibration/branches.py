@@ -24,9 +24,9 @@ def branch_reliability(nodes: FrontierArrays, bins: int = 20) -> dict[str, Any]:
 def level_reliability(levels: LevelArrays, bins: int = 20) -> dict[str, Any]:
     """S_d as the chance that the frontier of depth d holds what the target writes: by depth, and in bins.
 
-    `held` is that share; `reached` the share of cycles whose verified tree had d tokens accepted, which reranking can
-    only lower. Both are among the cycles that drafted depth d. `expected` is E_d and `mean_reached` the tail sum of
-    `reached`, both summed over these rows: equation 22 with and without the draft's word for it.
+    `held` is that share; `reached` the share of cycles whose verified tree had d tokens accepted: reranking drops nodes
+    of the frontier and keeps others that no frontier had room for, so it may be either side of `held`. Both are among
+    the cycles that drafted depth d. `expected` is E_d, the sum of S_d so far, and `mean_reached` that of `reached`.
     Source: DEAGLE (equations 22 to 24).
     """
     outcome = levels.held.astype(np.float64)
