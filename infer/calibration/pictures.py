@@ -53,7 +53,7 @@ def before_and_after(scores: dict[str, Any]) -> str:
     figure, (axes,) = stacked(["acceptance, held-out half"], legend, panel=190.0)
     _diagonal(axes, "confidence")
     for (_, colour), key in zip(legend, ("before", "temperature", "isotonic"), strict=True):
-        _curve(axes, held_out[key]["bins"], colour, least=1)
+        _curve(axes, held_out[key]["bins"], colour)
     return themed(figure, "calibration-calibrator")
 
 
@@ -217,7 +217,7 @@ def _diagonal(axes: Axes, name: str) -> None:
     axes.set_xlabel(name)
 
 
-def _curve(axes: Axes, bins: list[dict[str, Any]], colour: str, least: int = MIN_NODES) -> None:
-    filled = [item for item in bins if item["count"] >= least]
+def _curve(axes: Axes, bins: list[dict[str, Any]], colour: str) -> None:
+    filled = [item for item in bins if item["count"] >= MIN_NODES]
     points = [item["confidence"] for item in filled], [item["acceptance"] for item in filled]
     axes.plot(*points, color=colour, marker="o", markersize=4)
