@@ -9,9 +9,11 @@ import torch
 
 from infer.calibration.calibrator import FLOOR, Calibrator, calibrate_of, load, save, unchanged
 from infer.calibration.fitting import calibrated, fit, fit_and_score, fit_isotonic, fit_temperature, score
+from infer.config import CalibrateConfig
 from infer.records import CycleArrays
 from model.errors import UserError
 from model.head_files import digests
+from model.recipe import from_overrides
 
 KNOTS = Calibrator(2.0, (0.2, 0.6, 0.8), (0.1, 0.5, 0.9))
 
@@ -138,3 +140,9 @@ def test_a_calibrator_that_is_none_is_refused_in_one_line(tmp_path: Path, change
     with pytest.raises(UserError, match=r"calibrator\.json") as refused:
         load(head)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["tree.calibrated=isotonic", "bins=0", "temperature=-1", "oracle_levels=0"])
+def test_calibrate_refuses_what_it_cannot_measure(key: str) -> None:
+    with pytest.raises(UserError, match="calibrate"):
+        from_overrides(CalibrateConfig, ["prompts.path=q.jsonl", key], "command line")

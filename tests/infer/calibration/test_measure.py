@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from infer.begin import calibrators_of
 from infer.calibration.analysis import analyse
-from infer.calibration.calibrator import Calibrator
+from infer.calibration.calibrator import Calibrator, save
 from infer.calibration.frontier import FrontierRecorder
 from infer.calibration.laws import LawArrays
 from infer.calibration.measure import ARRAYS, Recording, Settings, record
 from infer.calibration.oracle import OracleArrays
 from infer.calibration.storage import read_arrays
-from infer.config import TreeConfig
-from infer.decoders import drafting
+from infer.config import MethodConfig, TreeChanges, TreeConfig
+from infer.decoders import Drafters, drafting
+from infer.decoders import make_decoder as make_decoder_of
 from infer.drafters.draft_lm import DraftLMDrafter
 from infer.drafters.eagle import EagleDrafter
 from infer.drafters.medusa import MedusaDrafter
@@ -25,8 +27,10 @@ from infer.engine import SpeculativeDecoder
 from infer.proposer import CachedDrafter, Cycle, Drafting
 from infer.stops.config import EntropyConfig
 from infer.watch import watched
+from model.checkpoint import save_head
 from model.config import TargetConfig
 from model.errors import UserError
+from model.head_files import digests
 from model.target import Target
 from tests import tiny
 
@@ -195,19 +199,6 @@ def test_a_greedy_oracle_counts_the_draft_tokens_that_the_answer_goes_on_with(ta
     assert [int(oracle.oracle[place]) for place in both] == [reached[int(oracle.position[place])] for place in both]
 
 
-def test_an_oracle_length_is_drawn_with_the_chance_that_the_chain_is_taken(target: Target) -> None:
-    tree = replace(CHAIN, levels=1)
-    asked = Settings(max_new_tokens=14, temperature=1.0, oracle_levels=3)
-    prompts = [PROMPTS[0]] * 12
-    recording = record(make_decoder(target, tree, "itself"), tree, prompts, asked)
-    assert recording.oracle is not None and (recording.oracle.oracle == recording.oracle.cap).all()
-    recording = record(make_decoder(target, tree), tree, prompts, asked)
-    oracle = recording.oracle
-    assert oracle is not None
-    refused = oracle.accepted == 0
-    assert refused.any() and (oracle.oracle[refused] == 0).all()  # a refusal is the oracle's too
-
-
 def test_what_is_written_is_read_back(target: Target, tmp_path: Path) -> None:
     recording, _ = recorded(target, CHAIN, oracle_levels=3)
     recording.write(tmp_path)
@@ -263,6 +254,26 @@ def test_calibrated_trees_are_drafted_from_mapped_confidence_and_write_the_same_
     assert int(plain.tokens[1]) == int(first.tokens[1])  # the same law, and no map moves its ranks
     assert float(first.confidence[1]) == pytest.approx(float(calibrate(plain.confidence[1:2])), abs=1e-5)
     assert math.isclose(float(first.survival[1]), float(first.confidence[1]), abs_tol=1e-6)
+
+
+def test_the_calibrator_is_read_from_beside_the_head(tmp_path: Path) -> None:
+    place, head = tiny.target(tmp_path / "target"), tmp_path / "head"
+    save_head(tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), head)
+    loaded = Target.load(TargetConfig(path=str(place)))
+    asked = MethodConfig("eagle2", TreeChanges(levels=2, k=3, nodes=6, calibrated="isotonic"))
+    with pytest.raises(UserError, match="calibrate"):
+        make_decoder_of(Drafters(loaded), asked, str(head))
+    with pytest.raises(UserError, match="calibrate"):
+        calibrators_of([asked], [str(head)])
+    save(Calibrator(1.0, (0.0, 1.0), (0.0, 0.5), head=digests(head)), head)
+    one = calibrators_of([asked, asked], [str(head), str(head)])
+    seen: list[Cycle] = []
+    decoder = make_decoder_of(Drafters(loaded), asked, str(head))
+    decoder.generate(PROMPTS[0][0], max_new_tokens=4, do_sample=False, on_cycle=seen.append)
+    assert 0 < float(seen[0].tree.confidence[1].exp()) <= 0.5 + 1e-6
+    save(Calibrator(1.0, (0.0, 1.0), (0.0, 0.6), head=digests(head)), head)
+    assert one and one != calibrators_of([asked], [str(head)])  # a bench depends on it
+    assert calibrators_of([replace(asked, tree=TreeChanges())], [str(head)]) == {}
 
 
 def test_watching_a_calibrated_tree_sees_its_own_survival(target: Target) -> None:
