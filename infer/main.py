@@ -10,17 +10,21 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not infer/
 
 import pipeline
+from data.inputs import target_inputs
 from data.provenance import Stage, with_status
-from infer.begin import begin_bench, calibrators_of, check_inputs, inputs_of
+from infer.begin import begin_bench, calibrators_of, check_inputs, check_settings, check_weights, inputs_of
 from infer.choices import sized
 from infer.config import BenchConfig, Method, MethodConfig
 from infer.demonstrate import add_options, demonstrate, options_of
-from infer.heads import find_head, heads_by_kind, kind_at
+from infer.heads import check_levels, find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
 from infer.quiet import prepare
+from infer.suite import asked_of, plan_text, suite_of
+from infer.tasks import sources_facts
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
-from model.files import read_json
+from model.files import read_json, write_json
+from model.hub import is_on_hub
 from model.recipe import as_dict, from_overrides
 
 if TYPE_CHECKING:
@@ -82,7 +86,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     target_config, asked, head, threads = _generation(arguments, unknown)
-    tree = tree_of(asked, "tree")
+    tree = tree_of(asked, "generate")
+    check_levels(tree, head, "generate")
+    check_weights([head])
+    target_inputs(target_config)
+    settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    check_settings(settings)
     if arguments.plan:
         grown = as_dict(sized(tree)) if tree else "no tree"
         print(f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {grown}")
@@ -90,12 +99,7 @@ def _generate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     prepare(threads)
     from infer.generate import Question, Traces, answer
 
-    question = Question(
-        arguments.prompt,
-        arguments.raw,
-        arguments.seed,
-        {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")},
-    )
+    question = Question(arguments.prompt, arguments.raw, arguments.seed, settings)
     answer(target_config, asked, head, question, Traces(arguments.show_tree, arguments.save_tree, arguments.cycles))
     return 0
 
@@ -118,7 +122,7 @@ def _generation(
         asked = replace(asked, tree=tree)
     _check_given(arguments.head, asked.method)
     if arguments.head is None and recipe.head.kind in _heads(asked.method):
-        return recipe.target, asked, _present(paths.head(recipe)), recipe.threads
+        return recipe.target, asked, _present(paths.head(recipe), asked.method), recipe.threads
     found = find_head(asked, paths.heads, recipe.head.kind, arguments.head, "--method")
     return recipe.target, asked, found, recipe.threads
 
@@ -149,9 +153,9 @@ def _heads(method: Method) -> tuple[str, ...]:
     return METHODS[method].heads
 
 
-def _present(head: Path) -> str:
-    """The head's directory; UserError when there is none."""
-    kind_at(head)
+def _present(head: Path, method: Method) -> str:
+    """The head's directory; UserError when there is none, or one that the method does not draft with."""
+    check_kind(method, kind_at(head), str(head))
     return str(head)
 
 
@@ -161,8 +165,9 @@ def _calibrate(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'calibrate'; add one with prompts: {{path: ...}}")
     asked = MethodConfig(section.method or usual_method(recipe.head.kind), section.tree)
-    tree = tree_of(asked, "calibrate.tree")
+    tree = tree_of(asked, "calibrate")
     used = _head_of(asked, recipe, paths, head, "calibrate")
+    check_levels(tree, used, "calibrate")
     check_inputs(recipe.target, [used], section.prompts)
     stage = Stage(
         "calibration",
@@ -215,20 +220,20 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = recipe.bench
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'bench'; add one with prompts and rows")
+    suite = suite_of(section)
     heads = []
-    for number, row in enumerate(section.rows):
-        tree_of(row, f"bench.rows.{number}")
-        heads.append(_head_of(row, recipe, paths, head, f"bench.rows.{number}"))
+    for row, place in zip(suite.rows, suite.places, strict=True):
+        tree = tree_of(row, place)
+        unseen = arguments.plan and row.head is not None and METHODS[row.method].heads and is_on_hub(row.head)
+        heads.append(row.head if unseen else _head_of(row, recipe, paths, head, place))  # a plan fetches nothing
+        if not unseen:
+            check_levels(tree, heads[-1], place)
     check_inputs(recipe.target, heads, section.prompts)
-    sections = {"bench": as_dict(section), "threads": recipe.threads, **calibrators_of(section.rows, heads)}
-    stage = Stage("bench", paths.bench, inputs_of(recipe.target, recipe.seed, heads, sections, section.prompts))
-    answers = (section.prompts.num_prompts or 0) * len(section.rows) * len(section.sampling)
     if arguments.plan:
-        print(
-            f"bench: {len(section.rows)} rows, {answers} answers of {section.prompts.max_new_tokens} new tokens "
-            f"-> {paths.bench}"
-        )
+        print(f"{plan_text(section)} -> {paths.bench}")
         return 0
+    sections = {"bench": as_dict(section), "threads": recipe.threads, **calibrators_of(suite.rows, heads)}
+    stage = Stage("bench", paths.bench, inputs_of(recipe.target, recipe.seed, heads, sections, section.prompts))
     if stage.is_whole():
         print(f"bench: whole, reused ({paths.bench})")
         return 0
@@ -241,31 +246,32 @@ def _measure_bench(
     recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, heads: list[str | None]
 ) -> tuple[str, int]:
     prepare(recipe.threads)
-    from infer.bench import Bench, make_decoders, measure_reference, run
-    from infer.hardware import default_device, describe
+    from infer.bench import Bench, make_decoders, run
+    from infer.hardware import default_device, describe, max_context
     from infer.overhead import measure_overhead, overhead_text
     from infer.records import line_of
-    from infer.tasks import load_prompts
+    from infer.reference import measure_reference, reference_text
+    from infer.sweeps import SUITE
+    from infer.tasks import load_prompts, pinned
     from model.files import write_text
     from model.target import Target, load_tokenizer
 
-    prompts = load_prompts(section.prompts)
+    asked = pinned(section.prompts)
+    prompts = load_prompts(asked)
+    suite = suite_of(section)
     target = Target.load(recipe.target, default_device())
-    decoders = make_decoders(target, section.rows, heads)
+    decoders = make_decoders(target, suite.rows, heads, suite.places)
     kinds = [None if head is None else kind_at(Path(head)) for head in heads]
     bench = Bench(target, load_tokenizer(recipe.target), decoders, kinds, section, stage.output)
+    write_json(stage.output / SUITE, as_dict(asked_of(section, prompts, max_context(target))))
     records = run(bench, prompts, recipe.seed)
     if section.reference:
-        reference, records = measure_reference(bench, prompts, records)
-        print(
-            f"ms per token, prefill included: vanilla {reference.vanilla_ms_per_token:.2f}, its bare forwards "
-            f"{reference.bare_forward_ms_per_token:.2f}, transformers' generate with a static cache "
-            f"{reference.generate_static_ms_per_token:.2f}"
-        )
+        reference, records = measure_reference(bench, records)
+        print(reference_text(reference))
     if section.overhead:
         print("\n".join(overhead_text(row) for row in measure_overhead(bench, prompts)))
     write_text(bench.records_path, "".join(line_of(record) for record in records))
-    stage.finish(hardware=describe(target), answers=len(records))
+    stage.finish(hardware=describe(target), answers=len(records), prompts=sources_facts(asked))
     failed = [record for record in records if record.status == "error"]
     print(
         f"bench: {len(records)} answers -> {stage.output}"
@@ -307,20 +313,21 @@ def _report(arguments: argparse.Namespace, unknown: list[str]) -> int:
         ),
         seed=recipe.seed,
     )
-    print(console_table(summary))
+    print(console_table({"rows": read_json(paths.report / "details.json").get("pooled", summary["rows"])}))
     print(f"\nreport: {paths.report / 'index.html'}")
     return 0
 
 
 def _compare(arguments: argparse.Namespace, unknown: list[str]) -> int:
     recipe = pipeline.load(arguments, unknown)
-    from infer.compare import tau_difference
+    from infer.compare import names, tau_difference
     from infer.records import read_records
 
     records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / "records.jsonl")
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]
-    print(tau_difference(records, arguments.of, arguments.against, recipe.seed).text())
+    difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
+    print(f"{names(records, arguments.of)} against {names(records, arguments.against)}:\n{difference.text()}")
     return 0
 
 
@@ -361,7 +368,7 @@ def _head_of(
 ) -> str | None:
     """The head that a row drafts with: --head or the recipe's own where its kind fits, else the run's of that kind."""
     if asked.head is None and recipe.head.kind in METHODS[asked.method].heads and head == paths.head(recipe):
-        return _present(head)
+        return _present(head, asked.method)
     given = None if head == paths.head(recipe) else head
     return find_head(asked, paths.heads, recipe.head.kind, given, place)
 

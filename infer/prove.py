@@ -57,7 +57,7 @@ class GreedyProver:
         tokenizer = load_tokenizer(config)
         texts = [f"{task} {topic}." for topic in TOPICS for task in TASKS][:count]
         if prompts is not None:
-            texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=count))]
+            texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=count))[:count]]
         self.references = []
         with bar(len(texts), "prompts", "generate") as progress:
             for text in texts:

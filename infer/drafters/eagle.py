@@ -79,7 +79,7 @@ class EagleDrafter:
         mask = features.new_full((count, total), float("-inf")).triu_(first + 1)  # slot i sees slots <= first + i
         hidden = self._draft(tokens[None], features[None], (first, total), mask[None, None], self._buffers)
         self._length = total
-        self._last = hidden[:, -1:]
+        self._hidden = self._last = hidden[:, -1:]
 
     def start(self) -> Tensor:
         """log q [1, V or Vd] after the last committed token."""

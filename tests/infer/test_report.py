@@ -24,8 +24,8 @@ from tests.infer.calibration.made_up import analysis
 from tests.infer.made_up import drafted, write_run
 
 ROW_KEYS = {
-    "method", "head", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree", "new_tokens", "tau",
-    "tau_macro",
+    "method", "head", "head_path", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree",
+    "new_tokens", "tau", "tau_macro",
     "accepted_histogram", "tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt",
     "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes", "accept_rate",
     "identical", "mismatch", "peak_memory_gib", "ms", "status",
