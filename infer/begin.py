@@ -6,12 +6,12 @@ from typing import Any
 
 from data.inputs import target_inputs
 from data.provenance import Stage
-from infer.config import PromptsConfig, SamplingConfig
+from infer.config import MethodConfig, PromptsConfig, SamplingConfig
 from infer.tasks import check_sources, prompt_inputs
 from model.config import TargetConfig
 from model.errors import UserError
-from model.files import read_json, write_json
-from model.head_files import digests, find_weights
+from model.files import file_digest, read_json, write_json
+from model.head_files import CALIBRATOR, digests, find_weights
 from model.hub import head_directory, is_on_hub
 
 
@@ -44,6 +44,19 @@ def inputs_of(
         "prompts": prompt_inputs(prompts),
         "seed": seed,
     }
+
+
+def calibrators_of(rows: Sequence[MethodConfig], heads: Sequence[str | None]) -> dict[str, Any]:
+    """The digests of the calibrators that rows decode by; nothing where none does. UserError where one is missing."""
+    asked = {head for row, head in zip(rows, heads, strict=True) if head is not None and row.tree.calibrated}
+    paths = {head: head_directory(head) / CALIBRATOR for head in sorted(asked)}
+    for path in paths.values():
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such file, and tree.calibrated needs it; fit it with: "
+                f"python infer/main.py calibrate --config RECIPE"
+            )
+    return {"calibrators": {head: file_digest(path) for head, path in paths.items()}} if paths else {}
 
 
 def check_inputs(target: TargetConfig, heads: Sequence[str | None], prompts: PromptsConfig) -> None:

@@ -18,7 +18,7 @@ from infer.stops.config import (
     asks_below,
     beyond,
 )
-from infer.task_config import TaskConfig
+from infer.task_config import PromptsConfig as PromptsConfig
 from model.recipe import STRICT
 
 
@@ -46,6 +46,9 @@ class TreeConfig:
     # a static tree's nodes as paths of child ranks, [[0], [1], [0, 0], ...]; or a YAML file that lists them under
     # `choices`; or the name of a published one: eagle1 (25 nodes), medusa63
     choices: str | tuple[tuple[int, ...], ...] | None = None
+    # survival and stop rules are made of the head's confidence, or of the acceptance that it stood for on held-out
+    # prompts (calibrator.json beside the head, which `calibrate` writes): by which of its two fits
+    calibrated: Literal["temperature", "isotonic"] | None = None
 
     def __post_init__(self) -> None:
         if min(self.levels, self.k) < 1 or self.nodes < 2:
@@ -105,6 +108,7 @@ class TreeChanges:
     rerank: bool | None = None
     children: Literal["best", "sampled", "replaced"] | None = None
     choices: str | tuple[tuple[int, ...], ...] | None = None
+    calibrated: Literal["temperature", "isotonic"] | None = None
 
 
 Method = Literal[
@@ -183,33 +187,6 @@ def name_rule(tree: Any, method: Any) -> Any:
     if not isinstance(stop, dict) or "rule" in stop or published is None or published.stop.rule == "constant":
         return tree
     return {**tree, "stop": {"rule": published.stop.rule, **stop}}
-
-
-@dataclass(frozen=True)
-class PromptsConfig:
-    """Measuring prompts: Spec-Bench style questions {question_id, category, turns}, lines of plain text, or tasks."""
-
-    __pydantic_config__ = STRICT
-    path: str | None = None  # a .jsonl file of questions, or of lines
-    num_prompts: int | None = 80  # of the file, or of each task; null: all
-    max_new_tokens: int = 512  # of each turn
-    task: str | None = None  # the name of all questions of `path`; null: the file's categories
-    tasks: tuple[TaskConfig, ...] = ()  # in place of path
-    turns: int | None = None  # of each question at most; null: all
-    system_prompt: str | None = None  # before each conversation
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (not self.tasks):
-            raise ValueError("prompts come from a file (path) or from tasks; set one of them")
-        if self.tasks and self.task is not None:
-            raise ValueError("task names the questions of path, and tasks have names of their own; leave it out")
-        names = [task.name for task in self.tasks]
-        if len(set(names)) < len(names):
-            raise ValueError(f"tasks: {next(name for name in names if names.count(name) > 1)} stands there twice")
-        if self.turns is not None and self.turns < 1:
-            raise ValueError("turns must be at least 1")
-        if self.max_new_tokens < 1 or (self.num_prompts is not None and self.num_prompts < 1):
-            raise ValueError("num_prompts and max_new_tokens are at least 1 (num_prompts: null takes the whole file)")
 
 
 @dataclass(frozen=True)
@@ -389,27 +366,15 @@ class CalibrateConfig:
     method: Method | None = None  # null: the usual one of the recipe's head
     tree: TreeChanges = TreeChanges()
     bins: int = 20
+    temperature: float = 0.0  # of the decoding
+    oracle_levels: int | None = None  # also draft this deep at every cycle, for the oracle draft length; SVIP: 40
     ranks: int = 10  # a static tree: how many of a law's best tokens are tried where the tree is rebuilt from them
     nodes: int | None = None  # of the rebuilt tree, with the root; null: as many as the tree that it replaces
 
     def __post_init__(self) -> None:
+        if self.tree.calibrated is not None:
+            raise ValueError("calibrate measures the head's own confidence; leave tree.calibrated out")
+        if self.temperature < 0 or (self.oracle_levels is not None and self.oracle_levels < 1):
+            raise ValueError("calibrate needs temperature >= 0 and oracle_levels >= 1 (null: no oracle)")
         if min(self.bins, self.ranks) < 1 or (self.nodes is not None and self.nodes < 2):
-            raise ValueError("bins and ranks are at least 1, nodes (which count the root) at least 2")
-
-
-@dataclass(frozen=True)
-class TuneConfig:
-    """Which trees are searched, on which prompts they are predicted, and on which others the choice is measured."""
-
-    __pydantic_config__ = STRICT
-    prompts: PromptsConfig  # that predict; held out from training
-    measure: PromptsConfig | None = None  # that the choice is then timed on, other ones; null: it is not measured
-    levels: int = 10  # the deepest tree
-    k: int = 10  # the widest frontier
-    grid: bool = False  # also time a grid of twelve trees
-
-    def __post_init__(self) -> None:
-        if min(self.levels, self.k) < 2:
-            raise ValueError("levels and k are at least 2")
-        if self.grid and self.measure is None:
-            raise ValueError("grid: true times twelve trees on the prompts of `measure`; set them")
+            raise ValueError("calibrate: bins and ranks are at least 1, nodes (which count the root) at least 2")

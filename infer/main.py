@@ -12,15 +12,16 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import pipeline
 from data.inputs import target_inputs
 from data.provenance import Stage, with_status
-from infer.begin import begin_bench, check_inputs, check_settings, check_weights, inputs_of
+from infer.begin import begin_bench, calibrators_of, check_inputs, check_settings, check_weights, inputs_of
 from infer.choices import sized
-from infer.config import TUNABLE, BenchConfig, Method, MethodConfig, TuneConfig
+from infer.config import TUNABLE, BenchConfig, Method, MethodConfig
 from infer.demonstrate import add_options, demonstrate, options_of
 from infer.heads import check_levels, find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
 from infer.quiet import prepare
 from infer.suite import asked_of, plan_text, suite_of
 from infer.tasks import sources_facts
+from infer.tuning.config import TuneConfig
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
 from model.files import read_json, write_json
@@ -28,6 +29,10 @@ from model.hub import is_on_hub
 from model.recipe import as_dict, from_overrides, load
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
     from infer.engine import SpeculativeDecoder
     from model.target import Target
 
@@ -207,30 +212,26 @@ def _measure_calibration(
 ) -> tuple[str, int]:
     prepare(recipe.threads)
     from data.progress import bar
-    from infer.calibrate import summarise
-    from infer.collect import NodeCollector
-    from infer.records import write_cycles
+    from infer.calibration.files import write_calibration
+    from infer.calibration.measure import Settings, record
     from infer.tasks import encode, load_prompts
 
     section = recipe.calibrate
     assert section is not None
     prompts = load_prompts(section.prompts)
     target, tokenizer, decoder = _decoder(recipe, asked, head)
-    collector = NodeCollector()
+    settings = Settings(section.prompts.max_new_tokens, section.temperature, section.oracle_levels, recipe.seed)
     with bar(len(prompts), "prompts", "calibrate") as progress:
-        for collector.prompt, prompt in enumerate(prompts):
-            ids = encode(prompt.text, tokenizer, target)
-            decoder.generate(ids, max_new_tokens=section.prompts.max_new_tokens, do_sample=False, on_cycle=collector)
-            progress.update()
-    arrays = collector.arrays()
-    write_cycles(stage.output / "cycles.npz", arrays)
-    summary = summarise(arrays, section.bins)
-    write_json(stage.output / "calibration.json", summary)
-    stage.finish(nodes=len(arrays.prompt), cycles=len(arrays.accepted_length))
-    print(
-        f"calibrate: {len(arrays.prompt):,} drafted nodes of {len(arrays.accepted_length):,} cycles; "
-        f"ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}"
-    )
+
+        def questions() -> "Iterator[tuple[Tensor, str]]":
+            for prompt in prompts:
+                yield encode(prompt.text, tokenizer, target), prompt.task
+                progress.update()
+
+        recording = record(decoder, tree_of(asked, "calibrate.tree"), questions(), settings)
+    lines = write_calibration(stage.output, recording, section.bins, head, lambda token: str(tokenizer.decode([token])))
+    stage.finish(nodes=len(recording.nodes.prompt), cycles=len(recording.nodes.accepted_length))
+    print("\n".join(lines))
     return "done", 0
 
 
@@ -252,13 +253,8 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(f"{plan_text(section)} -> {paths.bench}")
         return 0
-    stage = Stage(
-        "bench",
-        paths.bench,
-        inputs_of(
-            recipe.target, recipe.seed, heads, {"bench": as_dict(section), "threads": recipe.threads}, section.prompts
-        ),
-    )
+    sections = {"bench": as_dict(section), "threads": recipe.threads, **calibrators_of(suite.rows, heads)}
+    stage = Stage("bench", paths.bench, inputs_of(recipe.target, recipe.seed, heads, sections, section.prompts))
     if stage.is_whole():
         print(f"bench: whole, reused ({paths.bench})")
         return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.aggregate import VANILLA, Group, row, tau_interval
+from infer.calibration import pictures as calibration_pictures
 from infer.diversity import distinct_ngrams, pooled_prompt_lookup_tau
 from infer.page import render
 from infer.palette import standalone
@@ -56,7 +57,10 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     pooled = summarise(groups, curve, facts, seed)
     details = detail(groups, reference, curve, seed)
     details["overhead"] = _overhead(bench / OVERHEAD, groups)
+    details["analysis"] = _analysis(calibration / "analysis.json")
     drawn = pictures(pooled["rows"], [item["tau_ci95"] for item in details["rows"]], curve)
+    if details["analysis"] is not None:
+        drawn |= calibration_pictures.pictures(details["analysis"])
     samples = sample_answers(groups, pooled["rows"])
     page = render(pooled, details, drawn, samples, facts.commands)
     summary = dict(pooled)
@@ -70,7 +74,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     write_json(output / "details.json", details)
     write_text(output / "table.md", markdown_table(summary))
     write_text(output / "table.csv", csv_table(summary))
-    for name in PICTURES:
+    for name in (*PICTURES, *(f"calibration-{name}" for name in calibration_pictures.NAMES)):
         if name in drawn:
             write_text(output / f"{name}.svg", standalone(drawn[name]))
         else:
@@ -182,4 +186,14 @@ def _calibration(path: Path) -> dict[str, Any] | None:
     if missing:
         raise UserError(f"{path}: missing {', '.join(missing)}; make it again with: python infer/main.py calibrate")
     assert isinstance(value, dict)
+    return value
+
+
+def _analysis(path: Path) -> dict[str, Any] | None:
+    """analysis.json; None where calibrate wrote none, UserError where another version of it did."""
+    if not path.is_file():
+        return None
+    value = read_json(path)
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        raise UserError(f"{path}: of another version; make it again with: python infer/main.py calibrate --overwrite")
     return value

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from infer.bench import Bench, make_decoders, run
-from infer.config import BenchConfig, PromptsConfig, TuneConfig
+from infer.config import BenchConfig, PromptsConfig
 from infer.hardware import describe
 from infer.tasks import Prompt, encode, load_prompts
+from infer.tuning.config import TuneConfig
 from infer.tuning.measure import CHOSEN, PUBLISHED, Outcome, outcomes, rows, verdict
 from infer.tuning.tune import Tuned, facts, tune_head, write_choice
 from model.files import write_json
