@@ -1,19 +1,20 @@
 """`infer/main.py tune`: one choice for all heads of a run, written as a method that runs, then measured."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from infer.bench import Bench, make_decoders, run
-from infer.config import BenchConfig, PromptsConfig
+from infer.config import BenchConfig
 from infer.hardware import describe
 from infer.tasks import Prompt, encode, load_prompts
 from infer.tuning.config import TuneConfig
-from infer.tuning.measure import CHOSEN, PUBLISHED, Outcome, outcomes, rows, verdict
+from infer.tuning.measure import CHOSEN, PUBLISHED, Outcome, names, outcomes, rows, verdict
 from infer.tuning.tune import Tuned, facts, tune_head, write_choice
+from model.errors import UserError
 from model.files import write_json
 from model.target import Target
 
@@ -37,31 +38,25 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
 def measure(target: Target, tokenizer: Any, best: Tuned, config: TuneConfig, output: Path, seed: int) -> dict[str, Any]:
     """The choice against vanilla, the published tree and the grid, in pairs of prompts; writes measured.json."""
     assert config.measure is not None
+    prompts = load_prompts(config.measure)
+    known = {prompt.text for prompt in load_prompts(config.prompts)}
+    seen = next((prompt for prompt in prompts if prompt.text in known), None)
+    if seen is not None:
+        raise UserError(
+            f"tune.measure: prompt {seen.prompt_id!r} is one of those that the choice is made on; measure on others"
+        )
     methods = rows(best.kind, best.choice, config.grid)
     heads = [None if method.method == "vanilla" else best.head for method in methods]
     section = BenchConfig(prompts=config.measure, rows=tuple(methods))
     kinds = [None if head is None else best.kind for head in heads]
     bench = Bench(target, tokenizer, make_decoders(target, methods, heads), kinds, section, output / "bench")
     bench.records_path.unlink(missing_ok=True)
-    records = run(bench, load_prompts(config.measure), seed)
+    records = run(bench, prompts, seed)
     found = outcomes(methods, records, seed)
     said = verdict(found, best.predicted)
-    write_json(output / "measured.json", {**said, "rows": [asdict(one) for one in found]})
+    write_json(output / "measured.json", {**said, "names": names(methods), "rows": [asdict(one) for one in found]})
     print(_measured_text(found, said))
     return said
-
-
-def overlapping(config: TuneConfig) -> bool:
-    """Whether the choice would be measured on a prompt that it was predicted from."""
-    if config.measure is None:
-        return False
-    texts = [{prompt.text for prompt in load_prompts(each)} for each in (config.prompts, config.measure)]
-    return bool(texts[0] & texts[1])
-
-
-def held_out(prompts: PromptsConfig) -> TuneConfig:
-    """The section of a recipe that has none: predictions from these prompts, nothing measured."""
-    return TuneConfig(replace(prompts, num_prompts=min(prompts.num_prompts or 16, 16)))
 
 
 def _encoded(prompts: Sequence[Prompt], tokenizer: Any, target: Target) -> list[Tensor]:
@@ -69,14 +64,10 @@ def _encoded(prompts: Sequence[Prompt], tokenizer: Any, target: Target) -> list[
 
 
 def _line(tuned: Tuned) -> str:
-    tree, predicted = tuned.predicted.tree, tuned.predicted
-    shape = (
-        f"chain of {tree.levels}" if tree.shape == "chain" else f"{tree.levels} levels, k {tree.k}, {tree.nodes} nodes"
-    )
-    rule = "" if tree.stop.rule == "constant" else f", {tree.stop.rule} stop"
+    predicted, published = tuned.predicted, tuned.published
     return (
-        f"tune: {tuned.kind}: {tuned.choice.method}, {shape}{rule}: predicted tau {predicted.tau:.2f}, speedup "
-        f"{predicted.speedup:.2f} (published tree: {tuned.published.tau:.2f}, {tuned.published.speedup:.2f})"
+        f"tune: {tuned.kind}: {names([tuned.choice])[0]}: predicted tau {predicted.tau:.2f}, speedup "
+        f"{predicted.speedup:.2f} (published tree: {published.tau:.2f}, {published.speedup:.2f})"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from infer.aggregate import group, row, speedups
 from infer.config import MethodConfig, TreeConfig
-from infer.methods import usual_method
+from infer.methods import tree_of, usual_method
 from infer.records import Record
 from infer.tuning.search import Prediction
 from infer.tuning.tune import method_of
@@ -65,6 +65,21 @@ def outcomes(methods: Sequence[MethodConfig], records: Sequence[Record], seed: i
                 against["speedup_ci95"],
             )
         )
+    return found
+
+
+def names(methods: Sequence[MethodConfig]) -> list[str]:
+    """What each row is called in a table."""
+    found = []
+    for method in methods:
+        tree = tree_of(method, "tune")
+        if tree is None:
+            found.append(method.method)
+            continue
+        chain = tree.shape == "chain"
+        shape = f"chain of {tree.levels}" if chain else f"{tree.levels} levels, k {tree.k}, {tree.nodes} nodes"
+        rule = "" if tree.stop.rule == "constant" else f", {tree.stop.rule}"
+        found.append(f"{method.method}, {shape}{rule}")
     return found
 
 
