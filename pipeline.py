@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import model_validator
 
 from data.config import DataConfig, FeaturesConfig, SyntheticConfig
-from infer.config import OPTIONS, USUAL, BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, name_rule
+from infer.config import USUAL, BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, name_rule
+from infer.guess_config import OPTIONS
 from infer.tuning.config import TuneConfig
 from model import recipe as yaml_recipe
 from model.config import HeadConfig, TargetConfig

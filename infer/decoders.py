@@ -7,7 +7,7 @@ import torch
 
 from infer.calibration.calibrator import Calibrate, calibrate_of, unchanged
 from infer.choices import sized
-from infer.config import LookaheadConfig, MethodConfig, PromptLookupConfig, TreeConfig
+from infer.config import MethodConfig, TreeConfig
 from infer.drafters.draft_lm import DraftLMDrafter, load_draft_lm
 from infer.drafters.eagle import EagleDrafter
 from infer.drafters.hydra import HydraDrafter
@@ -15,6 +15,7 @@ from infer.drafters.lookahead import Lookahead
 from infer.drafters.medusa import MedusaDrafter, check_level
 from infer.drafters.prompt_lookup import PromptLookup
 from infer.engine import SpeculativeDecoder, end_ids
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
 from infer.heads import kind_at
 from infer.methods import check_kind, tree_of, usual_tree
 from infer.proposer import CachedDrafter, Drafting, Proposer

@@ -46,7 +46,7 @@ def off_the_ladder(file: str, source: str) -> list[str]:
     """The imports that a file may not make: main.py may compose, pipeline.py sees configurations and model only."""
     names = [name for name in imported(source) if name.split(".")[0] in OURS]
     if file == "pipeline.py":
-        return [name for name in names if name.split(".")[0] != "model" and "config" not in name.split(".")]
+        return [name for name in names if name.split(".")[0] != "model" and not name.split(".")[-2].endswith("config")]
     if file.endswith("/main.py"):
         return [name for name in names if name.split(".")[0] == "tests"]
     return [name for name in names if name.split(".")[0] not in LADDER[file.split("/")[0]]]

@@ -70,7 +70,7 @@ def outcomes(methods: Sequence[MethodConfig], records: Sequence[Record], seed: i
 
 def names(methods: Sequence[MethodConfig]) -> list[str]:
     """What each row is called in a table."""
-    found = []
+    found: list[str] = []
     for method in methods:
         tree = tree_of(method, "tune")
         if tree is None:
