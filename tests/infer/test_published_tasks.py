@@ -34,7 +34,12 @@ def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
     ("name", "row", "identity", "turns"),
     [
         ("mt_bench", {"prompt": ["one", "two"], "prompt_id": 81}, "81", ("one", "two")),
-        ("humaneval", {"task_id": "HE/0", "prompt": "def f():"}, "HE/0", ("Complete the code I provided.\n\ndef f():",)),
+        (
+            "humaneval",
+            {"task_id": "HE/0", "prompt": "def f():"},
+            "HE/0",
+            ("Complete the code I provided.\n\ndef f():",),
+        ),
         ("gsm8k", {"question": "1 + 1?", "answer": "#### 2"}, "5", ("1 + 1?",)),
         ("alpaca", {"instruction": "Rate it.", "input": "A film"}, "5", ("Rate it.\n\nA film",)),
         ("alpaca", {"instruction": "Sing.", "input": ""}, "5", ("Sing.",)),
