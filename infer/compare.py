@@ -78,7 +78,7 @@ def _per_prompt(records: Sequence[Record], rows: Sequence[int]) -> dict[Key, NDA
         if not members:
             raise UserError(f"row {row}: nothing was measured; rows are counted from 0 as in bench.rows")
         for record in members:
-            key = (*record.sampling, *record.prompt_key)
+            key = (*record.sampling, *record.prompt)
             cost = np.array([record.new_tokens - 1, record.target_forwards], dtype=np.float64)
             found[key] = found.get(key, np.zeros(2)) + cost
     return found

@@ -1,4 +1,4 @@
-"""The sections `tree`, `calibrate` and `bench` of a recipe, and every method by its name with its published tree."""
+"""A recipe's `tree`, `calibrate`, `bench` and `tune`, and every method by its name with its published tree."""
 
 from dataclasses import dataclass
 from math import inf
@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from infer.guess_config import OPTIONS, LookaheadConfig, Options, PromptLookupConfig
 from infer.stops.config import (
     ConfidenceConfig,
     ConstantConfig,
@@ -18,6 +19,7 @@ from infer.stops.config import (
     asks_below,
     beyond,
 )
+from infer.task_config import PromptsConfig as PromptsConfig
 from model.recipe import STRICT
 
 
@@ -45,6 +47,8 @@ class TreeConfig:
     # a static tree's nodes as paths of child ranks, [[0], [1], [0, 0], ...]; or a YAML file that lists them under
     # `choices`; or the name of a published one: eagle1 (25 nodes), medusa63
     choices: str | tuple[tuple[int, ...], ...] | None = None
+    # survival is made of the head's own confidence, or as one of the fits of its calibrator.json (`calibrate`) maps it
+    calibrated: Literal["temperature", "isotonic"] | None = None
 
     def __post_init__(self) -> None:
         if min(self.levels, self.k) < 1 or self.nodes < 2:
@@ -104,6 +108,7 @@ class TreeChanges:
     rerank: bool | None = None
     children: Literal["best", "sampled", "replaced"] | None = None
     choices: str | tuple[tuple[int, ...], ...] | None = None
+    calibrated: Literal["temperature", "isotonic"] | None = None
 
 
 Method = Literal[
@@ -171,6 +176,7 @@ USUAL: dict[str, Method] = {
     "hydra": "hydra",
     "draft_lm": "sps",
 }
+TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches; a static one comes from `calibrate`
 FREE: tuple[Method, ...] = ("eagle-chain", "eagle")  # any stop rule keeps the name
 
 
@@ -181,90 +187,6 @@ def name_rule(tree: Any, method: Any) -> Any:
     if not isinstance(stop, dict) or "rule" in stop or published is None or published.stop.rule == "constant":
         return tree
     return {**tree, "stop": {"rule": published.stop.rule, **stop}}
-
-
-@dataclass(frozen=True)
-class PromptsConfig:
-    """Measuring prompts: Spec-Bench style questions {question_id, category, turns}, or lines of plain text."""
-
-    __pydantic_config__ = STRICT
-    path: str
-    num_prompts: int | None = 80
-    max_new_tokens: int = 512
-    task: str | None = None  # null: the file's categories
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or (self.num_prompts is not None and self.num_prompts < 1):
-            raise ValueError("num_prompts and max_new_tokens are at least 1 (num_prompts: null takes the whole file)")
-
-
-@dataclass(frozen=True)
-class PromptLookupConfig:
-    """Prompt lookup; the published settings are those of transformers 5 and of prompt-lookup-decoding's README.
-
-    matching: 'transformers' accepts any continuation and cuts it before an end token; 'original' wants all `length`
-    tokens, from a place before the text's last n-gram.
-    """
-
-    __pydantic_config__ = STRICT
-    matching: Literal["transformers", "original"] = "transformers"
-    ngram: int | None = None  # the longest that is looked up; null: 2 for transformers' matching, 3 for the original
-    min_ngram: int = 1
-    length: int = 10  # drafted tokens
-    match: Literal["first", "last"] = "first"  # of the places with that n-gram; both take the first
-
-    @property
-    def longest_ngram(self) -> int:
-        published = 2 if self.matching == "transformers" else 3
-        return published if self.ngram is None else self.ngram
-
-    def __post_init__(self) -> None:
-        if min(self.min_ngram, self.length) < 1 or self.longest_ngram < self.min_ngram:
-            raise ValueError("prompt lookup needs ngram >= min_ngram >= 1 and length >= 1")
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """levels, k and nodes with the root."""
-        return self.length, 1, self.length + 1
-
-    @property
-    def text(self) -> str:
-        matching = "" if self.matching == "transformers" else f", {self.matching} matching"
-        shortest = "" if self.min_ngram == 1 else f", at least {self.min_ngram}"
-        last = "" if self.match == "first" else f", the {self.match} match"
-        return f"n-grams up to {self.longest_ngram}{shortest}, {self.length} tokens{matching}{last}"
-
-
-@dataclass(frozen=True)
-class LookaheadConfig:
-    """Lookahead decoding (arXiv 2402.02057); (N, W, G) = (5, 7, 7) are the published code's."""
-
-    __pydantic_config__ = STRICT
-    ngram: int = 5  # N: a guess has N - 1 tokens, the window N - 1 rows
-    window: int = 7  # W: the window's columns
-    guesses: int = 7  # G: n-grams kept for each first token, and verified at once
-    pool_from_text: bool = False  # the pool also holds the n-grams of prompt and answer (POOL_FROM_PROMPT there)
-    seed: int = 0  # of the window's first tokens, drawn from the prompt; theirs differ from run to run
-
-    def __post_init__(self) -> None:
-        if self.ngram < 2 or min(self.window, self.guesses) < 1:
-            raise ValueError("lookahead needs ngram >= 2, window >= 1 and guesses >= 1")
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """levels, k and nodes with root and passengers, when it is widest: with a full window, or on the way there."""
-        rows, columns = self.ngram - 1, self.window
-        warm_up = max((row + 1) * (columns + rows - 1 - row) for row in range(rows))
-        return rows, self.guesses, max(rows * columns + rows * self.guesses, warm_up)
-
-    @property
-    def text(self) -> str:
-        pool = ", pool from the text" if self.pool_from_text else ""
-        return f"N {self.ngram}, W {self.window}, G {self.guesses}{pool}" + (f", seed {self.seed}" if self.seed else "")
-
-
-Options = PromptLookupConfig | LookaheadConfig
-OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": LookaheadConfig}
 
 
 @dataclass(frozen=True)
@@ -311,6 +233,29 @@ class SamplingConfig:
             raise ValueError(f"top_p is a share, more than 0 and at most 1, not {self.top_p:g}")
 
 
+CONTEXT = "context"  # the sweep that contexts make
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """Rows measured once for each value of one setting; they go to `sweeps` of summary.json, never into its rows."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    vary: str  # a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), or temperature
+    values: tuple[Any, ...]
+    rows: tuple[MethodConfig, ...]
+    sampling: tuple[SamplingConfig, ...] = ()  # empty: the bench's
+    tasks: tuple[str, ...] = ()  # names; empty: all
+    num_prompts: int | None = None  # the first ones of each task; null: all
+
+    def __post_init__(self) -> None:
+        if not self.values or not self.rows:
+            raise ValueError("a sweep needs values and rows")
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise ValueError("num_prompts must be at least 1")
+
+
 @dataclass(frozen=True)
 class BenchConfig:
     """What is measured: every row on every prompt, interleaved, in one process."""
@@ -323,6 +268,11 @@ class BenchConfig:
     reference: bool = True  # also time transformers' generate and the bare forwards
     overhead: bool = False  # also time each row's model forwards replayed bare, on a few prompts (overhead.json)
     cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl); speeds stay comparable
+    by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled (details.json has each)
+    sweeps: tuple[SweepConfig, ...] = ()
+    # context lengths (prompt and answer, ascending) that split the answers into a sweep of their own, as far as the
+    # target goes: from the start to each, and between each and the one before (SVIP, tables 2 and 5, figures 5 and 6)
+    contexts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(row.method == "vanilla" for row in self.rows):
@@ -331,6 +281,11 @@ class BenchConfig:
             raise ValueError("sampling is a list of one or more different settings ([{temperature: 0.0}], for one)")
         if self.warmup_prompts < 0:
             raise ValueError(f"warmup_prompts must not be negative, not {self.warmup_prompts}")
+        names = [sweep.name for sweep in self.sweeps]
+        if len(set(names)) < len(names) or CONTEXT in names:
+            raise ValueError(f"sweeps need names that differ, and {CONTEXT} is that of contexts")
+        if list(self.contexts) != sorted(set(self.contexts)) or min(self.contexts, default=1) < 1:
+            raise ValueError("contexts are lengths in tokens, ascending")
 
 
 @dataclass(frozen=True)
@@ -342,9 +297,15 @@ class CalibrateConfig:
     method: Method | None = None  # null: the usual one of the recipe's head
     tree: TreeChanges = TreeChanges()
     bins: int = 20
+    temperature: float = 0.0  # of the decoding
+    oracle_levels: int | None = None  # also draft this deep at every cycle: the oracle draft length; SVIP: 40
     ranks: int = 10  # a static tree: how many of a law's best tokens are tried where the tree is rebuilt from them
     nodes: int | None = None  # of the rebuilt tree, with the root; null: as many as the tree that it replaces
 
     def __post_init__(self) -> None:
+        if self.tree.calibrated is not None:
+            raise ValueError("calibrate measures the head's own confidence; leave tree.calibrated out")
+        if self.temperature < 0 or (self.oracle_levels is not None and self.oracle_levels < 1):
+            raise ValueError("calibrate needs temperature >= 0 and oracle_levels >= 1 (null: no oracle)")
         if min(self.bins, self.ranks) < 1 or (self.nodes is not None and self.nodes < 2):
-            raise ValueError("bins and ranks are at least 1, nodes (which count the root) at least 2")
+            raise ValueError("calibrate: bins and ranks are at least 1, nodes (which count the root) at least 2")

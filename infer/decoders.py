@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
+from infer.calibration.calibrator import Calibrate, calibrate_of, unchanged
 from infer.choices import sized
-from infer.config import LookaheadConfig, MethodConfig, PromptLookupConfig, TreeConfig
+from infer.config import MethodConfig, TreeConfig
 from infer.drafters.draft_lm import DraftLMDrafter, load_draft_lm
 from infer.drafters.eagle import EagleDrafter
 from infer.drafters.hydra import HydraDrafter
@@ -14,6 +15,7 @@ from infer.drafters.lookahead import Lookahead
 from infer.drafters.medusa import MedusaDrafter, check_level
 from infer.drafters.prompt_lookup import PromptLookup
 from infer.engine import SpeculativeDecoder, end_ids
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
 from infer.heads import kind_at
 from infer.methods import check_kind, tree_of, usual_tree
 from infer.proposer import CachedDrafter, Drafting, Proposer
@@ -23,6 +25,7 @@ from model.errors import UserError, warn
 from model.heads.eagle3 import Eagle3Head
 from model.heads.hydra import HydraHead
 from model.heads.medusa import MedusaHead
+from model.hub import head_directory
 from model.sizes import position_warnings
 from model.target import Target, default_taps, fingerprints
 
@@ -75,7 +78,8 @@ def make_decoder(
         if head is None or tree is None:
             raise UserError(f"{place}: {asked.method} needs a head; give --head")
         check_kind(asked.method, kind_at(Path(head)), place)
-        proposer = drafting(drafters.of(head), tree)
+        calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
+        proposer = drafting(drafters.of(head), tree, calibrate)
     return SpeculativeDecoder(target, proposer, asked.typical)
 
 
@@ -84,15 +88,21 @@ def usual_decoder(target: Target, head: str | None, tree: TreeConfig | None) -> 
     if head is None:
         return SpeculativeDecoder(target)
     tree = tree or usual_tree(kind_at(Path(head)))
-    return SpeculativeDecoder(target, drafting(Drafters(target).of(head), tree))
+    calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
+    return SpeculativeDecoder(target, drafting(Drafters(target).of(head), tree, calibrate))
 
 
-def drafting(drafter: CachedDrafter, tree: TreeConfig) -> Drafting:
-    """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft."""
+def drafting(drafter: CachedDrafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
+    """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft.
+
+    calibrate is what `tree.calibrated` names; without it the head's own confidence is used (in training, say).
+    """
     tree = sized(tree)
     if isinstance(drafter, MedusaDrafter | HydraDrafter):
         check_level(tree.levels - 1, drafter.head.config.num_heads)
-    return Drafting(drafter, make_shape(tree), forwards_per_tree=1 if isinstance(drafter, MedusaDrafter) else None)
+    return Drafting(
+        drafter, make_shape(tree, calibrate), forwards_per_tree=1 if isinstance(drafter, MedusaDrafter) else None
+    )
 
 
 def load_head_for(target: Target, head: str) -> Head:

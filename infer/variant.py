@@ -12,6 +12,8 @@ from infer.stops.config import StopConfig
 from model.files import digest
 from model.recipe import as_dict
 
+KEPT = ("stop", "rank", "rerank", "choices", "calibrated")  # of a tree, beside its sizes
+
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:
     """What a record says of a row's tree; null for vanilla."""
@@ -26,7 +28,7 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
         return None
     size, published = sized(tree), METHODS[row.method].tree
     assert published is not None
-    kept = {key: value for key, value in as_dict(tree).items() if key in ("stop", "rank", "rerank", "choices")}
+    kept = {key: value for key, value in as_dict(tree).items() if key in KEPT}
     settings = {**kept, "children": _children(tree), **typical}
     words = _words({**_changes(tree, published), **typical})
     return TreeShape(size.shape, size.levels, size.k, size.nodes, settings, variant=words)
@@ -63,6 +65,8 @@ def _changes(tree: TreeConfig, published: TreeConfig) -> dict[str, Any]:
     if tree.choices != published.choices:
         named = isinstance(tree.choices, str)
         found["choices"] = tree.choices if named else digest(tree.choices)[:6]
+    if tree.calibrated is not None:
+        found["calibrated"] = tree.calibrated
     return found
 
 

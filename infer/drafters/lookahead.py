@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from infer.config import LookaheadConfig
+from infer.guess_config import LookaheadConfig
 from infer.proposer import Cycle
 from infer.sampling import Sampler
 from infer.tree import Tree
