@@ -112,6 +112,12 @@ WRONG: list[tuple[str, tuple[str, ...], str, tuple[str, ...]]] = [  # command, w
     ),
     (
         "generate",
+        ("--method", "medusa", "--tree.shape", "dynamic"),
+        "is 6 levels deep, and {root}/run/heads/medusa has 2 heads, one a level; set tree.levels to 2",
+        ("--method", "medusa", "--tree.shape", "dynamic", "--tree.levels", "2"),
+    ),
+    (
+        "generate",
         ("--method", "eagle", "--tree.choices", "{root}/none.yaml"),
         "none.yaml: no such file (published trees: eagle1, medusa63)",
         ("--method", "eagle", "--tree.choices", "medusa63"),
@@ -224,3 +230,9 @@ def test_a_head_without_weights_or_of_another_kind_than_its_directory_is_named(
     for name in ("generate", "bench", "calibrate"):
         code, _, err = command(name, "--run", str(tmp_path / "run"))
         assert code == 2 and "eagle2 drafts with eagle1, and this is an eagle3 head" in err
+
+
+def test_a_plan_says_that_typical_acceptance_is_not_lossless(command: Command, run_directory: Path) -> None:
+    words = ("--method", "medusa", "--tree.choices", str(run_directory / "shallow.yaml"))
+    assert "NOT lossless" in command("generate", *words, "--typical.epsilon", "0.1")[1]
+    assert "lossless" not in command("generate", *words)[1]
