@@ -8,13 +8,12 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from model.formats.content import Destination
+from model.formats.content import SPECULATIVE_TOKENS
 from model.hub import HUB_ID
 
 NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
 SGLANG_ALGORITHMS = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}
 NOT_IN_SGLANG = ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc")
-SPECULATIVE_TOKENS = Destination.speculative_tokens
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,16 @@ def convert(arguments: argparse.Namespace) -> int:
     """Writes OUT, and says what its reader would have to be told."""
     from model.export import TargetFacts, export
 
-    out: Path = arguments.out
+    out, drafts = arguments.out, arguments.speculative_tokens
+    if drafts is not None and drafts < 1:
+        raise UserError(f"--speculative-tokens {drafts}: a cycle drafts at least one token")
+    taps = _taps(arguments.after_blocks)
     _check_out(out, arguments.overwrite)
-    target = TargetFacts.load(arguments.target, arguments.target_name, arguments.speculative_tokens)
-    done = export(arguments.head, arguments.to, out, target, _taps(arguments.after_blocks))
+    target = TargetFacts.load(arguments.target, arguments.target_name, drafts)
+    try:
+        done = export(arguments.head, arguments.to, out, target, taps)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}; name another directory") from error
     for note in done.notes:
         print(f"note: {note}")
     print(
@@ -121,8 +127,11 @@ def _convert_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--target", required=True, help="the head's target (local directory or Hub id)")
     options.add_argument("--out", required=True, type=Path, help="the directory to write")
     options.add_argument("--target-name", help="what servers are told to load, where it is not --target")
-    options.add_argument("--speculative-tokens", type=int, help="drafts per cycle in speculators' config.json (5)")
-    options.add_argument("--after-blocks", help="taps of a published EAGLE-3 head that names none, as 2,16,29")
+    options.add_argument("--speculative-tokens", type=int, help="speculators' drafts per cycle (the head's, or 5)")
+    options.add_argument(
+        "--after-blocks",
+        help="taps of an EAGLE-3 head that names none, as 2,16,29",
+    )
     options.add_argument("--overwrite", action="store_true", help="replace what is in --out")
 
 
