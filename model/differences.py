@@ -1,12 +1,11 @@
 """What an export has that its source lacks, or the other way round: said, never dropped in silence."""
 
 import dataclasses
-from pathlib import Path
 
 from model.formats.content import Export, HeadContent, HeadFiles
 from model.formats.taps import NUMBERED
 from model.heads.eagle3 import EMBEDDING
-from model.hub import HUB_ID
+from model.hub import is_public
 
 BOOKKEEPING = {  # keys of config.json that say nothing about how a head drafts
     *("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
@@ -33,11 +32,6 @@ def differences(files: HeadFiles, content: HeadContent, made: Export, target: st
     if is_speculators and not is_public(target):
         notes.append(f"servers are told to load {target}, which is a local path; give its Hub id with --target-name")
     return notes
-
-
-def is_public(target: str) -> bool:
-    """Whether a target is named as on the Hub, and not by a path of this machine."""
-    return HUB_ID.fullmatch(target) is not None and not Path(target).exists()
 
 
 def _tensor_differences(files: HeadFiles, made: Export) -> list[str]:
