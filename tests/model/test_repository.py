@@ -33,6 +33,7 @@ def sharded(directory: Path) -> dict[str, Path | bytes]:
 
 def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(hub: Hub, tmp_path: Path) -> None:
     upload(look("me/head"), {**sharded(tmp_path / "one"), "calibration.json": b"{}"}, False, "a head")
+    assert torch.equal(load_head("me/head").fc.weight, load_head(tmp_path / "one").fc.weight)  # both shards came
     files = hub.repositories["me/head"]["main"]
     files |= {".gitattributes": b"*.bin lfs", "figure.png": b"a stranger's", "notes/model.safetensors": b"not on top"}
     save_head(tiny.head(tiny.ends().embedding, seed=9), tmp_path / "two")

@@ -137,8 +137,11 @@ def test_an_eagle_3_1_head_keeps_its_norms_and_its_feedback_and_the_version_that
     assert (to == "sglang") == any("fc_norm (EAGLE-3.1) is known to SGLang from 0.5.12 on" in n for n in done.notes)
 
 
-def test_written_back_every_tensor_of_specforges_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    export(specforge(tmp_path / "head"), "sglang", tmp_path / "out", ends_facts())
+@pytest.mark.parametrize("make", [specforge, angelslim])
+def test_written_back_every_tensor_of_specforges_and_angelslims_is_the_same_bit_for_bit(
+    tmp_path: Path, make: Any
+) -> None:
+    export(make(tmp_path / "head"), "sglang", tmp_path / "out", ends_facts())
     found = read_tensors(tmp_path / "out")[1]
     assert found.keys() == {*EAGLE3, "embed_tokens.weight"}
     for name, value in tensors(EAGLE3, torch.bfloat16).items():
