@@ -29,6 +29,11 @@ def head_directory(path: Path | str) -> Path:
     return place if found is None else fetch(found["repo"], found["revision"])
 
 
+def is_on_hub(path: Path | str) -> bool:
+    """Whether a head's name is that of a Hub repository: nothing local is called so, and it is no path."""
+    return not Path(path).exists() and HUB_ID.fullmatch(str(path)) is not None
+
+
 def fetch(repo: str, revision: str | None = None) -> Path:
     """A snapshot with config.json, the weights (safetensors where there are any) and the small files beside them."""
     from huggingface_hub import snapshot_download

@@ -126,15 +126,25 @@ def _apply(override: str, values: dict[str, Any], lines: dict[str, str], schema:
     except yaml.YAMLError as error:
         raise UserError(f"--{name}: cannot read the value {text!r}") from error
     *parents, leaf = name.split(".")
-    place = values
+    place: Any = values
     for depth, parent in enumerate(parents):
-        if parent not in dict(_fields(_class_at(schema, parents[:depth]))):
+        if isinstance(place, list):
+            place = place[_position(parent, place, name)]
+        elif parent not in dict(_fields(_class_at(schema, parents[:depth]))):
             raise UserError(f"--{name}: unknown option{_suggest(name, _all_names(schema))}")
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
+        else:
+            place = place.setdefault(parent, {})
+        if not isinstance(place, dict | list):
             raise UserError(f"--{name}: {parent} is not a section")
-    place[leaf] = value
+    place[_position(leaf, place, name) if isinstance(place, list) else leaf] = value
     lines[name] = f"--{name}"
+
+
+def _position(part: str, items: list[Any], name: str) -> int:
+    """The position in a list that a part of an option's name says; UserError for what is none of it."""
+    if not part.isdecimal() or int(part) >= len(items):
+        raise UserError(f"--{name}: {part} is no position in a list of {len(items)}; positions count from 0")
+    return int(part)
 
 
 def _sentence(item: Any, schema: type, source: str, lines: dict[str, str]) -> str:

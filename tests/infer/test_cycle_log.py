@@ -13,7 +13,15 @@ from infer.aggregate import row as summary_row
 from infer.bench import Bench, run
 from infer.calibrate import by_depth, reliability
 from infer.collect import NodeCollector
-from infer.config import BenchConfig, MethodConfig, PromptsConfig, SamplingConfig, TreeChanges
+from infer.config import (
+    BenchConfig,
+    LookaheadConfig,
+    MethodConfig,
+    PromptLookupConfig,
+    PromptsConfig,
+    SamplingConfig,
+    TreeChanges,
+)
 from infer.cycle_log import CycleLine, CycleLog, read_cycle_log
 from infer.decoders import drafting
 from infer.drafters.eagle import EagleDrafter
@@ -49,7 +57,7 @@ def make_decoder(target: Target, row: MethodConfig) -> SpeculativeDecoder:
         head = tiny.head(target.ends.embedding.float(), scale=8.0)
         proposer = drafting(EagleDrafter(head.eval(), target), tree)
     else:
-        proposer = PromptLookup(row.lookup) if row.method == "pld" else Lookahead(row.lookahead)
+        proposer = PromptLookup(PromptLookupConfig()) if row.method == "pld" else Lookahead(LookaheadConfig())
     return SpeculativeDecoder(target, proposer)
 
 

@@ -43,7 +43,7 @@ def recipe(tmp_path: Path) -> Path:
             "rows": [
                 {"method": "vanilla"},
                 {"method": "eagle2", "tree": tree},
-                {"method": "eagle-chain", "tree": {"shape": "chain", "levels": 3, "nodes": 4}},
+                {"method": "eagle-chain", "tree": {"levels": 3}},
             ],
         },
     }
