@@ -6,7 +6,6 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from infer.engine import Generation, SpeculativeDecoder
 from infer.hardware import max_context
 from infer.methods import tree_of
 from infer.records import Milliseconds, Record, TreeShape, line_of, read_records
-from infer.suite import Suite, check_tasks, suite_of
+from infer.suite import Suite, check_tasks
 from infer.tasks import Prompt, encode_turn
 from infer.watch import watched
 from model.errors import UserError
@@ -44,11 +43,8 @@ class Bench:
     decoders: list[SpeculativeDecoder]  # of the suite's rows
     kinds: list[str | None]  # of the rows' heads
     config: BenchConfig
+    suite: Suite  # of the config
     directory: Path
-
-    @cached_property
-    def suite(self) -> Suite:
-        return suite_of(self.config)
 
     @property
     def records_path(self) -> Path:

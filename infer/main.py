@@ -13,12 +13,12 @@ import pipeline
 from data.provenance import Stage, with_status
 from infer.begin import begin_bench, check_inputs, inputs_of
 from infer.choices import sized
-from infer.config import BenchConfig, Method, MethodConfig
+from infer.config import Method, MethodConfig
 from infer.demonstrate import add_options, demonstrate, options_of
 from infer.heads import find_head, heads_by_kind, kind_at
 from infer.methods import METHODS, check_kind, tree_of, usual_method
 from infer.quiet import prepare
-from infer.suite import asked_of, plan_text, suite_of
+from infer.suite import Suite, asked_of, plan_text, suite_of
 from infer.tasks import sources_facts
 from model.config import TargetConfig
 from model.errors import UserError, exit_code
@@ -226,7 +226,7 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
         heads.append(row.head if unseen else _head_of(row, recipe, paths, head, place))  # a plan fetches nothing
     check_inputs(recipe.target, heads, section.prompts)
     if arguments.plan:
-        print(f"{plan_text(section)} -> {paths.bench}")
+        print(f"{plan_text(section, suite)} -> {paths.bench}")
         return 0
     stage = Stage(
         "bench",
@@ -240,13 +240,13 @@ def _bench(arguments: argparse.Namespace, unknown: list[str]) -> int:
         return 0
     stage.require_own_directory(arguments.overwrite)
     begin_bench(stage, arguments.overwrite)
-    return with_status(paths.status, "bench", lambda: _measure_bench(recipe, section, stage, heads))
+    return with_status(paths.status, "bench", lambda: _measure_bench(recipe, suite, stage, heads))
 
 
-def _measure_bench(
-    recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, heads: list[str | None]
-) -> tuple[str, int]:
+def _measure_bench(recipe: pipeline.Recipe, suite: Suite, stage: Stage, heads: list[str | None]) -> tuple[str, int]:
     prepare(recipe.threads)
+    section = recipe.bench
+    assert section is not None
     from infer.bench import Bench, make_decoders, run
     from infer.hardware import default_device, describe, max_context
     from infer.overhead import measure_overhead, overhead_text
@@ -259,12 +259,11 @@ def _measure_bench(
 
     asked = pinned(section.prompts)
     prompts = load_prompts(asked)
-    suite = suite_of(section)
     target = Target.load(recipe.target, default_device())
     decoders = make_decoders(target, suite.rows, heads, suite.places)
     kinds = [None if head is None else kind_at(Path(head)) for head in heads]
-    bench = Bench(target, load_tokenizer(recipe.target), decoders, kinds, section, stage.output)
-    write_json(stage.output / SUITE, as_dict(asked_of(section, prompts, max_context(target))))
+    bench = Bench(target, load_tokenizer(recipe.target), decoders, kinds, section, suite, stage.output)
+    write_json(stage.output / SUITE, as_dict(asked_of(section, suite, prompts, max_context(target))))
     records = run(bench, prompts, recipe.seed)
     if section.reference:
         reference, records = measure_reference(bench, records)

@@ -1,6 +1,7 @@
 """One line a cycle says everything that is measured elsewhere, and a bench that was killed records no cycle twice."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from infer.engine import SpeculativeDecoder
 from infer.methods import tree_of
 from infer.proposer import Proposer
 from infer.records import CycleArrays
+from infer.suite import suite_of
 from infer.tasks import Prompt, encode
 from model.config import TargetConfig
 from model.errors import UserError
@@ -60,7 +62,7 @@ def make_bench(directory: Path, samplings: int = 2, rows: tuple[MethodConfig, ..
         PromptsConfig("none", max_new_tokens=10), rows, sampling, warmup_prompts=0, reference=False, cycles=True
     )
     decoders = [make_decoder(target, row) for row in rows]
-    return Bench(target, tiny.tokenizer(), decoders, [None] * len(rows), config, directory)
+    return Bench(target, tiny.tokenizer(), decoders, [None] * len(rows), config, suite_of(config), directory)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +200,8 @@ def answer_of(line: str) -> tuple[Any, ...]:
 def test_without_the_option_there_is_no_file(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
     config = BenchConfig(bench.config.prompts, ROWS[:2], warmup_prompts=0, reference=False)
-    run(Bench(bench.target, bench.tokenizer, bench.decoders[:2], [None, None], config, tmp_path), PROMPTS[:1], seed=5)
+    quiet = replace(bench, decoders=bench.decoders[:2], kinds=[None] * 2, config=config, suite=suite_of(config))
+    run(replace(quiet, directory=tmp_path), PROMPTS[:1], seed=5)
     assert bench.records_path.is_file() and not bench.cycles_path.exists()
 
 
