@@ -173,9 +173,12 @@ def identity(members: Group) -> dict[str, Any]:
         k = 1 if first.tree.shape == "chain" else first.tree.k
         tree = {**first.tree.settings, "shape": first.tree.shape, "levels": first.tree.levels, "k": k}
         tree["nodes"] = first.tree.levels + 1 if first.tree.shape == "chain" else first.tree.nodes
+        tree |= {"text": first.tree.text} if first.tree.text else {}
+        tree |= {"variant": first.tree.variant} if first.tree.variant else {}
     return {
         "method": first.method,
         "head": first.head,
+        "head_path": first.head_path,
         "task": first.task if len(tasks) == 1 else ALL_TASKS,
         "temperature": first.temperature,
         "top_k": first.top_k,

@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,18 @@ from torch import Tensor
 
 from data.progress import bar
 from infer.cached_lm import CachedLM
-from infer.choices import sized
 from infer.config import BenchConfig, MethodConfig, SamplingConfig
 from infer.cycle_log import AnswerKey, CycleLog, Origin
 from infer.cycle_recorder import CycleRecorder
 from infer.decoders import Drafters, make_decoder
-from infer.drafters.lookahead import Lookahead
 from infer.engine import Generation, SpeculativeDecoder
 from infer.hardware import max_context
-from infer.methods import tree_of
-from infer.records import Milliseconds, Record, TreeShape, line_of, read_records
-from infer.suite import Suite, check_tasks
+from infer.records import Milliseconds, Record, line_of, read_records
+from infer.suite import Suite, check_tasks, suite_of
 from infer.tasks import Prompt, encode_turn
+from infer.variant import tree_shape
 from infer.watch import watched
 from model.errors import UserError
-from model.recipe import as_dict
 from model.target import Target
 
 CYCLES = "cycles.jsonl"
@@ -43,8 +41,11 @@ class Bench:
     decoders: list[SpeculativeDecoder]  # of the suite's rows
     kinds: list[str | None]  # of the rows' heads
     config: BenchConfig
-    suite: Suite  # of the config
     directory: Path
+
+    @cached_property
+    def suite(self) -> Suite:
+        return suite_of(self.config)
 
     @property
     def records_path(self) -> Path:
@@ -81,23 +82,6 @@ def make_decoders(
     for decoder in decoders:
         decoder.lm = shared.setdefault(decoder.lm.after_blocks, decoder.lm)
     return decoders
-
-
-def tree_shape(row: MethodConfig) -> TreeShape | None:
-    """What a record says of a row's tree; null for vanilla."""
-    if row.method == "pld":
-        length = row.lookup.length
-        settings = {**as_dict(row.lookup), "longest_ngram": row.lookup.longest_ngram}
-        return TreeShape("lookup", length, 1, length + 1, settings)
-    if row.method == "lookahead":
-        levels, nodes = row.lookahead.ngram - 1, Lookahead(row.lookahead).max_nodes
-        return TreeShape("lookahead", levels, row.lookahead.guesses, nodes, as_dict(row.lookahead))
-    tree = tree_of(row, "bench.rows")
-    if tree is None:
-        return None
-    tree = sized(tree)
-    settings = {key: value for key, value in as_dict(tree).items() if key in ("stop", "rank", "rerank", "children")}
-    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings)
 
 
 @dataclass(frozen=True)
@@ -214,6 +198,7 @@ def _recorded(bench: Bench, job: Job, row: int, done: dict[AnswerKey, Record], s
     common: dict[str, Any] = {
         **asdict(origin),
         "head": bench.kinds[row],
+        "head_path": config.head,
         "tree": tree_shape(config),
         "prompt_text": prompt.turns[job.turn],
     }

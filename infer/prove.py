@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from data.progress import bar
-from infer.config import LookaheadConfig, Method, MethodConfig, PromptsConfig, SamplingConfig, TreeChanges
+from infer.config import Method, MethodConfig, PromptsConfig, SamplingConfig, TreeChanges
 from infer.decoders import Drafters, make_decoder
 from infer.enumeration import Answer, answer_law, draw_answers, p_value
 from infer.greedy import GreedyResult, compare_greedy, reference
+from infer.guess_config import LookaheadConfig
 from infer.hardware import default_device
 from infer.miniature import write_miniature
 from infer.proof import ALPHA, SETTINGS, Law, Proof, Row, conclude

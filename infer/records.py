@@ -23,14 +23,19 @@ CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The tree of one row; nodes count the root. `settings` is what else its method was given, published values too."""
+    """The tree of one row; nodes count the root. `settings` is what else its method was given, published values too.
+
+    text: what a method that grows no tree says in its place. variant: what its method has otherwise, in a few words.
+    """
 
     __pydantic_config__ = STRICT
-    shape: Literal["dynamic", "chain", "static", "lookup", "lookahead"]
+    shape: str  # dynamic, chain, static; or the section of a method's settings that grows no tree: lookup, lookahead
     levels: int
     k: int
     nodes: int
     settings: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Record:
     prompt_id: str
     turn: int = 0  # 0 is a conversation's first; a later one's history holds the vanilla row's answers
     head: str | None = None  # the kind of head that drafted
+    head_path: str | None = None  # as its row names it; null: the run's own
     prompt_tokens: int = 0
     prompt_ids: tuple[int, ...] = ()
     prompt_text: str | None = None  # shown above the sample outputs when given
@@ -170,7 +176,7 @@ class CycleArrays:
     depth: IntArray  # [n], 1 = child of the root
     confidence: FloatArray  # [n], q of the node
     survival: FloatArray  # [n], product of q along the path
-    acceptance: FloatArray  # [n], 0 or 1 at T = 0; p(x) at T > 0 (rule R2's chance to take the node)
+    acceptance: FloatArray  # [n], 0 or 1 at T = 0; at T > 0 the chance of the tree's rule to take the node
     accepted_length: IntArray  # [c]
     cycle_prompt: IntArray  # [c]
     temperature: float

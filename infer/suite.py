@@ -114,8 +114,9 @@ class Asked:
     max_context: int | None = None  # what the target was trained for
 
 
-def asked_of(bench: BenchConfig, suite: Suite, prompts: Sequence[Prompt], max_context: int | None) -> Asked:
-    """What the bench asks of these prompts; max_context: what the target was trained for."""
+def asked_of(bench: BenchConfig, prompts: Sequence[Prompt], max_context: int | None) -> Asked:
+    """What the bench asks of these prompts."""
+    suite = suite_of(bench)
     main = tuple(AskedCell(cell.row, **as_dict(cell.sampling)) for cell in suite.main)
     points = tuple(
         AskedPoint(
@@ -148,9 +149,9 @@ def suite_of(bench: BenchConfig) -> Suite:
     return Suite(tuple(rows), tuple(places), main, tuple(points), tuple(baselines))
 
 
-def plan_text(bench: BenchConfig, suite: Suite) -> str:
+def plan_text(bench: BenchConfig) -> str:
     """What a bench would measure, on one line."""
-    prompts = bench.prompts
+    suite, prompts = suite_of(bench), bench.prompts
     counts = [prompts.num_prompts if task.num_prompts is None else task.num_prompts for task in prompts.tasks]
     counts = counts or [prompts.num_prompts]
     many = "all" if None in counts else str(sum(count or 0 for count in counts))

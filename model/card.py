@@ -145,7 +145,8 @@ def _tree(tree: dict[str, Any] | None) -> str:
     shape = tree.get("shape", "dynamic")
     sizes = {"chain": ()}.get(shape, ("k", "nodes") if shape == "dynamic" else ("nodes",))
     parts = [f"{tree.get('levels')} levels", *(f"{name} {tree[name]}" for name in sizes if name in tree)]
-    return ", ".join(parts if shape == "dynamic" else [shape, *parts])
+    variant = [tree["variant"]] if tree.get("variant") else []
+    return ", ".join([*(parts if shape == "dynamic" else [shape, *parts]), *variant])
 
 
 def _row(row: dict[str, Any]) -> dict[str, str]:

@@ -12,7 +12,6 @@ from infer.bench import Bench, jobs_of, make_decoders, run
 from infer.config import BenchConfig, MethodConfig, PromptsConfig, SamplingConfig, SweepConfig, TreeChanges
 from infer.records import Record, read_records
 from infer.reference import measure_reference
-from infer.suite import suite_of
 from infer.tasks import Prompt
 from model.checkpoint import save_head
 from model.config import TargetConfig
@@ -49,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def bench(place: Place, directory: Path, config: BenchConfig = CONFIG) -> Bench:
-    made = Bench(place.target, place.tokenizer, [], [], config, suite_of(config), directory)
+    made = Bench(place.target, place.tokenizer, [], [], config, directory)
     heads = [place.head if row.method == "eagle2" else None for row in made.suite.rows]
     kinds = [None if head is None else "eagle1" for head in heads]
     return replace(made, decoders=make_decoders(place.target, made.suite.rows, heads), kinds=kinds)

@@ -1,7 +1,6 @@
 """One line a cycle says everything that is measured elsewhere, and a bench that was killed records no cycle twice."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,15 @@ from infer.aggregate import row as summary_row
 from infer.bench import Bench, run
 from infer.calibrate import by_depth, reliability
 from infer.collect import NodeCollector
-from infer.config import BenchConfig, MethodConfig, PromptsConfig, SamplingConfig, TreeChanges
+from infer.config import (
+    BenchConfig,
+    LookaheadConfig,
+    MethodConfig,
+    PromptLookupConfig,
+    PromptsConfig,
+    SamplingConfig,
+    TreeChanges,
+)
 from infer.cycle_log import CycleLine, CycleLog, read_cycle_log
 from infer.decoders import drafting
 from infer.drafters.eagle import EagleDrafter
@@ -24,7 +31,6 @@ from infer.engine import SpeculativeDecoder
 from infer.methods import tree_of
 from infer.proposer import Proposer
 from infer.records import CycleArrays
-from infer.suite import suite_of
 from infer.tasks import Prompt, encode
 from model.config import TargetConfig
 from model.errors import UserError
@@ -51,7 +57,7 @@ def make_decoder(target: Target, row: MethodConfig) -> SpeculativeDecoder:
         head = tiny.head(target.ends.embedding.float(), scale=8.0)
         proposer = drafting(EagleDrafter(head.eval(), target), tree)
     else:
-        proposer = PromptLookup(row.lookup) if row.method == "pld" else Lookahead(row.lookahead)
+        proposer = PromptLookup(PromptLookupConfig()) if row.method == "pld" else Lookahead(LookaheadConfig())
     return SpeculativeDecoder(target, proposer)
 
 
@@ -62,7 +68,7 @@ def make_bench(directory: Path, samplings: int = 2, rows: tuple[MethodConfig, ..
         PromptsConfig("none", max_new_tokens=10), rows, sampling, warmup_prompts=0, reference=False, cycles=True
     )
     decoders = [make_decoder(target, row) for row in rows]
-    return Bench(target, tiny.tokenizer(), decoders, [None] * len(rows), config, suite_of(config), directory)
+    return Bench(target, tiny.tokenizer(), decoders, [None] * len(rows), config, directory)
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +206,7 @@ def answer_of(line: str) -> tuple[Any, ...]:
 def test_without_the_option_there_is_no_file(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
     config = BenchConfig(bench.config.prompts, ROWS[:2], warmup_prompts=0, reference=False)
-    quiet = replace(bench, decoders=bench.decoders[:2], kinds=[None] * 2, config=config, suite=suite_of(config))
-    run(replace(quiet, directory=tmp_path), PROMPTS[:1], seed=5)
+    run(Bench(bench.target, bench.tokenizer, bench.decoders[:2], [None, None], config, tmp_path), PROMPTS[:1], seed=5)
     assert bench.records_path.is_file() and not bench.cycles_path.exists()
 
 

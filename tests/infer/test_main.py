@@ -45,7 +45,7 @@ def recipe(tmp_path: Path) -> Path:
             "rows": [
                 {"method": "vanilla"},
                 {"method": "eagle2", "tree": tree},
-                {"method": "eagle-chain", "tree": {"shape": "chain", "levels": 3, "nodes": 4}},
+                {"method": "eagle-chain", "tree": {"levels": 3}},
             ],
         },
     }
@@ -102,10 +102,10 @@ def test_bench_calibrate_and_report_end_to_end_and_go_on_after_a_kill(recipe: Pa
 def test_a_bench_that_is_killed_goes_on_where_it_stopped_and_loses_no_finished_prompt(
     recipe: Path, tmp_path: Path
 ) -> None:
-    prompts = questions(tmp_path / "many.jsonl", 60)
+    prompts = questions(tmp_path / "many.jsonl", 20)
     command = ("bench", "--config", str(recipe), "--bench.prompts.path", str(prompts), "--bench.reference", "false")
-    command += ("--bench.prompts.num_prompts", "60", "--bench.prompts.max_new_tokens", "60", "--bench.cycles", "true")
-    records, total = tmp_path / "run" / "bench" / "records.jsonl", 60 * 3 * 2
+    command += ("--bench.prompts.num_prompts", "20", "--bench.prompts.max_new_tokens", "40", "--bench.cycles", "true")
+    records, total = tmp_path / "run" / "bench" / "records.jsonl", 20 * 3 * 2
     process = subprocess.Popen(
         [sys.executable, "infer/main.py", *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

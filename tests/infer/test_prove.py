@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from infer import chain, engine, rejection, verify
-from infer.config import Method, MethodConfig, PromptLookupConfig, SamplingConfig
+from infer.config import Method, MethodConfig, SamplingConfig
 from infer.decoders import Drafters, make_decoder
 from infer.greedy import EDGES, LENGTHS, Difference, GreedyResult, Reference, compare_greedy, reference
+from infer.guess_config import PromptLookupConfig
 from infer.methods import METHODS
 from infer.miniature import VOCABULARY
 from infer.proof import ALPHA, SETTINGS, Law, Row, conclude, table

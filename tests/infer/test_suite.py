@@ -50,7 +50,7 @@ def test_temperatures_beside_the_benchs_bring_vanilla_along() -> None:
     assert [point.cell.sampling for point in suite.points] == [COLD, half] and len(suite.rows) == 2
     assert suite.samplings == (COLD, half)
     assert suite.rows_for(half, PROMPTS) == {("sums", "0"): [0, 1], ("code", "0"): [0, 1]}
-    written = asked_of(bench(sweep), suite, PROMPTS, 256)
+    written = asked_of(bench(sweep), PROMPTS, 256)
     assert [(cell.row, cell.temperature) for cell in written.main] == [(0, 0.0), (1, 0.0)]
     assert [(p.row, p.temperature, p.prompts) for p in written.points][1] == (1, 0.5, (("sums", "0"), ("code", "0")))
 
@@ -93,7 +93,6 @@ def test_a_task_without_prompts_and_names_that_meet_are_refused() -> None:
 
 
 def test_the_plan_says_how_much_it_is() -> None:
-    config = bench(depths())
-    assert plan_text(config, suite_of(config)) == (
+    assert plan_text(bench(depths())) == (
         "bench: 2 rows x 1 samplings x 80 prompts, at most 512 new tokens a turn, 1 sweeps of 2 points"
     )

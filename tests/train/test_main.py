@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -491,6 +492,7 @@ def test_ctrl_c_ends_a_run_cleanly_and_the_next_call_goes_on(made: Path, tmp_pat
         [*command, "--train.max_seconds", "1"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert again.returncode == 0 and "going on from step" in again.stdout
+    shutil.rmtree(made / "run/state")  # other trainings share the run
 
 
 @pytest.mark.parametrize(
