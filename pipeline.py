@@ -11,7 +11,9 @@ from typing import Any
 from pydantic import model_validator
 
 from data.config import DataConfig, FeaturesConfig, SyntheticConfig
-from infer.config import OPTIONS, USUAL, BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, name_rule
+from infer.config import USUAL, BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, name_rule
+from infer.guess_config import OPTIONS
+from infer.tuning.config import TuneConfig
 from model import recipe as yaml_recipe
 from model.config import HeadConfig, TargetConfig
 from model.errors import UserError
@@ -33,6 +35,7 @@ class Recipe:
     tree: TreeChanges = TreeChanges()  # of the usual method of the recipe's head, for generate and measured tau
     calibrate: CalibrateConfig | None = None
     bench: BenchConfig | None = None
+    tune: TuneConfig | None = None
     synthetic: SyntheticConfig | None = None
     output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
@@ -73,6 +76,10 @@ class RunPaths:
     @property
     def bench(self) -> Path:
         return self.root / "bench"
+
+    @property
+    def tune(self) -> Path:
+        return self.root / "tune"
 
     @property
     def report(self) -> Path:

@@ -8,13 +8,16 @@ from torch import Tensor
 
 from infer.proposer import Cycle
 from infer.records import CycleArrays
+from infer.rejection import acceptance as accepted_by_rule
+from infer.verify import NOT_LOSSLESS
 
 
 class NodeCollector:
     """Called after each cycle of each prompt; `arrays` stacks what was seen.
 
-    A node counts once its parent is on the accepted path: only then was its own acceptance asked. At T = 0 it is
-    accepted or not; at T > 0 its acceptance is p(x), the chance of rule R2 to take it.
+    A node counts once its parent is on the accepted path: only then was its own acceptance asked. At T = 0, and under
+    typical acceptance, it is accepted or not; else its acceptance is the chance that the tree's own rule takes it: p(x)
+    under R2, and where children were sampled what is left for it by the siblings before it (R1, R3, R4).
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,10 @@ class NodeCollector:
         acceptance = on_path.double()
         if cycle.sampler.decoding.do_sample:
             self._temperature = cycle.sampler.decoding.temperature
-            acceptance = cycle.sampler.law(cycle.step.logits)[tree.parents, tree.tokens].double()
+        if cycle.rule not in ("R0", NOT_LOSSLESS):
+            law = cycle.sampler.law(cycle.step.logits)
+            chances = law[tree.parents, tree.tokens] if tree.proposal is None else accepted_by_rule(tree, law)
+            acceptance = chances.double()
         rows = torch.stack(
             [
                 torch.full_like(acceptance, self.prompt),

@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from infer.choices import sized
-from infer.config import FREE, METHODS, OPTIONS, USUAL, Method, MethodConfig, TreeChanges, TreeConfig
+from infer.config import FREE, METHODS, USUAL, Method, MethodConfig, TreeChanges, TreeConfig
+from infer.guess_config import OPTIONS
 from infer.stops.config import beyond
 from model.errors import UserError
 

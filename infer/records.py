@@ -176,7 +176,7 @@ class CycleArrays:
     depth: IntArray  # [n], 1 = child of the root
     confidence: FloatArray  # [n], q of the node
     survival: FloatArray  # [n], product of q along the path
-    acceptance: FloatArray  # [n], 0 or 1 at T = 0; p(x) at T > 0 (rule R2's chance to take the node)
+    acceptance: FloatArray  # [n], 0 or 1 at T = 0; at T > 0 the chance of the tree's rule to take the node
     accepted_length: IntArray  # [c]
     cycle_prompt: IntArray  # [c]
     temperature: float

@@ -14,6 +14,7 @@ from infer.plots import pictures
 from infer.records import OVERHEAD, Record, Reference, read_overhead, read_records, read_reference
 from infer.sweeps import main_groups, read_asked, sweep_rows
 from infer.table import console_table, csv_table, markdown_table
+from infer.tuning import pictures as tuning_pictures
 from infer.variant import told_apart
 from model.errors import UserError
 from model.files import read_json, write_json, write_text
@@ -61,6 +62,9 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     drawn = pictures(pooled["rows"], [item["tau_ci95"] for item in details["rows"]], curve)
     if details["analysis"] is not None:
         drawn |= calibration_pictures.pictures(details["analysis"])
+    details["tuning"] = tuning_of(bench.parent / "tune")
+    if details["tuning"] is not None:
+        drawn |= tuning_pictures.pictures(details["tuning"])
     samples = sample_answers(groups, pooled["rows"])
     page = render(pooled, details, drawn, samples, facts.commands)
     summary = dict(pooled)
@@ -74,7 +78,8 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     write_json(output / "details.json", details)
     write_text(output / "table.md", markdown_table(summary))
     write_text(output / "table.csv", csv_table(summary))
-    for name in (*PICTURES, *(f"calibration-{name}" for name in calibration_pictures.NAMES)):
+    sections = {"calibration": calibration_pictures.NAMES, "tuning": tuning_pictures.NAMES}
+    for name in (*PICTURES, *(f"{section}-{name}" for section, names in sections.items() for name in names)):
         if name in drawn:
             write_text(output / f"{name}.svg", standalone(drawn[name]))
         else:
@@ -175,6 +180,14 @@ def _overhead(path: Path, groups: Sequence[Group]) -> list[dict[str, Any]] | Non
     places = {members.first.row: position for position, members in reversed(list(enumerate(groups)))}
     measured = [each for each in read_overhead(path) if each.row in places]
     return [{**asdict(each), "position": places[each.row]} for each in measured] or None
+
+
+def tuning_of(directory: Path) -> dict[str, Any] | None:
+    """tune.json with measured.json, if there is one, under "measured"; None where nothing was tuned."""
+    found, measured = directory / "tune.json", directory / "measured.json"
+    if not found.is_file():
+        return None
+    return {**read_json(found), "measured": read_json(measured) if measured.is_file() else None}
 
 
 def _calibration(path: Path) -> dict[str, Any] | None:

@@ -24,3 +24,30 @@ class TaskConfig:
             raise ValueError("a task needs a name")
         if self.num_prompts is not None and self.num_prompts < 1:
             raise ValueError("num_prompts must be at least 1")
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    """Measuring prompts: Spec-Bench style questions {question_id, category, turns}, lines of plain text, or tasks."""
+
+    __pydantic_config__ = STRICT
+    path: str | None = None  # a .jsonl file of questions, or of lines
+    num_prompts: int | None = 80  # of the file, or of each task; null: all
+    max_new_tokens: int = 512  # of each turn
+    task: str | None = None  # the name of all questions of `path`; null: the file's categories
+    tasks: tuple[TaskConfig, ...] = ()  # in place of path
+    turns: int | None = None  # of each question at most; null: all
+    system_prompt: str | None = None  # before each conversation
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (not self.tasks):
+            raise ValueError("prompts come from a file (path) or from tasks; set one of them")
+        if self.tasks and self.task is not None:
+            raise ValueError("task names the questions of path, and tasks have names of their own; leave it out")
+        names = [task.name for task in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tasks: {next(name for name in names if names.count(name) > 1)} stands there twice")
+        if self.turns is not None and self.turns < 1:
+            raise ValueError("turns must be at least 1")
+        if self.max_new_tokens < 1 or (self.num_prompts is not None and self.num_prompts < 1):
+            raise ValueError("num_prompts and max_new_tokens are at least 1 (num_prompts: null takes the whole file)")

@@ -27,6 +27,7 @@ from model.errors import UserError, exit_code
 from model.files import digest, read_json, write_text
 from model.hub import head_directory
 from model.recipe import as_dict
+from train.config import require_read
 from train.quiet import be_quiet
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def main() -> int:
     )
     arguments, unknown = parser.parse_known_args()
     recipe = pipeline.load(arguments, unknown)
+    require_read(recipe.train, recipe.head.kind)
     output = pipeline.RunPaths(Path(recipe.run)).head(recipe)
     if arguments.is_whole and not _has_inputs(recipe):
         return 1
