@@ -212,6 +212,13 @@ def test_the_recipes_tree_is_that_of_its_heads_usual_method_alone(command: Comma
     assert code == 0 and "'levels': 4, 'k': 10, 'nodes': 60" in out
 
 
+def test_the_files_tree_is_not_that_of_another_kind_of_head(command: Command) -> None:
+    kind = ("--head.kind", "eagle3")
+    assert "eagle3 with" in command("generate", *kind)[1] and "'levels': 8, 'k': 10" in command("generate", *kind)[1]
+    assert "'levels': 4, 'k': 10" in command("generate", *kind, "--tree.levels", "4")[1]
+    assert "'levels': 3, 'k': 3" in command("generate", "--head.kind", "eagle1")[1]
+
+
 def test_a_tree_on_the_command_line_that_a_command_does_not_read_is_warned_of(command: Command) -> None:
     for name in ("bench", "calibrate"):
         code, _, err = command(name, "--tree.levels", "4")
