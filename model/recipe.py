@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from model.errors import UserError
 
 T = TypeVar("T")
+_adapters: dict[Any, TypeAdapter[Any]] = {}
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
 
 
@@ -87,21 +88,29 @@ def _unshared(value: Any) -> Any:
 def validate(values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str]) -> T:
     """values as a schema instance; UserError with one line per problem."""
     try:
-        return TypeAdapter(schema).validate_python(values)
+        checked: T = _adapter(schema).validate_python(values)
+        return checked
     except ValidationError as error:
         problems = [_sentence(item, schema, source, lines) for item in error.errors()]
         raise UserError("\n".join(problems)) from error
 
 
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    """pydantic's adapter of a dataclass; making one takes as long as thousands of its calls."""
+    if schema not in _adapters:
+        _adapters[schema] = TypeAdapter(schema)
+    return _adapters[schema]
+
+
 def dump(recipe: Any) -> str:
     """The resolved recipe as YAML, every default spelt out."""
-    value = TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
+    value = _adapter(type(recipe)).dump_python(recipe, mode="json")
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
 
 
 def as_dict(section: Any) -> dict[str, Any]:
     """One section (or a whole recipe) as JSON-ready values."""
-    value = TypeAdapter(type(section)).dump_python(section, mode="json")
+    value = _adapter(type(section)).dump_python(section, mode="json")
     assert isinstance(value, dict)
     return value
 
