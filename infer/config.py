@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from infer.guess_config import OPTIONS, LookaheadConfig, Options, PromptLookupConfig
+from infer.guess_config import OPTIONS, SECTIONS, Guesses, GuessMethod, Options
 from infer.stops.config import (
     ConfidenceConfig,
     ConstantConfig,
@@ -117,8 +117,7 @@ Method = Literal[
     "sps-heuristic",
     "sps-svip",
     "sps-confidence",
-    "pld",
-    "lookahead",
+    GuessMethod,
     "medusa",
     "hydra",
     "eagle",
@@ -155,8 +154,7 @@ METHODS: dict[Method, Published] = {
     "sps-heuristic": Published(("draft_lm",), TreeConfig(shape="chain", levels=40, stop=HeuristicConfig())),
     "sps-svip": Published(("draft_lm",), TreeConfig(shape="chain", levels=40, stop=EntropyConfig())),
     "sps-confidence": Published(("draft_lm",), TreeConfig(shape="chain", levels=20, stop=ConfidenceConfig())),
-    "pld": Published(options="lookup"),
-    "lookahead": Published(options="lookahead"),
+    **{name: Published(options=section) for name, section in SECTIONS.items()},
     "medusa": Published(("medusa",), MEDUSA_TREE),
     "hydra": Published(("hydra",), MEDUSA_TREE),
     "eagle": Published(EAGLE, TreeConfig(shape="static", choices="eagle1")),
@@ -190,15 +188,13 @@ def name_rule(tree: Any, method: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class MethodConfig:
+class MethodConfig(Guesses):
     """One way of decoding: a method by its name, and what differs from its published form."""
 
     __pydantic_config__ = STRICT
     method: Method
     tree: TreeChanges = TreeChanges()
     head: str | None = None  # a head's directory or Hub id; null: the run's own of a kind that the method drafts with
-    lookup: PromptLookupConfig | None = None  # of pld
-    lookahead: LookaheadConfig | None = None
     typical: TypicalConfig | None = None  # in place of a lossless rule where tokens are sampled: NOT lossless
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""What methods that guess without a head are set to: `lookup` and `lookahead` of a recipe's method."""
+"""Methods that guess without a head and its laws: their names, and the sections of a recipe's method that set them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -71,5 +71,15 @@ class LookaheadConfig:
         return f"N {self.ngram}, W {self.window}, G {self.guesses}{pool}" + (f", seed {self.seed}" if self.seed else "")
 
 
+GuessMethod = Literal["pld", "lookahead"]
 Options = PromptLookupConfig | LookaheadConfig
+SECTIONS: dict[GuessMethod, str] = {"pld": "lookup", "lookahead": "lookahead"}
 OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": LookaheadConfig}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guesses:
+    """The sections; null: nothing is set."""
+
+    lookup: PromptLookupConfig | None = None
+    lookahead: LookaheadConfig | None = None

@@ -71,7 +71,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     if asked is not None and asked.by_task:
         parts = [part for members in groups for part in members.by_task().values()]
         details["pooled"] = [{**one, **more} for one, more in zip(pooled["rows"], details["rows"], strict=True)]
-        summary["rows"] = [row(part, seed) for part in parts]
+        summary["rows"] = told_apart([row(part, seed) for part in parts])
         details["rows"] = [_row_detail(part, seed) for part in parts]
     summary["sweeps"], details["sweeps"] = sweep_rows(records, asked, seed)
     write_json(output / "summary.json", summary)

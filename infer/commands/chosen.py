@@ -8,6 +8,7 @@ import pipeline
 from infer.config import Method, MethodConfig
 from infer.heads import find_head, kind_at
 from infer.methods import METHODS, check_kind
+from model.errors import warn
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -15,10 +16,16 @@ else:
     Commands = object
 
 HEAD = "a head directory (default: the run's own)"
+OWN_TREES = {"bench": "its rows have trees of their own (bench.rows)", "calibrate": "its tree is calibrate.tree"}
 
 
 def recipe_of(arguments: argparse.Namespace, unknown: list[str]) -> tuple[pipeline.Recipe, pipeline.RunPaths, Path]:
+    """The recipe, its run's paths and its head; warns of overrides of `tree` to a command that has trees of its own."""
     recipe = pipeline.load(arguments, unknown)
+    for word in unknown:
+        if word.startswith("--tree.") and arguments.command in OWN_TREES:
+            named = word.partition("=")[0]
+            warn(f"{named}: {arguments.command} does not read it; {OWN_TREES[arguments.command]}")
     paths = pipeline.RunPaths(Path(recipe.run))
     return recipe, paths, arguments.head or paths.head(recipe)
 

@@ -15,9 +15,7 @@ from infer.calibrate import by_depth, reliability
 from infer.collect import NodeCollector
 from infer.config import (
     BenchConfig,
-    LookaheadConfig,
     MethodConfig,
-    PromptLookupConfig,
     PromptsConfig,
     SamplingConfig,
     TreeChanges,
@@ -28,6 +26,7 @@ from infer.drafters.eagle import EagleDrafter
 from infer.drafters.lookahead import Lookahead
 from infer.drafters.prompt_lookup import PromptLookup
 from infer.engine import SpeculativeDecoder
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
 from infer.methods import tree_of
 from infer.proposer import Proposer
 from infer.records import CycleArrays

@@ -7,15 +7,14 @@ from typing import Any, get_args
 import pytest
 
 from infer.config import (
-    LookaheadConfig,
     Method,
     MethodConfig,
-    PromptLookupConfig,
     SamplingConfig,
     TreeChanges,
     TreeConfig,
     TypicalConfig,
 )
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
 from infer.heads import find_head, kind_at
 from infer.methods import METHODS, USUAL, check_kind, tree_of, usual_method
 from infer.shape import make_shape

@@ -9,12 +9,11 @@ from infer.aggregate import group, identity, row
 from infer.compare import names
 from infer.config import (
     METHODS,
-    LookaheadConfig,
     MethodConfig,
-    PromptLookupConfig,
     TreeChanges,
     TypicalConfig,
 )
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
 from infer.records import Record
 from infer.stops.config import EntropyConfig, HeuristicConfig, ProbabilitySumConfig, VoteConfig
 from infer.table import console_table, csv_table, label, markdown_table, tree_text
@@ -51,6 +50,7 @@ ALIKE = [  # one method each, whose trees have one size
         MethodConfig("deagle", TreeChanges(stop=VoteConfig(**changes)))
         for changes in ({}, {"bonus": 0.5}, {"over": "selected"}, {"signals": ("momentum",)}, {"consecutive": True})
     ],
+    [MethodConfig("eagle2", TreeChanges(calibrated=fit)) for fit in (None, "temperature", "isotonic")],
     [MethodConfig("ddd", TreeChanges(stop=ProbabilitySumConfig(checks=checks))) for checks in ((5, 7, 9), (5, 6))],
     [MethodConfig("medusa", typical=typical) for typical in (None, TypicalConfig(), TypicalConfig(delta=0.2))],
     [

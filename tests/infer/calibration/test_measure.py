@@ -278,7 +278,11 @@ def test_the_calibrator_is_read_from_beside_the_head(tmp_path: Path) -> None:
 
 def test_watching_a_calibrated_tree_sees_its_own_survival(target: Target) -> None:
     calibrate = Calibrator(2.0, (0.0, 1.0), (0.0, 0.5)).map("isotonic")
-    recording = record(make_decoder(target, WIDE, calibrate=calibrate), WIDE, PROMPTS, Settings(10))
-    assert recording.frontier is not None
-    first = recording.frontier.survival[recording.frontier.depth == 1]
-    assert first.size and first.max() <= 0.5 + 1e-6
+    cycles: list[Cycle] = []
+    decoder = make_decoder(target, WIDE, calibrate=calibrate)
+    recording = record(decoder, WIDE, PROMPTS[:1], Settings(10), (cycles.append,))
+    frontier, tree = recording.frontier, cycles[0].tree
+    assert frontier is not None
+    seen = frontier.survival[frontier.depth == 1][:4]  # the first cycle's
+    own = tree.survival[tree.depth == 1].exp().tolist()
+    assert own and seen[: len(own)] == pytest.approx(own, rel=1e-5)
