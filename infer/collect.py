@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.calibration.acceptance import acceptance, asked
 from infer.proposer import Cycle
 from infer.records import CycleArrays
-from infer.rejection import acceptance as accepted_by_rule
-from infer.verify import NOT_LOSSLESS
 
 
 class NodeCollector:
@@ -28,30 +27,20 @@ class NodeCollector:
 
     def __call__(self, cycle: Cycle) -> None:
         tree = cycle.tree
-        on_path = torch.zeros(len(tree), dtype=torch.bool, device=tree.tokens.device)
-        on_path[cycle.verdict.path] = True
-        asked = on_path[tree.parents]
-        asked[0] = False
-        if tree.passengers is not None:
-            asked &= ~tree.passengers
-        acceptance = on_path.double()
+        chances = acceptance(cycle)
         if cycle.sampler.decoding.do_sample:
             self._temperature = cycle.sampler.decoding.temperature
-        if cycle.rule not in ("R0", NOT_LOSSLESS):
-            law = cycle.sampler.law(cycle.step.logits)
-            chances = law[tree.parents, tree.tokens] if tree.proposal is None else accepted_by_rule(tree, law)
-            acceptance = chances.double()
         rows = torch.stack(
             [
-                torch.full_like(acceptance, self.prompt),
+                torch.full_like(chances, self.prompt),
                 tree.depth.double(),
                 tree.confidence.double().exp(),
                 tree.survival.double().exp(),
-                acceptance,
+                chances,
             ],
             dim=1,
         )
-        self._nodes.append(rows[asked].cpu())
+        self._nodes.append(rows[asked(tree, cycle.verdict.path)].cpu())
         self._cycles.append((cycle.verdict.accepted, self.prompt))
 
     def arrays(self) -> CycleArrays:

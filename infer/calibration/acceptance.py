@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from infer.proposer import Cycle
-from infer.rejection import residual, without
+from infer.rejection import acceptance as of_drawn
 from infer.tree import Tree
 from infer.verify import NOT_LOSSLESS
 
@@ -19,38 +19,17 @@ def asked(tree: Tree, path: list[int]) -> Tensor:
 
 
 def acceptance(cycle: Cycle) -> Tensor:
-    """Per node [N], in float64: 0 or 1 at temperature 0, else its chance; only nodes that were `asked` have a meaning.
+    """Per node [N], in float64, given that its parent was accepted: 0 or 1 at temperature 0, else its chance.
 
     R2: p(x), tried or not. R1: min(1, p / q). R3 and R4: the same for the first sibling, and for a later one its chance
-    that those before it are refused and it is taken, given which tokens were drawn.
+    that those before it are refused and it is taken, given which tokens were drawn. Typical acceptance, which has no
+    chances, is 0 or 1 too. Where it is 0 or 1, only nodes that were `asked` have a meaning.
     """
     tree = cycle.tree
     if cycle.rule in ("R0", NOT_LOSSLESS):
         found = torch.zeros(len(tree), dtype=torch.float64, device=tree.tokens.device)
         found[cycle.verdict.path] = 1.0
         return found
-    p = cycle.sampler.law(cycle.step.logits).double()  # [N, V]
-    if tree.proposal is None:
-        return p[tree.parents, tree.tokens]
-    return _of_drawn(cycle, p)
-
-
-def _of_drawn(cycle: Cycle, p: Tensor) -> Tensor:
-    tree, proposal = cycle.tree, cycle.tree.proposal
-    assert proposal is not None
-    q = proposal.over(p.shape[-1]).double()
-    found = torch.zeros(len(tree), dtype=torch.float64, device=p.device)
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    for parent in cycle.verdict.path:
-        p_left, q_left, untaken = p[parent], q[parent], 1.0
-        for child in range(1, len(tree)):
-            if parents[child] != parent:
-                continue
-            token = tokens[child]
-            chance = min(1.0, float(p_left[token] / q_left[token]))  # q of a drawn token is positive
-            found[child] = untaken * chance
-            untaken *= 1.0 - chance
-            p_left = residual(p_left, q_left)
-            if proposal.rule == "R3":
-                q_left = without(q_left, tree.tokens[child])
-    return found
+    p = cycle.sampler.law(cycle.step.logits)  # [N, V]
+    chances = p[tree.parents, tree.tokens] if tree.proposal is None else of_drawn(tree, p)
+    return chances.double()
