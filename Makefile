@@ -10,22 +10,24 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Two CPU processes make a real DeepSpeed group; with GPUs, one process each, two at most (the embedded run is small).
 PROCESSES := $(if $(filter 1,$(GPUS)),1,2)
 # Two processes share two cores: an over-subscribed torch is several times slower.
-demo test soak: export OMP_NUM_THREADS := 1
-demo test soak: export TOKENIZERS_PARALLELISM := false
+demo bench bench-full test soak: export OMP_NUM_THREADS := 1
+demo bench bench-full test soak: export TOKENIZERS_PARALLELISM := false
 # No library chatter between the progress lines, and no waiting for a Hub that the embedded run does not need.
-demo: export HF_HUB_OFFLINE := 1
-demo: export PYTHONWARNINGS := ignore
-demo: export TORCH_CPP_LOG_LEVEL := ERROR
-demo: export TRANSFORMERS_VERBOSITY := error
+demo bench bench-full: export HF_HUB_OFFLINE := 1
+demo bench bench-full: export PYTHONWARNINGS := ignore
+demo bench bench-full: export TORCH_CPP_LOG_LEVEL := ERROR
+demo bench bench-full: export TRANSFORMERS_VERBOSITY := error
 ifeq ($(GPUS),0)
-demo: export DS_ACCELERATOR := cpu
+demo bench bench-full: export DS_ACCELERATOR := cpu
 endif
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test soak lint clean
+.PHONY: help demo bench bench-full test soak lint clean
 help:
 	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (at most 10 minutes)"
+	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (at most 30 minutes the first time)"
+	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
 	@echo "make test   the tests (at most 15 minutes; .venv/bin/python -m pytest -m 'not slow': at most 90 s)"
 	@echo "make soak   the long trials"
 	@echo "make lint   ruff and mypy"
@@ -38,7 +40,41 @@ demo: $(STAMP)
 	@$(call launched,zero2,train/main.py --config $(RECIPE))
 	@$(BIN)/python infer/main.py calibrate --config $(RECIPE)
 	@$(BIN)/python infer/main.py bench --config $(RECIPE)
+	@$(BIN)/python infer/main.py tune --config $(RECIPE)
 	@$(BIN)/python infer/main.py report --config $(RECIPE)
+
+# Every method's head beside the demo's own, in a run of its own; SEEDED turns a recipe of the embedded default there.
+SEEDS := runs/seeds
+SEEDED := --run $(SEEDS) --target $(SEEDS)/target --data.conversations [$(SEEDS)/conversations/train.jsonl]
+# The heads' budgets add up to 7 minutes in each of two lanes of one process, rows and steps to what fits them.
+SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED) --train.max_seconds 420 --train.max_steps 560 --train.unroll_steps 5 --train.eval_every 0
+SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED) --train.max_seconds 130 --train.batch_size 8 --train.max_steps 640 --train.eval_every 0
+SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED) --train.max_seconds 90 --train.batch_size 8 --train.max_steps 300 --train.eval_every 0
+SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED) --train.max_seconds 80 --train.batch_size 8 --train.max_steps 280 --train.eval_every 0
+SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED) --train.max_seconds 90 --train.batch_size 8 --train.max_steps 350 --train.eval_every 0
+
+bench: $(STAMP)
+	@$(BIN)/python data/main.py synthetic --config $(RECIPE) --run $(SEEDS)
+	@$(call launched,zero1,train/main.py --config $(TARGET_RECIPE) --run $(SEEDS) --output $(SEEDS)/target \
+		--target $(SEEDS)/tokenizer --data.conversations [$(SEEDS)/conversations/train.jsonl])
+	@$(call launched,zero1,data/main.py features --config $(RECIPE) $(SEEDED))
+	@echo "training the heads, two at a time; the EAGLE-3 head's lines are in $(SEEDS)/eagle3.log"
+	@$(BIN)/python train/main.py --config $(SEEDS_EAGLE3) >$(SEEDS)/eagle3.log 2>&1 & eagle3=$$!; \
+	trap 'kill $$eagle3 2>/dev/null' EXIT; \
+	$(BIN)/python train/main.py --config $(SEEDS_EAGLE1) && \
+	$(BIN)/python train/main.py --config $(SEEDS_HYDRA) && \
+	$(BIN)/python train/main.py --config $(SEEDS_MEDUSA) && \
+	$(BIN)/python train/main.py --config $(SEEDS_DRAFT_LM) || exit $$?; \
+	wait $$eagle3 || { code=$$?; tail -n 5 $(SEEDS)/eagle3.log >&2; exit $$code; }; \
+	tail -n 1 $(SEEDS)/eagle3.log
+	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml
+	@$(BIN)/python infer/main.py bench --config configs/bench/seeds.yaml
+	@$(BIN)/python infer/main.py tune --config configs/bench/seeds.yaml
+	@$(BIN)/python infer/main.py report --config configs/bench/seeds.yaml
+
+bench-full: bench
+	@$(BIN)/python infer/main.py bench --config configs/bench/seeds-full.yaml
+	@$(BIN)/python infer/main.py report --config configs/bench/seeds-full.yaml --head $(SEEDS)/heads/eagle1
 
 # $(call launched,TOPOLOGY,COMMAND): nothing when the stage is whole; else the plan, which turns a mistake into one line and
 # exit code 2 (the launcher would make it 1 and a traceback), then the command under accelerate.

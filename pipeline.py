@@ -6,9 +6,14 @@ This is the one place beside them that sees every section; it imports configurat
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
 
 from data.config import DataConfig, FeaturesConfig, SyntheticConfig
-from infer.config import BenchConfig, CalibrateConfig, MethodConfig, TreeChanges
+from infer.config import USUAL, BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, name_rule
+from infer.guess_config import OPTIONS
+from infer.tuning.config import TuneConfig
 from model import recipe as yaml_recipe
 from model.config import HeadConfig, TargetConfig
 from model.errors import UserError
@@ -30,10 +35,24 @@ class Recipe:
     tree: TreeChanges = TreeChanges()  # of the usual method of the recipe's head, for generate and measured tau
     calibrate: CalibrateConfig | None = None
     bench: BenchConfig | None = None
+    tune: TuneConfig | None = None
     synthetic: SyntheticConfig | None = None
     output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
     seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_rules(cls, values: Any) -> Any:
+        """A `stop` without a rule changes that of the head's usual method, or of the one that calibrate names."""
+        head, calibrate = (values.get(name) or {} for name in ("head", "calibrate"))
+        usual = USUAL.get(head.get("kind", HeadConfig.kind)) if isinstance(head, dict) else None
+        if "tree" in values:
+            values = {**values, "tree": name_rule(values["tree"], usual)}
+        if isinstance(calibrate, dict) and "tree" in calibrate:
+            tree = name_rule(calibrate["tree"], calibrate.get("method") or usual)
+            values = {**values, "calibrate": {**calibrate, "tree": tree}}
+        return values
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,10 @@ class RunPaths:
     @property
     def bench(self) -> Path:
         return self.root / "bench"
+
+    @property
+    def tune(self) -> Path:
+        return self.root / "tune"
 
     @property
     def report(self) -> Path:
@@ -100,10 +123,20 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
         value = getattr(arguments, flag, None)
         if value is not None:
             overrides.append(f"{key}={value}")
+    if any(pair.startswith("head.kind=") for pair in overrides):
+        overrides = [*_without_tree(arguments.config, overrides), *overrides]
     return yaml_recipe.load(arguments.config, Recipe, overrides)
 
 
-METHOD_SECTIONS = ("tree.", "lookup.", "lookahead.", "typical.")
+def _without_tree(path: Path, overrides: list[str]) -> list[str]:
+    """The override that forgets the file's `tree`, where others give the head another kind than the file's."""
+    head = yaml_recipe.read_yaml(path)[0].get("head")
+    kind = head.get("kind", HeadConfig.kind) if isinstance(head, dict) else HeadConfig.kind
+    asked = [pair.partition("=")[2] for pair in overrides if pair.startswith("head.kind=")][-1]
+    return [] if asked == kind else ["tree={}"]
+
+
+METHOD_SECTIONS = ("tree.", "typical.", *(f"{name}." for name in OPTIONS))
 
 
 def method_words(unknown: list[str], alone: bool = False) -> tuple[list[str], list[str]]:

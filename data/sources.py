@@ -9,6 +9,7 @@ from typing import Any
 
 from data import provenance
 from model.errors import UserError
+from model.hub import readable_errors
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 BLANK = re.compile(r"[ \t\r\n]*")
@@ -27,10 +28,11 @@ class RawRow:
         return f"{self.source}: row {self.number:,}"
 
 
-def read_rows(name: str) -> Iterator[RawRow]:
+def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     """The rows of a file, of every file below a directory (by name), or of a Hub data set, in their order.
 
-    A Hub name is 'owner/name', 'owner/name:split' or 'owner/name:subset:split'; the split is 'train' unless given.
+    A Hub name is 'owner/name', 'owner/name:split' or 'owner/name:subset:split'; the split is 'train' unless given. Its
+    revision is a branch, tag or commit; a file has none.
     Raises UserError for what is missing, unreadable or not the format that its suffix promises.
     """
     path = Path(name).expanduser()
@@ -40,9 +42,27 @@ def read_rows(name: str) -> Iterator[RawRow]:
     elif path.exists():
         yield from _read_file(path)
     elif _looks_like_a_file(name):
-        raise UserError(f"{name}: no such file or directory; data.conversations names local files or Hub data sets")
+        raise UserError(f"{name}: no such file or directory; name local files or Hub data sets (owner/name:split)")
     else:
-        yield from _read_hub(name)
+        yield from _read_hub(name, revision)
+
+
+def is_local(name: str) -> bool:
+    """Whether a name of rows is a file or directory that is there."""
+    return Path(name).expanduser().exists()
+
+
+def hub_commit(name: str, revision: str | None = None) -> str | None:
+    """The commit that a Hub data set's revision (null: its main branch) is now; null where the Hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    repo = name.split(":")[0]
+    try:
+        with readable_errors(repo):
+            found = HfApi().dataset_info(repo, revision=revision).sha
+    except UserError:
+        return None
+    return None if found is None else str(found)
 
 
 def _looks_like_a_file(name: str) -> bool:
@@ -142,19 +162,19 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from error
 
 
-def _read_hub(name: str) -> Iterator[RawRow]:
+def _read_hub(name: str, revision: str | None) -> Iterator[RawRow]:
     identifier, *parts = name.split(":")
     subset = parts[0] if len(parts) == 2 else None
     split = parts[-1] if parts else "train"
     import datasets
 
     try:
-        rows = datasets.load_dataset(identifier, subset, split=split)
+        rows = datasets.load_dataset(identifier, subset, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{name}: no such file, and the Hub data set cannot be loaded: {reason} "
-            f"(write owner/name, owner/name:split or owner/name:subset:split)"
+            f"(write owner/name, owner/name:split or owner/name:subset:split; of a gated one: hf auth login)"
         ) from error
     for number, value in enumerate(rows, start=1):
         yield RawRow(name, number, value)

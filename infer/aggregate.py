@@ -16,14 +16,16 @@ RESAMPLES = 2000
 VANILLA = "vanilla"
 PARTS = ("prefill", "draft", "verify", "commit", "other", "wall")
 ALL_TASKS = "all"
+PromptKey = tuple[str, str, int]  # task, prompt_id, turn
+Sampling = tuple[float, int, float]  # temperature, top_k, top_p
 
 
 @dataclass(frozen=True)
 class Group:
-    """The answers of one row at one sampling, and vanilla's answers at the same sampling by prompt."""
+    """The answers of one row at one sampling, and vanilla's answers at the same sampling by prompt and turn."""
 
     records: tuple[Record, ...]
-    baseline: dict[tuple[str, str], Record]
+    baseline: dict[PromptKey, Record]
 
     @property
     def first(self) -> Record:
@@ -46,16 +48,25 @@ class Group:
         return {task: replace(self, records=tuple(r for r in self.records if r.task == task)) for task in tasks}
 
 
+def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[PromptKey, Record]]:
+    """The good answers of the first vanilla row, by sampling and turn."""
+    found: dict[Sampling, dict[PromptKey, Record]] = {}
+    chosen: dict[Sampling, int] = {}
+    for record in sorted(records, key=lambda record: record.row):
+        if record.method == VANILLA and chosen.setdefault(record.sampling, record.row) == record.row:
+            answers = found.setdefault(record.sampling, {})
+            if record.status == "ok":
+                answers[record.prompt_key] = record
+    return found
+
+
 def group(records: Iterable[Record]) -> list[Group]:
     """One group per (sampling, row): samplings in order of appearance, rows in the recipe's order."""
-    found: dict[tuple[tuple[float, int, float], int], list[Record]] = {}
+    found: dict[tuple[Sampling, int], list[Record]] = {}
     for record in records:
         found.setdefault((record.sampling, record.row), []).append(record)
     samplings = list(dict.fromkeys(sampling for sampling, _ in found))
-    baselines: dict[tuple[float, int, float], dict[tuple[str, str], Record]] = {}
-    for (sampling, _), members in sorted(found.items(), key=lambda item: item[0][1]):
-        if members[0].method == VANILLA and sampling not in baselines:
-            baselines[sampling] = {record.prompt_key: record for record in members if record.status == "ok"}
+    baselines = baselines_of(record for members in found.values() for record in members)
     keys = sorted(found, key=lambda key: (samplings.index(key[0]), key[1]))
     return [Group(tuple(found[key]), baselines.get(key[0], {})) for key in keys]
 
@@ -63,11 +74,12 @@ def group(records: Iterable[Record]) -> list[Group]:
 def row(members: Group, seed: int = 0) -> dict[str, Any]:
     """One row of summary.json. With a failed prompt: its identity, status "error" and a message, and no figure.
 
-    ms are sums over the prompts, as new_tokens and target_forwards are; peak_memory_gib is the largest.
+    ms are sums over the prompts and their turns, as new_tokens and target_forwards are; peak_memory_gib is the
+    largest; identical and mismatch count answers.
     """
-    identity = _identity(members)
+    named = identity(members)
     if members.failed:
-        return {**identity, "status": "error", "message": _failure(members)}
+        return {**named, "status": "error", "message": _failure(members)}
     records = members.records
     new_tokens = sum(record.new_tokens for record in records)
     forwards = sum(record.target_forwards for record in records)
@@ -76,7 +88,7 @@ def row(members: Group, seed: int = 0) -> dict[str, Any]:
     decode_seconds = (times.wall - times.prefill) / 1000.0
     memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]
     return {
-        **identity,
+        **named,
         "new_tokens": new_tokens,
         "tau": tau(records),
         "tau_macro": tau_macro(records),
@@ -104,37 +116,36 @@ def tau(records: Sequence[Record]) -> float | None:
 
 def tau_macro(records: Sequence[Record]) -> float | None:
     """The mean over prompts of each prompt's own tau; prompts that ended at the prefill's token have none."""
-    values = [(record.new_tokens - 1) / record.target_forwards for record in records if record.target_forwards]
-    return float(np.mean(values)) if values else None
+    costs = _per_prompt(records, [(record.new_tokens - 1, record.target_forwards) for record in records])
+    costs = costs[costs[:, 1] > 0]
+    return float(np.mean(costs[:, 0] / costs[:, 1])) if len(costs) else None
 
 
 def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None:
     """95 % bootstrap interval of tau over prompts."""
-    tokens = np.array([record.new_tokens - 1 for record in records], dtype=np.float64)
-    forwards = np.array([record.target_forwards for record in records], dtype=np.float64)
-    if len(records) < 2 or not forwards.any():
+    costs = _per_prompt(records, [(record.new_tokens - 1, record.target_forwards) for record in records])
+    if len(costs) < 2 or not costs[:, 1].any():
         return None
-    weights = _resamples(len(records), seed)  # [R, n]
-    return _interval(weights @ tokens, weights @ forwards)
+    return ratio_interval(costs[:, 0], costs[:, 1], seed)
 
 
 def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str, Any]:
     """speedup, its 95 % interval, the mean of the prompts' own speedups, and the speedup with the prefill counted.
 
-    The interval is a paired bootstrap: a resampled prompt brings the method's answer and vanilla's. With the prefill
-    counted, all new_tokens are the tokens of the whole wall time. None where no prompt is ok in both.
+    The interval is a paired bootstrap: a resampled prompt brings the method's answers to its turns and vanilla's. With
+    the prefill counted, all new_tokens are the tokens of the whole wall time. None where no prompt is ok in both.
     """
     used = [(mine, base) for mine, base in pairs if mine.new_tokens > 1 and base.new_tokens > 1]
     if not used:
         return dict.fromkeys(("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill"))
-    tokens, seconds = _decode(mine for mine, _ in used)
-    base_tokens, base_seconds = _decode(base for _, base in used)
-    weights = _resamples(len(used), seed)  # [R, n]
+    tokens, seconds = _decode([mine for mine, _ in used])
+    base_tokens, base_seconds = _decode([base for _, base in used])
+    weights = _resamples(len(tokens), seed)  # [R, n]
     own_rate = (weights @ tokens) * (weights @ base_seconds)
     base_rate = (weights @ base_tokens) * (weights @ seconds)
     return {
         "speedup": float(tokens.sum() * base_seconds.sum() / (base_tokens.sum() * seconds.sum())),
-        "speedup_ci95": _interval(own_rate, base_rate) if len(used) > 1 else None,
+        "speedup_ci95": _interval(own_rate, base_rate) if len(tokens) > 1 else None,
         "speedup_mean_per_prompt": float(np.mean(tokens * base_seconds / (base_tokens * seconds))),
         "speedup_with_prefill": _rate_with_prefill(mine for mine, _ in pairs) / _rate_with_prefill(b for _, b in pairs),
     }
@@ -152,7 +163,8 @@ def milliseconds(records: Sequence[Record]) -> Milliseconds:
     return Milliseconds(**{part: sum(getattr(r.ms, part) for r in records if r.ms is not None) for part in PARTS})
 
 
-def _identity(members: Group) -> dict[str, Any]:
+def identity(members: Group) -> dict[str, Any]:
+    """What a row of summary.json is of: method, head, task, sampling, number of prompts, rule and tree."""
     first = members.first
     tasks = {record.task for record in members.records}
     tree = None
@@ -161,14 +173,17 @@ def _identity(members: Group) -> dict[str, Any]:
         k = 1 if first.tree.shape == "chain" else first.tree.k
         tree = {**first.tree.settings, "shape": first.tree.shape, "levels": first.tree.levels, "k": k}
         tree["nodes"] = first.tree.levels + 1 if first.tree.shape == "chain" else first.tree.nodes
+        tree |= {"text": first.tree.text} if first.tree.text else {}
+        tree |= {"variant": first.tree.variant} if first.tree.variant else {}
     return {
         "method": first.method,
         "head": first.head,
+        "head_path": first.head_path,
         "task": first.task if len(tasks) == 1 else ALL_TASKS,
         "temperature": first.temperature,
         "top_k": first.top_k,
         "top_p": first.top_p,
-        "prompts": len(members.records),
+        "prompts": len({record.prompt for record in members.records}),
         "verify": _rule(members),
         "tree": tree,
     }
@@ -196,16 +211,32 @@ def _count(records: Sequence[Record], name: str, value: bool) -> int | None:
     return sum(found is value for found in compared) if compared else None
 
 
-def _decode(records: Iterable[Record]) -> tuple[FloatArray, FloatArray]:
-    """Tokens after the prefill's and the decode milliseconds, one entry per record."""
-    rows = [(record.new_tokens - 1, record.ms.wall - record.ms.prefill) for record in records if record.ms is not None]
-    table = np.array(rows, dtype=np.float64)  # [n, 2]
+def _decode(records: Sequence[Record]) -> tuple[FloatArray, FloatArray]:
+    """Tokens after the prefill's and the decode milliseconds, one entry per prompt."""
+    table = _per_prompt(records, [(r.new_tokens - 1, r.ms.wall - r.ms.prefill if r.ms else 0.0) for r in records])
     return table[:, 0], table[:, 1]
+
+
+def _per_prompt(records: Sequence[Record], costs: Sequence[tuple[float, float]]) -> FloatArray:
+    """The costs of the records [n, 2], those of one prompt's turns added up."""
+    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(record.prompt for record in records))}
+    table = np.zeros((len(places), 2))
+    for record, cost in zip(records, costs, strict=True):
+        table[places[record.prompt]] += cost
+    return table
 
 
 def _rate_with_prefill(records: Iterable[Record]) -> float:
     rows = [(record.new_tokens, record.ms.wall) for record in records if record.ms is not None]
     return sum(tokens for tokens, _ in rows) / sum(wall for _, wall in rows)
+
+
+def ratio_interval(numerators: FloatArray, denominators: FloatArray, seed: int = 0) -> list[float] | None:
+    """95 % bootstrap interval over prompts of sum(numerators) / sum(denominators); null for a single prompt."""
+    if len(numerators) < 2:
+        return None
+    weights = _resamples(len(numerators), seed)  # [R, n]
+    return _interval(weights @ numerators, weights @ denominators)
 
 
 def _resamples(size: int, seed: int) -> FloatArray:

@@ -6,12 +6,13 @@ from typing import Any
 
 from data.inputs import target_inputs
 from data.provenance import Stage
-from infer.config import PromptsConfig
+from infer.config import MethodConfig, PromptsConfig, SamplingConfig
+from infer.tasks import check_sources, prompt_inputs
 from model.config import TargetConfig
 from model.errors import UserError
 from model.files import file_digest, read_json, write_json
-from model.head_files import digests, find_weights
-from model.hub import head_directory
+from model.head_files import CALIBRATOR, digests, find_weights
+from model.hub import head_directory, is_on_hub
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
@@ -26,7 +27,7 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
             )
         records.unlink()
     if not same:
-        for left in ("cycles.jsonl", "overhead.json"):
+        for left in ("cycles.jsonl", "overhead.json", "suite.json"):
             (stage.output / left).unlink(missing_ok=True)
     write_json(job, stage.inputs)
 
@@ -40,18 +41,47 @@ def inputs_of(
         "target": target_inputs(target),
         "head": [digests(head) for head in used],
         **sections,
-        "prompts": file_digest(Path(prompts.path)),
+        "prompts": prompt_inputs(prompts),
         "seed": seed,
     }
+
+
+def calibrators_of(rows: Sequence[MethodConfig], heads: Sequence[str | None]) -> dict[str, Any]:
+    """The digests of the calibrators that rows decode by; nothing where none does. UserError where one is missing."""
+    asked = {head for row, head in zip(rows, heads, strict=True) if head is not None and row.tree.calibrated}
+    paths = {head: head_directory(head) / CALIBRATOR for head in sorted(asked)}
+    for path in paths.values():
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such file, and tree.calibrated needs it; fit it with: "
+                f"python infer/main.py calibrate --config RECIPE"
+            )
+    return {"calibrators": {head: file_digest(path) for head, path in paths.items()}} if paths else {}
 
 
 def check_inputs(target: TargetConfig, heads: Sequence[str | None], prompts: PromptsConfig) -> None:
     """Everything that can be refused before torch is imported."""
     target_inputs(target)
-    if not Path(prompts.path).is_file():
-        raise UserError(f"{prompts.path}: no such file of prompts")
+    check_sources(prompts)
+    check_weights(heads)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """UserError for sampling settings, by transformers' names, that no sampler can have; null: not given."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given.pop("max_new_tokens", 1) < 1:
+        raise UserError(f"--max-new-tokens: must be at least 1, not {settings['max_new_tokens']}")
+    try:
+        SamplingConfig(**given)
+    except ValueError as error:
+        option = next((name for name in given if str(error).startswith(name)), "sampling").replace("_", "-")
+        raise UserError(f"--{option}: {error}") from error
+
+
+def check_weights(heads: Sequence[str | None]) -> None:
+    """UserError for a head's directory without weights."""
     for head in heads:
-        if head is not None and find_weights(head_directory(head)) is None:
+        if head is not None and not is_on_hub(head) and find_weights(Path(head)) is None:
             raise UserError(
                 f"{head}: holds no weights; train the head with: accelerate launch train/main.py --config RECIPE"
             )

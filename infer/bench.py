@@ -3,10 +3,10 @@
 import itertools
 import os
 import resource
-import statistics
-import time
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,21 @@ import torch
 from torch import Tensor
 
 from data.progress import bar
-from infer.choices import sized
+from infer.cached_lm import CachedLM
 from infer.config import BenchConfig, MethodConfig, SamplingConfig
 from infer.cycle_log import AnswerKey, CycleLog, Origin
 from infer.cycle_recorder import CycleRecorder
 from infer.decoders import Drafters, make_decoder
-from infer.drafters.lookahead import Lookahead
 from infer.engine import Generation, SpeculativeDecoder
-from infer.methods import tree_of
-from infer.records import Milliseconds, Record, Reference, TreeShape, line_of, read_records
-from infer.tasks import Prompt, encode
-from infer.tree import root_only
+from infer.hardware import max_context
+from infer.records import Milliseconds, Record, line_of, read_records
+from infer.suite import Suite, check_tasks, suite_of
+from infer.tasks import Prompt, encode_turn
+from infer.variant import tree_shape
 from infer.watch import watched
 from model.errors import UserError
-from model.files import write_json
-from model.recipe import as_dict
 from model.target import Target
 
-REFERENCE_PROMPTS = 12
 CYCLES = "cycles.jsonl"
 
 
@@ -41,10 +38,14 @@ class Bench:
 
     target: Target
     tokenizer: Any
-    decoders: list[SpeculativeDecoder]
+    decoders: list[SpeculativeDecoder]  # of the suite's rows
     kinds: list[str | None]  # of the rows' heads
     config: BenchConfig
     directory: Path
+
+    @cached_property
+    def suite(self) -> Suite:
+        return suite_of(self.config)
 
     @property
     def records_path(self) -> Path:
@@ -54,129 +55,111 @@ class Bench:
     def cycles_path(self) -> Path:
         return self.directory / CYCLES
 
+    def max_new_tokens(self, prompt_tokens: int) -> int:
+        """The length of an answer to a prompt, the same for every row: what the recipe asks, as far as there is room.
+
+        The room is that of the target's context and of every drafter's positions, but for those that the prompt alone
+        overruns: their rows fail, and shorten nobody else's answers.
+        """
+        limits = [decoder.proposer.max_positions for decoder in self.decoders if decoder.proposer is not None]
+        limits.append(max_context(self.target) or sys.maxsize)
+        room = min((limit - prompt_tokens for limit in limits if limit > prompt_tokens), default=1)
+        return min(self.config.prompts.max_new_tokens, room)
+
 
 def make_decoders(
-    target: Target, rows: Sequence[MethodConfig], heads: Sequence[str | None]
+    target: Target, rows: Sequence[MethodConfig], heads: Sequence[str | None], places: Sequence[str] | None = None
 ) -> list[SpeculativeDecoder]:
-    """One decoder per row with its head's directory; each head is loaded once."""
+    """One decoder per row with its head's directory; each head is loaded once.
+
+    Decoders that read the same states of the target share its key/value cache: they answer one after the other.
+    """
     drafters = Drafters(target)
-    named = zip(rows, heads, strict=True)
-    return [make_decoder(drafters, row, head, f"bench.rows.{number}") for number, (row, head) in enumerate(named)]
+    places = places or [f"bench.rows.{number}" for number in range(len(rows))]
+    named = zip(rows, heads, places, strict=True)
+    decoders = [make_decoder(drafters, row, head, place) for row, head, place in named]
+    shared: dict[tuple[int, ...], CachedLM] = {}
+    for decoder in decoders:
+        decoder.lm = shared.setdefault(decoder.lm.after_blocks, decoder.lm)
+    return decoders
 
 
-def tree_shape(row: MethodConfig) -> TreeShape | None:
-    """What a record says of a row's tree; null for vanilla."""
-    if row.method == "pld":
-        length = row.lookup.length
-        settings = {**as_dict(row.lookup), "longest_ngram": row.lookup.longest_ngram}
-        return TreeShape("lookup", length, 1, length + 1, settings)
-    if row.method == "lookahead":
-        levels, nodes = row.lookahead.ngram - 1, Lookahead(row.lookahead).max_nodes
-        return TreeShape("lookahead", levels, row.lookahead.guesses, nodes, as_dict(row.lookahead))
-    tree = tree_of(row, "bench.rows")
-    if tree is None:
-        return None
-    tree = sized(tree)
-    settings = {key: value for key, value in as_dict(tree).items() if key in ("stop", "rank", "rerank", "children")}
-    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings)
+@dataclass(frozen=True)
+class Job:
+    """One turn of one prompt at one sampling, and the rows that answer it."""
+
+    number: int
+    sampling: SamplingConfig
+    prompt: Prompt
+    turn: int
+    rows: list[int]
+
+    def key(self, row: int, turn: int) -> AnswerKey:
+        """What finds this row's answer to a turn of this prompt."""
+        sampling = (self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
+        return row, sampling, (self.prompt.task, self.prompt.prompt_id, turn)
+
+
+def jobs_of(suite: Suite, prompts: Sequence[Prompt]) -> list[Job]:
+    """What is measured, in order: the turns of a prompt follow each other, for each sampling in turn."""
+    jobs: list[Job] = []
+    for sampling in suite.samplings:
+        asked = suite.rows_for(sampling, prompts)
+        for prompt in prompts:
+            rows = asked.get((prompt.task, prompt.prompt_id), [])
+            for turn in range(len(prompt.turns) if rows else 0):
+                jobs.append(Job(len(jobs), sampling, prompt, turn, rows))
+    return jobs
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
     """Measures what records.jsonl does not hold yet, and returns all records.
 
     For each prompt the rows take turns, starting with another one each time, so that a drift of the machine's speed
-    falls on all of them alike.
+    falls on all of them alike. A conversation's later turns follow the answers of the vanilla row, in every row: all
+    rows read the same prompt.
     """
+    check_tasks(bench.config, prompts)
     bench.directory.mkdir(parents=True, exist_ok=True)
-    records = _known(bench)
-    done: dict[AnswerKey, Record] = {(r.row, r.sampling, r.prompt_key): r for r in records}
+    jobs = jobs_of(bench.suite, prompts)
+    done: dict[AnswerKey, Record] = {(r.row, r.sampling, r.prompt_key): r for r in _known(bench, prompts)}
     log = CycleLog(bench.cycles_path)
     log.keep(done)
-    jobs = [(sampling, prompt) for sampling in bench.config.sampling for prompt in prompts]
     _warm_up(bench, prompts)
-    total = len(jobs) * len(bench.decoders)
+    total = sum(len(job.rows) for job in jobs)
     with bench.records_path.open("a", encoding="utf-8") as file, bar(total, "answers", "bench") as progress:
-        for number, (sampling, prompt) in enumerate(jobs):
-            ids = encode(prompt.text, bench.tokenizer, bench.target)
-            for offset in range(len(bench.decoders)):
-                row = (number + offset) % len(bench.decoders)
-                origin = _origin(bench.config.rows[row], row, sampling, prompt)
-                if origin.key not in done:
-                    done[origin.key], lines = _recorded(bench, origin, prompt, ids, seed + number)
+        for job in jobs:
+            for offset in range(len(job.rows)):
+                row = job.rows[(job.number + offset) % len(job.rows)]
+                key = job.key(row, job.turn)
+                if key not in done:
+                    done[key], lines = _recorded(bench, job, row, done, seed + job.number)
                     if lines:
                         log.append(lines)  # before the record: without one they are dropped and measured again
-                    file.write(line_of(done[origin.key]))
+                    file.write(line_of(done[key]))
                     file.flush()
                     os.fsync(file.fileno())
                 progress.update()
-    return compared(list(done.values()))
+    return compared(list(done.values()), bench.suite.vanilla)
 
 
-def compared(records: list[Record]) -> list[Record]:
-    """The greedy records with `identical` set against the vanilla row's tokens of the same prompt."""
-    vanilla = {(r.sampling, r.prompt_key): r.output_ids for r in records if r.method == "vanilla" and r.status == "ok"}
+def compared(records: list[Record], baseline: int) -> list[Record]:
+    """The greedy records with `identical` set against the tokens of the baseline row at the same turn."""
+    plain = {(r.sampling, r.prompt_key): r.output_ids for r in records if r.row == baseline and r.status == "ok"}
     out = []
     for record in records:
-        plain = vanilla.get((record.sampling, record.prompt_key))
-        if record.status == "ok" and record.temperature == 0.0 and plain is not None:
-            record = Record(**{**record.__dict__, "identical": record.output_ids == plain})
+        expected = plain.get((record.sampling, record.prompt_key))
+        if record.status == "ok" and record.temperature == 0.0 and expected is not None:
+            record = Record(**{**record.__dict__, "identical": record.output_ids == expected})
         out.append(record)
     return out
 
 
-def measure_reference(bench: Bench, prompts: list[Prompt], records: list[Record]) -> tuple[Reference, list[Record]]:
-    """transformers' generate on every greedy prompt, and the bare forwards replayed; writes reference.json.
+def _known(bench: Bench, prompts: Sequence[Prompt]) -> list[Record]:
+    """Records of an earlier call; a line that was cut by a kill is dropped and measured again.
 
-    Returns the figures (medians over the first prompts, each timed all three ways in turn, prefill included) and the
-    records with `identical_to_generate`.
+    UserError when a record answers another prompt than the one that has its name now.
     """
-    greedy = [r for r in records if r.temperature == 0.0 and r.method == "vanilla" and r.status == "ok"]
-    texts = {(prompt.task, prompt.prompt_id): prompt.text for prompt in prompts}
-    answers: dict[tuple[str, str], tuple[int, ...]] = {}
-    ms_per_token: dict[str, list[float]] = {"static": [], "bare": [], "vanilla": []}
-    vanilla = SpeculativeDecoder(bench.target)
-    new = bench.config.prompts.max_new_tokens
-    with bar(len(greedy), "prompts", "reference") as progress:
-        for number, record in enumerate(greedy):
-            ids = encode(texts[record.prompt_key], bench.tokenizer, bench.target)
-            seconds, answer = _timed(bench.target, lambda ids=ids: _generate(bench, ids))  # type: ignore[misc]
-            answers[record.prompt_key] = tuple(answer)
-            if number < REFERENCE_PROMPTS:
-                bare, _ = _timed(bench.target, lambda ids=ids, answer=answer: _replay(vanilla, ids, answer))  # type: ignore[misc]
-                plain, _ = _timed(
-                    bench.target,
-                    lambda ids=ids: vanilla.generate(ids, max_new_tokens=new, do_sample=False),  # type: ignore[misc]
-                )
-                for name, value in (("static", seconds), ("bare", bare), ("vanilla", plain)):
-                    ms_per_token[name].append(1000 * value / len(answer))
-            progress.update()
-    checked = [
-        Record(**{**r.__dict__, "identical_to_generate": r.output_ids == answers[r.prompt_key]})
-        if r.status == "ok" and r.temperature == 0.0 and r.prompt_key in answers
-        else r
-        for r in records
-    ]
-    medians = {name: statistics.median(values) if values else 0.0 for name, values in ms_per_token.items()}
-    reference = Reference(
-        vanilla_ms_per_token=medians["vanilla"],
-        bare_forward_ms_per_token=medians["bare"],
-        prompts=len(greedy),
-        identical_to_generate=sum(bool(r.identical_to_generate) for r in checked if r.method == "vanilla"),
-        generate_static_ms_per_token=medians["static"],
-    )
-    write_json(bench.directory / "reference.json", asdict(reference))
-    return reference, checked
-
-
-def _timed(target: Target, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of work, and what it returned."""
-    started = _now(target)
-    result = work()
-    return _now(target) - started, result
-
-
-def _known(bench: Bench) -> list[Record]:
-    """Records of an earlier call; a line that was cut by a kill is dropped and measured again."""
     path = bench.records_path
     if not path.is_file():
         return []
@@ -185,57 +168,80 @@ def _known(bench: Bench) -> list[Record]:
     if whole != raw:
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return read_records(path)
+    texts = {(p.task, p.prompt_id, turn): text for p in prompts for turn, text in enumerate(p.turns)}
+    records = read_records(path)
+    for record in records:
+        if record.prompt_text != texts.get(record.prompt_key):
+            raise UserError(
+                f"{path}: prompt {record.prompt_id!r} of {record.task!r} was another one; measure anew with --overwrite"
+            )
+    return records
 
 
 def _warm_up(bench: Bench, prompts: list[Prompt]) -> None:
+    """A few short answers of every row, of which nothing is kept."""
     for prompt in prompts[: bench.config.warmup_prompts]:
-        ids = encode(prompt.text, bench.tokenizer, bench.target)
+        ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
         for decoder in bench.decoders:
-            decoder.generate(ids, max_new_tokens=min(24, bench.config.prompts.max_new_tokens), do_sample=False)
+            try:
+                decoder.generate(ids, max_new_tokens=min(24, bench.config.prompts.max_new_tokens), do_sample=False)
+            except (UserError, RuntimeError):
+                continue  # its answers fail likewise, and their records say why
 
 
-def _origin(config: MethodConfig, row: int, sampling: SamplingConfig, prompt: Prompt) -> Origin:
-    return Origin(row, config.method, **asdict(sampling), task=prompt.task, prompt_id=prompt.prompt_id, turn=0)
-
-
-def _recorded(bench: Bench, origin: Origin, prompt: Prompt, ids: Tensor, seed: int) -> tuple[Record, list[str]]:
+def _recorded(bench: Bench, job: Job, row: int, done: dict[AnswerKey, Record], seed: int) -> tuple[Record, list[str]]:
     """One answer as a record, and the lines of its cycles where the recipe asks for them; none for a failure."""
+    config, prompt = bench.suite.rows[row], job.prompt
+    origin = Origin(
+        row, config.method, **asdict(job.sampling), task=prompt.task, prompt_id=prompt.prompt_id, turn=job.turn
+    )
+    common: dict[str, Any] = {
+        **asdict(origin),
+        "head": bench.kinds[row],
+        "head_path": config.head,
+        "tree": tree_shape(config),
+        "prompt_text": prompt.turns[job.turn],
+    }
+    earlier = [done[job.key(bench.suite.vanilla, turn)] for turn in range(job.turn)]
+    failed = next((record for record in earlier if record.status != "ok"), None)
+    if failed is not None:
+        message = f"turn {failed.turn + 1} has no answer of vanilla to go on from: {failed.message}"
+        return Record(**common, verify="none", status="error", message=message), []
+    ids = encode_turn(prompt, [record.text for record in earlier], bench.tokenizer, bench.target)
+    common |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
     if not bench.config.cycles:
-        return _measure(bench, origin, prompt, ids, seed), []
-    with watched(bench.decoders[origin.row]) as growth:
+        return _measured(bench, origin, common, ids, seed), []
+    with watched(bench.decoders[row]) as growth:
         recorder = CycleRecorder(origin, growth)
-        record = _measure(bench, origin, prompt, ids, seed, recorder)
+        record = _measured(bench, origin, common, ids, seed, recorder)
     return record, recorder.lines if record.status == "ok" else []
 
 
-def _measure(
-    bench: Bench, origin: Origin, prompt: Prompt, ids: Tensor, seed: int, recorder: CycleRecorder | None = None
+def _measured(
+    bench: Bench, origin: Origin, common: dict[str, Any], ids: Tensor, seed: int, recorder: CycleRecorder | None = None
 ) -> Record:
-    """One answer as a record; a failure is a record with its message and no time."""
-    common: dict[str, Any] = {
-        **{name: value for name, value in asdict(origin).items() if name != "turn"},
-        "head": bench.kinds[origin.row],
-        "tree": tree_shape(bench.config.rows[origin.row]),
-        "prompt_tokens": ids.shape[1],
-        "prompt_ids": tuple(ids[0].tolist()),
-        "prompt_text": prompt.text,
-    }
+    """One answer as a record; a failure is a record with its message and no time.
+
+    Nothing is left to the target's generation_config, which may ask for top_k 50.
+    """
     generator = torch.Generator(bench.target.device).manual_seed(seed)
+    forget_peak_memory()
     try:
         generation = bench.decoders[origin.row].generate(
             ids,
-            max_new_tokens=bench.config.prompts.max_new_tokens,
+            max_new_tokens=bench.max_new_tokens(ids.shape[1]),
             do_sample=origin.temperature > 0,
             temperature=origin.temperature,
             top_k=origin.top_k,
             top_p=origin.top_p,
+            min_p=0.0,
             generator=generator,
             on_cycle=recorder,
             timed=True,
         )
     except (UserError, RuntimeError) as error:
-        return Record(**common, verify="none", status="error", message=str(error).splitlines()[0])
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Record(**common, verify="none", status="error", message=message)
     return Record(**common, **_facts(generation, bench.tokenizer))
 
 
@@ -254,6 +260,8 @@ def _facts(generation: Generation, tokenizer: Any) -> dict[str, Any]:
         "cycle_texts": tuple(pieces),
         "accepted": tuple(counted.accepted),
         "cycle_tokens": tuple(counted.cycle_tokens),
+        "cycle_ms": tuple(round(each, 4) for each in counted.cycle_ms),
+        "cycle_nodes": tuple(counted.cycle_nodes),
         "target_forwards": counted.target_forwards,
         "draft_forwards": counted.draft_forwards,
         "draft_forwards_wasted": counted.draft_forwards_wasted,
@@ -263,40 +271,14 @@ def _facts(generation: Generation, tokenizer: Any) -> dict[str, Any]:
     }
 
 
+def forget_peak_memory() -> None:
+    """Makes the next peak that of what follows, on GPUs; a process cannot forget the most that it was resident."""
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_gib() -> float:
-    """The most memory that this process has held: of the GPU where there is one, else resident."""
+    """The most memory held: on all GPUs since it was forgotten, where there is one, else by this process ever."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
+        return sum(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def _generate(bench: Bench, ids: Tensor) -> list[int]:
-    """The new tokens of transformers' own greedy generate with a static cache."""
-    model = bench.target.model
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=bench.config.prompts.max_new_tokens,
-            cache_implementation="static",
-            disable_compile=True,
-        )
-    answer: list[int] = out[0, ids.shape[1] :].tolist()
-    return answer
-
-
-@torch.inference_mode()
-def _replay(vanilla: SpeculativeDecoder, ids: Tensor, answer: list[int]) -> None:
-    """The bare target forwards that write this answer: no choice, no stop rule, no statistics."""
-    tokens = torch.tensor(answer, device=ids.device)
-    vanilla.lm.prefill(ids[0], ids.shape[1] + len(answer) + 1)
-    for position in range(len(answer) - 1):
-        vanilla.lm.extend(root_only(tokens[position : position + 1]))
-        vanilla.lm.keep([0])
-
-
-def _now(target: Target) -> float:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    return time.perf_counter()

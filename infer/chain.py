@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from infer.calibration.calibrator import Calibrate, unchanged
 from infer.sampling import Sampler, argmax, draw
 from infer.stop import Level, Stop
 from infer.tree import Proposal, Tree, draft_ids
@@ -20,8 +21,8 @@ class Chain:
     answer decides about the next one alone. Not sampled, and at temperature 0: the draft's argmax each (R2, R0).
     """
 
-    def __init__(self, stop: Stop, levels: int, sampled: bool = True) -> None:
-        self.stop = stop
+    def __init__(self, stop: Stop, levels: int, sampled: bool = True, calibrate: Calibrate = unchanged) -> None:
+        self.stop, self.calibrate = stop, calibrate
         self.levels = levels
         self.sampled = sampled
 
@@ -51,6 +52,7 @@ class Chain:
             else:
                 column = argmax(log_q)
                 confidence = log_q.gather(-1, column[:, None])[:, 0]
+            confidence = self.calibrate(confidence)
             token = drafter.target_ids(column)
             above, survival = survival, survival + confidence
             tokens.append(token)

@@ -1,12 +1,13 @@
 """The nodes of a static tree as paths of child ranks: (0, 2) is the third child of the root's first."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infer.config import TreeConfig
 from model.errors import UserError
+from model.files import file_digest
 from model.recipe import STRICT, read_yaml, validate
 
 Choice = tuple[int, ...]
@@ -27,13 +28,19 @@ def inline(config: TreeConfig) -> tuple[Choice, ...]:
     assert config.choices is not None, "only a static tree has choices"
     source, choices = "tree.choices", config.choices
     if isinstance(choices, str):
-        path = Path(choices) if choices.endswith((".yaml", ".yml")) else PUBLISHED / f"{choices}.yaml"
+        path = _file(config) or PUBLISHED / f"{choices}.yaml"
         if not path.is_file():
             known = ", ".join(sorted(file.stem for file in PUBLISHED.glob("*.yaml")))
             raise UserError(f"tree.choices: {choices}: no such file (published trees: {known})")
         values, lines = read_yaml(path)
         source, choices = f"{path}: choices", validate(values, _File, str(path), lines).choices
     return ordered(choices, source, config.children != "best")
+
+
+def digests(configs: Iterable[TreeConfig | None]) -> dict[str, dict[str, str]]:
+    """{"choices": file -> digest} of the files that trees name, which may change under their names; empty without."""
+    named = {str(config.choices): file for config in configs if config and (file := _file(config)) is not None}
+    return {"choices": {name: file_digest(file) for name, file in sorted(named.items())}} if named else {}
 
 
 def sized(config: TreeConfig) -> TreeConfig:
@@ -47,6 +54,12 @@ def sized(config: TreeConfig) -> TreeConfig:
         k=1 + max(max(choice) for choice in choices),
         nodes=1 + len(choices),
     )
+
+
+def _file(config: TreeConfig) -> Path | None:
+    """The file that a tree's choices name; null for a published tree, a list, and where there are none."""
+    choices = config.choices
+    return Path(choices) if isinstance(choices, str) and choices.endswith((".yaml", ".yml")) else None
 
 
 def ordered(choices: Sequence[Choice], source: str, sampled: bool) -> tuple[Choice, ...]:

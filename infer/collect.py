@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.calibration.acceptance import acceptance, asked
 from infer.proposer import Cycle
 from infer.records import CycleArrays
 
@@ -13,8 +14,9 @@ from infer.records import CycleArrays
 class NodeCollector:
     """Called after each cycle of each prompt; `arrays` stacks what was seen.
 
-    A node counts once its parent is on the accepted path: only then was its own acceptance asked. At T = 0 it is
-    accepted or not; at T > 0 its acceptance is p(x), the chance of rule R2 to take it.
+    A node counts once its parent is on the accepted path: only then was its own acceptance asked. At T = 0, and under
+    typical acceptance, it is accepted or not; else its acceptance is the chance that the tree's own rule takes it: p(x)
+    under R2, and where children were sampled what is left for it by the siblings before it (R1, R3, R4).
     """
 
     def __init__(self) -> None:
@@ -25,27 +27,20 @@ class NodeCollector:
 
     def __call__(self, cycle: Cycle) -> None:
         tree = cycle.tree
-        on_path = torch.zeros(len(tree), dtype=torch.bool, device=tree.tokens.device)
-        on_path[cycle.verdict.path] = True
-        asked = on_path[tree.parents]
-        asked[0] = False
-        if tree.passengers is not None:
-            asked &= ~tree.passengers
-        acceptance = on_path.double()
+        chances = acceptance(cycle)
         if cycle.sampler.decoding.do_sample:
             self._temperature = cycle.sampler.decoding.temperature
-            acceptance = cycle.sampler.law(cycle.step.logits)[tree.parents, tree.tokens].double()
         rows = torch.stack(
             [
-                torch.full_like(acceptance, self.prompt),
+                torch.full_like(chances, self.prompt),
                 tree.depth.double(),
                 tree.confidence.double().exp(),
                 tree.survival.double().exp(),
-                acceptance,
+                chances,
             ],
             dim=1,
         )
-        self._nodes.append(rows[asked].cpu())
+        self._nodes.append(rows[asked(tree, cycle.verdict.path)].cpu())
         self._cycles.append((cycle.verdict.accepted, self.prompt))
 
     def arrays(self) -> CycleArrays:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.aggregate import RESAMPLES
+from infer.aggregate import RESAMPLES, group, identity
 from infer.records import Record
+from infer.table import label
+from infer.variant import told_apart
 from model.errors import UserError
 
 Key = tuple[float, int, float, str, str]
@@ -30,6 +32,17 @@ class Difference:
             f"tau {self.of:.3f} against {self.against:.3f}: {self.difference:+.3f} [{low:+.3f}, {high:+.3f}] "
             f"(95 %, paired bootstrap over {self.prompts} prompts)"
         )
+
+
+def names(records: Sequence[Record], rows: Sequence[int]) -> str:
+    """'row 2 (eagle2, 6 levels, k 10, 60 nodes)': the rows as tables name them, each once."""
+    groups = group(records)
+    every = told_apart([identity(members) for members in groups])
+    found = {
+        members.first.row: f"row {members.first.row} ({label(one, every)})"
+        for members, one in zip(groups, every, strict=True)
+    }
+    return " and ".join(found.get(row, f"row {row}") for row in dict.fromkeys(rows))
 
 
 def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0) -> Difference:
@@ -65,7 +78,7 @@ def _per_prompt(records: Sequence[Record], rows: Sequence[int]) -> dict[Key, NDA
         if not members:
             raise UserError(f"row {row}: nothing was measured; rows are counted from 0 as in bench.rows")
         for record in members:
-            key = (*record.sampling, *record.prompt_key)
+            key = (*record.sampling, *record.prompt)
             cost = np.array([record.new_tokens - 1, record.target_forwards], dtype=np.float64)
             found[key] = found.get(key, np.zeros(2)) + cost
     return found

@@ -16,7 +16,7 @@ from model.files import write_atomically
 from model.recipe import STRICT
 
 Numbers = tuple[float | None, ...]
-AnswerKey = tuple[int, tuple[float, int, float], tuple[str, str]]  # row, sampling, (task, prompt_id)
+AnswerKey = tuple[int, tuple[float, int, float], tuple[str, str, int]]  # row, sampling, (task, prompt_id, turn)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Origin:
     @property
     def key(self) -> AnswerKey:
         """What finds the record of the same answer."""
-        return self.row, (self.temperature, self.top_k, self.top_p), (self.task, self.prompt_id)
+        return self.row, (self.temperature, self.top_k, self.top_p), (self.task, self.prompt_id, self.turn)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from infer.calibration.calibrator import Calibrate, calibrate_of, unchanged
 from infer.choices import sized
 from infer.config import MethodConfig, TreeConfig
 from infer.drafters.draft_lm import DraftLMDrafter, load_draft_lm
@@ -12,17 +15,19 @@ from infer.drafters.lookahead import Lookahead
 from infer.drafters.medusa import MedusaDrafter, check_level
 from infer.drafters.prompt_lookup import PromptLookup
 from infer.engine import SpeculativeDecoder, end_ids
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
 from infer.heads import kind_at
 from infer.methods import check_kind, tree_of, usual_tree
 from infer.proposer import CachedDrafter, Drafting, Proposer
 from infer.shape import make_shape
-from model.checkpoint import Head, check_fits, load_head
+from model.checkpoint import Head, check_fits, head_facts, load_head
 from model.errors import UserError, warn
 from model.heads.eagle3 import Eagle3Head
 from model.heads.hydra import HydraHead
 from model.heads.medusa import MedusaHead
+from model.hub import head_directory
 from model.sizes import position_warnings
-from model.target import Target, default_taps
+from model.target import Target, default_taps, fingerprints
 
 Making = Callable[[], CachedDrafter]
 
@@ -65,15 +70,16 @@ def make_decoder(
     if asked.method == "vanilla":
         return SpeculativeDecoder(target)
     proposer: Proposer
-    if asked.method == "pld":
-        proposer = PromptLookup(asked.lookup)
-    elif asked.method == "lookahead":
-        proposer = Lookahead(asked.lookahead, getattr(target.config, "max_position_embeddings", None))
+    if isinstance(asked.options, PromptLookupConfig):
+        proposer = PromptLookup(asked.options)
+    elif isinstance(asked.options, LookaheadConfig):
+        proposer = Lookahead(asked.options, getattr(target.config, "max_position_embeddings", None))
     else:
         if head is None or tree is None:
             raise UserError(f"{place}: {asked.method} needs a head; give --head")
         check_kind(asked.method, kind_at(Path(head)), place)
-        proposer = drafting(drafters.of(head), tree)
+        calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
+        proposer = drafting(drafters.of(head), tree, calibrate)
     return SpeculativeDecoder(target, proposer, asked.typical)
 
 
@@ -82,15 +88,21 @@ def usual_decoder(target: Target, head: str | None, tree: TreeConfig | None) -> 
     if head is None:
         return SpeculativeDecoder(target)
     tree = tree or usual_tree(kind_at(Path(head)))
-    return SpeculativeDecoder(target, drafting(Drafters(target).of(head), tree))
+    calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
+    return SpeculativeDecoder(target, drafting(Drafters(target).of(head), tree, calibrate))
 
 
-def drafting(drafter: CachedDrafter, tree: TreeConfig) -> Drafting:
-    """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft."""
+def drafting(drafter: CachedDrafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
+    """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft.
+
+    calibrate is what `tree.calibrated` names; without it the head's own confidence is used (in training, say).
+    """
     tree = sized(tree)
     if isinstance(drafter, MedusaDrafter | HydraDrafter):
         check_level(tree.levels - 1, drafter.head.config.num_heads)
-    return Drafting(drafter, make_shape(tree), forwards_per_tree=1 if isinstance(drafter, MedusaDrafter) else None)
+    return Drafting(
+        drafter, make_shape(tree, calibrate), forwards_per_tree=1 if isinstance(drafter, MedusaDrafter) else None
+    )
 
 
 def load_head_for(target: Target, head: str) -> Head:
@@ -101,6 +113,7 @@ def load_head_for(target: Target, head: str) -> Head:
     published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
     module = load_head(Path(head), dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
     check_fits(module, target.ends, head, target.recipe.path)
+    warn_of_another_target(head, target)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
     if isinstance(module, Eagle3Head):
@@ -112,3 +125,15 @@ def load_head_for(target: Target, head: str) -> Head:
             )
         module.vocabulary.check_ends(end_ids(target), head)
     return module.to(target.device).eval().requires_grad_(False)
+
+
+def warn_of_another_target(head: str, target: Target) -> None:
+    """Warns where a head was trained on a target of the same sizes and other weights: what it drafts is of no use."""
+    recorded = head_facts(head).get("target")
+    if recorded is None or recorded in fingerprints(target.config, target.ends):
+        return
+    other = "" if target.dtype == torch.float32 else f", or not in {str(target.dtype).removeprefix('torch.')}"
+    warn(
+        f"{head}: was trained on a target with other weights than {target.recipe.path}{other} (fingerprint {recorded}, "
+        f"not {target.fingerprint()}); answers stay the target's own, but few drafts will be accepted: give its target"
+    )

@@ -32,6 +32,8 @@ class Statistics:
     decoding: dict[str, Any]
     cycle_tokens: list[int] = field(default_factory=list)  # new tokens per cycle, bonus included
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
+    cycle_ms: list[float] = field(default_factory=list)  # wall time of each cycle
+    cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes of each cycle
     verify: str = "R0"  # the rule that judged the drafts (infer/verify.py); R0 or R2 where nothing was drafted
     draft_forwards: int = 0
     draft_forwards_wasted: int = 0  # levels drafted beyond the accepted length
@@ -202,7 +204,7 @@ class _Run:
 
     def cycle(self, on_cycle: Callable[[Cycle], None] | None) -> list[int]:
         """Drafts, verifies and commits once; the answer's new tokens."""
-        remaining = self.decoding.max_new_tokens - len(self.answer)
+        remaining, began = self.decoding.max_new_tokens - len(self.answer), self.clock.elapsed_ms
         if self.proposer is None or remaining < 2:
             tree = root_only(self._root)  # the bonus token alone fills what is left
         else:
@@ -222,6 +224,7 @@ class _Run:
         self._commit(cycle)
         self._count(cycle)
         self.clock.lap("commit")
+        self.statistics.cycle_ms.append(self.clock.elapsed_ms - began)
         return taken
 
     def _commit(self, cycle: Cycle) -> None:
@@ -254,6 +257,7 @@ class _Run:
         statistics.draft_forwards += tree.draft_forwards
         statistics.draft_forwards_wasted += tree.draft_forwards - min(verdict.accepted, tree.draft_forwards)
         statistics.draft_nodes += tree.num_drafted
+        statistics.cycle_nodes.append(tree.num_drafted)
 
 
 class Clock:
@@ -271,6 +275,11 @@ class Clock:
         if self._synchronise:
             self._synchronise()
         self._began = self._last = time.perf_counter()
+
+    @property
+    def elapsed_ms(self) -> float:
+        """From the start to the last lap."""
+        return 1000 * (self._last - self._began)
 
     def lap(self, phase: str) -> float:
         """Ends a phase; its milliseconds."""
@@ -293,7 +302,7 @@ class Clock:
         """Fills ms: the phases, the wall time since start, and under "other" what belongs to no phase."""
         self.lap("other")
         ms.update({phase: 1000 * seconds for phase, seconds in self._seconds.items()})
-        ms["wall"] = 1000 * (self._last - self._began)
+        ms["wall"] = self.elapsed_ms
 
 
 def end_ids(target: Target) -> list[int]:

@@ -28,6 +28,12 @@ def describe(target: Target) -> dict[str, Any]:
     }
 
 
+def max_context(target: Target) -> int | None:
+    """The positions that the target was trained for; null where its configuration does not say."""
+    found = getattr(target.config, "max_position_embeddings", None)
+    return None if found is None else int(found)
+
+
 def _lines(path: str) -> list[str]:
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()

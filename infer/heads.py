@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.config import MethodConfig
+from infer.choices import sized
+from infer.config import MethodConfig, TreeConfig
 from infer.methods import METHODS, USUAL, check_kind
+from model.config import MULTI_TOKEN
 from model.errors import UserError
 from model.files import read_json
 
@@ -64,6 +66,25 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
         f"{place}: {asked.method} drafts with a head of kind {' or '.join(kinds)}, and {heads / ordered[0]} "
         f"holds none; train one with: accelerate launch train/main.py --config RECIPE, or give --head"
     )
+
+
+def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
+    """UserError for a tree that is deeper than a head with one module for each future token, as its config says."""
+    if tree is None or head is None or kind_at(head) not in MULTI_TOKEN:
+        return
+    from model.hub import head_directory
+
+    num_heads = read_json(head_directory(head) / CONFIG).get(
+        "num_heads"
+    )  # published layouts: told by the weights alone
+    levels = sized(tree).levels
+    if num_heads is not None and levels > num_heads:
+        static = f"give tree.choices without paths longer than {num_heads}"
+        fix = static if tree.shape == "static" else f"set tree.levels to {num_heads}"
+        raise UserError(
+            f"{place}: tree: is {levels} levels deep, and {head} has {num_heads} heads, one a level; {fix}, or train a "
+            f"head with head.num_heads {levels}"
+        )
 
 
 def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:

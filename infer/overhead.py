@@ -12,7 +12,7 @@ from infer.bench import Bench
 from infer.engine import SpeculativeDecoder
 from infer.records import OVERHEAD, Overhead, read_overhead
 from infer.tape import Tape, taped
-from infer.tasks import Prompt, encode
+from infer.tasks import Prompt, encode_turn
 from model.errors import UserError, warn
 from model.files import write_json
 
@@ -32,12 +32,12 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
     if path.is_file():
         return read_overhead(path)
     used = prompts[:NUM_PROMPTS]
-    rows = range(len(bench.decoders))
-    settings: dict[str, Any] = {"max_new_tokens": bench.config.prompts.max_new_tokens, "do_sample": False}
+    rows = range(len(bench.config.rows))
     found: list[list[dict[str, float]]] = [[] for _ in rows]
     with bar(len(used) * REPETITIONS, "turns", "overhead") as progress:
         for prompt in used:
-            ids = encode(prompt.text, bench.tokenizer, bench.target)
+            ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
+            settings: dict[str, Any] = {"max_new_tokens": bench.max_new_tokens(ids.shape[1]), "do_sample": False}
             tapes = {row: tape for row in rows if (tape := _tape(bench, row, ids, settings)) is not None}
             for repetition in range(REPETITIONS):
                 for row, tape in tapes.items():

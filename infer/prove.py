@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from data.progress import bar
-from infer.config import LookaheadConfig, Method, MethodConfig, PromptsConfig, SamplingConfig, TreeChanges
+from infer.config import Method, MethodConfig, PromptsConfig, SamplingConfig, TreeChanges
 from infer.decoders import Drafters, make_decoder
 from infer.enumeration import Answer, answer_law, draw_answers, p_value
 from infer.greedy import GreedyResult, compare_greedy, reference
+from infer.guess_config import LookaheadConfig
 from infer.hardware import default_device
 from infer.miniature import write_miniature
 from infer.proof import ALPHA, SETTINGS, Law, Proof, Row, conclude
@@ -66,7 +67,7 @@ class GreedyProver:
         tokenizer = load_tokenizer(config)
         texts = [f"{task} {topic}." for topic in TOPICS for task in TASKS][:count]
         if prompts is not None:
-            texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=count))]
+            texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=count))[:count]]
         self.references = []
         with bar(len(texts), "prompts", "generate") as progress:
             for text in texts:

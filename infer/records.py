@@ -23,14 +23,19 @@ CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The tree of one row; nodes count the root. `settings` is what else its method was given, published values too."""
+    """The tree of one row; nodes count the root. `settings` is what else its method was given, published values too.
+
+    text: what a method that grows no tree says in its place. variant: what its method has otherwise, in a few words.
+    """
 
     __pydantic_config__ = STRICT
-    shape: Literal["dynamic", "chain", "static", "lookup", "lookahead"]
+    shape: str  # dynamic, chain, static; or the section of a method's settings that grows no tree: lookup, lookahead
     levels: int
     k: int
     nodes: int
     settings: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Record:
     """One answer of one row. `new_tokens` counts the prefill's token too; `cycle_tokens` does not."""
 
     __pydantic_config__ = STRICT
-    row: int  # position in the recipe's bench.rows
+    row: int  # position in the recipe's bench.rows, behind them those of its sweeps
     method: str
     tree: TreeShape | None  # null: vanilla
     verify: str  # R0 to R4, or that it was not lossless (infer/verify.py)
@@ -60,7 +65,9 @@ class Record:
     top_p: float
     task: str
     prompt_id: str
+    turn: int = 0  # 0 is a conversation's first; a later one's history holds the vanilla row's answers
     head: str | None = None  # the kind of head that drafted
+    head_path: str | None = None  # as its row names it; null: the run's own
     prompt_tokens: int = 0
     prompt_ids: tuple[int, ...] = ()
     prompt_text: str | None = None  # shown above the sample outputs when given
@@ -70,6 +77,8 @@ class Record:
     cycle_texts: tuple[str, ...] = ()  # the prefill's token first, then each cycle's new text
     accepted: tuple[int, ...] = ()  # draft tokens kept per cycle, after the cut at end-of-text or max_new_tokens
     cycle_tokens: tuple[int, ...] = ()  # new tokens per cycle, after the same cut
+    cycle_ms: tuple[float, ...] = ()  # wall time per cycle; empty in records of an older version
+    cycle_nodes: tuple[int, ...] = ()  # drafted nodes per cycle; likewise
     target_forwards: int = 0  # the prefill is not counted
     draft_forwards: int = 0
     draft_forwards_wasted: int = 0
@@ -93,6 +102,9 @@ class Record:
                 f"{len(self.accepted)} accepted and {len(self.cycle_tokens)} cycle_tokens "
                 f"for {self.target_forwards} target_forwards; one entry per cycle"
             )
+        for name in ("cycle_ms", "cycle_nodes"):
+            if len(getattr(self, name)) not in (0, self.target_forwards):
+                raise ValueError(f"{len(getattr(self, name))} {name} for {self.target_forwards} target_forwards")
         if sum(self.cycle_tokens) + 1 != self.new_tokens:
             raise ValueError(
                 f"cycle_tokens sum to {sum(self.cycle_tokens)}, new_tokens is {self.new_tokens}; "
@@ -110,9 +122,14 @@ class Record:
         return self.temperature, self.top_k, self.top_p
 
     @property
-    def prompt_key(self) -> tuple[str, str]:
-        """(task, prompt_id): what pairs a row's answer with vanilla's."""
+    def prompt(self) -> tuple[str, str]:
+        """(task, prompt_id): the conversation that the answer is a turn of."""
         return self.task, self.prompt_id
+
+    @property
+    def prompt_key(self) -> tuple[str, str, int]:
+        """(task, prompt_id, turn): what pairs a row's answer with vanilla's."""
+        return self.task, self.prompt_id, self.turn
 
 
 @dataclass(frozen=True)
@@ -159,7 +176,7 @@ class CycleArrays:
     depth: IntArray  # [n], 1 = child of the root
     confidence: FloatArray  # [n], q of the node
     survival: FloatArray  # [n], product of q along the path
-    acceptance: FloatArray  # [n], 0 or 1 at T = 0; p(x) at T > 0 (rule R2's chance to take the node)
+    acceptance: FloatArray  # [n], 0 or 1 at T = 0; at T > 0 the chance of the tree's rule to take the node
     accepted_length: IntArray  # [c]
     cycle_prompt: IntArray  # [c]
     temperature: float

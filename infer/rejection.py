@@ -62,6 +62,28 @@ def accept_sibling(
     return chosen, p
 
 
+def acceptance(tree: Tree, p: Tensor) -> Tensor:
+    """The chance [N] that `reject` goes on to each node once it stands at its parent; 0 for the root.
+
+    Given the tokens that were drawn, over the uniform numbers alone: of siblings, that those before it are refused and
+    it is accepted. p [N, V] are the target's laws.
+    """
+    assert tree.proposal is not None, "children that were not sampled are accepted with p"
+    q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens
+    chances = torch.zeros_like(tree.confidence)
+    refused: dict[int, Tensor] = {}  # by parent: the chance that its children so far are all refused
+    left: dict[int, tuple[Tensor, Tensor]] = {}
+    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        p_i, q_i = left.get(parent, (p[parent], q[parent]))
+        token = tokens[node]
+        own = (_of(p_i, token) / _of(q_i, token).clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)
+        before = refused.get(parent, torch.ones_like(own))
+        chances[node], refused[parent] = before * own, before * (1 - own)
+        struck = without(q_i, token) if tree.proposal.rule == "R3" else q_i
+        left[parent] = residual(p_i, q_i), struck
+    return chances
+
+
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """norm(max(0, p - q)) [.., V], what a refused draw from q leaves of p.
 

@@ -5,13 +5,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infer.aggregate import VANILLA, Group, group, row, tau_interval
+from infer.aggregate import VANILLA, Group, row, tau_interval
+from infer.calibration import pictures as calibration_pictures
 from infer.diversity import distinct_ngrams, pooled_prompt_lookup_tau
 from infer.page import render
 from infer.palette import standalone
 from infer.plots import pictures
 from infer.records import OVERHEAD, Record, Reference, read_overhead, read_records, read_reference
+from infer.sweeps import main_groups, read_asked, sweep_rows
 from infer.table import console_table, csv_table, markdown_table
+from infer.tuning import pictures as tuning_pictures
+from infer.variant import told_apart
 from model.errors import UserError
 from model.files import read_json, write_json, write_text
 
@@ -37,33 +41,50 @@ class Facts:
 def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, seed: int = 0) -> dict[str, Any]:
     """Writes every file of the report and returns the content of summary.json.
 
-    bench holds records.jsonl and, when these were timed, reference.json and overhead.json; calibration holds
-    calibration.json, or is absent and then left out. The seed is the bootstrap's. Raises UserError for missing or
+    bench holds records.jsonl with suite.json, and, when these were timed, reference.json and overhead.json; calibration
+    holds calibration.json, or is absent and then left out. Where the suite asks for rows by task, these are what the
+    tables have; the page shows them pooled. The seed is the bootstrap's. Raises UserError for missing or
     damaged input.
     """
     records_path = bench / "records.jsonl"
     records = read_records(records_path)
     if not records:
         raise UserError(f"{records_path}: holds no whole record; measure first with: python infer/main.py bench")
-    groups = group(records)
+    asked = read_asked(bench)
+    groups = main_groups(records, asked)
     curve = _calibration(calibration / "calibration.json")
     reference_path = bench / "reference.json"
     reference = read_reference(reference_path) if reference_path.is_file() else None
-    summary = summarise(groups, curve, facts, seed)
+    pooled = summarise(groups, curve, facts, seed)
     details = detail(groups, reference, curve, seed)
     details["overhead"] = _overhead(bench / OVERHEAD, groups)
-    drawn = pictures(summary["rows"], [item["tau_ci95"] for item in details["rows"]], curve)
+    details["analysis"] = _analysis(calibration / "analysis.json")
+    drawn = pictures(pooled["rows"], [item["tau_ci95"] for item in details["rows"]], curve)
+    if details["analysis"] is not None:
+        drawn |= calibration_pictures.pictures(details["analysis"])
+    details["tuning"] = tuning_of(bench.parent / "tune")
+    if details["tuning"] is not None:
+        drawn |= tuning_pictures.pictures(details["tuning"])
+    samples = sample_answers(groups, pooled["rows"])
+    page = render(pooled, details, drawn, samples, facts.commands)
+    summary = dict(pooled)
+    if asked is not None and asked.by_task:
+        parts = [part for members in groups for part in members.by_task().values()]
+        details["pooled"] = [{**one, **more} for one, more in zip(pooled["rows"], details["rows"], strict=True)]
+        summary["rows"] = told_apart([row(part, seed) for part in parts])
+        details["rows"] = [_row_detail(part, seed) for part in parts]
+    summary["sweeps"], details["sweeps"] = sweep_rows(records, asked, seed)
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
     write_text(output / "table.md", markdown_table(summary))
     write_text(output / "table.csv", csv_table(summary))
-    for name in PICTURES:
+    sections = {"calibration": calibration_pictures.NAMES, "tuning": tuning_pictures.NAMES}
+    for name in (*PICTURES, *(f"{section}-{name}" for section, names in sections.items() for name in names)):
         if name in drawn:
             write_text(output / f"{name}.svg", standalone(drawn[name]))
         else:
             (output / f"{name}.svg").unlink(missing_ok=True)  # of an earlier report on other input
-    samples = sample_answers(groups, summary["rows"])
-    write_text(output / "index.html", render(summary, details, drawn, samples, facts.commands))
+    write_text(output / "index.html", page)
     return summary
 
 
@@ -76,7 +97,7 @@ def summarise(groups: Sequence[Group], curve: dict[str, Any] | None, facts: Fact
         "target": facts.target,
         "head": facts.head,
         "hardware": facts.hardware,
-        "rows": [row(members, seed) for members in groups],
+        "rows": told_apart([row(members, seed) for members in groups]),
         "sweeps": [],
         "calibration": None if curve is None else {name: curve[name] for name in CALIBRATION_CONTRACT},
     }
@@ -85,7 +106,10 @@ def summarise(groups: Sequence[Group], curve: dict[str, Any] | None, facts: Fact
 def detail(
     groups: Sequence[Group], reference: Reference | None, curve: dict[str, Any] | None, seed: int = 0
 ) -> dict[str, Any]:
-    """The content of details.json: what the page shows beyond summary.json; `rows` are in the same order."""
+    """The content of details.json: what the page shows beyond summary.json; `rows` are in the same order.
+
+    Where the summary's rows are by task, `pooled` has the rows over all tasks, and by_task and overhead name those.
+    """
     by_task = []
     for position, members in enumerate(groups):
         tasks = members.by_task()
@@ -158,6 +182,14 @@ def _overhead(path: Path, groups: Sequence[Group]) -> list[dict[str, Any]] | Non
     return [{**asdict(each), "position": places[each.row]} for each in measured] or None
 
 
+def tuning_of(directory: Path) -> dict[str, Any] | None:
+    """tune.json with measured.json, if there is one, under "measured"; None where nothing was tuned."""
+    found, measured = directory / "tune.json", directory / "measured.json"
+    if not found.is_file():
+        return None
+    return {**read_json(found), "measured": read_json(measured) if measured.is_file() else None}
+
+
 def _calibration(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
@@ -167,4 +199,14 @@ def _calibration(path: Path) -> dict[str, Any] | None:
     if missing:
         raise UserError(f"{path}: missing {', '.join(missing)}; make it again with: python infer/main.py calibrate")
     assert isinstance(value, dict)
+    return value
+
+
+def _analysis(path: Path) -> dict[str, Any] | None:
+    """analysis.json; None where calibrate wrote none, UserError where another version of it did."""
+    if not path.is_file():
+        return None
+    value = read_json(path)
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        raise UserError(f"{path}: of another version; make it again with: python infer/main.py calibrate --overwrite")
     return value

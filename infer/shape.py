@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infer.calibration.calibrator import Calibrate, unchanged
 from infer.candidates import Candidates
 from infer.chain import Chain
 from infer.choices import inline, sized
@@ -22,7 +23,7 @@ from infer.tree import Tree
 class Drafter(Protocol):
     """Proposes laws over its own vocabulary of Vd tokens, which `target_ids` maps to the target's.
 
-    One cycle is `start`, then any number of `step`s, each over children of the step before.
+    One tree is `start`, then any number of `step`s, each over children of the step before. `start` begins anew.
     """
 
     def start(self) -> Tensor:
@@ -61,15 +62,15 @@ class Shape(Protocol):
         ...
 
 
-def make_shape(config: TreeConfig) -> Shape:
-    """The shape that a recipe names."""
+def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
+    """The shape that a recipe names; calibrate maps the head's log q to the confidence that survival is made of."""
     config = sized(config)
     stop = make_stop(config)
     if config.shape == "chain":
-        return Chain(stop, config.levels, config.children != "best")
+        return Chain(stop, config.levels, config.children != "best", calibrate)
     if config.shape == "static":
-        return StaticTree(stop, inline(config), config.children or "sampled")
-    return DynamicTree(stop, config)
+        return StaticTree(stop, inline(config), config.children or "sampled", calibrate)
+    return DynamicTree(stop, config, calibrate)
 
 
 class DynamicTree:
@@ -83,8 +84,8 @@ class DynamicTree:
     Source: EAGLE-2 (arXiv 2406.16858), sections 4.1 (expansion), 4.2 (reranking) and 5.2 (ablations).
     """
 
-    def __init__(self, stop: Stop, config: TreeConfig) -> None:
-        self.stop = stop
+    def __init__(self, stop: Stop, config: TreeConfig, calibrate: Calibrate = unchanged) -> None:
+        self.stop, self.calibrate = stop, calibrate
         self.levels, self.k, self.nodes = config.levels, config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
         self._rows = torch.empty(0, dtype=torch.long)  # of a level's candidates, in order: k times 0, k times 1, ...
@@ -110,6 +111,7 @@ class DynamicTree:
             if depth > 1 and self.stop.declines(log_q, above):
                 break
             chances, columns = log_q.topk(k, dim=-1)  # [rows, k]
+            chances = self.calibrate(chances)
             grown = above[:, None] + chances
             confidence, survival, tokens = chances.flatten(), grown.flatten(), drafter.target_ids(columns).flatten()
             score = survival if self.by_survival else torch.minimum(lowest[:, None], chances).flatten()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from infer.calibration.calibrator import Calibrate, unchanged
 from infer.choices import Choice
 from infer.sampling import Sampler, race
 from infer.stop import Level, Stop
@@ -26,8 +27,10 @@ class StaticTree:
     are drafted below and dropped at the end, which is the one synchronisation; no token that was drawn is ever dropped.
     """
 
-    def __init__(self, stop: Stop, choices: tuple[Choice, ...], children: Children) -> None:
-        self.stop = stop
+    def __init__(
+        self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate = unchanged
+    ) -> None:
+        self.stop, self.calibrate = stop, calibrate
         self.choices, self.children = choices, children
         self._forms: dict[tuple[int, torch.device], _Form] = {}
 
@@ -54,7 +57,7 @@ class StaticTree:
         levels = min(len(form.levels), max_levels)
         for depth, level in enumerate(form.levels[:levels], start=1):
             chances, columns = self._children(log_q, level.width, sampler, laws if sampled else None)
-            confidence = chances[level.rows, level.ranks]  # [n]
+            confidence = self.calibrate(chances[level.rows, level.ranks])  # [n]
             survival = above[level.rows] + confidence
             tokens.append(drafter.target_ids(columns[level.rows, level.ranks]))
             confidences.append(confidence)

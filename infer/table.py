@@ -11,7 +11,8 @@ MARKDOWN_COLUMNS = (
     "method", "tree", "task", "T", "prompts", "tau", "tau (macro)", "speedup", "tokens/s", "identical", "accept rate",
 )  # fmt: skip
 CSV_COLUMNS = (
-    "method", "levels", "k", "nodes", "task", "temperature", "top_k", "top_p", "verify", "prompts", "status",
+    "method", "tree", "levels", "k", "nodes", "head", "head_path", "task", "temperature", "top_k", "top_p",
+    "verify", "prompts", "status",
     "new_tokens", "tau", "tau_macro", "tokens_per_s", "speedup", "speedup_low", "speedup_high",
     "speedup_mean_per_prompt", "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted",
     "draft_nodes", "accept_rate", "identical", "mismatch", "peak_memory_gib", "ms_prefill", "ms_draft", "ms_verify",
@@ -20,33 +21,34 @@ CSV_COLUMNS = (
 
 
 def tree_text(row: dict[str, Any]) -> str:
-    """'6 levels, k 8, 16 nodes', '5 levels, chain', '4 levels, static, 64 nodes', ...; a dash for vanilla.
+    """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'; a dash for vanilla.
 
-    A row that is not lossless says so.
+    What its method has otherwise is part of it, so that rows with different settings look different; a row that is not
+    lossless says so.
     """
-    text = _tree_text(row)
+    text, variant = _tree_text(row), (row["tree"] or {}).get("variant")
+    text = f"{text}, {variant}" if variant else text
     return f"{text}, NOT lossless" if is_lossy(row) else text
 
 
 def is_lossy(row: dict[str, Any]) -> bool:
-    """Whether the row's verification does not keep the target's law (typical acceptance)."""
-    return "not lossless" in str(row.get("verify", ""))
+    """Whether the row's verification does not keep the target's law (typical acceptance), failed as it may have."""
+    sampled_typical = "typical" in (row.get("tree") or {}) and row["temperature"] > 0
+    return sampled_typical or "not lossless" in str(row.get("verify", ""))
 
 
 def _tree_text(row: dict[str, Any]) -> str:
     tree = row["tree"]
     if tree is None:
         return NOTHING
+    if tree.get("text"):
+        return str(tree["text"])
     levels = f"{tree['levels']} levels"
     match tree.get("shape", "dynamic"):
         case "chain":
             return f"{levels}, chain"
         case "static":
             return f"{levels}, static, {tree['nodes']} nodes"
-        case "lookup":
-            return f"n-grams up to {tree['longest_ngram']}, {tree['levels']} tokens"
-        case "lookahead":
-            return f"N {tree['ngram']}, W {tree['window']}, G {tree['guesses']}"
     return f"{levels}, k {tree['k']}, {tree['nodes']} nodes"
 
 
@@ -143,7 +145,9 @@ def csv_table(summary: dict[str, Any]) -> str:
     for row in summary["rows"]:
         low, high = row.get("speedup_ci95") or (None, None)
         times = {f"ms_{part}": value for part, value in row.get("ms", {}).items()}
-        writer.writerow({**row, **(row["tree"] or {}), **times, "speedup_low": low, "speedup_high": high})
+        text = "" if row["tree"] is None else tree_text(row)
+        sizes = {**(row["tree"] or {}), **times, "speedup_low": low, "speedup_high": high}
+        writer.writerow({**row, **sizes, "tree": text})
     return buffer.getvalue()
 
 

@@ -1,16 +1,24 @@
-"""Measuring prompts: Spec-Bench style questions, or plain text, one prompt a line."""
+"""Measuring prompts: conversations of one or several turns, from files of questions, of plain text, or from the Hub."""
 
 import json
-from dataclasses import dataclass
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from data.sources import hub_commit, is_local, read_rows
 from infer.config import PromptsConfig
+from infer.published_tasks import TASKS, Question, question
+from infer.task_config import TaskConfig
 from model.errors import UserError
-from model.target import Target
+from model.files import file_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model.target import Target
 
 NO_TEMPLATE = (
     "its tokenizer has no chat template; pass one with --target.chat_template FILE.jinja "
@@ -20,58 +28,173 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One measuring prompt: the first turn of a question."""
+    """One measuring prompt: a question, and the turns that follow its answer."""
 
     prompt_id: str
     task: str
-    text: str
+    text: str  # the first turn
+    more: tuple[str, ...] = ()
+    system: str | None = None
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        return self.text, *self.more
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
-    """The first num_prompts prompts of a file; UserError names the line that is wrong."""
-    path = Path(config.path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"{path}: cannot read the prompts: {reason}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if config.num_prompts is not None:
-        numbered = numbered[: config.num_prompts]
-    if path.suffix == ".jsonl":
-        prompts = [_question(line, f"{path}:{number}", number, config.task or path.stem) for number, line in numbered]
+    """The prompts of the file, or of every task in turn; UserError names the row that is wrong."""
+    if config.path is not None:
+        source, prompts = config.path, _of_file(Path(config.path), config)
     else:
-        prompts = [Prompt(str(number), config.task or path.stem, line) for number, line in numbered]
-    if config.task is not None:
-        prompts = [Prompt(prompt.prompt_id, config.task, prompt.text) for prompt in prompts]
+        source = ", ".join(task.name for task in config.tasks)
+        prompts = [prompt for task in config.tasks for prompt in _of_task(task, config)]
     if not prompts:
-        raise UserError(f"{path}: holds no prompts")
+        raise UserError(f"{source}: holds no prompts")
     seen: set[tuple[str, str]] = set()
     for prompt in prompts:
         if (prompt.task, prompt.prompt_id) in seen:
             raise UserError(
-                f"{path}: question_id {prompt.prompt_id} of {prompt.task!r} stands there twice; ids must differ"
+                f"{source}: question_id {prompt.prompt_id} of {prompt.task!r} stands there twice; ids must differ"
             )
         seen.add((prompt.task, prompt.prompt_id))
     return prompts
 
 
-def encode(prompt: str, tokenizer: Any, target: Target) -> Tensor:
+def source_of(task: TaskConfig) -> str:
+    """The file, directory or Hub data set of a task; UserError for a name that is no published one and has no path."""
+    if task.path is not None:
+        return task.path
+    if task.name not in TASKS:
+        raise UserError(
+            f"task {task.name!r}: is none of {', '.join(TASKS)}; give the path of its questions "
+            f"({{name: {task.name}, path: question.jsonl}})"
+        )
+    return TASKS[task.name].source
+
+
+def check_sources(config: PromptsConfig) -> None:
+    """UserError for a file that is not there, before anything is loaded; the Hub is not asked."""
+    if config.path is not None and not Path(config.path).is_file():
+        raise UserError(f"{config.path}: no such file of prompts")
+    for task in config.tasks:
+        if not is_local(source_of(task)) and Path(source_of(task)).suffix in (".jsonl", ".json", ".parquet"):
+            raise UserError(f"{source_of(task)}: no such file of prompts for task {task.name!r}")
+
+
+def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
+    """What the prompts are made of: a file's digest, or for each task its source with digest or asked revision."""
+    if config.path is not None:
+        return file_digest(Path(config.path))
+    return [
+        {"task": task.name, "source": source_of(task), **_identity(source_of(task), task.revision)}
+        for task in config.tasks
+    ]
+
+
+def pinned(config: PromptsConfig) -> PromptsConfig:
+    """The same with every Hub data set at the commit that its revision is now, so that a run can say what it read.
+
+    Where the Hub cannot be asked the revision stays as it was.
+    """
+    tasks = [
+        task if is_local(source_of(task)) else replace(task, revision=hub_commit(source_of(task), task.revision))
+        for task in config.tasks
+    ]
+    named = zip(tasks, config.tasks, strict=True)
+    return replace(config, tasks=tuple(now if now.revision else before for now, before in named))
+
+
+def sources_facts(config: PromptsConfig) -> list[dict[str, Any]]:
+    """For each task where its prompts came from, for the record; revision null: the Hub could not name its commit."""
+    return [
+        {
+            "task": task.name,
+            "source": source_of(task),
+            **({} if is_local(source_of(task)) else {"revision": task.revision}),
+        }
+        for task in config.tasks
+    ]
+
+
+def encode(prompt: str, tokenizer: Any, target: "Target") -> "Tensor":
     """Token ids [1, T] of one user turn in the target's chat template, the assistant's turn opened."""
+    return _encoded([{"role": "user", "content": prompt}], tokenizer, target)
+
+
+def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: "Target") -> "Tensor":
+    """Token ids [1, T] of the turn that follows these answers, with the conversation before it."""
+    system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    messages = system + [
+        {"role": role, "content": text}
+        for turn, answer in zip_longest(prompt.turns[: len(answers) + 1], answers)
+        for role, text in (("user", turn), ("assistant", answer))
+        if text is not None
+    ]
+    return _encoded(messages, tokenizer, target)
+
+
+def _encoded(messages: list[dict[str, str]], tokenizer: Any, target: "Target") -> "Tensor":
+    import torch
+
     if getattr(tokenizer, "chat_template", None) is None:
         raise UserError(f"{target.recipe.path}: {NO_TEMPLATE}")
-    messages = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     return torch.tensor([ids], device=target.device)
 
 
-def _question(line: str, place: str, number: int, task: str) -> Prompt:
+def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON ({error.msg})") from error
-    turns = row.get("turns") if isinstance(row, dict) else None
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise UserError(f"{place}: a question needs 'turns', a list of texts; this row has {keys}")
-    return Prompt(str(row.get("question_id", number)), str(row.get("category") or task), turns[0])
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"{path}: cannot read the prompts: {reason}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][: config.num_prompts]
+    if path.suffix != ".jsonl":
+        name = config.task or path.stem
+        return [Prompt(str(number), name, line, (), config.system_prompt) for number, line in numbered]
+    found = []
+    for number, line in numbered:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: not JSON ({error.msg})") from error
+        asked = question("", row, number, f"{path}:{number}")
+        found.append(_prompt(asked, config.task or str(row.get("category") or path.stem), config))
+    return found
+
+
+def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
+    """The first questions of a task, or drawn with its seed; of one with parts as many of each."""
+    source = source_of(task)
+    count = config.num_prompts if task.num_prompts is None else task.num_prompts
+    rows = read_rows(source, task.revision)
+    asked: Iterator[Question] = (question(task.name, row.value, row.number, row.place) for row in rows)
+    has_parts = task.name in TASKS and TASKS[task.name].part is not None
+    if task.seed is None and not has_parts:
+        chosen = list(islice(asked, count))
+    else:
+        chosen = list(asked)
+        if task.seed is not None:
+            random.Random(task.seed).shuffle(chosen)
+        chosen = _evenly(chosen)[:count]
+    if not chosen:
+        raise UserError(f"{source}: holds no prompts for task {task.name!r}")
+    return [_prompt(each, f"{task.name}-{each.part}" if each.part else task.name, config) for each in chosen]
+
+
+def _evenly(questions: Sequence[Question]) -> list[Question]:
+    """The questions with their parts taking turns."""
+    parts: dict[str | None, list[Question]] = {}
+    for each in sorted(questions, key=lambda each: each.part or ""):
+        parts.setdefault(each.part, []).append(each)
+    return [each for turn in zip_longest(*parts.values()) for each in turn if each is not None]
+
+
+def _prompt(asked: Question, task: str, config: PromptsConfig) -> Prompt:
+    first, *more = asked.turns[: config.turns]
+    return Prompt(asked.identity, task, first, tuple(more), config.system_prompt)
+
+
+def _identity(source: str, revision: str | None) -> dict[str, Any]:
+    path = Path(source)
+    return {"digest": file_digest(path)} if path.is_file() else {"revision": revision}

@@ -102,8 +102,34 @@ class Growth:
         paths: list[Path] = [()]
         found: dict[Path, Tensor] = {(): self.drafter.laws[0][0]}
         for (tokens, parents), laws in zip(self.drafter.steps, self.drafter.laws[1:], strict=True):
-            paths = [(*paths[parent], token) for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True)]
+            paths = _paths_below(paths, tokens, parents)
             found.update(zip(paths, laws, strict=True))
+        return found
+
+    def frontiers(self, levels: int) -> list[tuple[list[Path], Tensor]] | None:
+        """Of each level of the tree the frontier before reranking: the paths of its nodes, and their log survival [k].
+
+        As the shape itself chose them. Null for other shapes than a dynamic tree, whose nodes are all in the tree.
+        """
+        shape = self.shape
+        if not isinstance(shape, DynamicTree):
+            return None
+        paths: list[Path] = [()]
+        above = torch.zeros(1, device=self.drafter.laws[0].device)
+        found = []
+        for depth, log_q in enumerate(self.drafter.laws[:levels]):
+            k = min(shape.k, log_q.shape[-1])
+            chances, columns = log_q.topk(k, dim=-1)
+            chances = shape.calibrate(chances)
+            tokens = self.drafter.target_ids(columns).flatten()  # [rows * k]
+            survival = (above[:, None] + chances).flatten()
+            best = (survival if shape.by_survival else chances.flatten()).topk(k).indices
+            chosen = zip((best // k).tolist(), tokens[best].tolist(), strict=True)
+            found.append(([(*paths[row], token) for row, token in chosen], survival[best]))
+            if depth < len(self.drafter.steps):
+                places = {path: place for place, path in enumerate(found[-1][0])}
+                paths = _paths_below(paths, *self.drafter.steps[depth])
+                above = found[-1][1][[places[path] for path in paths]]
         return found
 
     def frontier_masses(self, levels: int) -> list[float] | None:
@@ -111,23 +137,13 @@ class Growth:
 
         Null for other shapes, whose nodes are all in the tree.
         """
-        shape = self.shape
-        if not isinstance(shape, DynamicTree):
-            return None
-        ids = self.target_ids()
-        columns = torch.zeros(int(ids.max()) + 1, dtype=torch.long, device=ids.device)
-        columns[ids] = torch.arange(ids.shape[0], device=ids.device)
-        above = torch.zeros(1, device=ids.device)
-        masses = []
-        for depth, log_q in enumerate(self.drafter.laws[:levels]):
-            survival = above[:, None] + log_q
-            score = survival if shape.by_survival else log_q
-            best = score.flatten().topk(min(shape.k, log_q.shape[-1])).indices
-            masses.append(float(survival.flatten()[best].exp().sum()))
-            if depth < len(self.drafter.steps):
-                tokens, parents = self.drafter.steps[depth]
-                above = survival[parents, columns[tokens]]
-        return masses
+        found = self.frontiers(levels)
+        return None if found is None else [float(survival.exp().sum()) for _, survival in found]
+
+
+def _paths_below(paths: list[Path], tokens: Tensor, parents: Tensor) -> list[Path]:
+    """The paths of nodes with tokens [n] below the nodes that parents [n] index."""
+    return [(*paths[parent], token) for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True)]
 
 
 @contextmanager

@@ -8,13 +8,14 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from model.formats.content import Destination
-from model.hub import HUB_ID
+from model.formats.content import SPECULATIVE_TOKENS
+from model.formats.sglang_taps import CHECKED
+from model.hub import HUB_ID, is_on_hub
+from model.public import is_local_source, last_part, sources
 
 NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
 SGLANG_ALGORITHMS = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}
 NOT_IN_SGLANG = ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc")
-SPECULATIVE_TOKENS = Destination.speculative_tokens
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class CardFacts:
 def render_card(facts: CardFacts) -> str:
     """README.md with its front matter (licence, base_model, tags)."""
     kind, layout = facts.found["kind"], facts.found["layout"]
-    base_model = facts.target if HUB_ID.fullmatch(facts.target) and not Path(facts.target).exists() else None
+    base_model = facts.target if is_on_hub(facts.target) else None
     front: dict[str, Any] = {"license": facts.licence, "base_model": base_model}
     front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "draft-head", kind, "aerie"]}
     if layout == "speculators":
         front["tags"] += ["speculators", "vllm"]
-    front["datasets"] = [name for name in _conversations(facts.recipe) if HUB_ID.fullmatch(name)]
+    front["datasets"] = [name for name in sources(facts.recipe) if HUB_ID.fullmatch(name)]
     template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
     environment = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True)  # noqa: S701
     body = environment.from_string(template).render(
@@ -87,9 +88,21 @@ def _sglang(facts: CardFacts) -> str:
         return f"# not possible: SGLang's draft modules do not know {', '.join(unknown)}, which this head has"
     place, before = _converted(facts, "sglang")
     return (
+        f"# {_sglang_versions(facts)}\n"
         f"{before}python -m sglang.launch_server --model-path {facts.target} "
         f"--speculative-algorithm {SGLANG_ALGORITHMS[facts.found['kind']]} --speculative-draft-model-path {place} "
         f"--speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk 8 --speculative-num-draft-tokens 32"
+    )
+
+
+def _sglang_versions(facts: CardFacts) -> str:
+    """Which SGLang reads the head as it is meant: its counting of the taps has changed, and its norms are recent."""
+    if facts.found["kind"] != "eagle3":
+        return "any SGLang that knows EAGLE"
+    made = facts.found["made_for"] or f"SGLang {CHECKED}"
+    recent = [name for name in ("fc_norm", "norm_output") if name in facts.found["options"]]
+    return f"{made}, by its counting of the target's states" + (
+        f"; 0.5.12 at least, for {' and '.join(recent)}" if recent else ""
     )
 
 
@@ -101,7 +114,7 @@ def _converted(facts: CardFacts, to: str) -> tuple[str, str]:
 
 
 def _facts(facts: CardFacts) -> list[tuple[str, str]]:
-    found, provenance, data = facts.found, facts.provenance, _conversations(facts.recipe)
+    found, provenance, data = facts.found, facts.provenance, sources(facts.recipe)
     counts, rope = found["parameters"], found["rope"]
     table = [
         ("Target", facts.target),
@@ -116,9 +129,11 @@ def _facts(facts: CardFacts) -> list[tuple[str, str]]:
     if rope["theta"] is not None:
         table.append(("Positions", f"{rope['max_position_embeddings']:,}, RoPE base {rope['theta']:,.0f}"))
     if data:
-        table.append(("Conversations", ", ".join(f"`{Path(name).name if _is_file(name) else name}`" for name in data)))
-    if "tokens" in provenance:
-        table.append(("Training", f"{provenance['tokens']:,} tokens, {provenance.get('steps', 0):,} steps"))
+        told = [last_part(name) if is_local_source(name) else name for name in data]
+        table.append(("Conversations", ", ".join(f"`{name}`" for name in told)))
+    counted = [f"{provenance[name]:,} {name}" for name in ("tokens", "steps") if isinstance(provenance.get(name), int)]
+    if counted:
+        table.append(("Training", ", ".join(counted)))
     return table
 
 
@@ -145,7 +160,8 @@ def _tree(tree: dict[str, Any] | None) -> str:
     shape = tree.get("shape", "dynamic")
     sizes = {"chain": ()}.get(shape, ("k", "nodes") if shape == "dynamic" else ("nodes",))
     parts = [f"{tree.get('levels')} levels", *(f"{name} {tree[name]}" for name in sizes if name in tree)]
-    return ", ".join(parts if shape == "dynamic" else [shape, *parts])
+    variant = [tree["variant"]] if tree.get("variant") else []
+    return ", ".join([*(parts if shape == "dynamic" else [shape, *parts]), *variant])
 
 
 def _row(row: dict[str, Any]) -> dict[str, str]:
@@ -194,16 +210,6 @@ def _licence(licence: str | None) -> str:
     if licence is None:
         return "No licence was given for these weights. The target's own licence applies to what it writes."
     return f"Licence of these weights: {licence}. The target has its own."
-
-
-def _conversations(recipe: dict[str, Any]) -> list[str]:
-    found = (recipe.get("data") or {}).get("conversations") or []
-    return [str(name) for name in found]
-
-
-def _is_file(name: str) -> bool:
-    """Whether a source of conversations is a file or folder of the trainer's machine, whose path stays private."""
-    return Path(name).exists() or not HUB_ID.fullmatch(name)
 
 
 def _number(value: Any, digits: int = 2) -> str:

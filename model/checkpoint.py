@@ -27,6 +27,7 @@ from model.target import TargetEnds
 from model.vocab import DraftVocabulary
 from model.weights import tensor_names, write_tensors
 
+TABLES = ("d2t", "t2d")
 Head = Eagle1Head | Eagle3Head | MedusaHead | HydraHead
 MULTI_TOKEN_SHAPE = ("num_heads", "num_layers", "prefix_layer", "lm_head", "max_position_embeddings")
 PREFIX_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
@@ -250,8 +251,8 @@ def completed(content: HeadContent, ends: TargetEnds | None, place: Path) -> dic
             state |= {"d2t": identity.d2t, "t2d": identity.t2d}
         elif not {"d2t", "t2d"} <= state.keys():
             raise UserError(f"{place}: has one of d2t and t2d; they go together")
-        state |= {"d2t": state["d2t"].long(), "t2d": state["t2d"].bool()}
-        DraftVocabulary(state["d2t"], state["t2d"]).check(str(place))
+        vocabulary = DraftVocabulary.of_tables(state["d2t"], state["t2d"], str(place))
+        state |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     if content.is_embedding_optional and EMBEDDING not in state:
         if ends is None:
             raise UserError(f"{place}: has no {EMBEDDING!r}, which is the target's; load the head with its target")
@@ -281,6 +282,9 @@ def check_state(
     for name, tensor in state.items():
         if tuple(tensor.shape) != expected[name]:
             raise UserError(f"{place}: {name} has shape {list(tensor.shape)}, config.json says {list(expected[name])}")
+        if name not in TABLES and not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"{place}: {name} holds {kind}: quantised heads are not read; get this head in bfloat16")
 
 
 def shapes_of(head: Head) -> dict[str, tuple[int, ...]]:

@@ -11,17 +11,20 @@ from transformers import GenerationConfig
 
 from model.checkpoint import check_sizes, check_state, completed, expected_shapes, head_facts, optional_of
 from model.config import TargetConfig
+from model.differences import differences
 from model.errors import UserError
 from model.files import directory_atomically, write_json
-from model.formats.content import AnyConfig, Destination, HeadContent
+from model.formats.content import AnyConfig, Destination, HeadContent, HeadFiles
 from model.formats.layouts import WRITABLE, Layout, read_content
-from model.head_files import CONFIG, digests
-from model.heads.eagle3 import Eagle3Config
+from model.formats.sglang import SERVER, ZERO_BIAS
+from model.head_files import CALIBRATOR, CONFIG, digests
+from model.heads.eagle3 import EMBEDDING, Eagle3Config
 from model.hub import head_directory
 from model.target import TargetEnds, default_taps, load_config, load_ends
 from model.weights import write_tensors
 
 BESIDE = ("recipe.yaml", "provenance.json")  # what goes along with the head
+OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # facts about one export, which the next does not inherit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +76,16 @@ def export(
     """Writes the head in layout `to` to the directory output, whole or absent.
 
     after_blocks are the taps of a published head that names none (default: the target's default ones). UserError for a
-    head that belongs to another target or that the layout cannot carry.
+    head that belongs to another target, that names other taps, or that the layout cannot carry.
     """
     directory = head_directory(source)
     if not directory.is_dir():
         raise UserError(f"{source}: no such head directory")
     if directory.resolve() == output.resolve():
         raise UserError(f"--out {output}: is the head itself; name another directory")
-    layout, content, state = whole(directory, target, after_blocks or target.default_taps)
+    layout, files, content, state = whole(directory, target, after_blocks or target.default_taps)
+    if after_blocks is not None:
+        _check_asked(content.config, after_blocks, files)
     made = WRITABLE[to](dataclasses.replace(content, tensors=state), target.destination)
     facts = read_facts(directory)
     origin = {"layout": layout.name, "files": digests(directory)}
@@ -93,20 +98,40 @@ def export(
         for name in BESIDE:
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, place / name)
-        _, again, state_again = whole(place, target, None)
+        _, _, again, state_again = whole(place, target, None)
         _require_equal((content.config, state), (again.config, state_again), to)
-    return Exported(output / weights.name, len(made.tensors), layout.name, (*content.guesses, *made.notes))
+    notes = (*content.guesses, *differences(files, content, made, target.destination.target), *made.notes)
+    if (directory / CALIBRATOR).is_file():
+        notes = (*notes, f"{CALIBRATOR} left out: it is of the head as it lies in {directory}; servers do not read it")
+    return Exported(output / weights.name, len(made.tensors), layout.name, notes)
 
 
 def whole(
     directory: Path, target: TargetFacts, after_blocks: tuple[int, ...] | None
-) -> tuple[Layout, HeadContent, dict[str, Tensor]]:
-    """A head's layout, content and complete tensors; UserError where it does not fit the target."""
+) -> tuple[Layout, HeadFiles, HeadContent, dict[str, Tensor]]:
+    """A head's layout, files, content and complete tensors; UserError where it does not fit the target.
+
+    The target's embedding is taken in the head's precision.
+    """
     layout, files, content = read_content(directory, after_blocks)
     check_sizes(content.config, target.ends, str(directory), target.path)
     check_state(content.tensors, expected_shapes(content.config), files.weights_place, optional_of(content))
     check_depth(content.config, target.destination.num_blocks, str(directory), target.path)
-    return layout, content, completed(content, target.ends, files.weights_place)
+    state = completed(content, target.ends, files.weights_place)
+    if EMBEDDING not in content.tensors and EMBEDDING in state:
+        state[EMBEDDING] = state[EMBEDDING].to(state["fc.weight"].dtype)
+    return layout, files, content, state
+
+
+def _check_asked(config: AnyConfig, after_blocks: tuple[int, ...], files: HeadFiles) -> None:
+    """UserError for taps that the head does not have."""
+    if not isinstance(config, Eagle3Config):
+        raise UserError(f"--after-blocks: {files.config_place.parent} reads no taps; leave the option out")
+    if config.after_blocks != after_blocks:
+        raise UserError(
+            f"--after-blocks {','.join(map(str, after_blocks))}: {files.config_place} says that the head reads "
+            f"{list(config.after_blocks)}; leave the option out, or correct that file if it is wrong"
+        )
 
 
 def check_depth(config: AnyConfig, num_blocks: int, head_path: str, target_path: str) -> None:
@@ -120,7 +145,7 @@ def check_depth(config: AnyConfig, num_blocks: int, head_path: str, target_path:
 
 def read_facts(directory: Path) -> dict[str, Any]:
     """What was written under "aerie" in a head's config.json."""
-    return {name: value for name, value in head_facts(directory).items() if name != "exported_from"}
+    return {name: value for name, value in head_facts(directory).items() if name not in OF_AN_EXPORT}
 
 
 def _end_ids(path: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from model.files import file_digest
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
+CALIBRATOR = "calibrator.json"  # what its confidence stood for on held-out prompts; decides nothing about the head
 MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # as Medusa and Hydra publish theirs
 ORDER = (  # the first that is there is read
     WEIGHTS,

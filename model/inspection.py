@@ -11,7 +11,10 @@ from model.errors import UserError
 from model.export import TargetFacts, check_depth
 from model.formats.content import AnyConfig, HeadContent, HeadFiles
 from model.formats.layouts import read_config, read_content
+from model.formats.sglang import SERVER
 from model.formats.taps import names_taps
+from model.formats.values import table
+from model.head_files import CONFIG
 from model.heads.eagle3 import EMBEDDING, Eagle3Config
 from model.hub import head_directory
 from model.sizes import rope_of
@@ -19,6 +22,7 @@ from model.target import fingerprint
 from model.vocab import DraftVocabulary
 
 UNNAMED = (2, 3, 4)  # stands in where the files name no taps and no target is given: only their number matters
+SCORES = ("step", "predicted_tau", "tau", "loss")
 FLAGS = ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "bias", "qkv_bias")
 
 
@@ -30,8 +34,8 @@ def inspect_head(path: Path | str, target: TargetFacts | None = None) -> dict[st
     directory = head_directory(path)
     if not directory.is_dir():
         raise UserError(f"{path}: no such head directory")
-    named = names_taps(read_config(directory))
-    fallback = UNNAMED if target is None else target.default_taps
+    named = names_taps(read_config(directory), directory / CONFIG)
+    fallback = target.default_taps if target is not None else None if named else UNNAMED
     layout, files, content = read_content(directory, fallback)
     config, facts = content.config, head_facts(directory)
     problems = _problems(files, content, facts, target)
@@ -44,7 +48,7 @@ def inspect_head(path: Path | str, target: TargetFacts | None = None) -> dict[st
         "kind": content.kind,
         "weights": files.weights_place.name,
         "target": {
-            "recorded": _recorded_target(files.values, facts),
+            "recorded": _recorded_target(files.values, facts, files.config_place),
             "hidden_size": config.target_hidden_size if isinstance(config, Eagle3Config) else config.hidden_size,
             "vocab_size": config.vocab_size,
             **({} if target is None else {"given": target.path, "fits": not problems}),
@@ -61,7 +65,8 @@ def inspect_head(path: Path | str, target: TargetFacts | None = None) -> dict[st
         },
         "embedding": _embedding(content, target),
         "left_out": sorted((expected_shapes(config).keys() - content.tensors.keys()) & optional_of(content)),
-        "training": {name: facts[name] for name in ("step", "predicted_tau", "tau", "loss") if name in facts},
+        "training": {name: facts[name] for name in SCORES if isinstance(facts.get(name), int | float)},
+        "made_for": str(facts[SERVER]) if facts.get(SERVER) else None,
         "guesses": guesses,
         "remarks": [] if target is None else _remarks(config, facts, target),
         "problems": problems,
@@ -88,6 +93,7 @@ def screen(found: dict[str, Any]) -> str:
         ("embedding", found["embedding"]),
         ("left out", ", ".join(found["left_out"]) or "nothing"),
         ("training", ", ".join(f"{k} {v:,.4g}" for k, v in found["training"].items()) or "not recorded"),
+        *([("server", found["made_for"])] if found["made_for"] else []),
         *(("guessed", text) for text in found["guesses"]),
         *(("remark", text) for text in found["remarks"]),
         *(("PROBLEM", text) for text in found["problems"]),
@@ -120,10 +126,7 @@ def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], tar
     config, place = content.config, files.weights_place
     checks: list[Any] = [lambda: check_state(content.tensors, expected_shapes(config), place, optional_of(content))]
     if {"d2t", "t2d"} <= content.tensors.keys():
-        vocabulary = DraftVocabulary(content.tensors["d2t"].long(), content.tensors["t2d"].bool())
-        checks.append(lambda: vocabulary.check(str(place)))
-        if target is not None and vocabulary.vocab_size == target.ends.embedding.shape[0]:
-            checks.append(lambda: vocabulary.check_ends(target.end_ids, str(place)))
+        checks.append(lambda: _check_vocabulary(content.tensors, place, target))
     if target is not None:
         head = str(place.parent)
         checks.append(lambda: check_sizes(config, target.ends, head, target.path))
@@ -135,6 +138,13 @@ def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], tar
         except UserError as error:
             found.append(str(error))
     return found
+
+
+def _check_vocabulary(tensors: dict[str, Tensor], place: Path, target: TargetFacts | None) -> None:
+    """UserError for tables that are none, and for a draft vocabulary without the end of the target's turns."""
+    vocabulary = DraftVocabulary.of_tables(tensors["d2t"], tensors["t2d"], str(place))
+    if target is not None and vocabulary.vocab_size == target.ends.embedding.shape[0]:
+        vocabulary.check_ends(target.end_ids, str(place))
 
 
 def _remarks(config: AnyConfig, facts: dict[str, Any], target: TargetFacts) -> list[str]:
@@ -152,9 +162,9 @@ def _remarks(config: AnyConfig, facts: dict[str, Any], target: TargetFacts) -> l
     return remarks
 
 
-def _recorded_target(values: dict[str, Any], facts: dict[str, Any]) -> str | None:
+def _recorded_target(values: dict[str, Any], facts: dict[str, Any], place: Path) -> str | None:
     """The target that the files name."""
-    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
+    verifier = table(table(values, "speculators_config", place), "verifier", place)
     found = facts.get("target_path") or verifier.get("name_or_path")
     return None if found is None else str(found)
 

@@ -12,11 +12,15 @@ sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == P
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from data.provenance import is_dirty
 from model.errors import UserError, exit_code
 from model.files import read_json
-from model.hub import HUB_ID, head_directory, require_login, upload
+from model.hub import HUB_ID, head_directory, require_login
+
+if TYPE_CHECKING:
+    from model.repository import Repository
 
 LAYOUTS = ("safeailab", "sglang", "speculators")
 
@@ -55,10 +59,16 @@ def convert(arguments: argparse.Namespace) -> int:
     """Writes OUT, and says what its reader would have to be told."""
     from model.export import TargetFacts, export
 
-    out: Path = arguments.out
+    out, drafts = arguments.out, arguments.speculative_tokens
+    if drafts is not None and drafts < 1:
+        raise UserError(f"--speculative-tokens {drafts}: a cycle drafts at least one token")
+    taps = _taps(arguments.after_blocks)
     _check_out(out, arguments.overwrite)
-    target = TargetFacts.load(arguments.target, arguments.target_name, arguments.speculative_tokens)
-    done = export(arguments.head, arguments.to, out, target, _taps(arguments.after_blocks))
+    target = TargetFacts.load(arguments.target, arguments.target_name, drafts)
+    try:
+        done = export(arguments.head, arguments.to, out, target, taps)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}; name another directory") from error
     for note in done.notes:
         print(f"note: {note}")
     print(
@@ -70,6 +80,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def push(arguments: argparse.Namespace) -> int:
     """Ships the head, or with --dry-run prints what would go."""
+    from model.repository import upload
     from model.shipment import Order, Permissions, pack
 
     if HUB_ID.fullmatch(arguments.repo) is None or "@" in arguments.repo:
@@ -82,20 +93,45 @@ def push(arguments: argparse.Namespace) -> int:
     for note in shipment.notes:
         print(f"note: {note}")
     where = f"{arguments.repo}{'' if arguments.revision is None else '@' + arguments.revision}"
+    if not arguments.dry_run:
+        require_login()
+    repository = _found_there(arguments)
+    removed = repository.removals(shipment.files)
     if arguments.dry_run:
         readme = shipment.files["README.md"]
         assert isinstance(readme, bytes)
-        visibility = "private" if arguments.private else "public"
-        print(f"push: would ship to {where} ({visibility}):\n{shipment.text()}\n\nREADME.md:\n{readme.decode()}")
+        goes = f"\ngoes there: {', '.join(removed)}" if removed else ""
+        visibility = "private" if repository.is_private or arguments.private else "public"
+        print(f"push: would ship to {where} ({visibility}):\n{shipment.text()}{goes}\n\nREADME.md:\n{readme.decode()}")
         return 0
-    require_login()
-    address = upload(arguments.repo, shipment.files, arguments.private, arguments.revision, "A draft head")
-    print(f"push: {len(shipment.files)} files to {where}: {address}")
+    address = upload(repository, shipment.files, arguments.private, "A draft head")
+    gone = f", removed {', '.join(removed)} of an earlier push" if removed else ""
+    print(f"push: {len(shipment.files)} files to {where}{gone}: {address}")
     return 0
+
+
+def _found_there(arguments: argparse.Namespace) -> "Repository":
+    """The repository as it is; a dry run does without where the Hub cannot be asked. UserError where it is public."""
+    from model.repository import Repository, look
+
+    try:
+        repository = look(arguments.repo, arguments.revision)
+    except UserError as error:
+        if not arguments.dry_run:
+            raise
+        print(f"note: what this push would remove there is not known: {error}")
+        repository = Repository(arguments.repo, arguments.revision)
+    repository.require_visibility(arguments.private)
+    if repository.replaces_a_strangers_card():
+        print(f"note: {arguments.repo} has a README.md that no push of this project wrote; the card replaces it")
+    return repository
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
     """UserError unless out is new, empty, or an earlier export that may be replaced: nothing else is ever removed."""
+    above = next((place for place in out.parents if place.exists()), out)
+    if not above.is_dir():
+        raise UserError(f"--out {out}: {above} is no directory; name another place")
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir():
@@ -121,17 +157,20 @@ def _convert_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--target", required=True, help="the head's target (local directory or Hub id)")
     options.add_argument("--out", required=True, type=Path, help="the directory to write")
     options.add_argument("--target-name", help="what servers are told to load, where it is not --target")
-    options.add_argument("--speculative-tokens", type=int, help="drafts per cycle in speculators' config.json (5)")
-    options.add_argument("--after-blocks", help="taps of a published EAGLE-3 head that names none, as 2,16,29")
+    options.add_argument("--speculative-tokens", type=int, help="speculators' drafts per cycle (the head's, or 5)")
+    options.add_argument(
+        "--after-blocks",
+        help="taps of an EAGLE-3 head that names none, as 2,16,29",
+    )
     options.add_argument("--overwrite", action="store_true", help="replace what is in --out")
 
 
 def _push_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--repo", required=True, help="user/name")
     options.add_argument("--run", type=Path, help="the run with report/ and calibration/ (default: the head's own)")
-    options.add_argument("--target-name", help="the target's Hub id, where the head was trained with a local path")
+    options.add_argument("--target-name", help="the target's Hub id, where the head names a local path")
     options.add_argument("--license", help="licence of these weights, as the Hub spells it (apache-2.0)")
-    options.add_argument("--private", action="store_true", help="a private repository, where it is new")
+    options.add_argument("--private", action="store_true", help="a private repository; refused where it is public")
     options.add_argument("--revision", help="the branch (default: main)")
     options.add_argument("--dry-run", action="store_true", help="print what would go, and stop")
     options.add_argument("--without-results", action="store_true", help="ship although nothing was measured")

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from model.errors import UserError
 
 T = TypeVar("T")
+_adapters: dict[Any, TypeAdapter[Any]] = {}
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
 
 
@@ -87,21 +88,29 @@ def _unshared(value: Any) -> Any:
 def validate(values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str]) -> T:
     """values as a schema instance; UserError with one line per problem."""
     try:
-        return TypeAdapter(schema).validate_python(values)
+        checked: T = _adapter(schema).validate_python(values)
+        return checked
     except ValidationError as error:
         problems = [_sentence(item, schema, source, lines) for item in error.errors()]
         raise UserError("\n".join(problems)) from error
 
 
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    """pydantic's adapter of a dataclass; making one takes as long as thousands of its calls."""
+    if schema not in _adapters:
+        _adapters[schema] = TypeAdapter(schema)
+    return _adapters[schema]
+
+
 def dump(recipe: Any) -> str:
     """The resolved recipe as YAML, every default spelt out."""
-    value = TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
+    value = _adapter(type(recipe)).dump_python(recipe, mode="json")
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
 
 
 def as_dict(section: Any) -> dict[str, Any]:
     """One section (or a whole recipe) as JSON-ready values."""
-    value = TypeAdapter(type(section)).dump_python(section, mode="json")
+    value = _adapter(type(section)).dump_python(section, mode="json")
     assert isinstance(value, dict)
     return value
 
@@ -126,15 +135,25 @@ def _apply(override: str, values: dict[str, Any], lines: dict[str, str], schema:
     except yaml.YAMLError as error:
         raise UserError(f"--{name}: cannot read the value {text!r}") from error
     *parents, leaf = name.split(".")
-    place = values
+    place: Any = values
     for depth, parent in enumerate(parents):
-        if parent not in dict(_fields(_class_at(schema, parents[:depth]))):
+        if isinstance(place, list):
+            place = place[_position(parent, place, name)]
+        elif parent not in dict(_fields(_class_at(schema, parents[:depth]))):
             raise UserError(f"--{name}: unknown option{_suggest(name, _all_names(schema))}")
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
+        else:
+            place = place.setdefault(parent, {})
+        if not isinstance(place, dict | list):
             raise UserError(f"--{name}: {parent} is not a section")
-    place[leaf] = value
+    place[_position(leaf, place, name) if isinstance(place, list) else leaf] = value
     lines[name] = f"--{name}"
+
+
+def _position(part: str, items: list[Any], name: str) -> int:
+    """The position in a list that a part of an option's name says; UserError for what is none of it."""
+    if not part.isdecimal() or int(part) >= len(items):
+        raise UserError(f"--{name}: {part} is no position in a list of {len(items)}; positions count from 0")
+    return int(part)
 
 
 def _sentence(item: Any, schema: type, source: str, lines: dict[str, str]) -> str:

@@ -1,5 +1,6 @@
 """What is shipped to the Hub: named files and a card, never conversations; refused where nothing was measured."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ import yaml
 
 from model.card import CardFacts, measured_rows, render_card
 from model.errors import UserError
-from model.files import read_json
-from model.head_files import CONFIG, digests, find_weights
-from model.hub import HUB_ID
+from model.files import content_digest, read_json
+from model.formats.layouts import is_whole_model, read_config, recognise
+from model.head_files import CALIBRATOR, CONFIG, digests, find_weights
+from model.hub import is_on_hub
 from model.inspection import inspect_head
-
-FILES = (CONFIG, "recipe.yaml", "provenance.json")  # beside the weights; nothing that is not named here is shipped
+from model.public import last_part, public, public_names
+from model.weights import tensor_names
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,10 @@ class Permissions:
 
 @dataclass(frozen=True)
 class Shipment:
-    """Name in the repository -> local file or content, and what lies beside the head and stays."""
+    """Name in the repository -> local file or content, and what lies beside the head and stays.
+
+    The weights go as they are; the records with public names for the target, the conversations and the run.
+    """
 
     files: dict[str, Path | bytes]
     left_behind: tuple[str, ...]
@@ -57,47 +62,118 @@ def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipm
     code that no commit holds.
     """
     directory = order.directory
+    _require_head(directory, order.repo)
     found = inspect_head(directory)
     if found["problems"]:
         raise UserError(found["problems"][0])
     run = order.run or (directory.parent.parent if (directory.parent.parent / "report").is_dir() else None)
     summary = _summary(directory, run)
-    provenance = _table(directory / "provenance.json")
     has_results = bool(measured_rows(summary, (found["kind"],)))
     if not has_results and not permissions.without_results:
         raise UserError(
             f"{directory}: no measured results (RUN/report/summary.json); measure with: python infer/main.py bench and "
             f"report, name the run with --run, or ship without: --without-results"
         )
+    places = {name: directory / name for name in (CONFIG, "recipe.yaml", "provenance.json")}
+    if run is not None:
+        places |= {"calibration.json": run / "calibration" / "calibration.json"}
+        places |= {"summary.json": run / "report" / "summary.json"} if has_results else {}
+    records = {name: _record(place) for name, place in places.items() if place.is_file()}
     if not permissions.uncommitted:
-        _require_committed(directory, provenance, is_dirty)
-    calibration = {} if run is None else _table(run / "calibration" / "calibration.json")
-    recipe_place = directory / "recipe.yaml"
-    recipe = yaml.safe_load(recipe_place.read_text(encoding="utf-8")) if recipe_place.is_file() else {}
-    target = order.target_name or found["target"]["recorded"]
-    if target is None:
-        raise UserError(f"{directory}: does not say which target it is for; name it with --target-name")
-    card = CardFacts(order.repo, found, str(target), provenance, recipe or {}, summary, calibration, order.licence)
-    files: dict[str, Path | bytes] = {path.name: path for path in _head_files(directory)}
-    if run is not None and calibration:
-        files["calibration.json"] = run / "calibration" / "calibration.json"
-    if run is not None and has_results:
-        files["summary.json"] = run / "report" / "summary.json"
-    files["README.md"] = render_card(card).encode()
+        _require_committed(directory, records.get("provenance.json", {}), is_dirty)
+    target, notes = _target(order, found)
+    names = public_names(target, {**records, "summary.json": summary})
+    told = {name: public(entry, names) for name, entry in records.items()}
+    changed = sorted(name for name in records if told[name] != records[name])
+    if changed:
+        notes.append(f"local paths in {', '.join(changed)} are shipped as public names; the files here stay")
+    files: dict[str, Path | bytes] = {path.name: path for path in _weights(directory)}
+    files |= {name: _written(name, told[name]) if name in changed else places[name] for name in records if told[name]}
+    files |= _calibrator(directory, files[CONFIG])
+    files["README.md"] = render_card(
+        CardFacts(
+            repo=order.repo,
+            found=found,
+            target=target,
+            provenance=told.get("provenance.json", {}),
+            recipe=told.get("recipe.yaml", {}),
+            summary=public(summary, names),
+            calibration=told.get("calibration.json", {}),
+            licence=order.licence,
+        )
+    ).encode()
     stays = tuple(sorted(path.name for path in directory.iterdir() if path.name not in files))
-    notes = [] if HUB_ID.fullmatch(str(target)) else [f"{target} is no Hub id, so the card has no base_model"]
     if order.licence is None:
         notes.append("no --license: the card states none")
     return Shipment(files, stays, tuple(notes))
 
 
-def _head_files(directory: Path) -> list[Path]:
+def _require_head(directory: Path, repo: str) -> None:
+    """UserError for a whole language model, which is shipped as any other."""
+    values, names = read_config(directory), tensor_names(directory)
+    try:
+        recognise(values, names, directory / CONFIG)
+    except UserError as error:
+        if not is_whole_model(values, names):
+            raise
+        raise UserError(
+            f"{directory}: a whole language model (a draft_lm, or a target); push ships draft heads; ship it as any "
+            f"model: hf upload {repo} {directory} --exclude provenance.json --exclude recipe.yaml"
+        ) from error
+
+
+def _calibrator(directory: Path, config: Path | bytes) -> dict[str, Path | bytes]:
+    """calibrator.json for the head as it is shipped, where there is one that was fitted for it as it lies here.
+
+    It names the head by digests, and the config.json that is shipped may be another.
+    """
+    place, known = directory / CALIBRATOR, digests(directory)
+    found = _table(place)
+    if not found or found.get("head") != known:
+        return {}
+    if isinstance(config, Path):
+        return {CALIBRATOR: place}
+    return {CALIBRATOR: _written(CALIBRATOR, {**found, "head": {**known, CONFIG: content_digest(config)}})}
+
+
+def _target(order: Order, found: dict[str, Any]) -> tuple[str, list[str]]:
+    """What the world is told to load as the target, and notes; UserError where nobody says."""
+    named = order.target_name or found["target"]["recorded"]
+    if named is None:
+        raise UserError(f"{order.directory}: does not say which target it is for; name it with --target-name")
+    if is_on_hub(named):
+        return named, []
+    name = last_part(named)
+    how = "name it as on the Hub with --target-name user/name"
+    return name, [f"the target is a local path: the card calls it {name!r} and has no base_model; {how}"]
+
+
+def _written(name: str, entry: dict[str, Any]) -> bytes:
+    """A record as its file holds it."""
+    if name.endswith(".yaml"):
+        return yaml.safe_dump(entry, sort_keys=False, allow_unicode=True).encode()
+    return (json.dumps(entry, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _record(place: Path) -> dict[str, Any]:
+    """A record's table, empty for anything else; UserError for what cannot be parsed."""
+    if place.suffix != ".yaml":
+        return _table(place)
+    try:
+        found = yaml.safe_load(place.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{place}: not YAML ({str(error).splitlines()[0]}); put the run's own back") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _weights(directory: Path) -> list[Path]:
+    """The file of the weights, or the index and its shards."""
     weights = find_weights(directory)
     assert weights is not None
     shards = []
     if weights.name.endswith(".index.json"):
         shards = [directory / name for name in sorted(set(read_json(weights)["weight_map"].values()))]
-    return [path for path in (weights, *shards, *(directory / name for name in FILES)) if path.is_file()]
+    return [weights, *shards]
 
 
 def _summary(directory: Path, run: Path | None) -> dict[str, Any]:

@@ -207,11 +207,16 @@ def load_ends(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[A
     return text, TargetEnds(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), scale, softcap)
 
 
-def fingerprint(text_config: Any, ends: TargetEnds) -> str:
-    """A digest of the configuration's sizes and of samples of both ends' weights."""
+def fingerprint(text_config: Any, ends: TargetEnds, dtype: torch.dtype | None = None) -> str:
+    """A digest of the configuration's sizes and of samples of both ends' weights, where given rounded to dtype."""
     facts = {k: getattr(text_config, k, None) for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
-    samples = [_sample(ends.embedding), _sample(ends.lm_head)]
+    samples = [_sample(ends.embedding, dtype), _sample(ends.lm_head, dtype)]
     return digest([facts, samples])
+
+
+def fingerprints(text_config: Any, ends: TargetEnds) -> set[str]:
+    """The fingerprints of a target whose weights lose nothing but digits on the way to another dtype."""
+    return {fingerprint(text_config, ends, dtype) for dtype in (None, torch.bfloat16, torch.float16)}
 
 
 def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
@@ -307,10 +312,10 @@ def _dtype(name: str, text_config: Any, stored: Tensor) -> torch.dtype:
     return getattr(text_config, "dtype", None) or stored.dtype
 
 
-def _sample(weight: Tensor) -> list[float]:
+def _sample(weight: Tensor, dtype: torch.dtype | None = None) -> list[float]:
     flat = weight.detach().reshape(-1)
     step = max(1, flat.numel() // 64)
-    return [round(float(value), 5) for value in flat[::step][:64].float().cpu()]
+    return [round(float(value), 5) for value in flat[::step][:64].to(dtype or weight.dtype).float().cpu()]
 
 
 def _require_directory(config: TargetConfig) -> None:

@@ -39,6 +39,20 @@ class DraftVocabulary:
         return cls(ordered - torch.arange(len(ordered)), t2d)
 
     @classmethod
+    def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
+        """The vocabulary in the two tables of a file, checked; UserError, naming place, for what are no such tables."""
+        for name, found in (("d2t", d2t), ("t2d", t2d)):
+            if found.ndim != 1:
+                raise UserError(f"{place}: {name} has shape {list(found.shape)}; it must be a list")
+        if d2t.is_complex() or d2t.dtype == torch.bool or not torch.equal(d2t.long().to(d2t.dtype), d2t):
+            raise UserError(f"{place}: d2t holds {d2t.dtype} that are no whole numbers; it must be token offsets")
+        if not torch.equal(t2d.bool().to(t2d.dtype), t2d):
+            raise UserError(f"{place}: t2d holds other values than 0 and 1; it must mark the draft tokens")
+        made = cls(d2t.long(), t2d.bool())
+        made.check(place)
+        return made
+
+    @classmethod
     def most_frequent(cls, counts: Counts, size: int, forced: Collection[int] = ()) -> "DraftVocabulary":
         """The `size` most frequent ids by counts [V], the smaller id first where counts tie; forced ids always in.
 

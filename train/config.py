@@ -1,11 +1,21 @@
 """The section `train` of a recipe."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from model.config import MULTI_TOKEN
+from model.errors import UserError
 from model.recipe import STRICT
 
 LossName = Literal["soft_cross_entropy", "kl", "reverse_kl", "total_variation", "negative_log_alpha", "lk_hybrid"]
+EAGLE1, EAGLE3, MULTI = ("eagle1",), ("eagle3",), MULTI_TOKEN
+KINDS = {  # of heads whose training reads a key; a key that is not here is read by all, or refused where it is used
+    **dict.fromkeys(("feature_weight", "classification_weight", "feature_noise", "noise_length_scaling"), EAGLE1),
+    **dict.fromkeys(("unroll_steps", "unroll_decay", "divisor", "mask_outside_vocabulary"), EAGLE3),
+    **dict.fromkeys(("label_weight", "law_weight", "head_decay", "dropout"), MULTI),
+    **dict.fromkeys(("distill", "distill_weight", "token_weight"), ("draft_lm",)),
+    "loss": (*EAGLE1, *EAGLE3, *MULTI),
+}
 
 
 @dataclass(frozen=True)
@@ -71,3 +81,22 @@ class TrainConfig:
             raise ValueError("head_decay is in (0, 1], dropout in [0, 1) and final_rate in [0, 1]")
         if min(self.label_weight, self.law_weight) < 0.0 or self.label_weight + self.law_weight == 0.0:
             raise ValueError("label_weight and law_weight are not negative, and not both zero")
+
+
+def require_read(config: TrainConfig, kind: str) -> None:
+    """UserError for a key, changed from its default, that the training of a head of this kind does not read."""
+    plain = TrainConfig()
+    changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(plain, field.name)]
+    for name in changed:
+        if kind not in KINDS.get(name, (kind,)):
+            raise UserError(f"train.{name}: belongs to {' and '.join(KINDS[name])}, this head is {kind}; leave it out")
+    losses = (config.loss, config.distill)
+    unread = {
+        "loss": kind in MULTI_TOKEN and config.law_weight == 0.0 and "train.law_weight, which is 0",
+        "distill_weight": config.distill is None and "train.distill, which is not set",
+        "token_weight": config.distill is None and "train.distill, which is not set",
+        "lk_eta": "lk_hybrid" not in losses and f"lk_hybrid, and train.loss is {config.loss}",
+    }
+    for name in changed:
+        if unread.get(name):
+            raise UserError(f"train.{name}: does nothing without {unread[name]}; set that, or leave it out")

@@ -27,6 +27,7 @@ from model.errors import UserError, exit_code
 from model.files import digest, read_json, write_text
 from model.hub import head_directory
 from model.recipe import as_dict
+from train.config import require_read
 from train.quiet import be_quiet
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def main() -> int:
     )
     arguments, unknown = parser.parse_known_args()
     recipe = pipeline.load(arguments, unknown)
+    require_read(recipe.train, recipe.head.kind)
     output = pipeline.RunPaths(Path(recipe.run)).head(recipe)
     if arguments.is_whole and not _has_inputs(recipe):
         return 1
@@ -278,8 +280,6 @@ def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
     frame = Frame(recipe.train, output, state, metrics, saver, setting.overwrite, speaks)
     request = Request(recipe.head, recipe.target, recipe.data, recipe.features)
     is_lm, distill = recipe.head.kind == "draft_lm", recipe.train.distill
-    if distill is not None and not is_lm:
-        raise UserError(f"train.distill: {distill} belongs to draft_lm; a draft head's loss is train.loss")
     if is_lm and distill is None:
         return causal_lm_job(request, frame)
     online, measured = recipe.features.mode == "online", bool(recipe.train.measure_prompts)

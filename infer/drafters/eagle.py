@@ -34,6 +34,7 @@ class EagleDrafter:
         self._fuse = head.fuse if isinstance(head, Eagle3Head) else None
         self._buffers: list[KeyValueBuffer] = []
         self._length = 0  # committed slots
+        self._last: Tensor | None = None  # [1, 1, D] of the last committed slot
         self._hidden: Tensor | None = None  # [1, rows of the last call, D]
         self._seen: Tensor | None = None  # additive [rows of the last call, drafted slots so far]
         self._levels = 0
@@ -78,11 +79,12 @@ class EagleDrafter:
         mask = features.new_full((count, total), float("-inf")).triu_(first + 1)  # slot i sees slots <= first + i
         hidden = self._draft(tokens[None], features[None], (first, total), mask[None, None], self._buffers)
         self._length = total
-        self._hidden = hidden[:, -1:]
+        self._hidden = self._last = hidden[:, -1:]
 
     def start(self) -> Tensor:
         """log q [1, V or Vd] after the last committed token."""
         self._rewind(self._length)
+        self._hidden = self._last
         self._seen = self._nothing
         self._levels = 0
         return self._log_q()

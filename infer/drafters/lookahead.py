@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from infer.config import LookaheadConfig
+from infer.guess_config import LookaheadConfig
 from infer.proposer import Cycle
 from infer.sampling import Sampler
 from infer.tree import Tree
@@ -101,9 +101,7 @@ class Lookahead:
 
     @property
     def max_nodes(self) -> int:
-        rows, columns = self.config.ngram - 1, self.config.window
-        warm_up = max((row + 1) * (columns + rows - 1 - row) for row in range(rows))
-        return max(rows * columns + rows * self.config.guesses, warm_up)
+        return self.config.sizes[2]
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
         config = self.config

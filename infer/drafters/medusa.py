@@ -69,6 +69,7 @@ def check_level(level: int, num_heads: int) -> None:
     """UserError for a level (0: the root's children) that has no head."""
     if level >= num_heads:
         raise UserError(
-            f"tree.levels: the tree asks for level {level + 1}, and a draft head of {num_heads} heads drafts "
-            f"{num_heads} levels; lower tree.levels, or train a head with more num_heads"
+            f"tree: asks for level {level + 1}, and a draft head of {num_heads} heads drafts {num_heads} levels; give "
+            f"tree.choices without paths longer than {num_heads} (or tree.levels {num_heads}), or train a head with "
+            f"head.num_heads {level + 1}"
         )

@@ -5,7 +5,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infer.config import PromptLookupConfig
+from infer.guess_config import PromptLookupConfig
 from infer.proposer import Cycle
 from infer.sampling import Sampler
 from infer.tree import Tree

@@ -1,6 +1,7 @@
 """The stop rules as a recipe writes them: `stop: {rule: NAME, ...}`."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Literal
 
 from pydantic import Discriminator
@@ -47,8 +48,8 @@ class EntropyConfig:
     token: Literal["kept", "excluded"] = "kept"
 
     def __post_init__(self) -> None:
-        if self.c <= 0 or self.h < 0:
-            raise ValueError("c must be positive, and h not negative")
+        if not (0.0 < self.c < inf and 0.0 <= self.h < inf):
+            raise ValueError(f"c must be positive and h not negative, not c {self.c:g} and h {self.h:g}")
         if self.over == "per_node" and self.token == "excluded":
             raise ValueError("over: per_node leaves uncertain nodes as leaves, their tokens are kept; leave token out")
 
@@ -68,7 +69,7 @@ class ConfidenceConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold <= 1.0:
-            raise ValueError("threshold is a probability")
+            raise ValueError(f"threshold is a probability, between 0 and 1, not {self.threshold:g}")
 
 
 Signal = Literal["probability", "momentum", "expectation"]
@@ -103,6 +104,11 @@ class VoteConfig:
             raise ValueError(f"votes must be between 1 and the number of signals, {len(self.signals)}")
         if min(self.declines, self.momentum_from) < 1:
             raise ValueError("declines and momentum_from are at least 1")
+        for name in ("probability_threshold", "momentum_threshold"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is a share, between 0 and 1, not {getattr(self, name):g}")
+        if not 0.0 <= self.bonus < inf:
+            raise ValueError(f"bonus is a number of tokens, not negative, not {self.bonus:g}")
         if self.needed <= ("expectation" in self.signals and self.bonus <= 0):
             raise ValueError("without a bonus the expectation always votes: every tree would end at its first level")
         if self.needed > len(self.signals) - ("momentum" in self.signals and self.momentum == "old_over_new"):
@@ -126,6 +132,8 @@ class ProbabilitySumConfig:
     def __post_init__(self) -> None:
         if not self.checks or min(self.checks) < 1 or list(self.checks) != sorted(set(self.checks)):
             raise ValueError("checks are depths, in ascending order")
+        if not 0.0 <= self.threshold <= 1.0:
+            raise ValueError(f"threshold is a sum of probabilities, between 0 and 1, not {self.threshold:g}")
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,10 @@ class MarginalGainConfig:
     rule: Literal["marginal_gain"] = "marginal_gain"
     threshold: float = 0.5  # expected tokens; its README, and 0.7 in its demonstration
     late: bool = False  # as its code: decided one forward later, whose level is thrown away; the same tree
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold < 1.0:
+            raise ValueError(f"threshold is less than the one token that a level can add, not {self.threshold:g}")
 
 
 StopConfig = Annotated[
@@ -148,3 +160,22 @@ StopConfig = Annotated[
     | MarginalGainConfig,
     Discriminator("rule"),
 ]
+
+
+def asks_below(stop: StopConfig) -> bool:
+    """Whether a rule is asked after `ends` too: which nodes grow, or whether laws already paid for are used."""
+    if isinstance(stop, EntropyConfig):
+        return stop.over == "per_node" or stop.token == "excluded"
+    return isinstance(stop, MarginalGainConfig) and stop.late
+
+
+def beyond(stop: StopConfig, levels: int) -> str | None:
+    """What a rule asks for that a draft of so many levels never reaches; null: nothing."""
+    if isinstance(stop, HeuristicConfig) and stop.start > levels:
+        return f"stop.start {stop.start} is deeper than the cap of {levels} levels; lower stop.start to {levels}"
+    if isinstance(stop, ProbabilitySumConfig) and stop.checks[0] >= levels:
+        return (
+            f"stop.checks {list(stop.checks)} are never reached, for a draft of {levels} levels ends there by itself; "
+            f"check at a smaller depth"
+        )
+    return None

@@ -14,6 +14,7 @@ from model.heads.medusa import MedusaConfig
 
 EagleConfig = Eagle1Config | Eagle3Config
 AnyConfig = EagleConfig | MedusaConfig | HydraConfig
+SPECULATIVE_TOKENS = 5  # a server's drafts per cycle where nobody says (speculators' own default for EAGLE-3)
 KINDS: dict[type[AnyConfig], str] = {
     Eagle1Config: "eagle1",
     Eagle3Config: "eagle3",
@@ -47,6 +48,7 @@ class HeadContent:
     tensors: dict[str, Tensor]
     guesses: tuple[str, ...] = ()  # what the files leave open and what was taken, a sentence each
     is_embedding_optional: bool = False  # a file without one means the target's
+    speculative_tokens: int | None = None  # a server's drafts per cycle, where the files say
 
     @property
     def kind(self) -> str:
@@ -68,7 +70,7 @@ class Destination:
     architectures: tuple[str, ...]
     num_blocks: int
     max_position_embeddings: int
-    speculative_tokens: int = 5  # a server's drafts per cycle (speculators' own default for EAGLE-3)
+    speculative_tokens: int | None = None  # a server's drafts per cycle (default: the head's own)
 
 
 @dataclass(frozen=True)

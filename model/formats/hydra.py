@@ -15,6 +15,7 @@ from model.errors import UserError
 from model.formats.content import HeadContent, HeadFiles
 from model.formats.llama_keys import MAX_POSITIONS, read_rope
 from model.formats.medusa import NO_LIMIT, count, disagreements
+from model.formats.values import flag, number, whole
 from model.heads.hydra import HydraConfig
 
 PREFIX = "prefix_embeding_layer."  # spelt so
@@ -33,7 +34,7 @@ def kind_of(values: dict[str, Any], names: set[str]) -> str | None:
 def read(files: HeadFiles) -> HeadContent:
     """The head; UserError for heads that do not read the drafted tokens, which are another method."""
     values, place = files.values, files.config_place
-    if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
+    if not flag(values, "grounded_heads", place, default=True) or values.get("hidden_state_offset"):
         raise UserError(f"{place}: grounded_heads false or a hidden_state_offset: such heads are not supported")
     tensors = {_renamed(name): value for name, value in files.tensors.items() if not UNREAD.fullmatch(name)}
     first = tensors.get("laws.lm_heads.0.weight")
@@ -59,26 +60,30 @@ def _prefix_sizes(
 ) -> tuple[dict[str, Any], list[str]]:
     """The sizes of Hydra++'s layer and what had to be guessed of them."""
     up, keys = tensors.get("prefix_layer.mlp.up_proj.weight"), tensors.get("prefix_layer.self_attn.k_proj.weight")
-    if up is None or keys is None:
+    if up is None or keys is None or up.ndim != 2 or keys.ndim != 2:
         return {"max_position_embeddings": NO_LIMIT}, []
-    heads, guesses = values.get("num_attention_heads"), []
-    if heads is None:
+    guesses = []
+    if values.get("num_attention_heads") is not None:
+        heads = whole(values, "num_attention_heads", place)
+    else:
         if width % HEAD_DIM:
             raise UserError(f'{place}: add "num_attention_heads" of the target: the prefix layer has as many')
         heads = width // HEAD_DIM
         guesses.append(f"the prefix layer's attention is taken to have {heads} heads of {HEAD_DIM}, as Vicuna's")
-    dim = width // int(heads)
+    dim = width // heads
+    if dim < 2 or keys.shape[0] < dim:
+        raise UserError(f"{place}: num_attention_heads is {heads}, which does not fit the width {width:,}")
     theta, scaling = read_rope(values, place)
     return {
         "prefix_layer": True,
         "intermediate_size": up.shape[0],
-        "num_attention_heads": int(heads),
+        "num_attention_heads": heads,
         "num_key_value_heads": keys.shape[0] // dim,
         "head_dim": dim,
-        "rms_norm_eps": float(values.get("rms_norm_eps") or 1e-6),
+        "rms_norm_eps": number(values, "rms_norm_eps", place, 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "max_position_embeddings": int(values.get("max_position_embeddings") or MAX_POSITIONS),
+        "max_position_embeddings": whole(values, "max_position_embeddings", place, MAX_POSITIONS),
     }, guesses
 
 

@@ -60,12 +60,23 @@ def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[Lay
         raise UserError(f"{place}: not a head of this project ({own.KIND} is {declared!r})")
     if says == "speculators":
         raise UserError(f"{place}: {speculators.TYPE} is {theirs!r}; of speculators' heads, eagle3 and eagle are read")
-    if any(name.startswith("model.layers.") for name in names):
-        raise UserError(f"{place}: a whole model and not a head of this project or another; is it the target?")
+    if is_whole_model(values, names):
+        raise UserError(
+            f"{place}: a whole language model and no draft head: a target, or a draft_lm, which decodes as it is "
+            f"(--head) and needs no conversion"
+        )
     raise UserError(
         f"{place}: not a head of this project ({own.KIND} is None), nor one in a layout that it reads "
         f"({', '.join(WRITABLE)})"
     )
+
+
+def is_whole_model(values: dict[str, Any], names: set[str]) -> bool:
+    """Whether files that are no head are a causal LM as transformers saves it."""
+    architectures = values.get("architectures")
+    first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    whole = any(name.startswith(("model.layers.", "transformer.h.", "model.decoder.layers.")) for name in names)
+    return whole or (first.endswith(("ForCausalLM", "LMHeadModel")) and "fc.weight" not in names and "d2t" not in names)
 
 
 def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -> tuple[Layout, HeadFiles, HeadContent]:

@@ -5,9 +5,16 @@ from typing import Any
 
 from model.errors import UserError
 from model.formats.content import Destination, EagleConfig
+from model.formats.values import flag, number, table, whole
 
 ROPE_THETA = 10000.0  # the training code ignores the target's base, so a head without the key was trained with this
 MAX_POSITIONS = 2048
+ROPE_WORDS = ("rope_type", "attn_factors", "short_factor", "long_factor", "truncate")  # of its table, no numbers
+ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 ANY_LENGTH = (None, "linear", "llama3")  # kinds of RoPE whose frequencies do not depend on max_position_embeddings
 
 
@@ -19,21 +26,21 @@ def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
     """
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"{place}: hidden_act is {values['hidden_act']!r}; heads have 'silu'")
-    if values.get("mlp_bias"):
+    if flag(values, "mlp_bias", place):
         raise UserError(f"{place}: mlp_bias is true; heads have no biases in their MLP")
-    heads, width = _count(values, "num_attention_heads", place), _count(values, "hidden_size", place)
-    positions = values.get("max_position_embeddings") or values.get("max_sequence_length")
+    heads, width = whole(values, "num_attention_heads", place), whole(values, "hidden_size", place)
+    positions = "max_position_embeddings" if values.get("max_position_embeddings") else "max_sequence_length"
     theta, scaling = read_rope(values, place)
     return {
         "hidden_size": width,
-        "intermediate_size": _count(values, "intermediate_size", place),
+        "intermediate_size": whole(values, "intermediate_size", place),
         "num_attention_heads": heads,
-        "num_key_value_heads": _count(values, "num_key_value_heads", place, heads),
-        "head_dim": _count(values, "head_dim", place, width // heads),
-        "num_hidden_layers": _count(values, "num_hidden_layers", place, 1),
-        "vocab_size": _count(values, "vocab_size", place),
-        "rms_norm_eps": float(values.get("rms_norm_eps") or 1e-6),
-        "max_position_embeddings": int(positions or MAX_POSITIONS),
+        "num_key_value_heads": whole(values, "num_key_value_heads", place, heads),
+        "head_dim": whole(values, "head_dim", place, width // heads or None),
+        "num_hidden_layers": whole(values, "num_hidden_layers", place, 1),
+        "vocab_size": whole(values, "vocab_size", place),
+        "rms_norm_eps": number(values, "rms_norm_eps", place, 1e-6),
+        "max_position_embeddings": whole(values, positions, place, MAX_POSITIONS),
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
@@ -41,15 +48,20 @@ def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
 
 def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling, from the keys of transformers 4 (rope_scaling, "type") and 5 (rope_parameters)."""
-    both = (values.get("rope_parameters"), values.get("rope_scaling"))
-    if not all(entry is None or isinstance(entry, dict) for entry in both):
-        raise UserError(f"{place}: rope_scaling and rope_parameters must be tables or null")
-    parameters, scaling = (dict(entry or {}) for entry in both)
-    theta = values.get("rope_theta") or parameters.get("rope_theta") or scaling.get("rope_theta") or ROPE_THETA
+    parameters, scaling = (table(values, name, place) for name in ("rope_parameters", "rope_scaling"))
+    bases = [found for found in (values, parameters, scaling) if found.get("rope_theta")]
+    theta = number(bases[0], "rope_theta", place) if bases else ROPE_THETA
     scaling = {k: v for k, v in (scaling or parameters).items() if k != "rope_theta"}
     kind = scaling.pop("type", None)
     scaling = {"rope_type": kind, **scaling} if kind else scaling
-    return float(theta), None if scaling.get("rope_type", "default") == "default" else scaling
+    if scaling.get("rope_type", "default") == "default":
+        return theta, None
+    odd = [name for name, value in scaling.items() if name not in ROPE_WORDS and not _is_number_or_null(value)]
+    missing = [name for name in ROPE_NUMBERS.get(str(scaling["rope_type"]), ()) if scaling.get(name) is None]
+    if odd or missing:
+        what = f"{odd[0]} is {scaling[odd[0]]!r}, no number" if odd else f"lacks {missing[0]}"
+        raise UserError(f"{place}: rope_scaling of type {scaling['rope_type']!r}: {what}")
+    return theta, scaling
 
 
 def write_sizes(config: EagleConfig, destination: Destination) -> tuple[dict[str, Any], list[str]]:
@@ -85,12 +97,5 @@ def write_sizes(config: EagleConfig, destination: Destination) -> tuple[dict[str
     }, notes
 
 
-def _count(values: dict[str, Any], name: str, place: Path, default: int | None = None) -> int:
-    value = values.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise UserError(f"{place}: lacks {name}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{place}: {name} is {value!r}; it must be a positive whole number")
-    return value
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

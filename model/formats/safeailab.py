@@ -14,6 +14,7 @@ from model.errors import UserError
 from model.formats.content import Destination, Export, HeadContent, HeadFiles, refuse
 from model.formats.llama_keys import read_sizes, write_sizes
 from model.formats.taps import read_taps
+from model.formats.values import flag, table, whole
 from model.heads.eagle1 import Eagle1Config
 from model.heads.eagle3 import EMBEDDING, TAP_CONVENTION, Eagle3Config
 from model.target import default_taps
@@ -39,35 +40,37 @@ def read(files: HeadFiles) -> HeadContent:
         return read_eagle3(files)
     values, place = files.values, files.config_place
     sizes = read_sizes(values, place)
-    bias = values.get("bias", True)
+    bias = flag(values, "bias", place, default="bias" not in values)
     if "bias" not in values and "fc.bias" not in files.tensors:
         raise UserError(
             f"{files.weights_place}: has no 'fc.bias', and {place.name} has no \"bias\", which means true; "
             f'a head without one says "bias": false'
         )
-    config = Eagle1Config(**sizes, bias=bool(bias), qkv_bias=bool(values.get("qkv_bias")))
+    config = Eagle1Config(**sizes, bias=bias, qkv_bias=flag(values, "qkv_bias", place))
     return HeadContent(config, without_derived(files.tensors))
 
 
 def read_eagle3(files: HeadFiles) -> HeadContent:
     """An EAGLE-3 head by SafeAILab's names, or with `layers.0` for `midlayer` as other projects name it."""
     values, place = files.values, files.config_place
-    extra = values.get("eagle_config") or {}
-    if extra.get("use_aux_hidden_state") is False:
+    extra = table(values, "eagle_config", place)
+    if not flag(extra, "use_aux_hidden_state", place, default=True):
         raise UserError(f"{place}: use_aux_hidden_state is false: the head reads no taps; such heads are not supported")
     tensors = midlayer_first(without_derived(files.tensors))
     sizes = read_sizes(values, place)
     taps, guess = read_taps(values, files.after_blocks, place)
     config = Eagle3Config(
         **sizes,
-        draft_vocab_size=int(values.get("draft_vocab_size") or sizes["vocab_size"]),
-        target_hidden_size=int(values.get("target_hidden_size") or sizes["hidden_size"]),
+        draft_vocab_size=whole(values, "draft_vocab_size", place, sizes["vocab_size"]),
+        target_hidden_size=whole(values, "target_hidden_size", place, sizes["hidden_size"]),
         after_blocks=taps,
         qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
         fc_norm="fc_norm.0.weight" in tensors,
-        norm_output=bool(values.get("norm_output")),
-        norm_before_residual=bool(values.get("norm_before_residual")),
-        norm_before_fc=bool(values.get("norm_before_fc", extra.get("norm_before_fc", "input_norm.weight" in tensors))),
+        norm_output=flag(values, "norm_output", place),
+        norm_before_residual=flag(values, "norm_before_residual", place),
+        norm_before_fc=flag(
+            values if "norm_before_fc" in values else extra, "norm_before_fc", place, "input_norm.weight" in tensors
+        ),
     )
     return HeadContent(config, tensors, () if guess is None else (guess,), is_embedding_optional=True)
 
@@ -137,9 +140,9 @@ def _renamed(name: str) -> str:
 
 
 def _refuse_what_is_dropped(config: Eagle3Config, destination: Destination) -> None:
-    for flag in ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
-        if getattr(config, flag):
-            raise refuse(NAME, f"{flag}, which SafeAILab's code does not know", ELSEWHERE)
+    for name in ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
+        if getattr(config, name):
+            raise refuse(NAME, f"{name}, which SafeAILab's code does not know", ELSEWHERE)
     if config.num_hidden_layers > 1:
         raise refuse(NAME, f"{config.num_hidden_layers} layers, of which SafeAILab's code reads one", ELSEWHERE)
     default = default_taps(destination.num_blocks) if destination.num_blocks >= 7 else None

@@ -1,7 +1,8 @@
 """The layout of SGLang, SpecForge and AngelSlim: SafeAILab's names in safetensors, under SGLang's architectures.
 
 EAGLE-1: SGLang always has an fc.bias, random where the file has none, and takes `bias` for one of the attention; so a
-head without one gets zeros, and config.json says false. EAGLE-3: taps are numbered as in model/formats/taps.py.
+head without one gets zeros, and config.json says false. EAGLE-3: taps are numbered as in
+model/formats/sglang_taps.py.
 """
 
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from model.formats import safeailab
 from model.formats.content import Destination, Export, HeadContent, HeadFiles, refuse
 from model.formats.llama_keys import read_sizes, write_sizes
-from model.formats.taps import NUMBERED, outputs_for_sglang
+from model.formats.sglang_taps import sglang_numbers
+from model.formats.taps import NUMBERED
 from model.heads.eagle1 import Eagle1Config
 from model.heads.eagle3 import Eagle3Config
 from model.target import default_taps
@@ -19,6 +21,7 @@ from model.target import default_taps
 NAME = "sglang"
 EAGLE1, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
 OTHERS = ("Eagle3LlamaForCausalLM",)  # AngelSlim and ModelOpt write vLLM's name
+SERVER = "made_for"  # under "aerie": the versions of the server whose counting of taps the files follow
 ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": our fc.bias is the zeros that SGLang needs, and no part of the head
 
 
@@ -73,15 +76,15 @@ def _write_eagle3(
         raise refuse(NAME, f"{config.num_hidden_layers} layers, of which SGLang reads one", safeailab.ELSEWHERE)
     for flag in ("fc_norm", "norm_output"):
         if getattr(config, flag):
-            notes.append(f"{flag} (EAGLE-3.1) needs an SGLang that knows it; older ones drop it")
+            notes.append(f"{flag} (EAGLE-3.1) is known to SGLang from 0.5.12 on; earlier ones drop it in silence")
     default = default_taps(destination.num_blocks) if destination.num_blocks >= 7 else None
-    numbers = outputs_for_sglang(config.after_blocks, default)
+    numbers = sglang_numbers(config.after_blocks, default, destination.architectures)
     values = {"architectures": [EAGLE3], **values, **safeailab.eagle3_values(config)}
     values |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_residual": False}
-    if numbers is not None:
-        values["eagle_config"] = {"use_aux_hidden_state": True, NUMBERED: numbers}
-        notes.append(
-            f"the taps {list(config.after_blocks)} are written as {numbers}, as SGLang counts; "
-            f"for vLLM export with --to speculators"
-        )
+    values["aerie"] = {SERVER: f"SGLang {numbers.versions}"}
+    counted = "its default, so that config.json names none"
+    if numbers.values is not None:
+        values["eagle_config"] = {"use_aux_hidden_state": True, NUMBERED: numbers.values}
+        counted = f"written as {numbers.values}; for vLLM export with --to speculators"
+    notes.append(f"made for SGLang {numbers.versions}: the taps {list(config.after_blocks)} are {counted}")
     return Export(values, safeailab.eagle3_tensors(content), notes=tuple(notes))

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
-from model.formats.content import Destination, Export, HeadContent, HeadFiles, refuse
+from model.formats.content import SPECULATIVE_TOKENS, Destination, Export, HeadContent, HeadFiles, refuse
 from model.formats.llama_keys import read_sizes, write_sizes
 from model.formats.safeailab import eagle3_tensors, midlayer_first
 from model.formats.taps import NUMBERED, read_taps
+from model.formats.values import flag, table, whole
 from model.heads.eagle1 import Eagle1Config
 from model.heads.eagle3 import TAP_CONVENTION, Eagle3Config
 
@@ -38,7 +39,7 @@ def read(files: HeadFiles) -> HeadContent:
     if values[TYPE] == "eagle":
         return _read_eagle1(files, layer)
     tensors = midlayer_first(files.tensors)
-    if "t2d" in tensors:
+    if "t2d" in tensors and tensors["t2d"].ndim == 1:
         layer = {**layer, "vocab_size": tensors["t2d"].shape[0]}  # early exports wrote another number
     sizes = read_sizes(layer, place)
     taps, guess = read_taps(values, files.after_blocks, place, is_speculators=True)
@@ -47,16 +48,17 @@ def read(files: HeadFiles) -> HeadContent:
         guesses.append("norm_before_residual is not said; false is taken, as speculators does (vLLM takes true)")
     config = Eagle3Config(
         **sizes,
-        draft_vocab_size=int(values.get("draft_vocab_size") or DRAFT_VOCABULARY),
-        target_hidden_size=int(values.get("target_hidden_size") or sizes["hidden_size"]),
+        draft_vocab_size=whole(values, "draft_vocab_size", place, DRAFT_VOCABULARY),
+        target_hidden_size=whole(values, "target_hidden_size", place, sizes["hidden_size"]),
         after_blocks=taps,
         qk_norm=layer.get("model_type") == "qwen3",
-        fc_norm=bool(values.get("fc_norm")),
-        norm_output=bool(values.get("norm_output")),
-        norm_before_residual=bool(values.get("norm_before_residual")),
-        norm_before_fc=bool(values.get("norm_before_fc")),
+        fc_norm=flag(values, "fc_norm", place),
+        norm_output=flag(values, "norm_output", place),
+        norm_before_residual=flag(values, "norm_before_residual", place),
+        norm_before_fc=flag(values, "norm_before_fc", place),
     )
-    return HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True)
+    drafts = _speculative_tokens(values, place)
+    return HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
 
 
 def write(content: HeadContent, destination: Destination) -> Export:
@@ -71,7 +73,7 @@ def write(content: HeadContent, destination: Destination) -> Export:
     own_width = config.target_hidden_size if config.target_hidden_size != config.hidden_size else None
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": destination.speculative_tokens,
+        "speculative_tokens": destination.speculative_tokens or content.speculative_tokens or SPECULATIVE_TOKENS,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -105,12 +107,21 @@ def write(content: HeadContent, destination: Destination) -> Export:
 def _read_eagle1(files: HeadFiles, layer: dict[str, Any]) -> HeadContent:
     """The EAGLE-1 head of an early version, whose embedding is always the target's."""
     place: Path = files.config_place
-    if files.values.get("layernorms"):
+    if flag(files.values, "layernorms", place):
         raise UserError(f"{place}: layernorms is true: a HASS head, which has norms that no EAGLE-1 head has")
     sizes = read_sizes({**layer, "num_hidden_layers": 1}, place)
     tensors = {_old_name(name): value for name, value in files.tensors.items()}
-    config = Eagle1Config(**sizes, bias=bool(files.values.get("fusion_bias")))
+    config = Eagle1Config(**sizes, bias=flag(files.values, "fusion_bias", place))
     return HeadContent(config, tensors, is_embedding_optional=True)
+
+
+def _speculative_tokens(values: dict[str, Any], place: Path) -> int | None:
+    """The first proposal's drafts per cycle, None where there is none."""
+    methods = table(values, "speculators_config", place).get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else {}
+    if not isinstance(first, dict) or first.get("speculative_tokens") is None:
+        return None
+    return whole(first, "speculative_tokens", place)
 
 
 def _old_name(name: str) -> str:

@@ -1,17 +1,19 @@
 """Which of the target's states an EAGLE-3 head reads, in the two numberings that circulate.
 
 "hidden_states": entries of transformers' hidden_states, k for what enters block k (this project, vLLM, speculators).
-"Outputs": k - 1 for the same state, the output of block k - 1 (SpecForge, SGLang). Mixing them costs three quarters of
-the acceptance, so a guess is always said.
+"Outputs": k - 1 for the same state, the output of block k - 1 (SpecForge, and SGLang for most targets: see
+model/formats/sglang_taps.py). Mixing them costs three quarters of the acceptance, so a guess is always said.
 """
 
 from pathlib import Path
 from typing import Any
 
 from model.errors import UserError
+from model.formats.values import table
 from model.heads.eagle3 import TAP_CONVENTION
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
+COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # the architecture of SpecForge's exports and of SGLang's draft module
 
 
 def read_taps(
@@ -19,13 +21,14 @@ def read_taps(
 ) -> tuple[tuple[int, ...], str | None]:
     """after_blocks and, where the files leave it open, a sentence about what was taken.
 
-    fallback are the taps to take where the files name none. UserError where there is nothing to go by.
+    fallback are the taps to take where the files name none; numbers that mean these in either numbering are theirs.
+    UserError where there is nothing to go by.
     """
     if values.get("after_blocks") is not None:
         return _own(values, place), None
     found = values.get(NUMBERED)
     if found is None:
-        found = (values.get("eagle_config") or {}).get(NUMBERED)
+        found = table(values, "eagle_config", place).get(NUMBERED)
     if found is None:
         if fallback is None:
             raise UserError(
@@ -37,31 +40,16 @@ def read_taps(
     if is_speculators:
         return ids, None
     outputs = tuple(k + 1 for k in ids)
-    is_output = outputs == fallback or (ids != fallback and ids[0] == 1)  # as SGLang tells them apart
+    theirs = fallback is not None and values.get("architectures") == [COUNTS_OUTPUTS]
+    is_output = outputs == fallback or (ids != fallback and (ids[0] == 1 or theirs))
     taps, what = (outputs, "outputs of blocks") if is_output else (ids, "entries of hidden_states")
     return taps, f"{NUMBERED} {list(ids)} are taken as {what}: the head reads hidden_states {list(taps)}"
 
 
-def names_taps(values: dict[str, Any]) -> bool:
+def names_taps(values: dict[str, Any], place: Path) -> bool:
     """Whether config.json says which states the head reads, in whatever numbering."""
-    return any(table.get(NUMBERED) is not None for table in (values, values.get("eagle_config") or {})) or (
-        values.get("after_blocks") is not None
-    )
-
-
-def outputs_for_sglang(after_blocks: tuple[int, ...], default: tuple[int, ...] | None) -> list[int] | None:
-    """The numbers that SGLang turns into these taps; None to leave them out, UserError where it has none for them.
-
-    SGLang adds one to numbers that begin with 1 and takes others as they are; without numbers it reads the default.
-    """
-    if after_blocks == default:
-        return None
-    if after_blocks[0] == 1:
-        raise UserError(
-            f"--to sglang: cannot carry the taps {list(after_blocks)}: SGLang adds one to numbers that begin with 1; "
-            f"serve it with vLLM (--to speculators)"
-        )
-    return [k - 1 for k in after_blocks] if after_blocks[0] == 2 else list(after_blocks)
+    named = (values.get("after_blocks"), values.get(NUMBERED), table(values, "eagle_config", place).get(NUMBERED))
+    return any(found is not None for found in named)
 
 
 def _own(values: dict[str, Any], place: Path) -> tuple[int, ...]:

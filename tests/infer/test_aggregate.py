@@ -179,3 +179,21 @@ def test_a_row_says_that_it_is_not_lossless_as_soon_as_one_answer_does() -> None
     records = [*records[:-1], replace(records[-1], verify=lossy)]
     rows = [row(members) for members in group(records)]
     assert rows[-1]["verify"] == lossy and "NOT lossless" in tree_text(rows[-1])
+
+
+def test_the_turns_of_a_prompt_are_one_prompt_in_every_figure() -> None:
+    turns = [replace(each, prompt_id="a", turn=number % 2) for number, each in enumerate(two_prompts())]
+    vanilla, eagle = rows_of(turns)
+    assert eagle["prompts"] == 1 and eagle["identical"] == 2 and eagle["new_tokens"] == 14
+    assert eagle["speedup"] == eagle["speedup_mean_per_prompt"] == pytest.approx(120 / 50)
+    assert eagle["speedup_ci95"] is None and tau_interval(turns[2:]) is None  # one prompt has no spread
+    assert eagle["tau"] == eagle["tau_macro"] == 12 / 6
+    assert vanilla["speedup"] == 1.0
+
+
+def test_a_turn_is_compared_with_vanillas_answer_to_the_same_turn() -> None:
+    mixed = two_prompts()
+    turns = [replace(each, prompt_id="a", turn=turn) for each, turn in zip(mixed, (1, 0, 0, 1), strict=True)]
+    _, eagle = rows_of(turns)
+    pairs = {(mine.turn, mine.new_tokens): base.new_tokens for mine, base in group(turns)[1].pairs}
+    assert pairs == {(0, 5): 9, (1, 9): 5} and eagle["speedup"] is not None

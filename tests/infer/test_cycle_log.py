@@ -13,13 +13,20 @@ from infer.aggregate import row as summary_row
 from infer.bench import Bench, run
 from infer.calibrate import by_depth, reliability
 from infer.collect import NodeCollector
-from infer.config import BenchConfig, MethodConfig, PromptsConfig, SamplingConfig, TreeChanges
+from infer.config import (
+    BenchConfig,
+    MethodConfig,
+    PromptsConfig,
+    SamplingConfig,
+    TreeChanges,
+)
 from infer.cycle_log import CycleLine, CycleLog, read_cycle_log
 from infer.decoders import drafting
 from infer.drafters.eagle import EagleDrafter
 from infer.drafters.lookahead import Lookahead
 from infer.drafters.prompt_lookup import PromptLookup
 from infer.engine import SpeculativeDecoder
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
 from infer.methods import tree_of
 from infer.proposer import Proposer
 from infer.records import CycleArrays
@@ -49,7 +56,7 @@ def make_decoder(target: Target, row: MethodConfig) -> SpeculativeDecoder:
         head = tiny.head(target.ends.embedding.float(), scale=8.0)
         proposer = drafting(EagleDrafter(head.eval(), target), tree)
     else:
-        proposer = PromptLookup(row.lookup) if row.method == "pld" else Lookahead(row.lookahead)
+        proposer = PromptLookup(PromptLookupConfig()) if row.method == "pld" else Lookahead(LookaheadConfig())
     return SpeculativeDecoder(target, proposer)
 
 

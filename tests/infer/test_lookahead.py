@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.config import LookaheadConfig
 from infer.drafters.lookahead import Lookahead, Pool
 from infer.engine import SpeculativeDecoder
+from infer.guess_config import LookaheadConfig
 from infer.proposer import Cycle
 from infer.tree import check_connected
 from model.config import TargetConfig

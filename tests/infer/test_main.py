@@ -1,8 +1,10 @@
 """The commands as a user runs them: bench, calibrate, report and generate on a tiny target, and what they refuse."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def recipe(tmp_path: Path) -> Path:
             "rows": [
                 {"method": "vanilla"},
                 {"method": "eagle2", "tree": tree},
-                {"method": "eagle-chain", "tree": {"shape": "chain", "levels": 3, "nodes": 4}},
+                {"method": "eagle-chain", "tree": {"levels": 3}},
             ],
         },
     }
@@ -94,6 +96,36 @@ def test_bench_calibrate_and_report_end_to_end_and_go_on_after_a_kill(recipe: Pa
     summary = json.loads((tmp_path / "run" / "report" / "summary.json").read_text())
     assert summary["schema"] == 1 and len(summary["rows"]) == 6
     assert summary["rows"][0]["tau"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_bench_that_is_killed_goes_on_where_it_stopped_and_loses_no_finished_prompt(
+    recipe: Path, tmp_path: Path
+) -> None:
+    prompts = questions(tmp_path / "many.jsonl", 10)
+    command = ("bench", "--config", str(recipe), "--bench.prompts.path", str(prompts), "--bench.reference", "false")
+    command += ("--bench.prompts.num_prompts", "10", "--bench.prompts.max_new_tokens", "24", "--bench.cycles", "true")
+    records, total = tmp_path / "run" / "bench" / "records.jsonl", 10 * 3 * 2
+    process = subprocess.Popen(
+        [sys.executable, "infer/main.py", *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 240
+    while not (records.is_file() and records.read_bytes().count(b"\n") >= 9):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    kept = [json.loads(line) for line in records.read_bytes().decode().split("\n")[:-1]]
+    assert 9 <= len(kept) < total and not (records.parent / "provenance.json").exists()
+    run(*command)
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    found = {(row["row"], row["temperature"], row["prompt_id"]): row for row in rows}
+    assert len(rows) == len(found) == total
+    for row in kept:
+        again = found[row["row"], row["temperature"], row["prompt_id"]]
+        assert {**again, "identical": None} == {**row, "identical": None}  # measured times and all
+    lines = (records.parent / "cycles.jsonl").read_text().splitlines()
+    assert len(lines) == sum(row["target_forwards"] for row in rows)
 
 
 @pytest.mark.slow

@@ -1,17 +1,27 @@
 """Methods by name: their published trees, what a recipe may change of them, and the heads that they draft with."""
 
+import math
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from infer.config import Method, MethodConfig, TreeChanges, TreeConfig
+from infer.config import (
+    Method,
+    MethodConfig,
+    SamplingConfig,
+    TreeChanges,
+    TreeConfig,
+    TypicalConfig,
+)
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
 from infer.heads import find_head, kind_at
 from infer.methods import METHODS, USUAL, check_kind, tree_of, usual_method
 from infer.shape import make_shape
-from infer.stops.config import EntropyConfig, HeuristicConfig, VoteConfig
+from infer.stops.config import EntropyConfig, HeuristicConfig, ProbabilitySumConfig, VoteConfig
 from model.checkpoint import save_head
 from model.errors import UserError
+from model.recipe import from_overrides, validate
 from tests import tiny
 
 
@@ -36,8 +46,8 @@ def test_the_published_trees() -> None:
 def test_a_recipe_changes_what_it_names_and_nothing_else() -> None:
     tree = tree_of(MethodConfig("deagle", TreeChanges(levels=12)), "x")
     assert tree == TreeConfig(levels=12, stop=VoteConfig())
-    chain = tree_of(MethodConfig("eagle-chain", TreeChanges(levels=4, k=2, nodes=12)), "x")
-    assert chain == TreeConfig(shape="chain", levels=4)  # a chain has no k
+    chain = tree_of(MethodConfig("eagle-chain", TreeChanges(shape="chain", levels=4)), "x")
+    assert chain == TreeConfig(shape="chain", levels=4)
     entropy = TreeChanges(stop=EntropyConfig(h=0.5))
     assert tree_of(MethodConfig("svip", entropy), "x") == TreeConfig(levels=8, stop=EntropyConfig(h=0.5))
     assert tree_of(MethodConfig("eagle-chain", entropy), "x") == TreeConfig(
@@ -61,10 +71,20 @@ def test_a_stop_rule_without_a_method_of_its_own_keeps_the_name_of_the_tree() ->
         ("eagle3", {"stop": EntropyConfig()}, "x: eagle3 with the stop rule entropy: that is method svip"),
         ("sps", {"stop": EntropyConfig()}, "x: sps with the stop rule entropy: that is method sps-svip"),
         ("deagle", {"stop": HeuristicConfig()}, "x: deagle with the stop rule heuristic: leave tree.stop.rule vote"),
-        ("eagle2", {"shape": "chain"}, "x: eagle2 drafts a dynamic tree, not a chain one"),
-        ("pld", {"levels": 3}, "x: pld grows no tree; leave levels out"),
-        ("eagle2", {"nodes": 1}, "x: a tree needs levels >= 1, k >= 1 and nodes >= 2"),
-        ("eagle2", {"children": "sampled"}, "x: a dynamic tree with children: sampled would bias the output"),
+        (
+            "eagle2",
+            {"shape": "chain"},
+            "x: tree.shape: eagle2 drafts a dynamic tree, not a chain; leave it out, or",
+        ),
+        ("pld", {"levels": 3}, "x: tree.levels: pld grows no tree; leave it out (its settings are in lookup)"),
+        ("vanilla", {"k": 3, "levels": 2}, "x: tree.levels, tree.k: vanilla grows no tree; leave them out"),
+        ("eagle2", {"nodes": 1}, "x: tree: a tree needs levels >= 1, k >= 1 and nodes >= 2"),
+        ("eagle2", {"children": "sampled"}, "x: tree: a dynamic tree with children: sampled would bias the output"),
+        ("sps-heuristic", {"levels": 3}, "x: tree: stop.start 5 is deeper than the cap of 3 levels; lower stop.start"),
+        ("medusa", {"stop": HeuristicConfig()}, "x: tree: stop.start 5 is deeper than the cap of 4 levels"),
+        ("ddd", {"levels": 5}, "x: tree: stop.checks [5, 7, 9] are never reached"),
+        ("sps", {"shape": "static"}, "x: tree.choices: a static tree needs its nodes; name a file of them, or eagle1"),
+        ("eagle", {"choices": "mine.yaml"}, "x: tree.choices: mine.yaml: no such file"),
     ],
 )
 def test_changes_that_make_another_method_of_it_are_refused(
@@ -73,6 +93,97 @@ def test_changes_that_make_another_method_of_it_are_refused(
     with pytest.raises(UserError) as error:
         tree_of(MethodConfig(method, TreeChanges(**changes)), "x")
     assert str(error.value).startswith(message)
+
+
+UNREAD = [
+    *((method, key) for method in ("medusa", "hydra", "eagle") for key in ("levels", "k", "nodes", "rank", "rerank")),
+    *((method, key) for method in ("sps", "sps-svip", "eagle-chain") for key in ("k", "nodes", "rank", "choices")),
+    *((method, "choices") for method in ("eagle2", "eagle3", "deagle", "opt-tree")),
+]
+VALUES: dict[str, Any] = {"levels": 3, "k": 3, "nodes": 8, "rank": "confidence", "rerank": False, "choices": "eagle1"}
+
+
+@pytest.mark.parametrize(("method", "key"), UNREAD)
+def test_a_key_that_the_methods_tree_does_not_read_is_refused_by_its_name(method: Method, key: str) -> None:
+    with pytest.raises(UserError, match=f"^x: tree.{key}: {method} drafts a [a-z ]*, which has none; leave it out"):
+        tree_of(MethodConfig(method, TreeChanges(**{key: VALUES[key]})), "x")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            MethodConfig("pld", lookahead=LookaheadConfig()),
+            "x: lookahead: pld does not read it; .* method lookahead",
+        ),
+        (MethodConfig("eagle2", lookup=PromptLookupConfig()), "x: lookup: eagle2 does not read it; .* use method pld"),
+        (
+            MethodConfig("vanilla", typical=TypicalConfig()),
+            "x: typical: judges drafted tokens, and vanilla drafts",
+        ),
+    ],
+)
+def test_settings_of_another_method_are_refused(asked: MethodConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tree_of(asked, "x")
+
+
+def test_a_draft_lm_drafts_in_any_shape_and_eagle_heads_in_chains_and_static_trees() -> None:
+    dynamic = tree_of(MethodConfig("sps", TreeChanges(shape="dynamic", k=4, nodes=20, stop=VoteConfig())), "x")
+    assert dynamic == TreeConfig(k=4, nodes=20, stop=VoteConfig())
+    static = tree_of(MethodConfig("sps", TreeChanges(shape="static", choices="eagle1", children="replaced")), "x")
+    assert static == TreeConfig(shape="static", choices="eagle1", children="replaced")
+    for method in ("eagle", "eagle-chain"):
+        assert METHODS[method].heads == ("eagle1", "eagle3")
+
+
+def test_every_remedy_that_a_refusal_names_works() -> None:
+    """Dynamic trees with sampled children, another shape, another rule, a cap that is too low, a missing form."""
+    assert tree_of(MethodConfig("eagle", TreeChanges(children="sampled")), "x")
+    assert tree_of(MethodConfig("sps", TreeChanges(shape="static", choices="eagle1", children="sampled")), "x")
+    assert tree_of(MethodConfig("eagle-chain", TreeChanges(shape="chain")), "x")
+    assert tree_of(MethodConfig("deagle", TreeChanges(stop=VoteConfig())), "x")
+    assert tree_of(MethodConfig("sps-heuristic", TreeChanges(levels=3, stop=HeuristicConfig(start=3))), "x")
+    assert tree_of(MethodConfig("ddd", TreeChanges(levels=5, stop=ProbabilitySumConfig(checks=(3,)))), "x")
+    assert tree_of(MethodConfig("eagle2", TreeChanges(rerank=False, nodes=61)), "x")
+
+
+def overridden(*words: str) -> MethodConfig:
+    return from_overrides(MethodConfig, [*words], "command line")
+
+
+def test_a_key_of_a_methods_own_stop_rule_needs_no_rule_beside_it() -> None:
+    assert overridden("method=deagle", "tree.stop.bonus=0.5").tree.stop == VoteConfig(bonus=0.5)
+    assert overridden("method=sps-svip", "tree.stop.h=0.5").tree.stop == EntropyConfig(h=0.5)
+    assert overridden("method=eagle2", "tree.stop.rule=heuristic").tree.stop == HeuristicConfig()
+    with pytest.raises(UserError, match=r"^--tree.stop.c: unknown key"):
+        overridden("method=deagle", "tree.stop.c=1")
+    with pytest.raises(UserError, match=r"needs a rule: constant, heuristic, entropy"):  # eagle2's own has no keys
+        overridden("method=eagle2", "tree.stop.c=1")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "tree.stop.c=0", "tree.stop.c=nan", "tree.stop.h=-0.1", "tree.stop.h=inf",
+        "vote probability_threshold=1.5", "vote probability_threshold=-0.1", "vote momentum_threshold=nan",
+        "vote momentum_threshold=2", "vote bonus=-1", "probability_sum threshold=1.1", "probability_sum threshold=nan",
+        "probability_sum checks=[0]", "confidence threshold=1.01", "confidence threshold=-1",
+        "marginal_gain threshold=1", "marginal_gain threshold=-0.5", "heuristic start=0", "heuristic fewer=0",
+    ],
+)  # fmt: skip
+def test_a_threshold_that_makes_no_sense_is_refused_in_one_line(wrong: str) -> None:
+    rule, _, change = wrong.rpartition(" ")
+    words = [f"tree.stop.rule={rule}", f"tree.stop.{change}"] if rule else [wrong]
+    with pytest.raises(UserError) as error:
+        overridden(f"method={'eagle-chain' if rule else 'svip'}", *words)
+    assert "\n" not in str(error.value) and "tree.stop" in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0}])
+def test_sampling_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(wrong))}"):
+        validate(dict(wrong), SamplingConfig, "recipe.yaml", {})
 
 
 def test_a_method_of_another_head_is_refused() -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from infer.config import PromptLookupConfig
 from infer.drafters.prompt_lookup import PromptLookup, continuation
 from infer.engine import SpeculativeDecoder
+from infer.guess_config import PromptLookupConfig
 from model.config import TargetConfig
 from model.target import Target
 from tests import tiny

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from infer import chain, engine, rejection, verify
-from infer.config import Method, MethodConfig, PromptLookupConfig, SamplingConfig
+from infer.config import Method, MethodConfig, SamplingConfig
 from infer.decoders import Drafters, make_decoder
 from infer.engine import SpeculativeDecoder
 from infer.greedy import EDGES, LENGTHS, Difference, GreedyResult, Reference, compare_greedy, reference
+from infer.guess_config import PromptLookupConfig
 from infer.methods import METHODS
 from infer.miniature import write_miniature
 from infer.proof import ALPHA, SETTINGS, Law, Row, conclude, table

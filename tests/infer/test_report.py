@@ -14,15 +14,18 @@ from typing import Any
 
 import pytest
 
+from infer.calibration.pictures import NAMES
 from infer.page import render, segments, verdict
 from infer.records import line_of, read_records
 from infer.report import Facts, write_report
 from model.errors import UserError
+from model.files import write_json
+from tests.infer.calibration.made_up import analysis
 from tests.infer.made_up import drafted, write_run
 
 ROW_KEYS = {
-    "method", "head", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree", "new_tokens", "tau",
-    "tau_macro",
+    "method", "head", "head_path", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree",
+    "new_tokens", "tau", "tau_macro",
     "accepted_histogram", "tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt",
     "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes", "accept_rate",
     "identical", "mismatch", "peak_memory_gib", "ms", "status",
@@ -266,3 +269,25 @@ def test_a_browser_shows_the_page_without_overflow(
         capture_output=True, timeout=60, check=True,
     )  # fmt: skip
     assert picture.stat().st_size > 50_000
+
+
+def test_the_calibrations_section_shows_its_tables_and_pictures_and_nothing_without_an_analysis(
+    tmp_path: Path, whole: tuple[Path, dict[str, Any]]
+) -> None:
+    bench, calibration = write_run(tmp_path)
+    write_json(calibration / "analysis.json", analysis())
+    write_report(bench, calibration, tmp_path / "report", facts())
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert ">Calibration<" in page and "on prompts that it has not seen" in page and "the oracle" in page
+    assert "<script>" not in page  # a token's text is escaped
+    drawn = sorted(path.name for path in (tmp_path / "report").glob("calibration-*.svg"))
+    assert drawn == sorted(f"calibration-{name}.svg" for name in NAMES)
+    for path in (tmp_path / "report").glob("calibration-*.svg"):
+        ET.fromstring(path.read_text().split("\n", 1)[1])  # noqa: S314 (our own file)
+    assert ">Calibration<" not in (whole[0] / "index.html").read_text()
+    (calibration / "analysis.json").unlink()
+    write_report(bench, calibration, tmp_path / "report", facts())
+    assert not list((tmp_path / "report").glob("calibration-*.svg"))
+    write_json(calibration / "analysis.json", {"schema": 99})
+    with pytest.raises(UserError, match="calibrate --overwrite"):
+        write_report(bench, calibration, tmp_path / "report", facts())

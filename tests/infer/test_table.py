@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from infer.aggregate import group, row
-from infer.bench import tree_shape
 from infer.config import MethodConfig
 from infer.methods import METHODS
 from infer.table import console_table, csv_table, markdown_table, sampling_text, tree_text
+from infer.variant import tree_shape
 from tests.infer.made_up import drafted, milliseconds, record
 
 

@@ -1,23 +1,34 @@
 """Decoding with heads that travelled: published ones are lossless, exported ones have the very same tau."""
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
+from infer import main as measuring
 from infer.config import TreeConfig
-from infer.decoders import load_head_for
+from infer.decoders import Drafters, load_head_for
 from infer.engine import SpeculativeDecoder
+from model import main as travelling
 from model.checkpoint import save_head
 from model.config import TargetConfig
-from model.errors import UserError
+from model.errors import UserError, exit_code
 from model.export import TargetFacts, export
+from model.repository import look, upload
 from model.target import Target
 from tests import tiny
+from tests.infer.test_main import recipe
 from tests.model.formats import published
 from tests.model.formats import test_multi_token as multi_token
+from tests.model.hub_server import Hub
+from tests.model.test_hub import hub
 
+__all__ = ["hub", "recipe"]  # the fixtures
 TREE = TreeConfig(levels=4, k=3, nodes=10)
 
 
@@ -68,6 +79,46 @@ def test_a_head_that_somebody_published_decodes_what_the_target_writes(
     assert len(trees[0]) == TREE.nodes  # it did draft
 
 
+def sharded_pickle(directory: Path) -> Path:
+    """SafeAILab's EAGLE-3 head in two .bin shards and their index."""
+    published.safeailab_eagle3(directory)
+    state = torch.load(directory / "pytorch_model.bin")
+    (directory / "pytorch_model.bin").unlink()
+    shards = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    table = {name: shards[place % 2] for place, name in enumerate(sorted(state))}
+    for shard in shards:
+        torch.save({name: value for name, value in state.items() if table[name] == shard}, directory / shard)
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    return directory
+
+
+def eagle_3_1(directory: Path) -> Path:
+    """An EAGLE-3.1 head as SpecForge exports it: norms before fc, the normed output fed back."""
+    norms = {f"fc_norm.{place}.weight": (published.WIDTH,) for place in range(3)}
+    values = {**published.SPECFORGE_CONFIG, "fc_norm": True, "norm_output": True}
+    return published.write(directory, values, published.tensors({**published.EAGLE3, **norms}, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("make", "to"),
+    [
+        (published.safeailab_eagle1, "sglang"),
+        (published.angelslim, "safeailab"),
+        (published.specforge, "speculators"),
+        (sharded_pickle, "sglang"),
+        (eagle_3_1, "speculators"),
+        (eagle_3_1, "sglang"),
+    ],
+)
+def test_a_published_head_drafts_the_very_same_trees_after_it_was_converted(
+    tmp_path: Path, path: Path, target: Target, make: Any, to: str
+) -> None:
+    head = make(tmp_path / "head")
+    expected = decoded(target, head)
+    export(head, to, tmp_path / "out", TargetFacts.load(str(path)))
+    assert decoded(target, tmp_path / "out") == expected and len(expected[2][0]) == TREE.nodes
+
+
 @pytest.mark.parametrize("make", [multi_token.medusa, multi_token.hydra])
 def test_published_medusa_and_hydra_heads_decode_what_the_target_writes(
     tmp_path: Path, target: Target, make: Any
@@ -98,6 +149,55 @@ def test_an_exported_head_reads_back_and_decodes_with_the_same_tau_to_the_last_d
     head.fc.weight.data[:, :4] = 0
     save_head(head, tmp_path / "head")
     assert decoded(target, tmp_path / "head") != expected  # the comparison sees another head
+
+
+def test_a_head_on_the_hub_decodes_by_its_name(hub: Hub, tmp_path: Path, target: Target) -> None:
+    head = tiny.head(target.ends.embedding, scale=6.0)
+    save_head(head, tmp_path / "head")
+    for revision in (None, "better"):
+        upload(look("me/head", revision), {p.name: p for p in (tmp_path / "head").iterdir()}, False, "a head")
+    expected = decoded(target, tmp_path / "head")
+    for name in ("me/head", "me/head@better"):
+        decoder = SpeculativeDecoder.from_pretrained(target, name, tree=TREE)
+        answers = [decoder.generate(ids, do_sample=False, max_new_tokens=10).sequences[0].tolist() for ids in prompts()]
+        assert answers == expected[0]
+        assert Drafters(target).of(name) is not None
+
+
+def commanded(monkeypatch: pytest.MonkeyPatch, main: Any, *arguments: object) -> int:
+    """The exit code of a command line, in this process."""
+    monkeypatch.setattr(sys, "argv", ["main.py", *map(str, arguments)])
+    return exit_code(main)
+
+
+@pytest.mark.slow
+def test_a_head_that_was_really_benched_is_pushed_with_its_figures_and_so_is_its_export(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # a dry run does without
+    for command in ("calibrate", "bench", "report"):
+        assert commanded(monkeypatch, measuring.main, command, "--config", recipe) == 0
+    run, head = tmp_path / "run", tmp_path / "run" / "heads" / "eagle1"
+    assert isinstance(json.loads((run / "bench" / "provenance.json").read_text())["inputs"]["head"], list)
+    summary = json.loads((run / "report" / "summary.json").read_text())
+    row = next(row for row in summary["rows"] if row["method"] == "eagle2" and row["temperature"] == 0)
+    out, target = tmp_path / "exported", tmp_path / "target"
+    convert = ("convert", head, "--to", "safeailab", "--target", target, "--out", out)
+    assert commanded(monkeypatch, travelling.main, *convert) == 0
+    push = ("--repo", "me/head", "--uncommitted", "--dry-run", "--target-name", "someone/tiny")
+    for command in (("push", head, *push), ("push", out, *push, "--run", run)):
+        capsys.readouterr()
+        assert commanded(monkeypatch, travelling.main, *command) == 0
+        said = capsys.readouterr().out
+        shown = f"| gsm8k | 0 | {row['prompts']} | {row['tau']:.2f} |".replace("gsm8k", row["task"])
+        assert shown in said and f"{row['identical']}/{row['prompts']}" in said and "ECE" in said
+        assert {"calibration.json", "summary.json"} <= set(said.split()) and str(tmp_path) not in said.split(
+            "README.md:"
+        )[1]
+    state = load_file(head / "model.safetensors")
+    save_file({**state, "fc.weight": state["fc.weight"] + 1}, head / "model.safetensors")
+    assert commanded(monkeypatch, travelling.main, "push", head, *push) == 2
+    assert "was measured with another head" in capsys.readouterr().err
 
 
 def test_a_head_for_another_target_is_refused(tmp_path: Path, target: Target) -> None:

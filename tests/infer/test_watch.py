@@ -207,7 +207,7 @@ def test_a_rule_is_named_as_recipes_name_it(config: Any) -> None:
         (replace(WIDE, stop=EntropyConfig(c=1.0, h=0.01, over="per_node")), "entropy"),
         (replace(CHAIN, stop=EntropyConfig(c=1.0, h=0.01, token="excluded")), "entropy"),
         (replace(CHAIN, stop=ConfidenceConfig(1.0)), "confidence"),
-        (replace(WIDE, stop=ProbabilitySumConfig(checks=(2,), threshold=5.0)), "probability_sum"),
+        (replace(WIDE, stop=ProbabilitySumConfig(checks=(2,), threshold=1.0)), "probability_sum"),
         (WIDE, "levels"),
     ],
 )

@@ -180,6 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.hub.blobs[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
         self.hub.repositories[repo][revision] = files
         name = commit_of(files)
         self._send(200, {"commitOid": name, "commitUrl": f"{self.hub.address}/{repo}/commit/{name}", "success": True})
@@ -188,7 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = self._files(repo, revision)
         if files is not None:
             siblings = [{"rfilename": name} for name in files]
-            self._send(200, {"id": repo, "modelId": repo, "sha": commit_of(files), "siblings": siblings})
+            about = {"id": repo, "modelId": repo, "sha": commit_of(files), "private": repo in self.hub.private}
+            self._send(200, {**about, "siblings": siblings})
 
     def tree(self, body: bytes, repo: str, revision: str) -> None:
         files = self._files(repo, revision)

@@ -12,7 +12,8 @@ from model.checkpoint import head_facts, load_head, new_head, save_head
 from model.config import HeadConfig
 from model.errors import UserError
 from model.heads.eagle3 import Eagle3Head
-from model.hub import head_directory, readable_errors, require_login, upload
+from model.hub import head_directory, readable_errors, require_login
+from model.repository import look, upload
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, safeailab_eagle3
@@ -44,7 +45,7 @@ def files_of(directory: Path) -> dict[str, Path | bytes]:
 def test_a_shipped_head_is_fetched_by_name_and_equals_the_local_one(hub: Hub, tmp_path: Path) -> None:
     one = published.eagle3()
     save_head(one, tmp_path / "head", step=7)
-    address = upload("me/head", {**files_of(tmp_path / "head"), "README.md": b"---\n---\n"}, True, None, "a head")
+    address = upload(look("me/head"), {**files_of(tmp_path / "head"), "README.md": b"---\n---\n"}, True, "a head")
     assert address.startswith(hub.address) and hub.private == {"me/head"}
     two = load_head("me/head", ends=tiny.ends())
     assert isinstance(two, Eagle3Head) and two.config == one.config and head_facts("me/head") == {"step": 7}
@@ -59,25 +60,25 @@ def test_a_shipped_head_is_fetched_by_name_and_equals_the_local_one(hub: Hub, tm
 def test_a_revision_is_a_branch_of_its_own_and_is_fetched_with_an_at_sign(hub: Hub, tmp_path: Path) -> None:
     for step, revision in ((1, None), (2, "better"), (3, "better")):
         save_head(tiny.head(tiny.ends().embedding, seed=step), tmp_path / "head", step=step)
-        upload("me/head", files_of(tmp_path / "head"), False, revision, "a head")
+        upload(look("me/head", revision), files_of(tmp_path / "head"), False, "a head")
     assert head_facts("me/head") == {"step": 1} and head_facts("me/head@better") == {"step": 3}
     assert torch.equal(load_head("me/head@better").fc.weight, load_head(tmp_path / "head").fc.weight)
     assert not hub.private
 
 
 def test_a_pickled_head_is_fetched_only_where_there_is_nothing_better(hub: Hub, tmp_path: Path) -> None:
-    upload("me/pickle", files_of(safeailab_eagle3(tmp_path / "head")), False, None, "a head")
+    upload(look("me/pickle"), files_of(safeailab_eagle3(tmp_path / "head")), False, "a head")
     place = head_directory("me/pickle")
     assert (place / "pytorch_model.bin").is_file()
     assert isinstance(load_head("me/pickle", ends=tiny.ends(), after_blocks=TAPS), Eagle3Head)
     both = {**files_of(tmp_path / "head"), **files_of(safeailab_eagle3(tmp_path / "safe", pickled=False))}
-    upload("me/both", both, False, None, "a head")
+    upload(look("me/both"), both, False, "a head")
     assert not (head_directory("me/both") / "pytorch_model.bin").exists()
 
 
 @pytest.mark.parametrize(
     ("method", "pattern", "status"),
-    [("PUT", "/upload/", 403), ("POST", "/commit/", 500), ("POST", "/preupload/", 403), ("POST", "/batch", 403)],
+    [("PUT", "/upload/", 403), ("POST", "/commit/", 500), ("POST", "/preupload/", 400), ("POST", "/batch", 400)],
 )
 def test_a_push_that_broke_off_leaves_nothing_half_there_and_is_repeated(
     hub: Hub, tmp_path: Path, method: str, pattern: str, status: int
@@ -85,11 +86,11 @@ def test_a_push_that_broke_off_leaves_nothing_half_there_and_is_repeated(
     save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
     hub.failures[(method, pattern)] = [status]
     with pytest.raises(UserError, match="nothing is half there: the same command goes on") as caught:
-        upload("me/head", files_of(tmp_path / "head"), False, None, "a head")
+        upload(look("me/head"), files_of(tmp_path / "head"), False, "a head")
     assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
     assert hub.repositories["me/head"]["main"] == {}
     before = hub.count("PUT /upload/")
-    upload("me/head", files_of(tmp_path / "head"), False, None, "a head")
+    upload(look("me/head"), files_of(tmp_path / "head"), False, "a head")
     assert hub.repositories["me/head"]["main"].keys() == files_of(tmp_path / "head").keys()
     again = hub.count("PUT /upload/") - before
     assert again == (0 if pattern == "/commit/" else 1)  # what had arrived is not sent again

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from model import main as commands
 from model.checkpoint import load_head, save_head
@@ -15,9 +16,10 @@ from model.formats.layouts import WRITABLE
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import safeailab_eagle3
-from tests.model.hub_server import Server
-from tests.model.test_hub import TOKEN
+from tests.model.hub_server import Hub, Server
+from tests.model.test_hub import TOKEN, hub
 
+__all__ = ["hub"]  # the fixture
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -60,6 +62,12 @@ def test_mistakes_are_one_line_and_exit_code_2(
         (("convert", tmp_path / "none", *convert[2:-1], tmp_path / "new"), "no such head directory"),
         ((*convert[:-1], tmp_path / "new", "--after-blocks", "2,x"), "not a list of block numbers"),
         ((*convert[:-1], tmp_path / "new", "--after-blocks", "4,2"), "must ascend"),
+        ((*convert[:-1], head / "config.json" / "sub"), "config.json is no directory; name another place"),
+        ((*convert[:-1], tmp_path / "new", "--speculative-tokens", "-1"), "a cycle drafts at least one token"),
+        ((*convert[:-1], tmp_path / "new", "--speculative-tokens", "0"), "a cycle drafts at least one token"),
+        (("inspect", target), "a whole language model and no draft head: a target, or a draft_lm"),
+        (("convert", target, *convert[2:-1], tmp_path / "new"), "a whole language model and no draft head"),
+        (("push", target, "--repo", "me/head"), "a whole language model (a draft_lm, or a target)"),
         (("inspect", head, "--target", tmp_path / "gone"), "no such target directory"),
         (("push", head, "--repo", "no-user"), "no repository name; it looks like user/name"),
         (("push", head, "--repo", "me/head"), "no measured results"),
@@ -95,6 +103,36 @@ def run(address: str, home: Path, *arguments: object) -> "subprocess.CompletedPr
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
+def test_a_dry_run_tells_what_goes_and_who_sees_it_and_does_without_the_hub(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = tmp_path / "head"
+    save_head(published.eagle3(), head, target_path="a/b")
+    push = ("push", head, "--repo", "me/head", "--without-results", "--uncommitted")
+    assert call(monkeypatch, *push) == 0
+    assert "3 files to me/head: http" in capsys.readouterr().out
+    files = hub.repositories["me/head"]["main"]
+    files |= {"pytorch_model.bin": b"of an earlier push", "figure.png": b"a stranger's"}
+    before, sent = dict(files), hub.count("POST|PUT")
+    assert call(monkeypatch, *push, "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "would ship to me/head (public)" in out and "\ngoes there: pytorch_model.bin\n" in out
+    assert hub.repositories["me/head"]["main"] == before and hub.count("POST|PUT") == sent
+    assert call(monkeypatch, *push, "--private", "--dry-run") == 2
+    assert "me/head: exists and is public" in capsys.readouterr().err
+    assert call(monkeypatch, *push) == 0
+    assert "removed pytorch_model.bin of an earlier push" in capsys.readouterr().out
+    assert hub.repositories["me/head"]["main"].keys() == before.keys() - {"pytorch_model.bin"}
+    files = hub.repositories["me/head"]["main"]
+    files["README.md"] = b"# by hand"
+    assert call(monkeypatch, *push, "--dry-run") == 0
+    assert "has a README.md that no push of this project wrote; the card replaces it" in capsys.readouterr().out
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert call(monkeypatch, *push, "--dry-run") == 0
+    assert "note: what this push would remove there is not known: me/head: " in capsys.readouterr().out
+    assert call(monkeypatch, *push) == 2
+
+
 @pytest.mark.slow
 def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowhere(tmp_path: Path, target: Path) -> None:
     head, home, said = tmp_path / "head", tmp_path / "home", ""
@@ -104,7 +142,7 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
     with Server() as hub:
         shown = run(hub.address, home, *push, "--dry-run")
         assert shown.returncode == 0 and "would ship to me/head@v2 (private)" in shown.stdout, shown.stderr
-        assert "stays here: conversations.jsonl" in shown.stdout and hub.requests == []
+        assert "stays here: conversations.jsonl" in shown.stdout and hub.count("POST|PUT") == 0
         hub.failures[("POST", "/commit/")] = [500]
         broken = run(hub.address, home, *push)
         assert broken.returncode == 2 and broken.stderr.splitlines()[-1].startswith("error: me/head: the Hub refused")

@@ -153,3 +153,18 @@ def test_an_override_reaches_a_section_that_a_key_chooses(tmp_path: Path) -> Non
     assert load(write(path, dump(drawing)), Drawing, []) == drawing
     with pytest.raises(UserError, match=r"--figure\.widht: unknown key; did you mean 'figure.width'"):
         load(path, Drawing, ["figure.kind=square", "figure.widht=2.5"])
+
+
+def test_an_override_reaches_into_a_list_by_its_position(tmp_path: Path) -> None:
+    path = tmp_path / "drawing.yaml"
+    path.write_text("more: [{steps: 1}, {steps: 2}]\n")
+    found = load(path, Drawing, ["more.1.steps=7", "more.0={steps: 5}"])
+    assert [each.steps for each in found.more] == [5, 7]
+    for name, message in (
+        ("more.2.steps", "--more.2.steps: 2 is no position in a list of 2"),
+        ("more.last.steps", "last is no position"),
+        ("more.0.step", "--more.0.step: unknown key; did you mean 'more.0.steps'"),
+        ("more.0.steps.x", "steps is not a section"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(path, Drawing, [f"{name}=7"])

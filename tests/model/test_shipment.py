@@ -1,6 +1,8 @@
 """What goes to the Hub: a card made from the reports, named files, never conversations; and what is refused."""
 
+import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
+from infer.calibration import calibrator
+from infer.calibration.calibrator import Calibrator
 from model.checkpoint import save_head
 from model.errors import UserError
 from model.export import export
+from model.formats.sglang_taps import CHECKED
 from model.head_files import digests
+from model.inspection import inspect_head, screen
 from model.shipment import Order, Permissions, pack
 from tests import tiny
 from tests.model.formats import published
+from tests.model.formats import test_multi_token as multi_token
 from tests.model.formats.published import ends_facts
 
 ROW = {
@@ -68,6 +75,10 @@ def head(tmp_path: Path) -> Path:
     return place
 
 
+def content(file: Path | bytes) -> str:
+    return (file if isinstance(file, bytes) else file.read_bytes()).decode(errors="replace")
+
+
 def readme(directory: Path, **changes: Any) -> tuple[dict[str, Any], str]:
     """The card's front matter and its text."""
     order = Order(**{"directory": directory, "repo": "me/head", **changes})
@@ -90,8 +101,7 @@ def test_the_head_its_records_and_its_card_go_and_no_conversation(head: Path) ->
     }
     assert shipment.left_behind == ("conversations.jsonl",) and "stays here: conversations.jsonl" in shipment.text()
     for file in shipment.files.values():
-        content = file if isinstance(file, bytes) else file.read_bytes()
-        assert b"private conversation" not in content
+        assert "private conversation" not in content(file)
 
 
 def test_the_card_tells_target_data_tokens_tau_speedup_hardware_and_three_ways_to_use_it(head: Path) -> None:
@@ -107,6 +117,120 @@ def test_the_card_tells_target_data_tokens_tau_speedup_hardware_and_three_ways_t
     assert "infer/main.py generate --target meta-llama/Llama-3.1-8B-Instruct --head me/head" in body
     assert "convert me/head --to speculators" in body and "vllm serve draft" in body
     assert "convert me/head --to sglang" in body and "--speculative-algorithm EAGLE3" in body
+
+
+@pytest.mark.parametrize("layout", ["aerie", "speculators"])
+def test_no_local_path_and_nobodys_name_leaves_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    home = tmp_path / "home" / "alice"
+    run = home / "secret-project" / "runs" / "mine"
+    place, target = run / "heads" / "eagle3", home / "models" / "tiny-llama"
+    save_head(published.eagle3(), place, target_path=str(target))
+    conversations = [str(home / "chats" / "train.jsonl"), "~/chats/more.jsonl", "../alice/odd.json", "someone/public"]
+    recipe = {"run": str(run), "target": {"path": str(target)}, "data": {"conversations": conversations}}
+    (place / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "head": {"init_from": str(home)}}))
+    argv = ["main.py", "--config", str(home / "c.yaml"), f"--run={run}", f"--data.conversations=[{conversations[0]}]"]
+    inputs = {"target": {"path": str(target)}, "files": {conversations[0]: "0123"}}
+    write_json(place / "provenance.json", {"commit": "01", "dirty": False, "argv": argv, "inputs": inputs, "tokens": 5})
+    head = {"kind": "eagle3", "name": str(place)}
+    summary = {"run": str(run), "head": head, "target": {"name": str(target)}, "rows": [ROW]}
+    write_json(run / "report" / "summary.json", summary)
+    write_json(run / "calibration" / "calibration.json", {"temperature": 0.0, "ece": 0.1, "brier": 0.1, "of": str(run)})
+    monkeypatch.setenv("HOME", str(home))
+    if layout != "aerie":
+        facts = ends_facts()
+        facts = dataclasses.replace(facts, destination=dataclasses.replace(facts.destination, target=str(target)))
+        export(place, layout, tmp_path / "out", facts)
+        place = tmp_path / "out"
+    for name in (None, "someone/tiny-llama"):
+        order = Order(place, "me/head", run=run, target_name=name, licence="mit")
+        shipment = pack(order, Permissions(), is_dirty=False)
+        texts = {file: content(shipment.files[file]) for file in shipment.files if not file.endswith(".safetensors")}
+        assert len(texts) == 6
+        for file, text in texts.items():
+            for private in (str(tmp_path), "alice", "secret-project", "/home", "~/"):
+                assert private not in text, (file, private)
+            assert re.search(r"(^|[\s\"'\[=,])/\w", text) is None, file
+        assert ("base_model: someone/tiny-llama" in texts["README.md"]) == (name is not None)
+        told = name or "tiny-llama"
+        assert f"--target {told} " in texts["README.md"] and yaml.safe_load(texts["recipe.yaml"])["run"] == "mine"
+        config = json.loads(texts["config.json"])
+        assert config["aerie"]["target_path"] == told
+        if layout == "speculators":
+            assert config["speculators_config"]["verifier"]["name_or_path"] == told
+        assert json.loads(texts["summary.json"])["head"]["name"] == "mine/heads/eagle3"
+        assert yaml.safe_load(texts["recipe.yaml"])["data"]["conversations"] == [
+            *("train.jsonl", "more.jsonl", "odd.json", "someone/public")
+        ]
+        assert any("config.json" in note and "shipped as public names" in note for note in shipment.notes)
+    assert str(target) in (place / "config.json").read_text()  # what is here stays
+
+
+def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(tmp_path: Path) -> None:
+    def shipped(place: Path, out: Path) -> Path:
+        out.mkdir()
+        files = pack(Order(place, "me/head"), Permissions(without_results=True), is_dirty=False).files
+        for name, file in files.items():
+            (out / name).write_bytes(file if isinstance(file, bytes) else file.read_bytes())
+        return out
+
+    for number, target in enumerate(("a/b", str(tmp_path / "target"))):  # with the second, config.json is another there
+        place = tmp_path / f"head{number}"
+        save_head(published.eagle3(), place, target_path=target)
+        fitted = Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(place))
+        calibrator.save(fitted, place)
+        assert calibrator.load(shipped(place, tmp_path / f"out{number}")).temperature == 1.5
+    save_head(published.eagle3(seed=3), place, target_path="a/b")
+    assert "calibrator.json" not in {path.name for path in shipped(place, tmp_path / "other").iterdir()}
+    done = export(place, "sglang", tmp_path / "export", ends_facts())
+    assert any(note.startswith("calibrator.json left out") for note in done.notes)
+
+
+def test_records_without_local_paths_are_shipped_as_they_are(head: Path) -> None:
+    files = pack(Order(head, "me/head"), Permissions(), is_dirty=False).files
+    assert files["config.json"] == head / "config.json" and files["model.safetensors"] == head / "model.safetensors"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_published_medusa_or_hydra_head_ships_as_it_was_published(tmp_path: Path, kind: str) -> None:
+    place = {"medusa": multi_token.medusa, "hydra": multi_token.hydra}[kind](tmp_path / "head")[1]
+    order = Order(place, "me/head", target_name="lmsys/vicuna-7b-v1.3")
+    shipment = pack(order, Permissions(without_results=True), is_dirty=False)
+    assert shipment.files.keys() == {"config.json", f"{kind}_lm_head.pt", "README.md"}
+    text = content(shipment.files["README.md"])
+    assert (
+        f"{kind.title()} draft head" in text
+        and "infer/main.py generate --target lmsys/vicuna-7b-v1.3 --head me/head" in text
+    )
+
+
+def test_a_draft_lm_is_no_draft_head_and_the_way_to_ship_it_is_told(tmp_path: Path) -> None:
+    place = tiny.target(tmp_path / "draft_lm")
+    with pytest.raises(UserError, match=r"a whole language model \(a draft_lm, or a target\).*hf upload me/head "):
+        pack(Order(place, "me/head", target_name="a/b"), Permissions(without_results=True), is_dirty=False)
+
+
+def test_the_card_names_the_sglang_whose_counting_the_files_follow(head: Path, tmp_path: Path) -> None:
+    assert f"# SGLang {CHECKED}, by its counting of the target's states" in readme(head)[1]
+    facts = ends_facts()
+    deep = dataclasses.replace(facts.destination, architectures=("DeepseekV3ForCausalLM",))
+    save_head(published.eagle3(after_blocks=(3, 4, 5), fc_norm=True), tmp_path / "head", target_path="a/b")
+    export(tmp_path / "head", "sglang", tmp_path / "out", dataclasses.replace(facts, destination=deep))
+    body = readme(tmp_path / "out")[1]
+    assert "# SGLang 0.5.13 to 0.5.23, by its counting of the target's states; 0.5.12 at least, for fc_norm" in body
+    assert "server" in screen(inspect_head(tmp_path / "out")) and "SGLang 0.5.13 to 0.5.23" in screen(
+        inspect_head(tmp_path / "out")
+    )
+
+
+def test_records_that_cannot_be_parsed_are_one_sentence(head: Path) -> None:
+    (head / "recipe.yaml").write_text("a: [\n")
+    with pytest.raises(UserError, match=r"recipe\.yaml: not YAML"):
+        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+    (head / "recipe.yaml").write_text("- a list\n")
+    write_json(head / "provenance.json", {"tokens": "many", "dirty": False})
+    assert "recipe.yaml" not in pack(Order(head, "me/head"), Permissions(), is_dirty=False).files
 
 
 def test_an_exported_head_ships_with_the_reports_of_the_head_it_was_made_from(head: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,7 +155,7 @@ def test_heads_of_another_kind_train_in_the_same_run_on_the_same_cache(
 ) -> None:
     cache, record = made / "run/features", made / "run/features/provenance.json"
     before = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
-    words = ("--config", made / "recipe.yaml", "--head.kind", kind)
+    words = ("--config", made / "recipe.yaml", "--head.kind", kind, "--tree.levels", "null")
     assert _call(data_main, "features", *words) == 0
     assert "features: whole, reused" in capsys.readouterr().out
     assert _call(train_main, *words, "--train.measure_prompts", "2", "--train.measure_new_tokens", "8") == 0
@@ -258,7 +259,7 @@ def test_a_draft_lm_learns_the_targets_laws_from_the_cache_and_alike_without_one
     [
         (["--train.measure_prompts", "2"], "train.measure_prompts: decodes with draft heads"),
         (["--train.packing", "true"], "train.packing: packs rows for eagle3"),
-        (["--head.kind", "eagle1", "--head.hidden_size", "null"], "train.distill: kl belongs to draft_lm"),
+        (["--head.kind", "eagle1", "--head.hidden_size", "null"], "belongs to draft_lm, this head is eagle1"),
         (["--head.max_position_embeddings", "100"], "data.max_length: 128 is beyond"),
         (["--run", "nowhere"], "nowhere/features: no such feature cache; build it with:"),
         (["--head.init_from", "OTHER"], "a draft LM shares the tokenizer of its target"),
@@ -491,6 +492,7 @@ def test_ctrl_c_ends_a_run_cleanly_and_the_next_call_goes_on(made: Path, tmp_pat
         [*command, "--train.max_seconds", "1"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert again.returncode == 0 and "going on from step" in again.stdout
+    shutil.rmtree(made / "run/state")  # other trainings share the run
 
 
 @pytest.mark.parametrize(

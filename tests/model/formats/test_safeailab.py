@@ -103,7 +103,7 @@ def test_rope_is_read_from_either_generation_of_keys(
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": "32"}, "hidden_size is '32'; it must be a positive whole number"),
         ({"num_attention_heads": None}, "lacks num_attention_heads"),
-        ({"rope_scaling": 4}, "must be tables or null"),
+        ({"rope_scaling": 4}, "rope_scaling is 4; it must be a table of keys or null"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ({"draft_vocab_size": 400}, "draft_vocab_size 400 is larger than vocab_size 320"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "reads no taps"),

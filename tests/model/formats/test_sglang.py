@@ -10,6 +10,7 @@ import torch
 from model.checkpoint import load_head, save_head
 from model.errors import UserError
 from model.export import export
+from model.formats.sglang_taps import CHECKED, sglang_numbers
 from model.heads.eagle1 import Eagle1Head
 from model.heads.eagle3 import Eagle3Head
 from model.weights import read_tensors
@@ -50,22 +51,59 @@ def test_a_head_without_a_bias_gets_zeros_and_comes_back_without(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("taps", "numbers"), [((2, 4, 5), None), ((2, 3, 6), [1, 2, 5]), ((3, 4, 5), [3, 4, 5]), ((0, 3, 6), [0, 3, 6])]
+    ("taps", "numbers"), [((2, 4, 5), None), ((2, 3, 6), [1, 2, 5]), ((3, 4, 5), [2, 3, 4]), ((1, 4, 5), [0, 3, 4])]
 )
-def test_taps_are_numbered_as_sglang_counts_them(
+def test_taps_are_numbered_as_sglang_counts_them_and_its_versions_are_named(
     tmp_path: Path, taps: tuple[int, ...], numbers: list[int] | None
 ) -> None:
     save_head(published.eagle3(after_blocks=taps), tmp_path / "head")
-    export(tmp_path / "head", "sglang", tmp_path / "out", ends_facts())
+    done = export(tmp_path / "head", "sglang", tmp_path / "out", ends_facts())
     values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["aerie"]["made_for"] == f"SGLang {CHECKED}"
+    assert any(f"made for SGLang {CHECKED}: the taps {list(taps)}" in note for note in done.notes)
     found = values.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     assert found == numbers and values["after_blocks"] == list(taps)
-    if numbers is not None:  # SGLang's rule: one is added to numbers that begin with 1
-        assert [k + (numbers[0] == 1) for k in numbers] == list(taps)
+    if numbers is not None:  # SGLang's rule for a Llama
+        assert [k + 1 for k in numbers] == list(taps)
     del values["after_blocks"], values["tap_convention"]  # as SGLang reads it, so do we
     (tmp_path / "out" / "config.json").write_text(json.dumps(values))
     head = load_head(tmp_path / "out", ends=tiny.ends(), after_blocks=TAPS)
     assert isinstance(head, Eagle3Head) and head.config.after_blocks == taps
+    export(tmp_path / "out", "speculators", tmp_path / "vllm", ends_facts(), after_blocks=taps)
+    assert "made_for" not in json.loads((tmp_path / "vllm" / "config.json").read_text())["aerie"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "taps", "numbers", "versions"),
+    [
+        ("LlamaForCausalLM", (2, 16, 29), None, "0.5.10 to 0.5.23"),
+        ("UnheardOfForCausalLM", (2, 16, 29), None, "0.5.10 to 0.5.23"),
+        ("UnheardOfForCausalLM", (2, 10, 20), [1, 9, 19], "0.5.10 to 0.5.23"),  # one is added by every rule
+        ("Qwen3ForCausalLM", (8, 16, 24), [7, 15, 23], "0.5.10 to 0.5.23"),
+        ("DeepseekV3ForCausalLM", (8, 16, 24), [8, 16, 24], "0.5.13 to 0.5.23"),  # earlier ones add one
+        ("DeepseekV3ForCausalLM", (2, 10, 20), [1, 9, 19], "0.5.10 to 0.5.23"),
+    ],
+)
+def test_the_numbers_depend_on_the_targets_architecture(
+    architecture: str, taps: tuple[int, ...], numbers: list[int] | None, versions: str
+) -> None:
+    found = sglang_numbers(taps, (2, 16, 29), (architecture,))
+    assert (found.values, found.versions) == (numbers, versions)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "taps", "message"),
+    [
+        ("UnheardOfForCausalLM", (8, 16, 24), "no rule known for UnheardOfForCausalLM; serve it with vLLM"),
+        ("DeepseekV3ForCausalLM", (1, 16, 24), "one is added to what begins with 1; serve it with vLLM"),
+        ("LlamaForCausalLM", (0, 16, 24), "SGLang has no number for the embedding; serve it with vLLM"),
+    ],
+)
+def test_taps_that_sglang_has_no_numbers_for_are_refused(
+    architecture: str, taps: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        sglang_numbers(taps, (2, 16, 29), (architecture,))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +113,7 @@ def test_taps_are_numbered_as_sglang_counts_them(
         ({"norm_before_residual": True}, "norm_before_residual"),
         ({"norm_before_fc": True}, "norm_before_fc"),
         ({"num_hidden_layers": 2}, "2 layers"),
-        ({"after_blocks": (1, 4, 5)}, "SGLang adds one to numbers that begin with 1"),
+        ({"after_blocks": (0, 4, 5)}, "SGLang has no number for the embedding"),
     ],
 )
 def test_what_sglang_would_misread_in_silence_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -84,8 +122,26 @@ def test_what_sglang_would_misread_in_silence_is_refused(tmp_path: Path, changes
         export(tmp_path / "head", "sglang", tmp_path / "out", ends_facts())
 
 
-def test_written_back_every_tensor_of_specforges_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    export(specforge(tmp_path / "head"), "sglang", tmp_path / "out", ends_facts())
+@pytest.mark.parametrize("to", ["sglang", "speculators"])
+def test_an_eagle_3_1_head_keeps_its_norms_and_its_feedback_and_the_version_that_knows_them_is_named(
+    tmp_path: Path, to: str
+) -> None:
+    one = published.eagle3(fc_norm=True, norm_output=True)
+    save_head(one, tmp_path / "head")
+    done = export(tmp_path / "head", to, tmp_path / "out", ends_facts())
+    two = load_head(tmp_path / "out")
+    assert isinstance(two, Eagle3Head) and two.config == one.config and two.config.fc_norm and two.config.norm_output
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[name]), name
+    assert {"fc_norm.0.weight", "fc_norm.2.weight"} <= read_tensors(tmp_path / "out")[1].keys()
+    assert (to == "sglang") == any("fc_norm (EAGLE-3.1) is known to SGLang from 0.5.12 on" in n for n in done.notes)
+
+
+@pytest.mark.parametrize("make", [specforge, angelslim])
+def test_written_back_every_tensor_of_specforges_and_angelslims_is_the_same_bit_for_bit(
+    tmp_path: Path, make: Any
+) -> None:
+    export(make(tmp_path / "head"), "sglang", tmp_path / "out", ends_facts())
     found = read_tensors(tmp_path / "out")[1]
     assert found.keys() == {*EAGLE3, "embed_tokens.weight"}
     for name, value in tensors(EAGLE3, torch.bfloat16).items():

@@ -31,6 +31,13 @@ def test_foreign_numbers_are_told_apart_and_the_guess_is_said(
     assert found == taps and guess is not None and str(list(taps)) in guess
 
 
+def test_specforges_numbers_count_outputs_unless_the_target_says_otherwise() -> None:
+    values = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {NUMBERED: [3, 7, 9]}}
+    assert read_taps(values, (2, 4, 5), HERE)[0] == (4, 8, 10)
+    assert read_taps(values, (3, 7, 9), HERE)[0] == (3, 7, 9)  # whoever knows the taps is believed
+    assert read_taps({**values, "architectures": ["Eagle3LlamaForCausalLM"]}, (2, 4, 5), HERE)[0] == (3, 7, 9)  # vLLM's
+
+
 def test_speculators_numbers_are_entries_by_definition() -> None:
     assert read_taps({NUMBERED: [1, 7, 9]}, (2, 4, 5), HERE, is_speculators=True) == ((1, 7, 9), None)
 

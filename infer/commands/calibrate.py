@@ -1,0 +1,103 @@
+"""`calibrate`: how confidence predicts acceptance."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pipeline
+from data.provenance import Stage, with_status
+from infer.begin import check_inputs, inputs_of
+from infer.choices import digests as choice_digests
+from infer.choices import sized
+from infer.commands.chosen import HEAD, Commands, head_of, recipe_of
+from infer.config import MethodConfig
+from infer.heads import check_levels
+from infer.methods import tree_of, usual_method
+from infer.quiet import prepare
+from model.errors import UserError
+from model.recipe import as_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from infer.engine import SpeculativeDecoder
+    from model.target import Target
+
+
+def add(commands: Commands) -> None:
+    """Adds the command's options."""
+    command = commands.add_parser(
+        "calibrate", help="how confidence predicts acceptance, from decoding cycles on held-out prompts"
+    )
+    pipeline.add_arguments(command)
+    command.add_argument("--head", type=Path, help=HEAD)
+
+
+def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    recipe, paths, head = recipe_of(arguments, unknown)
+    section = recipe.calibrate
+    if section is None:
+        raise UserError(f"{arguments.config}: has no section 'calibrate'; add one with prompts: {{path: ...}}")
+    asked = MethodConfig(section.method or usual_method(recipe.head.kind), section.tree)
+    tree = tree_of(asked, "calibrate")
+    used = head_of(asked, recipe, paths, head, "calibrate")
+    check_levels(tree, used, "calibrate")
+    check_inputs(recipe.target, [used], section.prompts)
+    sections = {"calibrate": as_dict(section), **choice_digests([tree])}
+    inputs = inputs_of(recipe.target, recipe.seed, [used], sections, section.prompts)
+    stage = Stage("calibration", paths.calibration, inputs)
+    if arguments.plan:
+        print(
+            f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
+            f"{asked.method}, {as_dict(sized(tree)) if tree else 'no tree'} -> {paths.calibration}"
+        )
+        return 0
+    if stage.is_whole():
+        print(f"calibrate: whole, reused ({paths.calibration})")
+        return 0
+    stage.require_own_directory(arguments.overwrite)
+    return with_status(paths.status, "calibrate", lambda: _measure_calibration(recipe, asked, stage, used))
+
+
+def _measure_calibration(
+    recipe: pipeline.Recipe, asked: MethodConfig, stage: Stage, head: str | None
+) -> tuple[str, int]:
+    prepare(recipe.threads)
+    from data.progress import bar
+    from infer.calibration.files import write_calibration
+    from infer.calibration.measure import Settings, record
+    from infer.rebuilt_tree import rebuild
+    from infer.tasks import encode, load_prompts
+
+    section = recipe.calibrate
+    assert section is not None
+    prompts = load_prompts(section.prompts)
+    target, tokenizer, decoder = _decoder(recipe, asked, head)
+    settings = Settings(section.prompts.max_new_tokens, section.temperature, section.oracle_levels, recipe.seed)
+    with bar(len(prompts), "prompts", "calibrate") as progress:
+
+        def questions() -> "Iterator[tuple[Tensor, str]]":
+            for prompt in prompts:
+                yield encode(prompt.text, tokenizer, target), prompt.task
+                progress.update()
+
+        recording = record(decoder, tree_of(asked, "calibrate.tree"), questions(), settings)
+    lines = write_calibration(stage.output, recording, section.bins, head, lambda token: str(tokenizer.decode([token])))
+    encoded = [encode(prompt.text, tokenizer, target) for prompt in prompts]
+    rebuilt = rebuild(target, asked, head, encoded, section, stage.output)
+    stage.finish(nodes=len(recording.nodes.prompt), cycles=len(recording.nodes.accepted_length))
+    print("\n".join([*lines, *([rebuilt] if rebuilt else [])]))
+    return "done", 0
+
+
+def _decoder(
+    recipe: pipeline.Recipe, asked: MethodConfig, head: str | None
+) -> "tuple[Target, Any, SpeculativeDecoder]":
+    from infer.decoders import Drafters, make_decoder
+    from infer.hardware import default_device
+    from model.target import Target, load_tokenizer
+
+    target = Target.load(recipe.target, default_device())
+    return target, load_tokenizer(recipe.target), make_decoder(Drafters(target), asked, head, "calibrate")

@@ -1,0 +1,32 @@
+"""`compare`: the difference of tau between rows, in pairs of prompts."""
+
+import argparse
+from pathlib import Path
+
+import pipeline
+from infer.commands.chosen import HEAD, Commands
+
+
+def add(commands: Commands) -> None:
+    """Adds the command's options."""
+    command = commands.add_parser(
+        "compare", help="the difference of tau between rows of a bench, in pairs of prompts, with an interval"
+    )
+    pipeline.add_arguments(command)
+    command.add_argument("--head", type=Path, help=HEAD)
+    for name in ("of", "against"):
+        command.add_argument(f"--{name}", type=int, nargs="+", required=True, help="rows of bench.rows, from 0; pooled")
+    command.add_argument("--temperature", type=float, help="of the sampling that is compared, where there are several")
+
+
+def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    recipe = pipeline.load(arguments, unknown)
+    from infer.compare import names, tau_difference
+    from infer.records import read_records
+
+    records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / "records.jsonl")
+    if arguments.temperature is not None:
+        records = [record for record in records if record.temperature == arguments.temperature]
+    difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
+    print(f"{names(records, arguments.of)} against {names(records, arguments.against)}:\n{difference.text()}")
+    return 0

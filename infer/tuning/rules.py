@@ -1,0 +1,95 @@
+"""Stop rules with a threshold: each tried on held-out prompts, decoded for their counts and priced by the costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from infer.config import Method, TreeConfig
+from infer.decoders import drafting
+from infer.engine import SpeculativeDecoder
+from infer.proposer import CachedDrafter
+from infer.stops.config import (
+    ConfidenceConfig,
+    EntropyConfig,
+    MarginalGainConfig,
+    ProbabilitySumConfig,
+    StopConfig,
+    VoteConfig,
+)
+from infer.tuning.costs import Costs
+from infer.tuning.replay import Cycles
+from infer.tuning.search import Prediction, price
+from model.target import Target
+
+THRESHOLDS = (0.1, 0.2, 0.3, 0.45, 0.6)
+ENTROPY_THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.7)  # h; the published one is 0.3
+CHECKS = (3, 5, 7)  # depths at which a shallow tree's probability sum is looked at
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with a stop rule, in a tree."""
+
+    method: Method
+    tree: TreeConfig
+
+
+def candidates(kind: str, tree: TreeConfig, levels: int) -> list[Candidate]:
+    """Every rule at every threshold for the tree of a head of this kind, given room to grow to `levels`."""
+    room = tree.nodes - tree.levels + levels if tree.shape == "chain" else tree.nodes
+    grown = replace(tree, levels=levels, nodes=room)
+    found: list[tuple[Method, StopConfig]]
+    if kind == "draft_lm":
+        found = [("sps-svip", EntropyConfig(h=h)) for h in ENTROPY_THRESHOLDS]
+        found += [("sps-confidence", ConfidenceConfig(threshold=value)) for value in THRESHOLDS]
+    elif tree.shape == "chain":
+        rules: list[StopConfig] = [EntropyConfig(h=h) for h in ENTROPY_THRESHOLDS]
+        rules += [VoteConfig(probability_threshold=value) for value in THRESHOLDS]
+        found = [("eagle-chain", rule) for rule in rules]
+    else:
+        found = [("svip", EntropyConfig(h=h)) for h in ENTROPY_THRESHOLDS]
+        found += [("deagle", VoteConfig(probability_threshold=value)) for value in THRESHOLDS]
+        checks = tuple(depth for depth in CHECKS if depth < levels)
+        found += [("ddd", ProbabilitySumConfig(checks=checks, threshold=value)) for value in THRESHOLDS if checks]
+        found += [("opt-tree", MarginalGainConfig(threshold=value)) for value in THRESHOLDS]
+    return [Candidate(method, replace(grown, stop=rule)) for method, rule in found]
+
+
+def priced(
+    target: Target,
+    drafter: CachedDrafter,
+    trees: Sequence[TreeConfig],
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    costs: Costs,
+) -> list[Prediction]:
+    """What each tree would do, from greedy answers to prompts [1, T] and the costs: counts, no clock."""
+    found = []
+    for tree in trees:
+        decoder = SpeculativeDecoder(target, drafting(drafter, tree))
+        counted, nodes = _counted(decoder, prompts, max_new_tokens)
+        each = price(counted, tree.k, nodes, costs) / max(counted.tokens, 1)
+        found.append(Prediction(tree, counted.tau, each, costs.plain / each))
+    return found
+
+
+def _counted(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], max_new_tokens: int) -> tuple[Cycles, float]:
+    """The cycles of a decoder's answers, and the mean of the nodes that a drafting cycle verifies."""
+    answers = [decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).statistics for ids in prompts]
+    forwards = sum(one.target_forwards for one in answers)
+    drafted = sum(one.draft_nodes for one in answers)
+    trees = sum(one.target_forwards - _idle(one.cycle_tokens, max_new_tokens) for one in answers)
+    counted = Cycles(
+        tokens=sum(one.new_tokens - 1 for one in answers),
+        target_forwards=forwards,
+        draft_trees=trees,
+        draft_levels=sum(one.draft_forwards for one in answers),
+        accepted=sum(sum(one.accepted) for one in answers),
+    )
+    return counted, 1 + drafted / max(trees, 1)
+
+
+def _idle(cycle_tokens: Sequence[int], max_new_tokens: int) -> int:
+    """Cycles that had no room for a draft: one token was left (0 or 1 of an answer)."""
+    return int(bool(cycle_tokens) and sum(cycle_tokens) == max_new_tokens - 1 and cycle_tokens[-1] == 1)

@@ -1,0 +1,124 @@
+"""Choosing method, depth, k, nodes and threshold for this machine, and writing the choice as a method that runs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from infer.config import METHODS, Method, MethodConfig, TreeChanges, TreeConfig
+from infer.decoders import Drafters, drafting
+from infer.engine import SpeculativeDecoder
+from infer.methods import usual_method, usual_tree
+from infer.tuning.costs import Costs, measure_costs
+from infer.tuning.recording import record
+from infer.tuning.rules import candidates, priced
+from infer.tuning.search import Prediction, predict, predictions
+from model.files import write_text
+from model.recipe import as_dict
+from model.target import Target
+
+COST_PROMPTS = 2
+RULE_PROMPTS = 8
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found for one head: the costs, the best trees, the rules, and the choice."""
+
+    kind: str
+    head: str
+    costs: Costs
+    trees: list[Prediction]  # the best fixed ones, the fastest first
+    rules: list[tuple[Method, Prediction]]
+    published: Prediction
+    choice: MethodConfig
+    predicted: Prediction
+
+
+def tune_head(
+    target: Target, kind: str, head: str, prompts: Sequence[Tensor], max_new_tokens: int, levels: int, k: int
+) -> Tuned:
+    """The fastest tree for a head on this machine, predicted from prompts [1, T] that nothing else is measured on."""
+    drafter = Drafters(target).of(head)
+    plain = SpeculativeDecoder(target)
+    recording = record(SpeculativeDecoder(target, drafting(drafter, TreeConfig())), prompts, levels, k, max_new_tokens)
+    costs = measure_costs(plain, drafter, prompts[:COST_PROMPTS])
+    widths = [1] if kind == "draft_lm" else None  # its methods are chains
+    trees = predictions(recording, costs, widths=widths)
+    usual = usual_tree(kind)
+    published = predict(replace(usual, levels=min(usual.levels, levels), k=min(usual.k, k)), recording, costs)
+    best = trees[0]
+    choice, predicted = method_of(kind, best.tree), best
+    tried = candidates(kind, best.tree, levels)
+    few = prompts[:RULE_PROMPTS]
+    everything = priced(target, drafter, [best.tree, *(one.tree for one in tried)], few, max_new_tokens, costs)
+    constant, found = everything[0], everything[1:]
+    rules = [(one.method, each) for one, each in zip(tried, found, strict=True)]
+    if rules:
+        method, fastest = min(rules, key=lambda pair: pair[1].ms_per_token)
+        if fastest.ms_per_token < constant.ms_per_token:
+            # on the few prompts both were decoded: the gain there, on top of what all prompts say of the fixed tree
+            gain, longer = constant.ms_per_token / fastest.ms_per_token, fastest.tau / constant.tau
+            choice = _as_method(method, fastest.tree)
+            predicted = Prediction(fastest.tree, best.tau * longer, best.ms_per_token / gain, best.speedup * gain)
+    return Tuned(kind, head, costs, trees[:SHOWN], sorted(rules, key=_speed), published, choice, predicted)
+
+
+def method_of(kind: str, tree: TreeConfig) -> MethodConfig:
+    """The method that decodes with this fixed tree."""
+    chain = tree.shape == "chain" and kind != "draft_lm"
+    return _as_method("eagle-chain" if chain else usual_method(kind), tree)
+
+
+def write_choice(path: Path, tuned: Tuned, hardware: str) -> None:
+    """The choice as a YAML that `generate --row` and `bench --row` take, with its prediction in comments."""
+    changes = {key: value for key, value in as_dict(tuned.choice.tree).items() if value is not None}
+    values = {"method": tuned.choice.method, "head": tuned.head, "tree": changes}
+    note = (
+        f"# tuned on {hardware}: predicted tau {tuned.predicted.tau:.2f}, speedup {tuned.predicted.speedup:.2f}; "
+        f"the published tree: {tuned.published.tau:.2f}, {tuned.published.speedup:.2f}\n"
+    )
+    write_text(path, note + yaml.safe_dump(values, sort_keys=False))
+
+
+def facts(tuned: Tuned) -> dict[str, Any]:
+    """tune.json's entry of one head."""
+    return {
+        "kind": tuned.kind,
+        "head": tuned.head,
+        "costs_ms": asdict(tuned.costs),
+        "choice": {"method": tuned.choice.method, **_facts(tuned.predicted)},
+        "published": _facts(tuned.published),
+        "trees": [_facts(one) for one in tuned.trees],
+        "rules": [{"method": method, **_facts(one)} for method, one in tuned.rules],
+    }
+
+
+def _facts(one: Prediction) -> dict[str, Any]:
+    return {
+        "tree": as_dict(one.tree),
+        "tau": one.tau,
+        "ms_per_token": one.ms_per_token,
+        "speedup": one.speedup,
+    }
+
+
+def _speed(pair: tuple[Method, Prediction]) -> float:
+    return pair[1].ms_per_token
+
+
+def _as_method(method: Method, tree: TreeConfig) -> MethodConfig:
+    """The method with those settings of the tree that differ from its published one."""
+    published = METHODS[method].tree
+    assert published is not None
+    belongs = {"levels", "stop"} if tree.shape == "chain" else {"levels", "k", "nodes", "stop"}
+    differing = {
+        field.name: getattr(tree, field.name)
+        for field in fields(tree)
+        if field.name in belongs and getattr(tree, field.name) != getattr(published, field.name)
+    }
+    return MethodConfig(method, TreeChanges(**differing))

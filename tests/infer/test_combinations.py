@@ -1,0 +1,112 @@
+"""Drafters, shapes and stop rules that no paper put together: what is taken is lossless, and the rule ends trees."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.config import Method, MethodConfig, SamplingConfig, TreeChanges
+from infer.decoders import Drafters, make_decoder
+from infer.miniature import VOCABULARY
+from infer.proof import ALPHA, Row
+from infer.proposer import Cycle
+from infer.prove import SampledProver
+from infer.stops.config import (
+    ConfidenceConfig,
+    ConstantConfig,
+    EntropyConfig,
+    HeuristicConfig,
+    MarginalGainConfig,
+    ProbabilitySumConfig,
+    StopConfig,
+    VoteConfig,
+)
+from tests.infer.test_engine import greedy
+
+RULES: dict[str, StopConfig] = {
+    "constant": ConstantConfig(),
+    "heuristic": HeuristicConfig(start=2),
+    "entropy": EntropyConfig(h=0.5),
+    "confidence": ConfidenceConfig(threshold=0.5),
+    "vote": VoteConfig(signals=("probability",), probability_threshold=0.6),
+    "probability_sum": ProbabilitySumConfig(checks=(1, 2), threshold=0.7),
+    "marginal_gain": MarginalGainConfig(threshold=0.6),
+}
+SHAPES: dict[str, tuple[Method, str, TreeChanges]] = {  # method, kind of head, tree
+    "draft LM, dynamic": ("sps", "draft_lm", TreeChanges(shape="dynamic", levels=4, k=3, nodes=10)),
+    "draft LM, static": ("sps", "draft_lm", TreeChanges(shape="static", choices="eagle1")),
+    "draft LM, static, replaced": ("sps", "draft_lm", TreeChanges("static", choices="eagle1", children="replaced")),
+    "EAGLE-3, static": ("eagle", "eagle3", TreeChanges()),
+    "EAGLE-3, chain": ("eagle-chain", "eagle3", TreeChanges()),
+    "EAGLE-1, static": ("eagle", "eagle1", TreeChanges(choices="medusa63")),
+    "Medusa": ("medusa", "medusa", TreeChanges()),
+    "Hydra": ("hydra", "hydra", TreeChanges()),
+    "Medusa, dynamic": ("medusa", "medusa", TreeChanges(shape="dynamic", levels=4, k=3, nodes=10)),
+    "Hydra, chain": ("hydra", "hydra", TreeChanges(shape="chain", levels=4)),
+}
+SAMPLED = [
+    ("draft LM, dynamic", "entropy"),
+    ("draft LM, static", "vote"),
+    ("draft LM, static, replaced", "heuristic"),
+    ("EAGLE-3, static", "confidence"),
+    ("EAGLE-3, chain", "marginal_gain"),
+    ("Medusa", "entropy"),
+    ("Hydra", "heuristic"),
+    ("Medusa, dynamic", "vote"),
+    ("Hydra, chain", "entropy"),
+]
+ALL = [
+    pytest.param(shape, rule, marks=() if (shape, rule) in SAMPLED else pytest.mark.slow)
+    for shape in SHAPES
+    for rule in RULES
+]
+
+
+def asked(shape: str, rule: str) -> MethodConfig:
+    method, _, changes = SHAPES[shape]
+    stop = None if rule == "constant" else RULES[rule]
+    return MethodConfig(method, TreeChanges(**{**vars(changes), "stop": stop}))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("miniature")
+
+
+@pytest.fixture(scope="module")
+def sampled(directory: Path) -> SampledProver:
+    return SampledProver(directory)
+
+
+@pytest.mark.parametrize(("shape", "rule"), ALL)
+def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
+    shape: str, rule: str, sampled: SampledProver, directory: Path
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, VOCABULARY, (1, 3 + 2 * n), generator=generator) for n in range(3)]
+    decoder = make_decoder(Drafters(sampled.target), asked(shape, rule), str(directory / "heads" / SHAPES[shape][1]))
+    levels: list[int] = []
+    forwards: list[int] = []
+
+    def watch(cycle: Cycle) -> None:
+        levels.append(cycle.tree.levels)
+        forwards.append(cycle.tree.draft_forwards)
+
+    for ids in prompts:
+        written = decoder.generate(ids, do_sample=False, max_new_tokens=16, on_cycle=watch).sequences
+        assert written.tolist() == greedy(sampled.target, ids, 16)
+    deepest = decoder.proposer.shape.levels  # type: ignore[union-attr]
+    early = [level for level in levels if 0 < level < deepest]
+    assert len(early) > 2 if rule != "constant" else max(levels) == deepest
+    if shape.startswith("Medusa"):  # its one forward has all laws: a rule saves it nodes to verify, and no forward
+        assert set(forwards) <= {0, 1}
+    else:
+        assert forwards == levels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "rule"), SAMPLED)
+def test_sampled_answers_have_the_targets_law(shape: str, rule: str, sampled: SampledProver) -> None:
+    found = sampled.prove(Row(asked(shape, rule), SHAPES[shape][1]), SamplingConfig(1.0), 1500, seed=0)
+    assert found.accepted_per_answer > 0.1
+    assert found.p_value > ALPHA / len(SAMPLED)

@@ -1,0 +1,140 @@
+"""Rows of a bench whose settings differ look different, wherever a row is named."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infer.aggregate import group, identity, row
+from infer.compare import names
+from infer.config import (
+    METHODS,
+    MethodConfig,
+    TreeChanges,
+    TypicalConfig,
+)
+from infer.guess_config import LookaheadConfig, PromptLookupConfig
+from infer.records import Record
+from infer.stops.config import EntropyConfig, HeuristicConfig, ProbabilitySumConfig, VoteConfig
+from infer.table import console_table, csv_table, label, markdown_table, tree_text
+from infer.variant import told_apart, tree_shape
+from tests.infer.made_up import drafted, record
+
+ALIKE = [  # one method each, whose trees have one size
+    [MethodConfig("eagle-chain"), *(MethodConfig("eagle-chain", TreeChanges(children=c)) for c in ("best",))],
+    [
+        MethodConfig("eagle-chain", TreeChanges(stop=stop))
+        for stop in (None, EntropyConfig(), EntropyConfig(c=1.0), EntropyConfig(h=0.5), HeuristicConfig(), VoteConfig())
+    ],
+    [
+        MethodConfig("eagle2", changes)
+        for changes in (
+            TreeChanges(k=10, nodes=61),
+            TreeChanges(rank="confidence", nodes=61),
+            TreeChanges(rerank=False),
+            TreeChanges(rank="confidence", rerank=False),
+            TreeChanges(nodes=61, stop=HeuristicConfig(start=2)),
+        )
+    ],
+    [
+        MethodConfig("eagle", changes)
+        for changes in (
+            TreeChanges(),
+            TreeChanges(children="best"),
+            TreeChanges(children="replaced"),
+            TreeChanges(choices=tuple((0,) * depth for depth in range(1, 6)), children="best"),
+            TreeChanges(choices=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 1)), children="best"),
+        )
+    ],
+    [
+        MethodConfig("deagle", TreeChanges(stop=VoteConfig(**changes)))
+        for changes in ({}, {"bonus": 0.5}, {"over": "selected"}, {"signals": ("momentum",)}, {"consecutive": True})
+    ],
+    [MethodConfig("eagle2", TreeChanges(calibrated=fit)) for fit in (None, "temperature", "isotonic")],
+    [MethodConfig("ddd", TreeChanges(stop=ProbabilitySumConfig(checks=checks))) for checks in ((5, 7, 9), (5, 6))],
+    [MethodConfig("medusa", typical=typical) for typical in (None, TypicalConfig(), TypicalConfig(delta=0.2))],
+    [
+        MethodConfig("pld", lookup=lookup, typical=typical)
+        for lookup, typical in (
+            (None, None),
+            (PromptLookupConfig(match="last"), None),
+            (PromptLookupConfig(min_ngram=2), None),
+            (PromptLookupConfig(matching="original", ngram=2), None),
+            (None, TypicalConfig()),
+        )
+    ],
+    [
+        MethodConfig("lookahead", lookahead=each)
+        for each in (None, LookaheadConfig(pool_from_text=True), LookaheadConfig(seed=1))
+    ],
+]
+
+
+def measured(rows: list[MethodConfig], **changes: Any) -> list[Record]:
+    """A record of vanilla and of each row, every one with the same figures."""
+    found = [record()]
+    for number, asked in enumerate(rows, start=1):
+        kinds = METHODS[asked.method].heads
+        head = {"head": kinds[0] if kinds else None, "head_path": asked.head}
+        found.append(drafted((3, 1), row=number, method=asked.method, tree=tree_shape(asked), **{**head, **changes}))
+    return found
+
+
+@pytest.mark.parametrize("rows", ALIKE, ids=lambda rows: rows[0].method)
+def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[MethodConfig]) -> None:
+    summary = told_apart([row(members) for members in group(measured(rows))])
+    labels = [label(each, summary) for each in summary]
+    assert len(set(labels)) == len(labels)
+    whole = {"rows": summary}
+    for text in (console_table(whole), markdown_table(whole), csv_table(whole)):
+        lines = text.splitlines()[-len(rows) :]
+        assert len(set(lines)) == len(rows)
+    apart = [names(measured(rows), [number]).partition(" (")[2] for number in range(1, len(rows) + 1)]
+    assert len(set(apart)) == len(rows)
+
+
+def test_the_summary_holds_every_setting_of_a_row() -> None:
+    asked = MethodConfig("eagle", TreeChanges(children="best", stop=EntropyConfig(c=1.0)), typical=TypicalConfig())
+    tree = identity(group(measured([asked]))[1])["tree"]
+    assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == ("eagle1", "best", 1.0, 0.3)
+    assert tree["typical"] == {"epsilon": 0.09, "delta": 0.3}
+    guessed = identity(group(measured([MethodConfig("pld")]))[1])["tree"]
+    assert (guessed["matching"], guessed["min_ngram"]) == ("transformers", 1)
+
+
+def test_what_is_as_published_is_not_said() -> None:
+    for method in METHODS:
+        shape = tree_shape(MethodConfig(method))
+        assert shape is None or shape.variant == ""
+    same = MethodConfig("eagle2", TreeChanges(levels=6, rank="survival", children="best"))
+    assert tree_shape(same) == tree_shape(MethodConfig("eagle2"))
+    sampled = MethodConfig("eagle-chain", TreeChanges(children="sampled"))
+    assert tree_shape(sampled) == tree_shape(MethodConfig("eagle-chain"))
+
+
+def test_heads_are_named_where_they_alone_differ() -> None:
+    rows = [MethodConfig("eagle2", head=head) for head in (None, "runs/a/heads/eagle1", "runs/b/heads/eagle1")]
+    texts = [tree_text(each) for each in told_apart([identity(each) for each in group(measured(rows))])[1:]]
+    assert [text.removeprefix("6 levels, k 10, 60 nodes, ") for text in texts] == [
+        "head of the run",
+        "head runs/a/heads/eagle1",
+        "head runs/b/heads/eagle1",
+    ]
+    first, second = measured([MethodConfig("deagle"), MethodConfig("deagle")])[1:]
+    kinds = told_apart([identity(each) for each in group([first, replace(second, head="eagle3")])])
+    assert [tree_text(each).rpartition(", ")[2] for each in kinds] == ["eagle1 head", "eagle3 head"]
+    alone = told_apart([identity(each) for each in group(measured([rows[1]]))])
+    assert tree_text(alone[1]) == "6 levels, k 10, 60 nodes"
+
+
+def test_typical_acceptance_is_said_to_be_not_lossless_wherever_the_row_is_named() -> None:
+    asked = MethodConfig("medusa", typical=TypicalConfig())
+    changes = {"temperature": 0.7, "verify": "typical (not lossless)", "identical": None}
+    records = [replace(each, **changes) for each in measured([asked, MethodConfig("medusa")])]
+    records[2] = replace(records[2], verify="R2")
+    failed = replace(records[1], row=3, status="error", message="too long", verify="none", ms=None)
+    rows = told_apart([row(members) for members in group([*records, failed])])
+    summary = {"rows": rows, "head": {"kind": "medusa"}}
+    for text in (console_table(summary), markdown_table(summary)):
+        assert ["NOT lossless" in line for line in text.splitlines()[-3:]] == [True, False, True]
+    assert "NOT lossless" in names(records, [1]) and "NOT lossless" not in names(records, [2])

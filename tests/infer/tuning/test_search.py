@@ -1,0 +1,109 @@
+"""A tree is priced by hand-made costs, and a machine on which nodes cost more gets a smaller tree."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from infer.config import MethodConfig, TreeChanges, TreeConfig
+from infer.stops.config import EntropyConfig
+from infer.tuning.costs import Costs
+from infer.tuning.measure import GRID, rows
+from infer.tuning.recording import Recording
+from infer.tuning.replay import Cycles, accepted, cycles, path_ranks
+from infer.tuning.rules import candidates
+from infer.tuning.search import predict, predictions, price
+from infer.tuning.tune import method_of
+
+COSTS = Costs(draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5)
+
+
+def recording() -> Recording:
+    """One answer of 7 tokens, 5 6 7 8 5 6 7, with a draft at each place: always the next token first, then token 9.
+
+    Two levels, two children, each with probability 0.8 or 0.2.
+    """
+    text = [5, 6, 7, 8, 5, 6, 7]
+    places = len(text) - 1
+    tokens = np.full((places, 2, 2, 2), -1)
+    survival = np.full((places, 2, 2, 2), -np.inf, dtype=np.float32)
+    ahead = np.full((places, 2), -1)
+    for place in range(places):
+        following = [*text[place + 1 :], -7, -7][:2]  # -7: a token that the text has not
+        ahead[place] = [token if token > 0 else -1 for token in following]
+        tokens[place, 0, 0] = [following[0], 9]
+        survival[place, 0, 0] = np.log([0.8, 0.2])
+        tokens[place, 1] = [[following[1], 9], [following[1], 9]]
+        survival[place, 1] = np.log([[0.64, 0.16], [0.16, 0.04]])
+    return Recording(
+        tokens=tokens,
+        survival=survival,
+        frontier=np.tile([0, 1], (places, 1, 1)),
+        text=ahead,
+        answer=np.zeros(places, dtype=np.int64),
+        left=np.arange(places, 0, -1),
+        allowed=np.full(places, 50),
+    )
+
+
+def test_ranks_are_places_among_all_candidates_of_the_tree() -> None:
+    """0.8 first, 0.64 second; the last place has no second token to find."""
+    ranks = path_ranks(recording(), 2, 2)
+    assert ranks[:-1].tolist() == [[0, 1]] * 5 and ranks[-1].tolist() == [0, 8]
+
+
+def test_cycles_begin_where_the_last_one_ended() -> None:
+    """Six tokens: 2 drafted + 1 of the target's, twice; a tree of two nodes takes one drafted token a cycle."""
+    found = recording()
+    ranks = path_ranks(found, 2, 2)
+    assert cycles(found, accepted(found, ranks, 3), 2) == Cycles(6, 2, 2, 4, 4)
+    assert cycles(found, accepted(found, ranks, 2), 2) == Cycles(6, 3, 3, 6, 3)
+
+
+def test_no_draft_is_deeper_than_what_may_still_be_written() -> None:
+    found = replace(recording(), allowed=np.arange(6, 0, -1))
+    ranks = path_ranks(found, 2, 2)
+    assert accepted(found, ranks, 8).tolist() == [2, 2, 2, 2, 1, 0]
+    assert cycles(found, accepted(found, ranks, 8), 2) == Cycles(6, 2, 2, 4, 4)
+
+
+def test_a_price_is_drafting_verifying_and_the_rest() -> None:
+    """Two drafting cycles of three levels in sum with k 2 (1.5 and 0.75 between the measured widths), one without."""
+    counted = Cycles(tokens=6, target_forwards=3, draft_trees=2, draft_levels=3, accepted=3)
+    assert price(counted, 2, 6, COSTS) == pytest.approx((2 * 1.5 + 1 * 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0)
+
+
+def test_a_prediction_is_the_price_of_its_cycles() -> None:
+    found = predict(TreeConfig(levels=2, k=2, nodes=3), recording(), COSTS)
+    each = (2 * 1.5 + 2 * 0.75 + 2 * 12.0 + 2 * 1.0) / 6
+    assert found.tau == 3.0 and found.ms_per_token == pytest.approx(each)
+    assert found.speedup == pytest.approx(10.5 / each)
+
+
+def test_where_nodes_cost_more_the_tree_is_smaller() -> None:
+    free = Costs(COSTS.draft, {1: 10.0, 60: 10.0}, 1.0, 10.5)
+    dear = Costs(COSTS.draft, {1: 10.0, 60: 900.0}, 1.0, 10.5)
+    found = recording()
+    assert predictions(found, free)[0].tree.nodes >= 3 > predictions(found, dear)[0].tree.nodes
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm"])
+def test_every_candidate_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str) -> None:
+    """tree_of would refuse a method with another shape or another rule."""
+    from infer.methods import METHODS, tree_of
+
+    named = rows(kind, method_of(kind, TreeConfig(shape="chain", levels=4, k=1, nodes=5)), grid=True)
+    shapes = [TreeConfig(shape="chain", levels=4, k=1, nodes=5)]
+    shapes += [] if kind == "draft_lm" else [TreeConfig(levels=4, k=2, nodes=9)]
+    for tree in shapes:
+        for one in candidates(kind, tree, 8):
+            named.append(MethodConfig(one.method, TreeChanges(levels=8, stop=one.tree.stop)))
+    assert len(rows("eagle1", named[1], grid=True)) == 3 + len(GRID)
+    for row in named:
+        assert row.method == "vanilla" or (kind in METHODS[row.method].heads and tree_of(row, "row") is not None)
+
+
+def test_a_chain_given_room_has_room_for_all_its_levels() -> None:
+    grown = candidates("eagle1", TreeConfig(shape="chain", levels=3, k=1, nodes=4), 9)
+    assert {(one.tree.levels, one.tree.nodes) for one in grown} == {(9, 10)}
+    assert any(isinstance(one.tree.stop, EntropyConfig) for one in grown)
