@@ -76,7 +76,6 @@ def render(
     )  # fmt: skip
     rows = summary["rows"]
     kept = [row for row in rows if row["status"] == "ok" and row["tree"] is not None]
-    judged = verdict(rows, details["rows"])
     return environment.get_template(TEMPLATE).render(
         summary=summary,
         details=details,
@@ -84,8 +83,8 @@ def render(
         dark=DARK,
         pictures={name: Markup(svg) for name, svg in drawn.items()},  # noqa: S704 (our own SVG, its text escaped by matplotlib)
         title=title(summary),
-        verdict=judged,
-        said=reading(summary, details, judged.sentence),
+        verdict=verdict(rows, details["rows"]),
+        said=reading(summary, details),
         suite=sections(rows, details["by_task"], summary["sweeps"]),
         best_tau=max((row for row in kept if row["tau"]), key=lambda row: row["tau"], default=None),
         best_speedup=max((row for row in kept if row["speedup"]), key=lambda row: row["speedup"], default=None),

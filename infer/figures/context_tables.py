@@ -8,6 +8,7 @@ from infer.config import CONTEXT
 from infer.contexts import SPANS
 from infer.figures.lines import Line
 from infer.table import label
+from infer.variant import told_apart
 
 # SVIP, table 2: speedup on MT-bench at temperature 1, cumulative or by bucket (it does not say)
 PUBLISHED_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -30,7 +31,7 @@ class Contexts:
 
 def context_tables(sweeps: Sequence[dict[str, Any]]) -> Contexts | None:
     """The rows of the context lengths that draft; null without any."""
-    points = [point for point in sweeps if point["sweep"] == CONTEXT and point["tree"] is not None]
+    points = told_apart([point for point in sweeps if point["sweep"] == CONTEXT and point["tree"] is not None])
     if not points:
         return None
     names = dict.fromkeys(label(point, points) for point in points)

@@ -63,9 +63,9 @@ def context_picture(name: str, contexts: Contexts) -> str:
 
 
 def _fastest(contexts: Contexts) -> list[int]:
-    """The places of as many lines as there are colours, in the table's order."""
-    last = [(line.points[-1].get("speedup") or 0.0) if line.points else 0.0 for line in contexts.cumulative]
-    return sorted(sorted(range(len(last)), key=lambda place: -last[place])[: len(SERIES)])
+    """The places of as many lines as there are colours, in the table's order; those that get furthest come first."""
+    ends = [(len(line.points), line.points[-1].get("speedup") or 0.0) for line in contexts.cumulative]
+    return sorted(sorted(range(len(ends)), key=lambda place: ends[place], reverse=True)[: len(SERIES)])
 
 
 def _legend(lines: Sequence[Line]) -> list[tuple[str, str]]:

@@ -7,9 +7,9 @@ from infer.figures.claim import LEAST_SPEED, LEAST_TAU, MOST_WASTE
 from infer.table import is_lossy, label, number
 
 
-def reading(summary: Mapping[str, Any], details: Mapping[str, Any], verdict: str) -> list[str]:
-    """The sentences, each true of these figures and no others; verdict is the comparison of outputs in words."""
-    sentences = [*_rows(summary["rows"]), verdict, *_calibration(details.get("analysis")), *_tuning(details["tuning"])]
+def reading(summary: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]:
+    """The sentences, each true of these figures; the verdict on the outputs stands above them (infer/page.py)."""
+    sentences = [*_rows(summary["rows"]), *_calibration(details.get("analysis")), *_tuning(details["tuning"])]
     for claim in details["deagle"]:
         sentences.append(f"DEAGLE’s claim, on the {claim['head_path'] or claim['head']} head: {_kept(claim)}")
     return sentences
@@ -86,12 +86,12 @@ def _tuning(tuning: Mapping[str, Any] | None) -> list[str]:
     choice, usual = chosen["choice"], chosen["published"]
     found = [
         f"Tuned to this machine: {choice['method']} on the {chosen['kind']} head with {_tree(choice['tree'])}, "
-        f"predicted to be {choice['speedup']:.2f} times as fast as the target alone; its published tree ({_tree(usual['tree'])}): "
-        f"{usual['speedup']:.2f} times."
+        f"predicted to be {choice['speedup']:.2f} times as fast as the target alone; its published tree "
+        f"({_tree(usual['tree'])}): {usual['speedup']:.2f} times."
     ]
     measured = tuning.get("measured")
-    against = measured and measured["against_published"]
-    if against and against["chosen_against_it"] is not None:
+    against = measured["against_published"] if measured else None
+    if measured and against and against["chosen_against_it"] is not None:
         found.append(
             f"Measured on other prompts, the choice has {against['chosen_against_it']:.2f} times the speed of the "
             f"published tree{_between(against['chosen_against_it_ci95'])}; predicted over measured speedup is "
