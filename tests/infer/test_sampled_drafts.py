@@ -30,10 +30,9 @@ RULES = {"chain": "R1", "eagle1": "R3", "eagle1 replaced": "R4"}
 LENGTH, DRAWS = 4, 5000
 
 
-def decoder(target: Target, row: str, kind: str = "eagle1", typical: TypicalConfig | None = None) -> SpeculativeDecoder:
-    """A decoder with a random head; an eagle3 one has a vocabulary of a third of the target's."""
-    embedding = target.ends.embedding.float()
-    head = tiny.head(embedding, scale=3.0) if kind == "eagle1" else tiny.eagle3_head(embedding, scale=3.0)
+def decoder(target: Target, row: str, typical: TypicalConfig | None = None) -> SpeculativeDecoder:
+    """A decoder with a random head."""
+    head = tiny.head(target.ends.embedding.float(), scale=3.0)
     return SpeculativeDecoder(target, Drafting(EagleDrafter(head.eval(), target), make_shape(ROWS[row])), typical)
 
 
@@ -123,9 +122,10 @@ def test_typical_acceptance_says_that_it_is_not_lossless() -> None:
         SpeculativeDecoder(target, None, TypicalConfig())
 
 
-def p_value(target: Target, row: str, temperature: float, top_p: float, kind: str = "eagle1") -> float:
-    """Of 5,000 answers of four tokens."""
-    proposer = decoder(target, row, kind).proposer
+def p_value(temperature: float, top_p: float) -> float:
+    """Of 5,000 answers of four tokens with R4, the one rule that no method's published tree has."""
+    target = tiny_vocabulary(num_blocks=1)
+    proposer = decoder(target, "eagle1 replaced").proposer
     assert proposer is not None
     p, accepted = draw(target, proposer, torch.tensor([[1, 5, 3]]), DRAWS, LENGTH, temperature, top_p)
     assert accepted > 0.05
@@ -134,18 +134,12 @@ def p_value(target: Target, row: str, temperature: float, top_p: float, kind: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-@pytest.mark.parametrize("row", RULES)
-def test_sampled_text_has_the_targets_law(row: str, temperature: float, top_p: float) -> None:
-    assert p_value(tiny_vocabulary(num_blocks=1), row, temperature, top_p) > LEVEL
-
-
-@pytest.mark.slow
-def test_a_draft_vocabulary_leaves_the_law_alone() -> None:
-    """An EAGLE-3 head drafts from 4 of the target's 12 tokens."""
-    assert p_value(tiny_vocabulary(num_blocks=3), "eagle1", 0.6, 0.8, "eagle3") > LEVEL
+def test_sampled_text_has_the_targets_law(temperature: float, top_p: float) -> None:
+    """That of the other rules is shown for every method, in test_prove."""
+    assert p_value(temperature, top_p) > LEVEL
 
 
 @pytest.mark.slow
 def test_a_broken_residual_is_found_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "residual", lambda p, q: p)
-    assert p_value(tiny_vocabulary(num_blocks=1), "eagle1", 1.0, 1.0) < 1e-6
+    assert p_value(0.6, 0.8) < 1e-6
