@@ -81,6 +81,7 @@ class SpeculativeDecoder:
         self.target = target
         self.typical = typical
         self.proposer = proposer
+        self.make_sampler: Callable[[Decoding, torch.Generator], Sampler] = Sampler
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
     @classmethod
@@ -176,7 +177,7 @@ class _Run:
         self.lm, self.proposer = decoder.lm, decoder.proposer
         self.prompt = prompt
         self.decoding = decoding
-        self.sampler = Sampler(decoding, generator)
+        self.sampler = decoder.make_sampler(decoding, generator)
         self.typical = decoder.typical
         self.clock = Clock(prompt.device if timed else None)
         self.statistics = Statistics(

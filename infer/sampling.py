@@ -120,7 +120,9 @@ class Sampler:
 
     def _scores(self, logits: Tensor) -> Tensor:
         scores = logits.float()
-        return self._processors(None, scores) if self._processors else scores
+        for processor in self._processors:  # their list would look into each one's signature, every time
+            scores = processor(None, scores)
+        return scores
 
     def choose(self, logits: Tensor) -> Tensor:
         """One token per row [N]."""
