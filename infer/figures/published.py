@@ -1,7 +1,7 @@
 """What the papers measured with these methods, on their models and machines, beside this run's rows; never among them.
 
-published.csv has one line for each method, model and temperature of a paper's table: speedup/tau for each task. Papers: EAGLE-2
-(arXiv 2406.16858), EAGLE-3 (2503.01840), DEAGLE, DFlash (2602.06036).
+published.csv has one line for each method, model and temperature of a paper's table: speedup/tau for each task.
+Papers: EAGLE-2 (arXiv 2406.16858), EAGLE-3 (2503.01840), DEAGLE, DFlash (2602.06036).
 """
 
 import csv
