@@ -1,6 +1,7 @@
 """What the papers measured with these methods, on their models and machines, beside this run's rows; never among them.
 
 published.csv has one line for each method, model and temperature of a paper's table: speedup/tau for each task.
+Papers: EAGLE-2 (arXiv 2406.16858), EAGLE-3 (2503.01840), DEAGLE, DFlash (2602.06036).
 """
 
 import csv
@@ -14,13 +15,13 @@ from infer.aggregate import ALL_TASKS
 from infer.table import number, tree_text
 
 TASKS = {
+    "mean": "mean",
     "mt_bench": "MT-bench",
     "humaneval": "HumanEval",
     "gsm8k": "GSM8K",
     "alpaca": "Alpaca",
     "cnn_dm": "CNN/DM",
     "natural_questions": "NQ",
-    "mean": "mean",
 }
 
 
