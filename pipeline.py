@@ -123,17 +123,22 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
         value = getattr(arguments, flag, None)
         if value is not None:
             overrides.append(f"{key}={value}")
-    if any(pair.startswith("head.kind=") for pair in overrides):
-        overrides = [*_without_tree(arguments.config, overrides), *overrides]
+    overrides = [*_forgotten(arguments.config, overrides), *overrides]
     return yaml_recipe.load(arguments.config, Recipe, overrides)
 
 
-def _without_tree(path: Path, overrides: list[str]) -> list[str]:
-    """The override that forgets the file's `tree`, where others give the head another kind than the file's."""
-    head = yaml_recipe.read_yaml(path)[0].get("head")
-    kind = head.get("kind", HeadConfig.kind) if isinstance(head, dict) else HeadConfig.kind
-    asked = [pair.partition("=")[2] for pair in overrides if pair.startswith("head.kind=")][-1]
-    return [] if asked == kind else ["tree={}"]
+def _forgotten(path: Path, overrides: list[str]) -> list[str]:
+    """The overrides that forget the file's trees where the command line asks for another head's kind or method."""
+    given = dict(pair.split("=", 1) for pair in overrides if pair.startswith(("head.kind=", "calibrate.method=")))
+    if not given:
+        return []
+    values = yaml_recipe.read_yaml(path)[0]
+    head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
+    kind = head.get("kind", HeadConfig.kind)
+    other_kind = given.get("head.kind", kind) != kind
+    method = calibrate.get("method") or USUAL.get(kind)
+    other_method = given.get("calibrate.method", method) != method or (other_kind and not calibrate.get("method"))
+    return [*(["tree={}"] if other_kind else []), *(["calibrate.tree={}"] if calibrate and other_method else [])]
 
 
 METHOD_SECTIONS = ("tree.", "typical.", *(f"{name}." for name in OPTIONS))

@@ -219,6 +219,12 @@ def test_the_files_tree_is_not_that_of_another_kind_of_head(command: Command) ->
     assert "'levels': 3, 'k': 3" in command("generate", "--head.kind", "eagle1")[1]
 
 
+def test_the_files_tree_of_calibrate_is_not_that_of_another_method(command: Command) -> None:
+    assert "eagle, {'shape': 'static', 'levels': 5" in command("calibrate", "--calibrate.method", "eagle")[1]
+    assert "eagle3, {'shape': 'dynamic', 'levels': 8, 'k': 10" in command("calibrate", "--head.kind", "eagle3")[1]
+    assert "'levels': 3, 'k': 10" in command("calibrate", "--calibrate.method", "eagle2")[1]
+
+
 def test_a_tree_on_the_command_line_that_a_command_does_not_read_is_warned_of(command: Command) -> None:
     for name in ("bench", "calibrate"):
         code, _, err = command(name, "--tree.levels", "4")
