@@ -121,8 +121,9 @@ def _facts(facts: CardFacts) -> list[tuple[str, str]]:
         ("Head", f"{NAMES[found['kind']]}, {counts['own'] + counts['lm_head']:,} parameters, {counts['dtype']}"),
         ("Layout", f"{found['layout']} ({found['weights']})"),
     ]
-    if found["taps"] is not None:
-        table.append(("Reads", f"the target's hidden_states {found['taps']} (0 is the embedding)"))
+    if found["kind"] == "eagle3":
+        taps = "not determined by its files: the default ones of its target" if found["taps"] is None else found["taps"]
+        table.append(("Reads", f"the target's hidden_states {taps} (0 is the embedding)"))
         vocabulary = found["vocabulary"]
         covered = "" if vocabulary["coverage"] is None else f", {vocabulary['coverage']:.2%} of the training answers"
         table.append(("Draft vocabulary", f"{vocabulary['draft']:,} of {vocabulary['target']:,} tokens{covered}"))

@@ -22,6 +22,7 @@ from model.hub import HUB_ID, head_directory, require_login
 if TYPE_CHECKING:
     from model.repository import Repository
 
+AFTER_BLOCKS = "taps of an EAGLE-3 head that names none, as 2,16,29"
 LAYOUTS = ("safeailab", "sglang", "speculators")
 
 
@@ -49,8 +50,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     from model.export import TargetFacts
     from model.inspection import inspect_head, screen
 
+    taps = _taps(arguments.after_blocks)
     target = None if arguments.target is None else TargetFacts.load(arguments.target)
-    found = inspect_head(arguments.head, target)
+    found = inspect_head(arguments.head, target, taps)
     print(json.dumps(found, indent=1) if arguments.json else screen(found))
     return 1 if found["problems"] else 0
 
@@ -66,7 +68,7 @@ def convert(arguments: argparse.Namespace) -> int:
     _check_out(out, arguments.overwrite)
     target = TargetFacts.load(arguments.target, arguments.target_name, drafts)
     try:
-        done = export(arguments.head, arguments.to, out, target, taps)
+        done = export(arguments.head, arguments.to, out, target, taps, arguments.any_target)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}; name another directory") from error
     for note in done.notes:
@@ -80,15 +82,18 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def push(arguments: argparse.Namespace) -> int:
     """Ships the head, or with --dry-run prints what would go."""
+    from model.export import TargetFacts
     from model.repository import upload
     from model.shipment import Order, Permissions, pack
 
     if HUB_ID.fullmatch(arguments.repo) is None or "@" in arguments.repo:
         raise UserError(f"--repo {arguments.repo}: no repository name; it looks like user/name")
+    taps = _taps(arguments.after_blocks)
     directory = head_directory(arguments.head)
     if not directory.is_dir():
         raise UserError(f"{arguments.head}: no such head directory")
-    order = Order(directory, arguments.repo, arguments.run, arguments.target_name, arguments.license)
+    target = None if arguments.target is None else TargetFacts.load(arguments.target)
+    order = Order(directory, arguments.repo, arguments.run, arguments.target_name, arguments.license, target, taps)
     shipment = pack(order, Permissions(arguments.without_results, arguments.uncommitted), is_dirty())
     for note in shipment.notes:
         print(f"note: {note}")
@@ -122,8 +127,6 @@ def _found_there(arguments: argparse.Namespace) -> "Repository":
         print(f"note: what this push would remove there is not known: {error}")
         repository = Repository(arguments.repo, arguments.revision)
     repository.require_visibility(arguments.private)
-    if repository.replaces_a_strangers_card():
-        print(f"note: {arguments.repo} has a README.md that no push of this project wrote; the card replaces it")
     return repository
 
 
@@ -149,6 +152,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 def _inspect_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--target", help="check against this target (local directory or Hub id)")
+    options.add_argument("--after-blocks", help=AFTER_BLOCKS)
     options.add_argument("--json", action="store_true", help="for tools")
 
 
@@ -158,17 +162,17 @@ def _convert_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--out", required=True, type=Path, help="the directory to write")
     options.add_argument("--target-name", help="what servers are told to load, where it is not --target")
     options.add_argument("--speculative-tokens", type=int, help="speculators' drafts per cycle (the head's, or 5)")
-    options.add_argument(
-        "--after-blocks",
-        help="taps of an EAGLE-3 head that names none, as 2,16,29",
-    )
+    options.add_argument("--after-blocks", help=AFTER_BLOCKS)
+    options.add_argument("--any-target", action="store_true", help="although it was trained on other weights")
     options.add_argument("--overwrite", action="store_true", help="replace what is in --out")
 
 
 def _push_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--repo", required=True, help="user/name")
     options.add_argument("--run", type=Path, help="the run with report/ and calibration/ (default: the head's own)")
+    options.add_argument("--target", help="check against this target (local directory or Hub id)")
     options.add_argument("--target-name", help="the target's Hub id, where the head names a local path")
+    options.add_argument("--after-blocks", help=AFTER_BLOCKS)
     options.add_argument("--license", help="licence of these weights, as the Hub spells it (apache-2.0)")
     options.add_argument("--private", action="store_true", help="a private repository; refused where it is public")
     options.add_argument("--revision", help="the branch (default: main)")

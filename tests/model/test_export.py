@@ -15,6 +15,7 @@ from model.export import TargetFacts, export
 from model.formats import layouts
 from model.formats.content import Export, HeadContent
 from model.heads.eagle3 import Eagle3Head
+from model.target import fingerprint
 from model.weights import read_tensors
 from tests import tiny
 from tests.model.formats import published
@@ -167,6 +168,25 @@ def test_a_head_for_another_target_is_refused_and_nothing_is_written(
     with pytest.raises(UserError, match=message):
         export(tmp_path / "head", "speculators", tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_target_of_other_weights_is_refused_unless_it_is_told_to_be_any(tmp_path: Path) -> None:
+    target = ends_facts()
+    own, text = target.ends, target.text_config
+    other = dataclasses.replace(target, ends=tiny.ends(seed=5))
+    save_head(published.eagle3(), tmp_path / "head", target=fingerprint(text, own))
+    with pytest.raises(
+        UserError, match=r"trained on a target with other weights than tiny .*own target, .*--any-target"
+    ):
+        export(tmp_path / "head", "sglang", tmp_path / "out", other)
+    assert not (tmp_path / "out").exists()
+    done = export(tmp_path / "head", "sglang", tmp_path / "out", other, any_target=True)
+    assert "other weights than tiny" in done.notes[0]
+    assert not any(
+        "other weights" in note for note in export(tmp_path / "head", "sglang", tmp_path / "own", target).notes
+    )
+    save_head(published.eagle3(), tmp_path / "half", target=fingerprint(text, own, torch.float16))
+    export(tmp_path / "half", "sglang", tmp_path / "half-out", target)  # trained on the rounded weights
 
 
 def test_an_export_that_would_read_back_otherwise_is_never_left_behind(

@@ -125,8 +125,9 @@ def test_a_dry_run_tells_what_goes_and_who_sees_it_and_does_without_the_hub(
     assert hub.repositories["me/head"]["main"].keys() == before.keys() - {"pytorch_model.bin"}
     files = hub.repositories["me/head"]["main"]
     files["README.md"] = b"# by hand"
-    assert call(monkeypatch, *push, "--dry-run") == 0
-    assert "has a README.md that no push of this project wrote; the card replaces it" in capsys.readouterr().out
+    assert call(monkeypatch, *push, "--dry-run") == 2
+    assert "me/head: is somebody else's: it holds README.md, config.json, model.safetensors" in capsys.readouterr().err
+    files["README.md"] = b"---\ntags: [aerie]\n---\n"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert call(monkeypatch, *push, "--dry-run") == 0
     assert "note: what this push would remove there is not known: me/head: " in capsys.readouterr().out
