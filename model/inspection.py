@@ -22,6 +22,7 @@ from model.formats.content import AnyConfig, HeadContent, HeadFiles
 from model.formats.layouts import read_config, read_content
 from model.formats.sglang import SERVER
 from model.formats.taps import open_taps
+from model.formats.unread import unread
 from model.formats.values import table
 from model.head_files import CONFIG
 from model.heads.eagle3 import EMBEDDING, Eagle3Config
@@ -86,7 +87,7 @@ def inspect_head(
         "training": {name: facts[name] for name in SCORES if isinstance(facts.get(name), int | float)},
         "made_for": str(facts[SERVER]) if facts.get(SERVER) else None,
         "guesses": guesses,
-        "remarks": [] if target is None else _remarks(config, target),
+        "remarks": [*unread(files.values), *([] if target is None else _remarks(config, target))],
         "problems": problems,
     }
 

@@ -12,6 +12,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == P
 
 import argparse
 import json
+import re
 from typing import TYPE_CHECKING
 
 from data.provenance import is_dirty
@@ -65,6 +66,7 @@ def convert(arguments: argparse.Namespace) -> int:
     if drafts is not None and drafts < 1:
         raise UserError(f"--speculative-tokens {drafts}: a cycle drafts at least one token")
     taps = _taps(arguments.after_blocks)
+    _check_name(arguments.target_name)
     _check_out(out, arguments.overwrite)
     target = TargetFacts.load(arguments.target, arguments.target_name, drafts)
     try:
@@ -89,6 +91,7 @@ def push(arguments: argparse.Namespace) -> int:
     if HUB_ID.fullmatch(arguments.repo) is None or "@" in arguments.repo:
         raise UserError(f"--repo {arguments.repo}: no repository name; it looks like user/name")
     taps = _taps(arguments.after_blocks)
+    _check_name(arguments.target_name)
     directory = head_directory(arguments.head)
     if not directory.is_dir():
         raise UserError(f"{arguments.head}: no such head directory")
@@ -100,13 +103,14 @@ def push(arguments: argparse.Namespace) -> int:
     where = f"{arguments.repo}{'' if arguments.revision is None else '@' + arguments.revision}"
     if not arguments.dry_run:
         require_login()
-    repository = _found_there(arguments)
+    repository, is_asked = _found_there(arguments)
     removed = repository.removals(shipment.files)
     if arguments.dry_run:
         readme = shipment.files["README.md"]
         assert isinstance(readme, bytes)
         goes = f"\ngoes there: {', '.join(removed)}" if removed else ""
         visibility = "private" if repository.is_private or arguments.private else "public"
+        visibility = visibility if is_asked else f"{visibility}, if it is new"
         print(f"push: would ship to {where} ({visibility}):\n{shipment.text()}{goes}\n\nREADME.md:\n{readme.decode()}")
         return 0
     address = upload(repository, shipment.files, arguments.private, "A draft head")
@@ -115,8 +119,11 @@ def push(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _found_there(arguments: argparse.Namespace) -> "Repository":
-    """The repository as it is; a dry run does without where the Hub cannot be asked. UserError where it is public."""
+def _found_there(arguments: argparse.Namespace) -> "tuple[Repository, bool]":
+    """The repository as it is, and whether the Hub could be asked: a dry run does without.
+
+    UserError where it is public and was to be private.
+    """
     from model.repository import Repository, look
 
     try:
@@ -124,10 +131,11 @@ def _found_there(arguments: argparse.Namespace) -> "Repository":
     except UserError as error:
         if not arguments.dry_run:
             raise
-        print(f"note: what this push would remove there is not known: {error}")
-        repository = Repository(arguments.repo, arguments.revision)
+        why = str(error).split("; nothing is half there")[0]
+        print(f"note: whether it is there, whose it is and what a push would remove is not known: {why}")
+        return Repository(arguments.repo, arguments.revision), False
     repository.require_visibility(arguments.private)
-    return repository
+    return repository, True
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
@@ -192,6 +200,14 @@ def _taps(text: str | None) -> tuple[int, ...] | None:
     if list(taps) != sorted(set(taps)) or taps[0] < 0:
         raise UserError(f"--after-blocks {text}: must ascend without repeats")
     return taps
+
+
+def _check_name(name: str | None) -> None:
+    """UserError for a --target-name that is no name of a model: it goes into commands and files for servers."""
+    if name is not None and re.fullmatch(r"[\w./~][\w./~:@+-]*", name) is None:
+        raise UserError(
+            f"--target-name {name!r}: no name of a model; it looks like user/name, or is a path without blanks"
+        )
 
 
 def _be_quiet() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from model.card import CardFacts, measured_rows, render_card
+from model.checkpoint import head_facts
 from model.errors import UserError
 from model.export import TargetFacts
 from model.files import content_digest, read_json
@@ -120,6 +121,7 @@ def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipm
             summary=public(results.summary, names),
             calibration=told.get("calibration.json", {}),
             licence=order.licence,
+            is_converted="exported_from" in head_facts(directory),
         )
     ).encode()
     stays = tuple(sorted(path.name for path in directory.iterdir() if path.name not in files))

@@ -104,9 +104,23 @@ def test_tables_between_equal_vocabularies_frequencies_and_unknown_keys_are_left
     odd = {**published.EAGLE1_CONFIG, "sliding_window": 512}
     done = export(published.write(tmp_path / "odd", odd, state), "safeailab", tmp_path / "even", ends_facts())
     assert any("layers.0.self_attn.rotary_emb.inv_freq left out" in note for note in done.notes)
-    assert any("config.json's sliding_window left out" in note for note in done.notes)
+    assert any(note.startswith("left out: sliding_window is 512") for note in done.notes)
     plain = export(published.safeailab_eagle1(tmp_path / "plain"), "safeailab", tmp_path / "same", ends_facts())
     assert not any("left out" in note for note in plain.notes)
+
+
+def test_a_base_of_rope_that_is_carried_is_not_said_to_be_left_out_and_widened_tables_are_said(tmp_path: Path) -> None:
+    done = export(specforge(tmp_path / "head"), "speculators", tmp_path / "out", ends_facts())
+    assert not any("rope" in note or "holds" in note for note in done.notes), done.notes
+    layer = json.loads((tmp_path / "out" / "config.json").read_text())["transformer_layer_config"]
+    assert layer["rope_parameters"] == {"rope_type": "default", "rope_theta": 1000000.0}
+    state = published.tensors(published.EAGLE3)
+    narrow = {**state, "d2t": state["d2t"].int(), "t2d": state["t2d"].to(torch.uint8)}
+    done = export(
+        published.write(tmp_path / "n", published.EAGLE3_CONFIG, narrow), "sglang", tmp_path / "o", ends_facts()
+    )
+    assert any(note.startswith("d2t holds int32 and is written as int64") for note in done.notes)
+    assert any(note.startswith("t2d holds uint8 and is written as bool") for note in done.notes)
 
 
 def test_drafts_per_cycle_are_the_heads_own_unless_told(tmp_path: Path) -> None:

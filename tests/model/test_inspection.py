@@ -129,6 +129,21 @@ def test_equal_vocabularies_with_one_table_do_not_load_and_inspect_says_so(tmp_p
         assert "has one of d2t and t2d" in found["problems"][0] and found["target"].get("fits") in (None, False)
 
 
+def test_keys_that_change_drafting_and_are_not_followed_are_said(tmp_path: Path) -> None:
+    odd = {"sliding_window": 16, "layer_types": ["sliding_attention"], "eagle_config": {"parallel_drafting": True}}
+    text = screen(inspect_head(safeailab_eagle3(tmp_path / "head", odd)))
+    for said in ("layer_types names sliding_attention", "sliding_window is 16", "parallel_drafting is true"):
+        assert f"remark      {said}" in text
+    nested = {
+        "transformer_layer_config": {**published.SPECULATORS_CONFIG["transformer_layer_config"], "sliding_window": 8}
+    }
+    assert "sliding_window is 8" in screen(inspect_head(speculators(tmp_path / "nested", nested)))
+    for number, unused in enumerate(
+        ({"sliding_window": 16, "use_sliding_window": False}, {"sliding_window": 16, "layer_types": ["full_attention"]})
+    ):
+        assert inspect_head(safeailab_eagle3(tmp_path / str(number), unused))["remarks"] == []
+
+
 def test_taps_that_only_the_target_tells_are_not_determined_without_it(tmp_path: Path, target: TargetFacts) -> None:
     numbered = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}}
     place = published.specforge(tmp_path / "head", numbered)

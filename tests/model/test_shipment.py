@@ -296,6 +296,14 @@ def test_push_checks_the_target_that_it_is_given_and_asks_for_it_where_only_it_t
         pack(Order(tmp_path / "own", "me/head", target=ends_facts()), told, is_dirty=False)
 
 
+def test_the_card_says_what_this_project_had_to_do_with_the_head(head: Path, tmp_path: Path) -> None:
+    assert "), trained with aerie. Spec" in readme(head)[1]
+    export(head, "sglang", tmp_path / "out", ends_facts())
+    assert "in the sglang layout, converted with aerie" in readme(tmp_path / "out")[1]
+    foreign = readme(published.specforge(tmp_path / "theirs"), target_name="a/b")[1]
+    assert "in the sglang layout, pushed with aerie" in foreign and "made with" not in foreign
+
+
 def test_a_report_of_several_heads_ships_with_each_and_shows_its_own_rows(head: Path) -> None:
     run, others = head.parents[1], {"config.json": "another", "model.safetensors": "head"}
     write_json(run / "bench" / "provenance.json", {"inputs": {"head": [others, digests(head)]}})
