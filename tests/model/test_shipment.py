@@ -68,7 +68,8 @@ def head(tmp_path: Path) -> Path:
     (run / "conversations" / "train.jsonl").write_text('{"text": "a private conversation"}\n')
     summary = {"schema": 1, "commit": "0123456789ab", "hardware": {"device": "a CPU", "threads": 2}}
     write_json(run / "report" / "summary.json", {**summary, "head": {"kind": "eagle3"}, "rows": [ROW, FAILED]})
-    write_json(run / "bench" / "provenance.json", {"inputs": {"head": digests(place)}})
+    for stage in ("bench", "calibration"):
+        write_json(run / stage / "provenance.json", {"inputs": {"head": [digests(place)]}})
     write_json(
         run / "calibration" / "calibration.json", {"temperature": 0.0, "ece": 0.0575, "brier": 0.0629, "bins": []}
     )
@@ -137,6 +138,8 @@ def test_no_local_path_and_nobodys_name_leaves_the_machine(
     summary = {"run": str(run), "head": head, "target": {"name": str(target)}, "rows": [ROW]}
     write_json(run / "report" / "summary.json", summary)
     write_json(run / "calibration" / "calibration.json", {"temperature": 0.0, "ece": 0.1, "brier": 0.1, "of": str(run)})
+    for stage in ("bench", "calibration"):
+        write_json(run / stage / "provenance.json", {"inputs": {"head": [digests(place)]}})
     monkeypatch.setenv("HOME", str(home))
     if layout != "aerie":
         facts = ends_facts()
@@ -245,6 +248,60 @@ def test_reports_of_another_head_are_refused(head: Path) -> None:
     save_head(published.eagle3(seed=9), head, target_path="a/b")
     with pytest.raises(UserError, match="was measured with another head"):
         pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+
+
+def test_results_without_a_record_of_the_head_are_nobodys(head: Path) -> None:
+    run = head.parents[1]
+    for wrong in (None, {}, {"inputs": {}}, {"inputs": {"head": [{}]}}, {"inputs": {"head": {"config.json": "x"}}}):
+        shutil.rmtree(run / "bench", ignore_errors=True)
+        if wrong is not None:
+            write_json(run / "bench" / "provenance.json", wrong)
+        with pytest.raises(UserError, match=r"bench: (holds no record of|was measured with).*--without-results"):
+            pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        shipment = pack(Order(head, "me/head"), Permissions(without_results=True), is_dirty=False)
+        assert "summary.json" not in shipment.files and "4.08" not in content(shipment.files["README.md"])
+        assert any(note.startswith("report/summary.json left out") for note in shipment.notes)
+
+
+def test_the_calibration_of_another_head_stays_here(head: Path) -> None:
+    run = head.parents[1]
+    summary = json.loads((run / "report" / "summary.json").read_text())
+    write_json(run / "report" / "summary.json", {**summary, "calibration": {"ece": 0.0575}})
+    shipped = pack(Order(head, "me/head"), Permissions(), is_dirty=False).files
+    assert shipped["summary.json"] == run / "report" / "summary.json" and "calibration.json" in shipped
+    for wrong in (None, {"inputs": {"head": [{**digests(head), "model.safetensors": "another"}]}}):
+        (run / "calibration" / "provenance.json").unlink()
+        if wrong is not None:
+            write_json(run / "calibration" / "provenance.json", wrong)
+        else:
+            write_json(run / "calibration" / "other.json", {})
+        shipment = pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        assert "calibration.json" not in shipment.files and "ECE" not in content(shipment.files["README.md"])
+        assert "0.0575" not in content(shipment.files["summary.json"])
+        assert any(note.startswith("calibration left out: ") for note in shipment.notes)
+        write_json(run / "calibration" / "provenance.json", {})
+
+
+def test_push_checks_the_target_that_it_is_given_and_asks_for_it_where_only_it_tells_the_taps(tmp_path: Path) -> None:
+    numbered = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}}
+    place, told = published.specforge(tmp_path / "head", numbered), Permissions(without_results=True)
+    with pytest.raises(UserError, match="only its target tells; give it with --target"):
+        pack(Order(place, "me/head", target_name="a/b"), told, is_dirty=False)
+    shipment = pack(Order(place, "me/head", target_name="a/b", target=ends_facts()), told, is_dirty=False)
+    assert "hidden_states [4, 5, 7]" in content(shipment.files["README.md"])
+    plain = pack(Order(published.specforge(tmp_path / "plain"), "me/head", target_name="a/b"), told, is_dirty=False)
+    assert "not determined by its files: the default ones of its target" in content(plain.files["README.md"])
+    save_head(published.eagle3(), tmp_path / "own", target="0123", target_path="a/b")
+    with pytest.raises(UserError, match="other weights than tiny"):
+        pack(Order(tmp_path / "own", "me/head", target=ends_facts()), told, is_dirty=False)
+
+
+def test_the_card_says_what_this_project_had_to_do_with_the_head(head: Path, tmp_path: Path) -> None:
+    assert "), trained with aerie. Spec" in readme(head)[1]
+    export(head, "sglang", tmp_path / "out", ends_facts())
+    assert "in the sglang layout, converted with aerie" in readme(tmp_path / "out")[1]
+    foreign = readme(published.specforge(tmp_path / "theirs"), target_name="a/b")[1]
+    assert "in the sglang layout, pushed with aerie" in foreign and "made with" not in foreign
 
 
 def test_a_report_of_several_heads_ships_with_each_and_shows_its_own_rows(head: Path) -> None:
