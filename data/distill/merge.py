@@ -1,0 +1,174 @@
+"""All jobs' journals -> conversations to train on, one line per input row, and a summary; or a refusal that counts."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from data.distill.config import GateConfig
+from data.distill.journal import Outcome, journals, read_outcomes
+from data.distill.overlap import words
+from data.distill.prompts import Prompt
+from data.distill.quality import FLAWS, flaws
+from data.distill.rows import answer_ids, training_rows
+from data.distill.thinking import Thinking
+from model.errors import UserError
+from model.files import digest, write_atomically
+
+EXAMPLES = 3  # rows shown for each flaw and of those without
+SHOWN = 600  # characters of each text
+CONVERSATIONS, OUTCOMES = "conversations.jsonl", "outcomes.jsonl"
+
+
+@dataclass
+class Summary:
+    """What the rows hold, JSON-ready but for the counters."""
+
+    rows: int = 0
+    status: Counter[str] = field(default_factory=Counter)
+    why: Counter[str] = field(default_factory=Counter)  # of skipped and failed rows
+    flaws: Counter[str] = field(default_factory=Counter)  # of done rows; one may have several
+    dropped: int = 0  # done rows that the gate drops
+    kept: int = 0
+    training_rows: int = 0
+    as_tokens: int = 0  # of those, rows of token ids
+    answers: int = 0
+    answer_tokens: int = 0
+    repeats: int = 0  # lines about rows that another job had ended already: not used
+    lengths: list[int] = field(default_factory=list)  # tokens of each kept answer
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)  # token id -> how often it stands in kept answers
+    vocab_size: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of summary.json."""
+        plain = ("rows", "dropped", "kept", "training_rows", "as_tokens", "answers", "answer_tokens", "repeats")
+        values: dict[str, Any] = {name: getattr(self, name) for name in plain}
+        values |= {name: dict(getattr(self, name).most_common()) for name in ("status", "why", "flaws")}
+        return {**values, "lengths": self.quantiles(), "vocabulary": self.coverage()}
+
+    def quantiles(self) -> dict[str, float]:
+        """Tokens of a kept answer: least, quartiles, 95 % and most."""
+        ordered = sorted(self.lengths)
+        at = {"least": 0.0, "quarter": 0.25, "half": 0.5, "three_quarters": 0.75, "share_95": 0.95, "most": 1.0}
+        return {name: ordered[round(share * (len(ordered) - 1))] for name, share in at.items()} if ordered else {}
+
+    def coverage(self) -> dict[str, Any]:
+        """How much of the vocabulary the answers use, and what share of their tokens its most frequent part covers."""
+        total, ranked = sum(self.counts.values()), [count for _, count in self.counts.most_common()]
+        sizes = [size for size in (1024, 4096, 8192, 16384, 32000, 65536) if size < self.vocab_size]
+        covered = {str(size): sum(ranked[:size]) / total for size in sizes} if total else {}
+        return {"size": self.vocab_size, "used": len(ranked), "tokens": total, "covered_by_most_frequent": covered}
+
+
+def all_outcomes(directory: Path, inputs: dict[str, Any]) -> Iterator[Outcome]:
+    """The rows of every job, in the journals' order; a row that two jobs have ended comes twice."""
+    for path in journals(directory):
+        yield from read_outcomes(path, inputs)
+
+
+def require_complete(prompts: Sequence[Prompt], outcomes: dict[str, Outcome], directory: Path) -> None:
+    """UserError unless every input row has ended, and nothing else has."""
+    missing = [prompt.id for prompt in prompts if prompt.id not in outcomes]
+    if missing:
+        raise UserError(
+            f"{directory}: {len(missing):,} of {len(prompts):,} rows have not ended (the first: {missing[0]}); run "
+            f"the jobs that are left, or all of them again: they go on where they stopped"
+        )
+    foreign = outcomes.keys() - {prompt.id for prompt in prompts}
+    if foreign:
+        raise UserError(
+            f"{directory}: the journals hold rows that are no input ({sorted(foreign)[0]}); use --overwrite"
+        )
+
+
+def merge(
+    directory: Path, prompts: Sequence[Prompt], inputs: dict[str, Any], gate: GateConfig, thinking: Thinking
+) -> Summary:
+    """Writes conversations.jsonl and outcomes.jsonl in the order of the prompts, and returns the summary.
+
+    The same rows give the same bytes, however many jobs and sittings they took.
+    """
+    outcomes: dict[str, Outcome] = {}
+    summary = Summary(vocab_size=len(thinking.tokenizer))
+    for outcome in all_outcomes(directory, inputs):
+        summary.repeats += outcome.id in outcomes
+        outcomes.setdefault(outcome.id, outcome)
+    require_complete(prompts, outcomes, directory)
+    ordered = [outcomes[prompt.id] for prompt in prompts]
+
+    def write(path: Path) -> None:
+        with path.open("w", encoding="utf-8", errors="replace") as rows:
+            _write_rows(ordered, gate, thinking, summary, rows)
+
+    write_atomically(directory / CONVERSATIONS, write)
+    write_atomically(directory / OUTCOMES, lambda path: _write_outcomes(path, ordered, gate))
+    if not summary.kept:
+        raise UserError(f"{directory}: no row is left to train on: {_reasons(summary)}")
+    return summary
+
+
+def _write_outcomes(path: Path, ordered: Sequence[Outcome], gate: GateConfig) -> None:
+    with path.open("w", encoding="utf-8", errors="replace") as handle:
+        handle.writelines(outcome.line() for outcome in ordered)
+
+
+def _write_rows(
+    ordered: Sequence[Outcome], gate: GateConfig, thinking: Thinking, summary: Summary, handle: TextIO
+) -> None:
+    asked: set[str] = set()
+    for outcome in ordered:
+        summary.rows += 1
+        summary.status[outcome.status] += 1
+        if outcome.status != "done":
+            summary.why[f"{outcome.status}: {outcome.why}"] += 1
+            continue
+        found = flaws(outcome, gate)
+        key = digest(words(outcome.turns[0])) if outcome.invented is not None and outcome.turns else ""
+        if key and key in asked:
+            found.append("repeated")
+        asked.add(key)
+        summary.flaws.update(found)
+        _show(outcome, found, summary)
+        if any(getattr(gate, name) == "drop" for name in found):
+            summary.dropped += 1
+            continue
+        _keep(outcome, thinking, summary, handle)
+
+
+def _keep(outcome: Outcome, thinking: Thinking, summary: Summary, handle: TextIO) -> None:
+    rows = training_rows(outcome, thinking)
+    summary.kept += 1
+    summary.training_rows += len(rows)
+    summary.as_tokens += sum("input_ids" in row for row in rows)
+    for answer in outcome.answers:
+        ids = answer_ids(answer, thinking)
+        summary.answers += 1
+        summary.answer_tokens += len(ids)
+        summary.lengths.append(len(ids))
+        summary.counts.update(ids)
+    handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _show(outcome: Outcome, found: list[str], summary: Summary) -> None:
+    """Keeps the row as an example of each of its flaws, or of a row without."""
+    for name in found or ["none"]:
+        shown = summary.examples.setdefault(name, [])
+        if len(shown) < EXAMPLES and outcome.answers:
+            at = _flawed(outcome, name)
+            answer = outcome.answers[at]
+            text = answer.content or answer.reasoning or ""
+            end = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} […] {text[-SHOWN // 2 :]}"
+            shown.append({"id": outcome.id, "question": outcome.turns[at][:SHOWN], "answer": end})
+
+
+def _flawed(outcome: Outcome, name: str) -> int:
+    """The answer to show: the last of a conversation that ended in a flaw, else the first."""
+    return len(outcome.answers) - 1 if name in FLAWS else 0
+
+
+def _reasons(summary: Summary) -> str:
+    flawed = [f"{count:,} with flaw '{name}'" for name, count in summary.flaws.most_common()]
+    return "; ".join([*(f"{count:,} {why}" for why, count in summary.why.most_common()), *flawed])
