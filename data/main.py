@@ -220,7 +220,7 @@ def _local(recipe: pipeline.Recipe, thinking: Any) -> Any:
             do_sample=sampling.temperature > 0,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k or 0,
+            top_k=max(sampling.top_k or 0, 0),
             max_new_tokens=sampling.max_tokens,
             eos_token_id=sorted(thinking.end_ids),
         )

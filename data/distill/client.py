@@ -24,6 +24,7 @@ FIRST_REFUSALS = 8  # so many refused requests before the first answer are the r
 TOO_LONG = re.compile(
     r"context length|maximum context|max(?:imum)?[ _]model[ _]len|too long|longer than", re.IGNORECASE
 )
+UNHEARD, UNHEARD_BUSY = 0, 5  # setbacks in a row that pass without a word
 UNREACHABLE = ("ConnectError", "ConnectTimeout")  # of httpx, by whichever name the client imports it
 
 
@@ -131,7 +132,7 @@ class ServedTarget:
 
     def _leave_alone(self, server: Server, why: str, headers: Mapping[str, str] | None) -> "_Setback":
         """Asks the server nothing for a while, longer each time."""
-        if not server.setbacks:
+        if server.setbacks == (UNHEARD if headers is None else UNHEARD_BUSY):
             warn(f"{why}; it is asked again for up to {self.config.patience_s:g} s (distill.server.patience_s)")
         server.setbacks += 1
         wait = self._wait(server.setbacks, server.url)

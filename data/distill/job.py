@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.distill.config import DistillConfig
-from data.distill.journal import FOLDER, Journal, Shard, forget_failed
+from data.distill.journal import FOLDER, Journal, Shard, forget_failed, forget_others
 from data.distill.merge import Summary, all_outcomes, merge
 from data.distill.page import render
 from data.distill.prompts import Prompt, make_prompts, read_prompts, skip_counts, write_prompts
@@ -54,11 +54,13 @@ class Job:
     def prompts(self, questions: Iterable[str], overwrite: bool) -> list[Prompt]:
         """The input rows, made once and then read; UserError when those that are there are another recipe's.
 
-        overwrite: then theirs are replaced, and the answers to them are deleted.
+        overwrite: then theirs are replaced, and answers that were not made from this job's inputs are deleted.
         """
         record = self.directory / RECORD
         if record.is_file() and (self.directory / PROMPTS).is_file():
             if read_json(record)["inputs_digest"] == digest(self.prompt_inputs):
+                if overwrite:
+                    forget_others(self.directory, self.answer_inputs)
                 return read_prompts(self.directory / PROMPTS)
             if not overwrite:
                 raise UserError(

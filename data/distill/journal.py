@@ -161,6 +161,15 @@ def read_outcomes(path: Path, inputs: dict[str, Any]) -> Iterator[Outcome]:
                 ) from error
 
 
+def forget_others(directory: Path, inputs: dict[str, Any]) -> None:
+    """Deletes the journals that were made from other inputs."""
+    for path in journals(directory):
+        with path.open("rb") as handle:
+            header = handle.readline()
+        if header.endswith(b"\n") and json.loads(header).get("inputs_digest") != digest(inputs):
+            path.unlink()
+
+
 def forget_failed(directory: Path, inputs: dict[str, Any]) -> int:
     """Takes failed rows out of all journals, so that they are asked again; how many there were.
 

@@ -26,12 +26,11 @@ def flaws(outcome: Outcome, config: GateConfig) -> list[str]:
     """The names of a done row's flaws, in FLAWS' order; "repeated" needs the other rows and is not looked for."""
     found = set()
     for question, answer in zip(outcome.turns, outcome.answers, strict=True):
-        text = "\n".join(part for part in (answer.reasoning, answer.content) if part)
         if answer.is_cut:
             found.add("cut")
         if not answer.content.strip():
             found.add("empty")
-        if is_loop(text, config):
+        if any(is_loop(part, config) for part in (answer.reasoning or "", answer.content)):
             found.add("loop")
         if is_foreign(question, answer.content, config.foreign_share):
             found.add("language")

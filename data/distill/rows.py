@@ -1,7 +1,7 @@
 """Answered conversations as rows to train on: text where the chat template gives the target's tokens back, else tokens.
 
 Tokens it is where the ids came with the answers, where an answer is cut (a template would end it, as the target did
-not), and where the template leaves out the thinking that the target wrote.
+not), and where the template rewrites what the target wrote (leaves its thinking out, or trims its blanks).
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,13 @@ def training_rows(outcome: Outcome, thinking: Thinking) -> list[dict[str, Any]]:
     if all(answer.token_ids is not None and answer.prompt_token_ids is not None for answer in outcome.answers):
         pairs = [(list(answer.prompt_token_ids or ()), list(answer.token_ids or ())) for answer in outcome.answers]
         return [{"id": outcome.id, **row} for row in _joined(pairs)]
-    drops = thinking.is_dropped and any(answer.reasoning for answer in outcome.answers)
-    if drops or any(answer.is_cut for answer in outcome.answers):
-        return [{"id": outcome.id, **row} for row in _joined(_spelt(outcome, thinking))]
-    return [{"id": outcome.id, "messages": messages(outcome, thinking)}]
+    turns = messages(outcome, thinking)
+    places = [place for place, message in enumerate(turns) if message["role"] == "assistant"]
+    answered = list(zip(places, outcome.answers, strict=True))
+    if all(not answer.is_cut and thinking.gives_back(turns[: at + 1], answer) for at, answer in answered):
+        return [{"id": outcome.id, "messages": turns}]
+    pairs = [(thinking.prompt_ids(turns[:at]), answer_ids(answer, thinking)) for at, answer in answered]
+    return [{"id": outcome.id, **row} for row in _joined(pairs)]
 
 
 def messages(outcome: Outcome, thinking: Thinking) -> list[Message]:
@@ -38,16 +41,6 @@ def answer_ids(answer: Answer, thinking: Thinking) -> list[int]:
         return list(answer.token_ids)
     end = thinking.end_id()
     return thinking.ids(thinking.spelt(answer)) + ([] if answer.is_cut or end is None else [end])
-
-
-def _spelt(outcome: Outcome, thinking: Thinking) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) in tokens for each answer."""
-    turns = messages(outcome, thinking)
-    places = [place for place, message in enumerate(turns) if message["role"] == "assistant"]
-    return [
-        (thinking.prompt_ids(turns[:place]), answer_ids(answer, thinking))
-        for place, answer in zip(places, outcome.answers, strict=True)
-    ]
 
 
 def _joined(pairs: Sequence[tuple[list[int], list[int]]]) -> list[dict[str, list[int]]]:

@@ -28,11 +28,6 @@ class Thinking:
         question: list[Message] = [{"role": "user", "content": "?"}]
         self.is_opened = self.prompt(question).rstrip().endswith(OPEN)
 
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the template leaves the thinking of an answer out, so that only tokens can hold it."""
-        return self._place is None
-
     def read(self, answer: Answer) -> Answer:
         """The answer with thinking in tags told apart from its content."""
         text = answer.content
@@ -64,6 +59,11 @@ class Thinking:
             return f"{start}{thought}"
         content = answer.content.lstrip("\n")
         return f"{start}{thought}\n{CLOSE}\n\n{content}"
+
+    def gives_back(self, messages: Sequence[Message], answer: Answer) -> bool:
+        """Whether the template renders the answer, the last of the messages, as the target wrote it."""
+        text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False))
+        return text.startswith(self.prompt(messages[:-1]) + self.spelt(answer))
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """What the target reads before it answers."""
