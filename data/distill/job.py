@@ -8,7 +8,7 @@ from typing import Any
 
 from data.distill.config import DistillConfig
 from data.distill.journal import FOLDER, Journal, Shard, forget_failed, forget_others
-from data.distill.merge import Summary, all_outcomes, merge
+from data.distill.merge import Summary, all_rows, merge
 from data.distill.page import render
 from data.distill.prompts import Prompt, make_prompts, read_prompts, skip_counts, write_prompts
 from data.distill.run import Interview, answer_all
@@ -78,7 +78,7 @@ class Job:
         """This job's rows that have not ended yet, and how many have; failed ones may be taken up again."""
         if retry_failed:
             forget_failed(self.directory, self.answer_inputs)
-        ended = {outcome.id for outcome in all_outcomes(self.directory, self.answer_inputs)}
+        ended = {place.id for place in all_rows(self.directory, self.answer_inputs)}
         own = [prompt for position, prompt in enumerate(prompts) if position in shard]
         waiting = [prompt for prompt in own if prompt.id not in ended]
         return waiting, len(own) - len(waiting)

@@ -6,20 +6,22 @@ A line is whole or it is the file's torn last one, which is cut off when the fil
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from data.distill.answer import Answer
 from model.errors import UserError
-from model.files import digest
+from model.files import digest, write_atomically
 
 Status = Literal["done", "skipped", "failed"]
 SYNC_SECONDS = 5.0  # what a crash of the machine may cost; a killed process loses nothing
 FOLDER = "journal"
+BEGINNING = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", ')  # of a row's line
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,26 @@ def journals(directory: Path) -> list[Path]:
     return sorted((directory / FOLDER).glob("shard-*.jsonl"))
 
 
-def read_outcomes(path: Path, inputs: dict[str, Any]) -> Iterator[Outcome]:
+@dataclass(frozen=True)
+class Place:
+    """Where a row's line stands, without what is in it: answers with their ids are long."""
+
+    id: str
+    status: Status
+    path: Path
+    offset: int
+
+    def read(self) -> Outcome:
+        """The row; UserError when its line is damaged."""
+        with self.path.open("rb") as handle:
+            handle.seek(self.offset)
+            try:
+                return Outcome.of(json.loads(handle.readline()))
+            except (ValueError, KeyError, TypeError) as error:
+                raise _damaged(self.path, self.offset) from error
+
+
+def ended_rows(path: Path, inputs: dict[str, Any]) -> Iterator[Place]:
     """The rows of one journal, without a torn last line; UserError when it was made from other inputs."""
     with path.open("rb") as handle:
         header = handle.readline()
@@ -150,15 +171,20 @@ def read_outcomes(path: Path, inputs: dict[str, Any]) -> Iterator[Outcome]:
                 f"{path}: holds answers made with another {' and '.join(other) or 'version'}; choose another --run, or "
                 f"replace them with --overwrite"
             )
-        for number, line in enumerate(handle, start=2):
+        offset = len(header)
+        for line in handle:
             if not line.endswith(b"\n"):
                 return
-            try:
-                yield Outcome.of(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f"{path}:{number}: no whole row; delete the line, its row is then asked again"
-                ) from error
+            match = BEGINNING.match(line)
+            if match is None or not line.endswith(b"}\n"):
+                raise _damaged(path, offset)
+            status: Any = match[2].decode()
+            yield Place(match[1].decode(), status, path, offset)
+            offset += len(line)
+
+
+def _damaged(path: Path, offset: int) -> UserError:
+    return UserError(f"{path}: byte {offset:,}: no whole row; delete the line, its row is then asked again")
 
 
 def forget_others(directory: Path, inputs: dict[str, Any]) -> None:
@@ -175,8 +201,6 @@ def forget_failed(directory: Path, inputs: dict[str, Any]) -> int:
 
     No other job may be at work: UserError where one is.
     """
-    from model.files import write_text
-
     forgotten = 0
     for path in journals(directory):
         with path.open("rb") as handle:
@@ -184,13 +208,22 @@ def forget_failed(directory: Path, inputs: dict[str, Any]) -> int:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise UserError(f"{path}: another process writes it; wait for it, or end it first") from error
-            outcomes = list(read_outcomes(path, inputs))
-            kept = [outcome for outcome in outcomes if outcome.status != "failed"]
-            if len(kept) < len(outcomes):
-                header = handle.readline().decode("utf-8")
-                write_text(path, header + "".join(outcome.line() for outcome in kept))
-                forgotten += len(outcomes) - len(kept)
+            places = list(ended_rows(path, inputs))
+            kept = [place for place in places if place.status != "failed"]
+            if len(kept) < len(places):
+                write_atomically(path, lambda new: _write_kept(handle, kept, new))  # noqa: B023 (it is called at once)
+                forgotten += len(places) - len(kept)
     return forgotten
+
+
+def _write_kept(handle: BinaryIO, kept: list[Place], new: Path) -> None:
+    """Copies the header and these rows of an open journal."""
+    handle.seek(0)
+    with new.open("wb") as file:
+        file.write(handle.readline())
+        for place in kept:
+            handle.seek(place.offset)
+            file.write(handle.readline())
 
 
 def _cut_torn_line(handle: Any, path: Path) -> None:

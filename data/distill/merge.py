@@ -2,13 +2,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from data.distill.config import GateConfig
-from data.distill.journal import Outcome, journals, read_outcomes
+from data.distill.journal import Outcome, Place, ended_rows, journals
 from data.distill.overlap import words
 from data.distill.prompts import Prompt
 from data.distill.quality import FLAWS, flaws
@@ -63,25 +63,23 @@ class Summary:
         return {"size": self.vocab_size, "used": len(ranked), "tokens": total, "covered_by_most_frequent": covered}
 
 
-def all_outcomes(directory: Path, inputs: dict[str, Any]) -> Iterator[Outcome]:
+def all_rows(directory: Path, inputs: dict[str, Any]) -> Iterator[Place]:
     """The rows of every job, in the journals' order; a row that two jobs have ended comes twice."""
     for path in journals(directory):
-        yield from read_outcomes(path, inputs)
+        yield from ended_rows(path, inputs)
 
 
-def require_complete(prompts: Sequence[Prompt], outcomes: dict[str, Outcome], directory: Path) -> None:
+def require_complete(prompts: Sequence[Prompt], ended: Collection[str], directory: Path) -> None:
     """UserError unless every input row has ended, and nothing else has."""
-    missing = [prompt.id for prompt in prompts if prompt.id not in outcomes]
+    missing = [prompt.id for prompt in prompts if prompt.id not in ended]
     if missing:
         raise UserError(
             f"{directory}: {len(missing):,} of {len(prompts):,} rows have not ended (the first: {missing[0]}); run "
             f"the jobs that are left, or all of them again: they go on where they stopped"
         )
-    foreign = outcomes.keys() - {prompt.id for prompt in prompts}
+    foreign = set(ended) - {prompt.id for prompt in prompts}
     if foreign:
-        raise UserError(
-            f"{directory}: the journals hold rows that are no input ({sorted(foreign)[0]}); use --overwrite"
-        )
+        raise UserError(f"{directory}: {sorted(foreign)[0]} in the journals is no input row; use --overwrite")
 
 
 def merge(
@@ -89,53 +87,66 @@ def merge(
 ) -> Summary:
     """Writes conversations.jsonl and outcomes.jsonl in the order of the prompts, and returns the summary.
 
-    The same rows give the same bytes, however many jobs and sittings they took.
+    The same rows give the same bytes, however many jobs and sittings they took. One row at a time is in memory.
     """
-    outcomes: dict[str, Outcome] = {}
+    places: dict[str, Place] = {}
     summary = Summary(vocab_size=len(thinking.tokenizer))
-    for outcome in all_outcomes(directory, inputs):
-        summary.repeats += outcome.id in outcomes
-        outcomes.setdefault(outcome.id, outcome)
-    require_complete(prompts, outcomes, directory)
-    ordered = [outcomes[prompt.id] for prompt in prompts]
+    for place in all_rows(directory, inputs):
+        summary.repeats += place.id in places
+        places.setdefault(place.id, place)
+    require_complete(prompts, places, directory)
+    ordered = [places[prompt.id] for prompt in prompts]
 
-    def write(path: Path) -> None:
-        with path.open("w", encoding="utf-8", errors="replace") as rows:
-            _write_rows(ordered, gate, thinking, summary, rows)
+    def write(conversations: Path, outcomes: Path) -> None:
+        with (
+            conversations.open("w", encoding="utf-8", errors="replace") as rows,
+            outcomes.open("w", encoding="utf-8", errors="replace") as ends,
+        ):
+            _write_rows(ordered, gate, thinking, summary, (rows, ends))
 
-    write_atomically(directory / CONVERSATIONS, write)
-    write_atomically(directory / OUTCOMES, lambda path: _write_outcomes(path, ordered, gate))
+    write_atomically(
+        directory / CONVERSATIONS,
+        lambda rows: write_atomically(directory / OUTCOMES, lambda ends: write(rows, ends)),
+    )
     if not summary.kept:
         raise UserError(f"{directory}: no row is left to train on: {_reasons(summary)}")
     return summary
 
 
-def _write_outcomes(path: Path, ordered: Sequence[Outcome], gate: GateConfig) -> None:
-    with path.open("w", encoding="utf-8", errors="replace") as handle:
-        handle.writelines(outcome.line() for outcome in ordered)
-
-
 def _write_rows(
-    ordered: Sequence[Outcome], gate: GateConfig, thinking: Thinking, summary: Summary, handle: TextIO
+    ordered: Sequence[Place], gate: GateConfig, thinking: Thinking, summary: Summary, files: tuple[TextIO, TextIO]
 ) -> None:
+    """Each row's conversations into the first file, how it ended into the second."""
+    rows, ends = files
     asked: set[str] = set()
-    for outcome in ordered:
+    for place in ordered:
+        outcome = place.read()
         summary.rows += 1
         summary.status[outcome.status] += 1
+        end: dict[str, Any] = {"id": outcome.id, "status": outcome.status, "place": outcome.place}
         if outcome.status != "done":
             summary.why[f"{outcome.status}: {outcome.why}"] += 1
-            continue
-        found = flaws(outcome, gate)
-        key = digest(words(outcome.turns[0])) if outcome.invented is not None and outcome.turns else ""
-        if key and key in asked:
-            found.append("repeated")
+            end["why"] = outcome.why
+        else:
+            found = _all_flaws(outcome, gate, asked)
+            summary.flaws.update(found)
+            _show(outcome, found, summary)
+            is_kept = not any(getattr(gate, name) == "drop" for name in found)
+            summary.dropped += not is_kept
+            end |= {"kept": is_kept, "flaws": found, "answers": len(outcome.answers), "tokens": outcome.num_tokens}
+            if is_kept:
+                _keep(outcome, thinking, summary, rows)
+        ends.write(json.dumps(end, ensure_ascii=False) + "\n")
+
+
+def _all_flaws(outcome: Outcome, gate: GateConfig, asked: set[str]) -> list[str]:
+    """The row's flaws, "repeated" among them where an invented problem is in asked, to which it is added."""
+    found = flaws(outcome, gate)
+    if outcome.invented is not None and outcome.turns:
+        key = digest(words(outcome.turns[0]))
+        found += ["repeated"] if key in asked else []
         asked.add(key)
-        summary.flaws.update(found)
-        _show(outcome, found, summary)
-        if any(getattr(gate, name) == "drop" for name in found):
-            summary.dropped += 1
-            continue
-        _keep(outcome, thinking, summary, handle)
+    return found
 
 
 def _keep(outcome: Outcome, thinking: Thinking, summary: Summary, handle: TextIO) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from data.chat import end_of_turn_ids
 from data.distill.answer import Answer, Request
 from data.distill.config import DistillConfig, SourceConfig
-from data.distill.prompts import Prompt
+from data.distill.journal import Outcome, ended_rows, journals
+from data.distill.prompts import Prompt, read_prompts
 from data.distill.thinking import Thinking
 from tests import tiny
 
@@ -45,3 +46,11 @@ def asking(answer: Callable[[Request], Answer] = echo) -> Any:
 def write_rows(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def outcomes(run: Path) -> list[Outcome]:
+    """All rows of a run's journals, in the order of its prompts."""
+    job = run / "distilled"
+    header = json.loads(journals(job)[0].read_text(encoding="utf-8").splitlines()[0])
+    places = {place.id: place for path in journals(job) for place in ended_rows(path, header["inputs"])}
+    return [places[prompt.id].read() for prompt in read_prompts(job / "prompts.jsonl")]

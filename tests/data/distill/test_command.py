@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import yaml
 from data.main import main
 from model.errors import exit_code
 from tests import tiny
-from tests.data.distill.answering import write_rows
+from tests.data.distill.answering import outcomes, write_rows
 
 Command = Callable[..., int]
 ROWS, TOKENS = 6, 12
@@ -52,10 +51,6 @@ def recipe(tmp_path: Path) -> Path:
     )
 
 
-def outcomes(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "distilled/outcomes.jsonl").read_text().splitlines()]
-
-
 def test_greedy_answers_are_the_targets_own_and_are_what_is_trained_on(
     command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +83,7 @@ def test_a_whole_distillation_is_reused_and_another_recipes_is_refused(
     assert command("distill", "--config", recipe, *other) == 2
     assert "sampling.max_tokens: 12 there, 5 asked" in capsys.readouterr().err
     assert command("distill", "--config", recipe, *other, "--overwrite") == 0
-    assert max(row["answers"][0]["num_tokens"] for row in outcomes(tmp_path / "run")) == 5
+    assert max(row.num_tokens for row in outcomes(tmp_path / "run")) == 5
     assert command("distill", "--config", recipe, "--overwrite") == 0
     assert (tmp_path / "run/distilled/outcomes.jsonl").read_bytes() == before
 
@@ -100,7 +95,7 @@ def test_another_gate_asks_nothing_again(
     journal = tmp_path / "run/distilled/journal/shard-00001-of-00001.jsonl"
     before, num_cut = (
         journal.read_bytes(),
-        sum(row["answers"][0]["finish"] != "stop" for row in outcomes(tmp_path / "run")),
+        sum(row.answers[0].is_cut for row in outcomes(tmp_path / "run")),
     )
     capsys.readouterr()
     command("distill", "--config", recipe, "--distill.gate.cut", "drop", "--overwrite")
@@ -161,15 +156,15 @@ def test_the_recipes_own_measuring_prompts_are_never_asked(
     )
     assert not (tmp_path / "run").exists()
     assert command("distill", "--config", path) == 0
-    assert [row["status"] for row in outcomes(tmp_path / "run")] == ["done"] * 3 + ["skipped"] * 2 + ["done"]
+    assert [row.status for row in outcomes(tmp_path / "run")] == ["done"] * 3 + ["skipped"] * 2 + ["done"]
 
 
 def test_a_prompt_that_leaves_no_room_is_skipped(command: Command, recipe: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "questions.jsonl", [{"prompt": "Please. " * 300}, {"prompt": "Why?"}])
     assert command("distill", "--config", recipe) == 0
     long, short = outcomes(tmp_path / "run")
-    assert (long["status"], long["why"]) == ("skipped", "too long for the target's context with max_tokens")
-    assert short["status"] == "done"
+    assert (long.status, long.why) == ("skipped", "too long for the target's context with max_tokens")
+    assert short.status == "done"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from data.distill.answer import Answer, Request, Unanswered
 from data.distill.config import DistillConfig, GateConfig
-from data.distill.journal import Journal, Outcome, Shard, forget_failed, journals, read_outcomes
+from data.distill.journal import Journal, Outcome, Shard, ended_rows, forget_failed, journals
 from data.distill.merge import merge
 from data.distill.overlap import Overlap
 from data.distill.prompts import Prompt
@@ -28,7 +28,7 @@ def interview(ask: Any, settings: DistillConfig | None = None, questions: tuple[
 
 def sit(directory: Path, rows: list[Prompt], ask: Any, shard: Shard = ONE, width: int = 4) -> None:
     """One sitting: what no journal has ended yet is asked."""
-    ended = {outcome.id for path in journals(directory) for outcome in read_outcomes(path, INPUTS)}
+    ended = {place.id for path in journals(directory) for place in ended_rows(path, INPUTS)}
     waiting = [row for place, row in enumerate(rows) if place in shard and row.id not in ended]
 
     async def run() -> None:
@@ -113,7 +113,7 @@ def test_a_journal_has_one_writer_and_one_identity(tmp_path: Path) -> None:
     with Journal(tmp_path, ONE, INPUTS), pytest.raises(UserError, match="another process writes it"):
         Journal(tmp_path, ONE, INPUTS).__enter__()
     with pytest.raises(UserError, match="made with another target; choose another --run"):
-        list(read_outcomes(journals(tmp_path)[0], {"target": "other"}))
+        list(ended_rows(journals(tmp_path)[0], {"target": "other"}))
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = journals(tmp_path)[0]
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], "{damaged}\n", *lines[3:]]))
-    with pytest.raises(UserError, match=r"jsonl:3: no whole row; delete the line"):
-        list(read_outcomes(path, INPUTS))
+    with pytest.raises(UserError, match=r"jsonl: byte \d+: no whole row; delete the line"):
+        list(ended_rows(path, INPUTS))
 
 
 def test_failed_rows_are_asked_again_only_when_that_is_wished(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_failed_rows_are_asked_again_only_when_that_is_wished(tmp_path: Path) ->
 
     sit(tmp_path, rows, asking(moody))
     sit(tmp_path, rows, asking())
-    assert [o.id for o in read_outcomes(journals(tmp_path)[0], INPUTS) if o.status == "failed"] == ["0:2"]
+    assert [o.id for o in ended_rows(journals(tmp_path)[0], INPUTS) if o.status == "failed"] == ["0:2"]
     assert forget_failed(tmp_path, INPUTS) == 1
     sit(tmp_path, rows, asking())
-    assert {o.status for o in read_outcomes(journals(tmp_path)[0], INPUTS)} == {"done"}
+    assert {o.status for o in ended_rows(journals(tmp_path)[0], INPUTS)} == {"done"}
     sit(tmp_path / "whole", rows, asking())
     assert merged(tmp_path, rows) == merged(tmp_path / "whole", rows)
 

@@ -1,7 +1,6 @@
 """A real server in front of the target: what it answers is the target's own, and no fault loses or doubles a row."""
 
 import importlib.util
-import json
 import os
 import random
 import signal
@@ -19,7 +18,7 @@ import torch
 from data.main import main
 from model.errors import exit_code
 from tests import tiny
-from tests.data.distill.answering import write_rows
+from tests.data.distill.answering import outcomes, write_rows
 from tests.data.distill.faults import Proxy, Script, TargetServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,9 +64,7 @@ def distill(path: Path, *words: str) -> int:
 
 def texts(place: Path) -> list[tuple[str, tuple[str, ...]]]:
     """(id, answers) of every row, in order."""
-    lines = (place / "run/distilled/outcomes.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [(row["id"], tuple(answer["content"] for answer in row["answers"])) for row in rows]
+    return [(row.id, tuple(answer.content for answer in row.answers)) for row in outcomes(place / "run")]
 
 
 @pytest.fixture(scope="module")
