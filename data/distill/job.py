@@ -67,8 +67,8 @@ class Job:
                     f"{self.directory}: holds the prompts of other sources or settings; choose another --run, or "
                     f"replace them, and the answers to them, with --overwrite"
                 )
-        made = make_prompts(self.config, questions)
-        shutil.rmtree(self.directory / FOLDER, ignore_errors=True)
+            shutil.rmtree(self.directory / FOLDER, ignore_errors=True)
+        made = make_prompts(self.config, questions)  # several jobs may do so at once: they write the same
         write_prompts(self.directory / PROMPTS, made)
         facts = {"rows": len(made), "skipped": dict(skip_counts(made))}
         write_json(record, {"inputs_digest": digest(self.prompt_inputs), "inputs": self.prompt_inputs, **facts})

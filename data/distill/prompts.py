@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from data.chat import LONE_SURROGATE
 from data.distill import personas
 from data.distill.config import DistillConfig, SamplingConfig, SourceConfig
 from data.distill.overlap import Overlap, words
@@ -107,9 +108,19 @@ def _prompt(row: RawRow, source: SourceConfig, identity: str, config: DistillCon
         if error.reason == UNKNOWN_KEYS and row.number == 1:
             raise UserError(f"{row.place} {error.sentence}") from error
         return replace(plain, skip=error.reason)
-    made = replace(made, turns=made.turns[: config.max_turns])
+    made = replace(
+        made,
+        turns=tuple(_whole(turn) for turn in made.turns[: config.max_turns]),
+        system=None if made.system is None else _whole(made.system),
+        invent=None if made.invent is None else _whole(made.invent),
+    )
     sampling_of(made, config.sampling)  # refuses a row's own settings before anything is asked
     return made
+
+
+def _whole(text: str) -> str:
+    """The text without halves of surrogate pairs, which no tokenizer and no server takes."""
+    return LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _of_conversation(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:

@@ -14,7 +14,7 @@ from data.distill.overlap import Overlap
 from data.distill.prompts import OVERLAPS, Prompt, sampling_of
 from data.distill.thinking import Thinking
 from data.progress import bar
-from data.shapes import Message
+from data.shapes import Message, UnusableRow
 
 
 class Interview:
@@ -60,6 +60,10 @@ class Interview:
     async def _draw(self, prompt: Prompt, messages: Sequence[Message], turn: str) -> Answer:
         sampling = sampling_of(prompt, self.config.sampling)
         request = Request(tuple(messages), sampling, seed_of(self.config.seed, prompt.id, turn))
+        try:
+            self.thinking.prompt(messages)
+        except UnusableRow as error:
+            raise Unanswered("skipped", error.reason) from error
         return self.thinking.read(await self.ask(request))
 
     def _question(self, invented: Answer) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from data.distill.answer import Answer
-from data.shapes import Message
+from data.shapes import Message, UnusableRow
 from model.errors import UserError
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -62,13 +62,12 @@ class Thinking:
 
     def gives_back(self, messages: Sequence[Message], answer: Answer) -> bool:
         """Whether the template renders the answer, the last of the messages, as the target wrote it."""
-        text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False))
+        text = self._rendered(messages, False)
         return text.startswith(self.prompt(messages[:-1]) + self.spelt(answer))
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """What the target reads before it answers."""
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return str(text)
+        """What the target reads before it answers; UnusableRow when the template refuses the conversation."""
+        return self._rendered(messages, True)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of `prompt`."""
@@ -82,7 +81,7 @@ class Thinking:
     def end_id(self) -> int | None:
         """The token with which the template ends an answer; null where none of the target's stands there."""
         messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE_CONTENT}]
-        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        text = self._rendered(messages, False)
         tail = self.ids(text[text.rfind(PROBE_CONTENT) + len(PROBE_CONTENT) :])
         return next((token for token in tail if token in self.end_ids), self.tokenizer.eos_token_id)
 
@@ -96,9 +95,19 @@ class Thinking:
         for name, message in forms.items():
             messages = [{"role": "user", "content": "?"}, message]
             try:
-                text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
-            except (TemplateError, TypeError, ValueError, LookupError):
+                text = self._rendered(messages, False)
+            except UnusableRow:
                 continue
             if PROBE_THOUGHT in text:
                 return name
         return None
+
+    def _rendered(self, messages: Sequence[Message], opens_answer: bool) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=opens_answer
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            message = (str(error) or type(error).__name__).splitlines()[0]
+            raise UnusableRow(f"the chat template refuses it: {message[:120]}", "") from error
+        return str(text)

@@ -81,6 +81,15 @@ def test_tokens_are_drawn_from_the_lms_law_after_its_own_ones() -> None:
         torch.testing.assert_close(found.features[row, :length], states, rtol=1e-4, atol=1e-4)
 
 
+def test_an_end_of_a_turn_is_never_drawn() -> None:
+    source, lm = target(), draft()
+    batch = marked(plain(), CONFIG, 0)
+    assert batch.redrawn is not None
+    likely = set(drawn(batch, lm, source).input_ids[batch.redrawn].tolist())
+    other = OnPolicySupply(lm, OnlineFeatures(source, ()), 320, likely)(batch)
+    assert likely and not likely & set(other.input_ids[batch.redrawn].tolist())
+
+
 def losses(batch: Batch, lm: Any, source: Target) -> dict[str, Tensor]:
     output = DraftLMObjective(source.ends, CONFIG)(DistilledLM(lm, CONFIG, 320), batch)
     return {name: value.detach() for name, (_, value, _) in output.terms.items()}

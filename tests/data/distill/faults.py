@@ -74,6 +74,8 @@ class Script:
     answered: Counter[str] = field(default_factory=Counter)  # last message -> whole answers that went out
     bodies: list[dict[str, Any]] = field(default_factory=list)
     slow_s: float = 3.0
+    under_way: int = 0
+    most_under_way: int = 0
 
 
 class Proxy:
@@ -107,6 +109,15 @@ class _Handler(BaseHTTPRequestHandler):
         with self.lock:
             number, self.script.count = self.script.count, self.script.count + 1
             self.script.bodies.append(asked)
+            self.script.under_way += 1
+            self.script.most_under_way = max(self.script.most_under_way, self.script.under_way)
+        try:
+            self._meet(number, asked, body)
+        finally:
+            with self.lock:
+                self.script.under_way -= 1
+
+    def _meet(self, number: int, asked: dict[str, Any], body: bytes) -> None:
         fault = self.script.fault(number)
         if fault.isdecimal():
             self._send(int(fault), json.dumps({"error": {"message": f"planted {fault}"}}).encode())

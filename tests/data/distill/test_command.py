@@ -69,6 +69,7 @@ def test_greedy_answers_are_the_targets_own_and_are_what_is_trained_on(
     assert command("features", "--config", recipe, "--features.after_blocks", "[]") == 0
 
 
+@pytest.mark.slow
 def test_a_whole_distillation_is_reused_and_another_recipes_is_refused(
     command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +104,7 @@ def test_another_gate_asks_nothing_again(
     assert journal.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_shards_are_merged_to_what_one_job_writes(
     command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +121,18 @@ def test_shards_are_merged_to_what_one_job_writes(
         assert one.read_bytes() == two.read_bytes()
 
 
+def test_a_job_that_finds_no_prompts_leaves_the_others_journals_alone(
+    command: Command, recipe: Path, tmp_path: Path
+) -> None:
+    """Jobs that start together all make the prompts; a slower one must not undo what a faster one has begun."""
+    assert command("distill", "--config", recipe, "--shard", "1/2") == 0
+    (tmp_path / "run/distilled/prompts.json").unlink()
+    assert command("distill", "--config", recipe, "--shard", "2/2") == 0
+    assert command("distill", "--config", recipe, "--merge") == 0
+    assert len(outcomes(tmp_path / "run")) == ROWS
+
+
+@pytest.mark.slow
 def test_a_draft_head_changes_nothing_but_the_speed(
     command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,10 @@ def test_instructions_that_many_evaluation_questions_share_are_no_overlap(tmp_pa
         made(tmp_path, rows, questions[:1], kind="prompts")
 
 
+def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
+    assert made(tmp_path, [{"prompt": "So \ud83d what?"}], kind="prompts")[0].turns == ("So \ufffd what?",)
+
+
 def test_the_seed_draws_the_rows_and_samples_have_ids_of_their_own(tmp_path: Path) -> None:
     rows = [{"prompt": f"Question {n}?"} for n in range(50)]
     source = SourceConfig(str(write_rows(tmp_path / "rows.jsonl", rows)), "prompts", num_rows=10, samples=2)

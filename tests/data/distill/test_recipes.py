@@ -17,6 +17,7 @@ from tests.data.distill.faults import Proxy, Script
 
 pytest.importorskip("openai", reason="needs the extra 'distill' (pip install -e .[distill])")
 
+pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).resolve().parents[3] / "configs/distill"
 Command = Callable[..., int]
 

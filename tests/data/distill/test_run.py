@@ -16,6 +16,7 @@ from data.distill.overlap import Overlap
 from data.distill.prompts import Prompt
 from data.distill.run import Interview, answer_all
 from model.errors import UserError
+from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill.answering import asking, config, echo, prompts, thinking
 
 INPUTS = {"target": "tiny"}
@@ -191,6 +192,15 @@ def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
     assert (near.status, near.why) == ("skipped", "the invented problem overlaps an evaluation question")
     cut = outcome(Prompt("0:1", "x", invent="Invent."), lambda _: Answer("Problem: 2 +", "length", 3))
     assert (cut.status, cut.why) == ("skipped", "the invented problem is cut")
+
+
+def test_a_conversation_that_the_template_refuses_is_skipped_unasked() -> None:
+    def never(_: Request) -> Answer:
+        raise AssertionError("asked")
+
+    refusing = Interview(asking(never), thinking(NO_SYSTEM), config(), Overlap((), 8))
+    ended = asyncio.run(refusing.outcome(Prompt("0:1", "x", ("a",), system="s")))
+    assert (ended.status, ended.why) == ("skipped", "the chat template refuses it: System role not supported")
 
 
 def test_a_request_has_the_same_seed_whichever_job_draws_it() -> None:
