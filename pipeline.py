@@ -129,7 +129,17 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
         value = getattr(arguments, flag, None)
         if value is not None:
             overrides.append(f"{key}={value}")
+    if any(pair.startswith("head.kind=") for pair in overrides):
+        overrides = [*_without_tree(arguments.config, overrides), *overrides]
     return yaml_recipe.load(arguments.config, Recipe, overrides)
+
+
+def _without_tree(path: Path, overrides: list[str]) -> list[str]:
+    """The override that forgets the file's `tree`, where others give the head another kind than the file's."""
+    head = yaml_recipe.read_yaml(path)[0].get("head")
+    kind = head.get("kind", HeadConfig.kind) if isinstance(head, dict) else HeadConfig.kind
+    asked = [pair.partition("=")[2] for pair in overrides if pair.startswith("head.kind=")][-1]
+    return [] if asked == kind else ["tree={}"]
 
 
 METHOD_SECTIONS = ("tree.", "typical.", *(f"{name}." for name in OPTIONS))

@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 
 from model.formats.content import SPECULATIVE_TOKENS
 from model.formats.sglang_taps import CHECKED
-from model.hub import HUB_ID, is_public
+from model.hub import HUB_ID, is_on_hub
 from model.public import is_local_source, last_part, sources
 
 NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
@@ -35,7 +35,7 @@ class CardFacts:
 def render_card(facts: CardFacts) -> str:
     """README.md with its front matter (licence, base_model, tags)."""
     kind, layout = facts.found["kind"], facts.found["layout"]
-    base_model = facts.target if is_public(facts.target) else None
+    base_model = facts.target if is_on_hub(facts.target) else None
     front: dict[str, Any] = {"license": facts.licence, "base_model": base_model}
     front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "draft-head", kind, "aerie"]}
     if layout == "speculators":

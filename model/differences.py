@@ -5,7 +5,7 @@ import dataclasses
 from model.formats.content import Export, HeadContent, HeadFiles
 from model.formats.taps import NUMBERED
 from model.heads.eagle3 import EMBEDDING
-from model.hub import is_public
+from model.hub import is_on_hub
 
 BOOKKEEPING = {  # keys of config.json that say nothing about how a head drafts
     *("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
@@ -29,7 +29,7 @@ def differences(files: HeadFiles, content: HeadContent, made: Export, target: st
             f"its {content.speculative_tokens} drafts per cycle are left out: such a server takes them on its "
             f"command line"
         )
-    if is_speculators and not is_public(target):
+    if is_speculators and not is_on_hub(target):
         notes.append(f"servers are told to load {target}, which is a local path; give its Hub id with --target-name")
     return notes
 

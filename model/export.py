@@ -17,7 +17,7 @@ from model.files import directory_atomically, write_json
 from model.formats.content import AnyConfig, Destination, HeadContent, HeadFiles
 from model.formats.layouts import WRITABLE, Layout, read_content
 from model.formats.sglang import SERVER, ZERO_BIAS
-from model.head_files import CONFIG, digests
+from model.head_files import CALIBRATOR, CONFIG, digests
 from model.heads.eagle3 import EMBEDDING, Eagle3Config
 from model.hub import head_directory
 from model.target import TargetEnds, default_taps, load_config, load_ends
@@ -101,6 +101,8 @@ def export(
         _, _, again, state_again = whole(place, target, None)
         _require_equal((content.config, state), (again.config, state_again), to)
     notes = (*content.guesses, *differences(files, content, made, target.destination.target), *made.notes)
+    if (directory / CALIBRATOR).is_file():
+        notes = (*notes, f"{CALIBRATOR} left out: it is of the head as it lies in {directory}; servers do not read it")
     return Exported(output / weights.name, len(made.tensors), layout.name, notes)
 
 

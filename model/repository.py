@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from model.errors import UserError
+from model.head_files import CALIBRATOR
 from model.hub import readable_errors
 
 TAG = "aerie"  # in the front matter of every card of this project
@@ -16,7 +17,7 @@ WEIGHTS = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin|(medusa|hydra)_lm_head\.pt"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
-RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", "summary.json")
+RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "summary.json")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import yaml
 
 from model.card import CardFacts, measured_rows, render_card
 from model.errors import UserError
-from model.files import read_json
+from model.files import content_digest, read_json
 from model.formats.layouts import is_whole_model, read_config, recognise
-from model.head_files import CONFIG, digests, find_weights
-from model.hub import is_public
+from model.head_files import CALIBRATOR, CONFIG, digests, find_weights
+from model.hub import is_on_hub
 from model.inspection import inspect_head
 from model.public import last_part, public, public_names
 from model.weights import tensor_names
@@ -89,6 +89,7 @@ def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipm
         notes.append(f"local paths in {', '.join(changed)} are shipped as public names; the files here stay")
     files: dict[str, Path | bytes] = {path.name: path for path in _weights(directory)}
     files |= {name: _written(name, told[name]) if name in changed else places[name] for name in records if told[name]}
+    files |= _calibrator(directory, files[CONFIG])
     files["README.md"] = render_card(
         CardFacts(
             repo=order.repo,
@@ -121,12 +122,26 @@ def _require_head(directory: Path, repo: str) -> None:
         ) from error
 
 
+def _calibrator(directory: Path, config: Path | bytes) -> dict[str, Path | bytes]:
+    """calibrator.json for the head as it is shipped, where there is one that was fitted for it as it lies here.
+
+    It names the head by digests, and the config.json that is shipped may be another.
+    """
+    place, known = directory / CALIBRATOR, digests(directory)
+    found = _table(place)
+    if not found or found.get("head") != known:
+        return {}
+    if isinstance(config, Path):
+        return {CALIBRATOR: place}
+    return {CALIBRATOR: _written(CALIBRATOR, {**found, "head": {**known, CONFIG: content_digest(config)}})}
+
+
 def _target(order: Order, found: dict[str, Any]) -> tuple[str, list[str]]:
     """What the world is told to load as the target, and notes; UserError where nobody says."""
     named = order.target_name or found["target"]["recorded"]
     if named is None:
         raise UserError(f"{order.directory}: does not say which target it is for; name it with --target-name")
-    if is_public(named):
+    if is_on_hub(named):
         return named, []
     name = last_part(named)
     how = "name it as on the Hub with --target-name user/name"

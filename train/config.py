@@ -15,7 +15,7 @@ KINDS = {  # of heads whose training reads a key; a key that is not here is read
     **dict.fromkeys(("feature_weight", "classification_weight", "feature_noise", "noise_length_scaling"), EAGLE1),
     **dict.fromkeys(("unroll_steps", "unroll_decay", "divisor", "mask_outside_vocabulary"), EAGLE3),
     **dict.fromkeys(("label_weight", "law_weight", "head_decay", "dropout"), MULTI),
-    **dict.fromkeys(("distill_weight", "token_weight", "on_policy", "on_policy_tokens"), ("draft_lm",)),
+    **dict.fromkeys(("distill", "distill_weight", "token_weight", "on_policy", "on_policy_tokens"), ("draft_lm",)),
     "loss": (*EAGLE1, *EAGLE3, *MULTI),
 }
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from infer.calibration import calibrator
+from infer.calibration.calibrator import Calibrator
 from model.checkpoint import save_head
 from model.errors import UserError
 from model.export import export
@@ -163,6 +165,26 @@ def test_no_local_path_and_nobodys_name_leaves_the_machine(
         ]
         assert any("config.json" in note and "shipped as public names" in note for note in shipment.notes)
     assert str(target) in (place / "config.json").read_text()  # what is here stays
+
+
+def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(tmp_path: Path) -> None:
+    def shipped(place: Path, out: Path) -> Path:
+        out.mkdir()
+        files = pack(Order(place, "me/head"), Permissions(without_results=True), is_dirty=False).files
+        for name, file in files.items():
+            (out / name).write_bytes(file if isinstance(file, bytes) else file.read_bytes())
+        return out
+
+    for number, target in enumerate(("a/b", str(tmp_path / "target"))):  # with the second, config.json is another there
+        place = tmp_path / f"head{number}"
+        save_head(published.eagle3(), place, target_path=target)
+        fitted = Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(place))
+        calibrator.save(fitted, place)
+        assert calibrator.load(shipped(place, tmp_path / f"out{number}")).temperature == 1.5
+    save_head(published.eagle3(seed=3), place, target_path="a/b")
+    assert "calibrator.json" not in {path.name for path in shipped(place, tmp_path / "other").iterdir()}
+    done = export(place, "sglang", tmp_path / "export", ends_facts())
+    assert any(note.startswith("calibrator.json left out") for note in done.notes)
 
 
 def test_records_without_local_paths_are_shipped_as_they_are(head: Path) -> None:
