@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import model_validator
 
 from data.config import DataConfig, FeaturesConfig, SyntheticConfig
+from data.distill.config import DistillConfig
 from infer.config import USUAL, BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, name_rule
 from infer.guess_config import OPTIONS
 from infer.tuning.config import TuneConfig
@@ -37,6 +38,7 @@ class Recipe:
     bench: BenchConfig | None = None
     tune: TuneConfig | None = None
     synthetic: SyntheticConfig | None = None
+    distill: DistillConfig | None = None
     output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
     seed: int = 0
@@ -64,6 +66,10 @@ class RunPaths:
     @property
     def conversations(self) -> Path:
         return self.root / "conversations"
+
+    @property
+    def distilled(self) -> Path:
+        return self.root / "distilled"
 
     @property
     def features(self) -> Path:

@@ -1,6 +1,6 @@
 """The data commands.
 
-python data/main.py synthetic|show|features --config RECIPE [--section.key VALUE ...]
+python data/main.py synthetic|distill|show|features --config RECIPE [--section.key VALUE ...]
 accelerate launch data/main.py features --config RECIPE
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import pipeline
 from data.index import is_complete
-from data.inputs import feature_inputs, state_inputs
+from data.inputs import feature_inputs, state_inputs, target_inputs
 from data.provenance import Stage, with_status, write_status
 from model.errors import UserError, exit_code
 from model.recipe import as_dict
@@ -34,6 +34,7 @@ def main() -> int:
     chosen: dict[str, Callable[[argparse.Namespace, pipeline.Recipe], int]] = {}
     for command, summary in (
         (synthetic, "write the embedded corpus and train its tokenizer"),
+        (distill, "have the target answer prompts"),
         (show, "print conversations with the loss mask"),
         (features, "run the target over the conversations and cache its states"),
     ):
@@ -44,7 +45,11 @@ def main() -> int:
         if name == "show":
             options.add_argument("--limit", type=int, default=3, help="how many rows (3)")
             options.add_argument("--plain", action="store_true", help="brackets instead of colour")
-        if name == "features":
+        if name == "distill":
+            options.add_argument("--shard", default="1/1", metavar="I/N", help="this job's share of the rows (1/1)")
+            options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
+            options.add_argument("--retry-failed", action="store_true", help="ask failed rows again")
+        if name in ("distill", "features"):
             options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     arguments, unknown = parser.parse_known_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stopped job cleans up as after Ctrl-C
@@ -71,6 +76,47 @@ def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         print(f"synthetic: {config.num_conversations:,} conversations, 2 x {config.num_prompts:,} prompts to {where}")
         return 0
     return with_status(pipeline.RunPaths(root).status, "synthetic", lambda: ("done", _write_synthetic(recipe, *stages)))
+
+
+def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Writes RUN/distilled, or a job's share of it, or reuses it; with --plan only counts the prompts."""
+    from data.distill.job import Job
+    from data.distill.journal import Shard
+
+    if recipe.distill is None:
+        raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
+    shard = Shard.of(arguments.shard)
+    try:
+        target = target_inputs(recipe.target)
+    except UserError:
+        if arguments.is_whole:
+            return 1  # the stage before has not written the target yet
+        raise
+    job = Job.of(pipeline.RunPaths(Path(recipe.run)).distilled, recipe.distill, target, _evaluation(recipe))
+    if job.stage.is_whole() and not arguments.retry_failed:
+        return 0 if arguments.is_whole else _reuse("distill", job.stage, Path(recipe.run), arguments.plan)
+    if arguments.is_whole:
+        return 1
+    _be_quiet()
+    questions = _evaluation_questions(recipe)
+    if arguments.plan:
+        from data.distill.prompts import make_prompts, plan_line
+
+        print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
+        return 0
+    from data.distill.command import Sitting, distilled
+
+    sitting = Sitting(shard, arguments.merge, arguments.retry_failed, arguments.overwrite)
+    sitting.require_sense()
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    return with_status(
+        pipeline.RunPaths(Path(recipe.run)).status,
+        f"distill {shard}" if shard.count > 1 else "distill",
+        lambda: (
+            "done",
+            distilled(job, sitting, recipe.target, questions, lambda thinking: _local(recipe, thinking), key),
+        ),
+    )
 
 
 def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
@@ -146,6 +192,64 @@ def _write_synthetic(recipe: pipeline.Recipe, corpus: Stage, tokenizer: Stage) -
     return 0
 
 
+def _local(recipe: pipeline.Recipe, thinking: Any) -> Any:
+    """The target in this process, with the run's draft head where there is one."""
+    import torch
+
+    from data.distill.local import LocalTarget
+    from infer.decoders import usual_decoder
+    from infer.hardware import default_device
+    from infer.methods import usual_tree
+    from model.target import Target
+
+    assert recipe.distill is not None
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    target = Target.load(recipe.target, default_device())
+    head = pipeline.RunPaths(Path(recipe.run)).head(recipe)
+    drafts = recipe.distill.decoder == "auto" and (head / "config.json").is_file()
+    decoder = usual_decoder(
+        target, str(head) if drafts else None, usual_tree(recipe.head.kind, recipe.tree) if drafts else None
+    )
+    print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
+
+    def decode(prompt: list[int], sampling: Any, seed: int) -> list[int]:
+        generation = decoder.generate(
+            torch.tensor([prompt], device=target.device),
+            generator=torch.Generator(target.device).manual_seed(seed),
+            do_sample=sampling.temperature > 0,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k or 0, 0),
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=sorted(thinking.end_ids),
+        )
+        return generation.new_ids
+
+    limits = [getattr(target.config, "max_position_embeddings", None)]
+    limits += [decoder.proposer.max_positions] if decoder.proposer is not None else []
+    return LocalTarget(decode, thinking, min((limit for limit in limits if limit is not None), default=None))
+
+
+def _evaluation(recipe: pipeline.Recipe) -> list[Any]:
+    """Where the evaluation questions of the recipe's own sections come from, JSON-ready."""
+    sections = (recipe.bench, recipe.calibrate)
+    return [as_dict(section.prompts) for section in sections if section is not None]
+
+
+def _evaluation_questions(recipe: pipeline.Recipe) -> list[str]:
+    """All turns of the evaluation questions: those that the recipe measures with, and those of distill.exclude."""
+    from infer.task_config import PromptsConfig, TaskConfig
+    from infer.tasks import load_prompts
+
+    assert recipe.distill is not None
+    tasks = tuple(TaskConfig(each.name, each.path, each.revision) for each in recipe.distill.exclude)
+    wanted = [section.prompts for section in (recipe.bench, recipe.calibrate) if section is not None]
+    wanted = [replace(prompts, num_prompts=None, turns=None) for prompts in wanted]
+    wanted += [PromptsConfig(tasks=tasks, num_prompts=None)] if tasks else []
+    return [turn for prompts in wanted for prompt in load_prompts(prompts) for turn in prompt.turns]
+
+
 def _write_features(recipe: pipeline.Recipe, stage: Stage, overwrite: bool) -> int:
     _be_quiet()
     import torch
@@ -200,21 +304,15 @@ def _planned(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, rank: int) 
 
 def _tokenised(recipe: pipeline.Recipe, rank: int) -> tuple[Any, Any, Any]:
     """(TokenisedData, tokenizer, Tally) of the recipe's conversations."""
-    from transformers import GenerationConfig
-
-    from data.chat import end_of_turn_ids
+    from data.chat import target_end_ids
     from data.tally import Tally
     from data.tokens import tokenize
     from model.target import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.target)
-    try:
-        stops = GenerationConfig.from_pretrained(recipe.target.path, revision=recipe.target.revision).eos_token_id
-    except OSError:  # the file is optional
-        stops = None
     tally = Tally()
     data = tokenize(
-        recipe.data, tokenizer, end_of_turn_ids(tokenizer, stops), tally, disable_bar=None if rank == 0 else True
+        recipe.data, tokenizer, target_end_ids(recipe.target, tokenizer), tally, disable_bar=None if rank == 0 else True
     )
     return data, tokenizer, tally
 
