@@ -1,7 +1,8 @@
 """The data commands.
 
-python data/main.py synthetic|show|features --config RECIPE [--section.key VALUE ...]
+python data/main.py synthetic|show|features|check|read --config RECIPE [--section.key VALUE ...]
 accelerate launch data/main.py features --config RECIPE
+python data/main.py features --config RECIPE --shard 1/8
 """
 
 import sys
@@ -15,7 +16,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pipeline
 from data.index import is_complete
@@ -23,6 +24,9 @@ from data.inputs import feature_inputs, state_inputs
 from data.provenance import Stage, with_status, write_status
 from model.errors import UserError, exit_code
 from model.recipe import as_dict
+
+if TYPE_CHECKING:
+    from data.plan import CachePlan, Share
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
 
@@ -36,6 +40,8 @@ def main() -> int:
         (synthetic, "write the embedded corpus and train its tokenizer"),
         (show, "print conversations with the loss mask"),
         (features, "run the target over the conversations and cache its states"),
+        (check, "read every byte of the feature cache and say what is wrong where; exit code 1 if anything is"),
+        (read, "measure how fast the feature cache is read in training's order"),
     ):
         name = command.__name__
         options = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
@@ -45,10 +51,20 @@ def main() -> int:
             options.add_argument("--limit", type=int, default=3, help="how many rows (3)")
             options.add_argument("--plain", action="store_true", help="brackets instead of colour")
         if name == "features":
-            options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
+            _feature_options(options)
+        if name == "read":
+            options.add_argument("--steps", type=int, default=50, help="training steps whose rows are read (50)")
+            options.add_argument("--step-ms", type=float, help="a step's own time (the last one in metrics.jsonl)")
     arguments, unknown = parser.parse_known_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stopped job cleans up as after Ctrl-C
     return chosen[arguments.command](arguments, pipeline.load(arguments, unknown))
+
+
+def _feature_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
+    options.add_argument("--shard", metavar="I/N", help="make the I-th of N shares (1/N to N/N), as an array job does")
+    options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend what is broken in it")
+    options.add_argument("--estimate", action="store_true", help="like --plan, with hours from a few timed forwards")
 
 
 def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
@@ -108,20 +124,59 @@ def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
             return 1  # the stage before has not written the target yet
         raise
     stage = Stage("features", pipeline.RunPaths(root).features, inputs)
-    if stage.is_whole() and is_complete(stage.output):
-        return 0 if arguments.is_whole else _reuse("features", stage, root, arguments.plan)
+    if stage.is_whole() and is_complete(stage.output) and not arguments.verify:
+        return 0 if arguments.is_whole else _reuse("features", stage, root, arguments.plan or arguments.estimate)
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
-    if arguments.plan:
+    if arguments.plan or arguments.estimate:
         _be_quiet()
-        _planned(recipe, stage, arguments.overwrite, rank=0)
+        share = _share(arguments)
+        plan = _planned(recipe, stage, share, arguments.overwrite, rank=0)[0]
+        return _timed(recipe, plan, share) if arguments.estimate else 0
+    status = pipeline.RunPaths(root).status
+    if arguments.shard is not None:
+        share = _share(arguments)
+        status = status.with_name(f"status-features-{share.number}-of-{share.count}.json")
+    return with_status(status, "features", lambda: _write_features(recipe, stage, arguments))
+
+
+def check(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Says what is wrong with RUN/features, and 0 or 1."""
+    directory = pipeline.RunPaths(Path(recipe.run)).features
+    if arguments.plan:
+        print(f"check: {directory}")
         return 0
-    return with_status(
-        pipeline.RunPaths(root).status,
-        "features",
-        lambda: ("done", _write_features(recipe, stage, arguments.overwrite)),
-    )
+    from data.check import check as findings
+
+    found = findings(directory)
+    print(found.text(directory), flush=True)
+    return 1 if found.problems else 0
+
+
+def read(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Prints GB/s, and the share of a training step that is spent waiting."""
+    paths, train = pipeline.RunPaths(Path(recipe.run)), recipe.train
+    if arguments.steps < 1:
+        raise UserError(f"--steps: must be at least 1, not {arguments.steps}")
+    if arguments.plan:
+        print(f"read: {arguments.steps:,} steps of {paths.features}")
+        return 0
+    import torch
+
+    from data.batches import Order, ShardPools
+    from data.cache import FeatureCache
+    from data.reading import last_step_ms, measure
+
+    torch.set_num_threads(1)
+    rows, at_once = FeatureCache.open(paths.features).split("train"), recipe.features.shuffle_shards
+    pools = None if at_once is None else ShardPools(rows.shards, at_once)
+    order = Order(rows.lengths, train.seed, train.batch_size, train.accumulation, 1, pools)
+    step_ms = arguments.step_ms or last_step_ms(paths.root / "metrics.jsonl", recipe.head.kind)
+    print(measure(rows, order, arguments.steps, None if step_ms is None else step_ms / 1000).text(), flush=True)
+    if step_ms is None:
+        print(f"read: {paths.root} has trained nothing yet; name a step's time with --step-ms to see the waiting")
+    return 0
 
 
 def _write_synthetic(recipe: pipeline.Recipe, corpus: Stage, tokenizer: Stage) -> int:
@@ -146,34 +201,66 @@ def _write_synthetic(recipe: pipeline.Recipe, corpus: Stage, tokenizer: Stage) -
     return 0
 
 
-def _write_features(recipe: pipeline.Recipe, stage: Stage, overwrite: bool) -> int:
+def _write_features(recipe: pipeline.Recipe, stage: Stage, arguments: argparse.Namespace) -> tuple[str, int]:
+    """(state, exit code)."""
     _be_quiet()
     import torch
 
-    from data.features import extract, text_fingerprint
+    from data.features import Clock, extract, text_fingerprint
     from model.target import Target
 
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    state = _processes(recipe)
-    plan, tokenizer, facts = _planned(recipe, stage, overwrite, state.process_index)
+    state, share, clock = _processes(recipe), _share(arguments), Clock()
+    plan, tokenizer, facts = _planned(recipe, stage, share, arguments.overwrite, state.process_index)
     target = Target.load(recipe.target, state.device)
-    index = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data))
+    index = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, clock)
+    speed = f"; {clock.line()}" if clock.tokens else ""
     if index is not None:
         record = stage.finish(
             **facts, tokens=index.num_tokens, bytes=index.num_bytes, batch_tokens=recipe.features.batch_tokens
         )
-        speed = index.num_tokens / max(record["seconds"], 0.1)
-        size = f"{index.num_tokens:,} tokens, {index.num_bytes / 2**20:,.1f} MiB"
-        print(
-            f"features: {size} in {record['seconds']:,.1f} s ({speed:,.0f} tok/s with the loading): {stage.output}",
-            flush=True,
-        )
+        amount = f"{index.num_tokens:,} tokens, {index.num_bytes / 2**20:,.1f} MiB"
+        print(f"features: {amount} in {record['seconds']:,.1f} s with the loading{speed}: {stage.output}", flush=True)
+        if index.error is not None:
+            print(f"features: {plan.storage.name}: {index.error.line()}", flush=True)
+    elif state.is_main_process:
+        left = len(plan.missing())
+        print(f"features: share {share.number}/{share.count} is written{speed}; {left:,} shards are left", flush=True)
     state.destroy_process_group()
+    return ("done" if share.count == 1 or index is not None else "share-done"), 0
+
+
+def _share(arguments: argparse.Namespace) -> "Share":
+    from data.plan import Share
+
+    return Share() if arguments.shard is None else Share.of(arguments.shard)
+
+
+def _timed(recipe: pipeline.Recipe, plan: "CachePlan", share: "Share") -> int:
+    """Prints the hours that the missing shards take, from some forwards of the target."""
+    import torch
+
+    from data.features import forward_speed
+    from model.target import Target
+
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    missing = plan.missing(share.part(len(plan.shards), 0, 1))
+    tokens = sum(map(plan.tokens_of, missing))
+    speed = forward_speed(Target.load(recipe.target, "cuda:0" if torch.cuda.is_available() else "cpu"), plan)
+    hours = tokens / speed / 3600
+    print(
+        f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now, one process) take {hours:,.2f} h; "
+        f"n equal processes or jobs (--shard i/n) take an n-th of it",
+        flush=True,
+    )
     return 0
 
 
-def _planned(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, rank: int) -> tuple[Any, Any, dict[str, Any]]:
+def _planned(
+    recipe: pipeline.Recipe, stage: Stage, share: "Share", overwrite: bool, rank: int
+) -> tuple["CachePlan", Any, dict[str, Any]]:
     """(CachePlan, tokenizer, facts) after every check that needs no weights; rank 0 prints the estimate."""
     from data.plan import estimate, plan_cache, require_own_shards, require_space
     from data.tokens import statistics
@@ -191,10 +278,11 @@ def _planned(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, rank: int) 
     facts = {"train": statistics(data.train).line(), "held_out": statistics(data.held_out).line()}
     if rank == 0:
         print(
-            "\n".join([tally.table(), *(f"{name}: {line}" for name, line in facts.items()), estimate(plan)]), flush=True
+            "\n".join([tally.table(), *(f"{name}: {line}" for name, line in facts.items()), estimate(plan, share)]),
+            flush=True,
         )
     require_own_shards(plan, overwrite)
-    require_space(plan)
+    require_space(plan, share)
     return plan, tokenizer, facts
 
 

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from data.batches import Batch, Order, TokenisedRow, collate, prefetched
+from data.batches import Batch, Order, ShardPools, TokenisedRow, collate, prefetched
 from data.progress import bar
 from model.errors import UserError
 from train import resume
@@ -55,6 +55,7 @@ class Job:
     supply: Supply | None = None
     measure: Measure | None = None
     overwrite: bool = False
+    pools: ShardPools | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Loop:
         self.job, self.config, self.accelerator = job, job.config, accelerator
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
         config = self.config
-        self.order = Order(job.lengths, config.seed, config.batch_size, config.accumulation, self.world)
+        self.order = Order(job.lengths, config.seed, config.batch_size, config.accumulation, self.world, job.pools)
         self.total = total_steps(config, self.order.steps_per_epoch)
         self.progress, folder = resume.find(job.state, resume.Progress(recipe, self.world), job.overwrite)
         self.twin = (

@@ -38,7 +38,7 @@ def direct(target: Target, row: Row) -> tuple[Tensor, Tensor]:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
 
 
 def run(target: Target, plan: CachePlan) -> None:

@@ -259,7 +259,10 @@ def test_a_draft_lm_learns_the_targets_laws_from_the_cache_and_alike_without_one
     [
         (["--train.measure_prompts", "2"], "train.measure_prompts: decodes with draft heads"),
         (["--train.packing", "true"], "train.packing: packs rows for eagle3"),
-        (["--head.kind", "eagle1", "--head.hidden_size", "null"], "belongs to draft_lm, this head is eagle1; leave it out"),
+        (
+            ["--head.kind", "eagle1", "--head.hidden_size", "null"],
+            "belongs to draft_lm, this head is eagle1; leave it out",
+        ),
         (["--head.max_position_embeddings", "100"], "data.max_length: 128 is beyond"),
         (["--run", "nowhere"], "nowhere/features: no such feature cache; build it with:"),
         (["--head.init_from", "OTHER"], "a draft LM shares the tokenizer of its target"),
