@@ -7,7 +7,7 @@ not on which process makes it; so any number of processes and jobs, and after th
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,8 @@ def extract(
             return None
         made = _index(plan, {**fingerprint, "target": target.fingerprint()})
         index.write_index(plan.directory, made)
-        _forget_locks(plan)
+        if lock.acquire(wait=False):  # nobody else is at work
+            _forget_locks(plan)
     return made
 
 
@@ -153,25 +154,21 @@ class Extraction:
 
     def _pass(self, shards: Sequence[int], pool: ThreadPoolExecutor, wait: bool) -> list[int]:
         """The shards that another process holds; the others are made."""
-        busy, written = [], None
-        for shard in list(shards):
-            with explained(self.plan.directory):
-                lock = Lock(self.plan.directory / WRITING / f"{shard:05d}")
-            try:
+        busy: list[int] = []
+        written: Future[None] | None = None
+        for shard in shards:
+            with explained(self.plan.directory), ExitStack() as stack:
+                lock = stack.enter_context(Lock(self.plan.directory / WRITING / f"{shard:05d}"))
                 if not lock.acquire(wait=wait):
                     busy.append(shard)
-                    lock.release()
-                    continue
-                if self._is_whole(shard):  # another process has made it meanwhile
-                    lock.release()
-                    continue
-                save = self._filled(shard)
-            except BaseException:
-                lock.release()
-                raise
-            _result(written)
-            written = pool.submit(self._save, shard, save, lock)
-        _result(written)
+                elif not self._is_whole(shard):  # another process may have made it meanwhile
+                    save = self._filled(shard)
+                    if written is not None:
+                        written.result()
+                    stack.pop_all()  # the writer frees it
+                    written = pool.submit(self._save, shard, save, lock)
+        if written is not None:
+            written.result()
         return busy
 
     def _save(self, shard: int, save: Callable[[], Any], lock: Lock) -> None:
@@ -224,11 +221,6 @@ def _forward(
         torch.cuda.synchronize(target.device)
     clock.forward_seconds += time.perf_counter() - before
     return output, mask
-
-
-def _result(written: "Future[None] | None") -> None:
-    if written is not None:
-        written.result()
 
 
 def _pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
