@@ -34,7 +34,8 @@ class Findings:
         if self.unsealed:
             lines.append(f"{directory}: {self.unsealed:,} shards have no checksums: their values were not looked at")
         if self.problems:
-            lines.append(f"{len(self.problems):,} problems; write what is broken anew with: {COMMAND} --verify")
+            count = f"{len(self.problems):,} problem{'s' if len(self.problems) > 1 else ''}"
+            lines.append(f"{count}; write what is broken or missing anew, and nothing else, with: {COMMAND} --verify")
         return "\n".join(lines)
 
 

@@ -143,11 +143,11 @@ def estimate(plan: CachePlan, share: Share) -> str:
     todo = plan.missing(own)
     largest = max(plan.bytes_of(shard) for shard in range(len(plan.shards)))
     tokens = f"{len(plan.rows):,} rows, {plan.num_tokens:,} tokens x {plan.token_bytes:,} bytes ({plan.storage.name})"
-    mine = "" if share.count == 1 else f" of the {len(own):,} of share {share.number}/{share.count}"
+    mine = "them" if share.count == 1 else f"the {len(own):,} of share {share.number}/{share.count}"
     return (
         f"features: {tokens} = {size(plan.num_tokens * plan.token_bytes)}; "
         f"shards: {len(plan.shards):,} of at most {size(largest)}, two at a time in memory\n"
-        f"features: to write: {size(sum(map(plan.bytes_of, todo)))} in {len(todo):,} of them{mine}; "
+        f"features: to write: {size(sum(map(plan.bytes_of, todo)))} in {len(todo):,} of {mine}; "
         f"free on the disk: {size(_free_bytes(plan.directory))}"
     )
 
