@@ -93,14 +93,14 @@ def _wrong(reader: ShardReader, entry: ShardEntry | None, contents: CacheIndex |
     name = reader.path.name
     if entry is not None and contents is not None:
         if entry.checksum is not None and reader.seal != entry.checksum:
-            yield f"{name}: sound or not, it is not the shard that index.json lists (the index is stale)"
+            yield f"{name}: is not the shard that index.json lists: the index is stale"
             return
         lengths = [second - first for first, second in zip(reader.offsets, reader.offsets[1:], strict=False)]
         if lengths != list(contents.lengths[entry.first_row : entry.first_row + entry.num_rows]):
-            yield f"{name}: its rows are not as long as index.json says (the index is stale)"
+            yield f"{name}: its rows are not as long as index.json says: the index is stale"
             return
         if entry.rows != reader.rows:
-            yield f"{name}: holds other rows than index.json says (the index is stale)"
+            yield f"{name}: holds other rows than index.json says: the index is stale"
             return
     for place in range(len(reader.offsets) - 1):
         problem = _wrong_row(reader, place)

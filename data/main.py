@@ -166,14 +166,17 @@ def read(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
 
     from data.batches import Order, ShardPools
     from data.cache import FeatureCache
-    from data.reading import last_step_ms, measure
+    from data.reading import last_step, measure
 
     torch.set_num_threads(1)
     rows, at_once = FeatureCache.open(paths.features).split("train"), recipe.features.shuffle_shards
     pools = None if at_once is None else ShardPools(rows.shards, at_once)
     order = Order(rows.lengths, train.seed, train.batch_size, train.accumulation, 1, pools)
-    step_ms = arguments.step_ms or last_step_ms(paths.root / "metrics.jsonl", recipe.head.kind)
+    trained = last_step(paths.root / "metrics.jsonl", recipe.head.kind)
+    step_ms = arguments.step_ms or (None if trained is None else trained[0])
     print(measure(rows, order, arguments.steps, None if step_ms is None else step_ms / 1000).text(), flush=True)
+    if trained is not None:
+        print(f"read: the last steps that were really trained waited {trained[1]:.1%} of their time")
     if step_ms is None:
         print(f"read: {paths.root} has trained nothing yet; name a step's time with --step-ms to see the waiting")
     return 0

@@ -68,13 +68,14 @@ def measure(cache: FeatureCache, order: Order, num_steps: int, step_seconds: flo
     )
 
 
-def last_step_ms(metrics: Path, kind: str) -> float | None:
-    """The time of a step in the last record of a training of this kind, or None."""
+def last_step(metrics: Path, kind: str) -> tuple[float, float] | None:
+    """(milliseconds without waiting, share of the whole that was waited) of a training's last record, or None."""
     found = None
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
         record = json.loads(line)
         if record.get("kind") == kind and "step_ms" in record:
-            found = float(record["step_ms"]) * (1.0 - float(record.get("data_wait", 0.0)))
+            waited = float(record["data_wait_share"])
+            found = (float(record["step_ms"]) * (1.0 - waited), waited)
     return found
 
 

@@ -222,7 +222,7 @@ class Loop:
             epoch=self.order.epoch_of(step - 1),
             means=found,
             loss=sum(weight * found[name] for name, weight in self._term_weights.items()),
-            grad_norm=float(self._grad_norm),
+            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
             learning_rate=learning_rate(step - 1, self.total, self.config),
             peak_memory_gib=peak_memory_gib(self.device),
             **self.clock.flush(self.total - step),

@@ -105,6 +105,8 @@ def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each
         seen = [{row // 50 for row in rows} for rows in steps]
         for first in range(0, 100, 16):  # 16 steps are sorted by length together, and touch three pools of ten at most
             assert 2 <= len(set.union(*seen[first : first + 16])) <= 6
+    longest = [max(lengths[row] for row in order.rows(step)) for step in range(16)]
+    assert longest != sorted(longest, reverse=True)  # long steps do not come first
     assert order.rows(0) != Order(lengths, 4, 10, pools=ShardPools(shards, 2)).rows(0)
     assert order.rows(0) != order.rows(100)
     assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)

@@ -89,6 +89,19 @@ def test_each_damage_is_named_never_read_and_mended_alone(
     assert check(plan.directory).problems == ()
 
 
+def test_a_sound_shard_of_the_same_rows_and_size_by_another_target_is_not_taken_for_the_listed_one(
+    plan: CachePlan, target: Target, tmp_path: Path
+) -> None:
+    other = caches.plan(tmp_path / "other", target, DATA, after_blocks=(2,), shard_tokens=90)
+    extract(target, other, PartialState(), {})
+    shutil.copy(other.path_of(2), plan.path_of(2))
+    assert check(plan.directory).problems == (
+        "shard-00002.safetensors: is not the shard that index.json lists: the index is stale",
+    )
+    with pytest.raises(UserError, match=r"shard-00002\.safetensors: is not the shard that index\.json lists"):
+        list(FeatureCache.open(plan.directory))
+
+
 def test_a_change_of_any_byte_is_found(plan: CachePlan) -> None:
     path, digest = min((plan.path_of(n), plan.rows_digests[n]) for n in range(len(plan.shards)))
     size = path.stat().st_size

@@ -260,10 +260,11 @@ def test_reading_is_measured_beside_the_steps_of_the_last_training(
     assert command("read", "--config", recipe, "--steps", "2") == 0
     out = capsys.readouterr().out
     assert "GB/s" in out and "2 steps, " in out and "has trained nothing yet" in out
-    record = {"kind": "eagle1", "step": 1, "step_ms": 20.0, "data_wait": 0.5}
+    record = {"kind": "eagle1", "step": 1, "step_ms": 20.0, "data_wait_share": 0.5}
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     assert command("read", "--config", recipe, "--steps", "2", "--features.shuffle_shards", "1") == 0
-    assert "beside steps of 10 ms, " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "beside steps of 10 ms, " in out and "really trained waited 50.0%" in out
 
 
 def test_show_marks_the_answers(command: Command, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,7 @@ def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(form: Form,
     sizes = [shard.num_bytes for shard in stored.contents.shards]
     assert sum(sizes) < (0.75 if form == "bf16" else 0.6) * sum(shard.num_bytes for shard in plain.contents.shards)
     exact, read = (collate([cache[row] for row in (0, 4, 2)], (0, 4, 2), packed).to("cpu") for cache in (plain, stored))
+    assert read.scales is None and read.dtype is None
     width = target.hidden_size
     for whole, found, taps in ((exact.features, read.features, 1), (exact.taps, read.taps, 2)):
         assert whole is not None and found is not None and found.dtype == torch.float32
