@@ -40,6 +40,7 @@ demo: $(STAMP)
 	@$(call launched,zero2,train/main.py --config $(RECIPE))
 	@$(BIN)/python infer/main.py calibrate --config $(RECIPE)
 	@$(BIN)/python infer/main.py bench --config $(RECIPE)
+	@$(BIN)/python infer/main.py tune --config $(RECIPE)
 	@$(BIN)/python infer/main.py report --config $(RECIPE)
 
 # Every method's head beside the demo's own, in a run of its own; SEEDED turns a recipe of the embedded default there.
@@ -68,6 +69,7 @@ bench: $(STAMP)
 	tail -n 1 $(SEEDS)/eagle3.log
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds.yaml
+	@$(BIN)/python infer/main.py tune --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds.yaml
 
 bench-full: bench

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import model_validator
 
 from data.config import DataConfig, FeaturesConfig, SyntheticConfig
+from data.distill.config import DistillConfig
 from infer.config import USUAL, BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, name_rule
 from infer.guess_config import OPTIONS
 from infer.tuning.config import TuneConfig
@@ -37,6 +38,7 @@ class Recipe:
     bench: BenchConfig | None = None
     tune: TuneConfig | None = None
     synthetic: SyntheticConfig | None = None
+    distill: DistillConfig | None = None
     output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
     seed: int = 0
@@ -64,6 +66,10 @@ class RunPaths:
     @property
     def conversations(self) -> Path:
         return self.root / "conversations"
+
+    @property
+    def distilled(self) -> Path:
+        return self.root / "distilled"
 
     @property
     def features(self) -> Path:
@@ -123,7 +129,22 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
         value = getattr(arguments, flag, None)
         if value is not None:
             overrides.append(f"{key}={value}")
+    overrides = [*_forgotten(arguments.config, overrides), *overrides]
     return yaml_recipe.load(arguments.config, Recipe, overrides)
+
+
+def _forgotten(path: Path, overrides: list[str]) -> list[str]:
+    """The overrides that forget the file's trees where the command line asks for another head's kind or method."""
+    given = dict(pair.split("=", 1) for pair in overrides if pair.startswith(("head.kind=", "calibrate.method=")))
+    if not given:
+        return []
+    values = yaml_recipe.read_yaml(path)[0]
+    head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
+    kind = head.get("kind", HeadConfig.kind)
+    other_kind = given.get("head.kind", kind) != kind
+    method = calibrate.get("method") or USUAL.get(kind)
+    other_method = given.get("calibrate.method", method) != method or (other_kind and not calibrate.get("method"))
+    return [*(["tree={}"] if other_kind else []), *(["calibrate.tree={}"] if calibrate and other_method else [])]
 
 
 METHOD_SECTIONS = ("tree.", "typical.", *(f"{name}." for name in OPTIONS))

@@ -44,7 +44,8 @@ class Batch:
     taps: Tensor | None = None  # [B, T, L*D]
     noise: Tensor | None = None  # [B, T, D], what training adds to the features that go in
     documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
-    seeds: tuple[int, ...] | None = None  # one a row, of what training draws on the device (dropout)
+    seeds: tuple[int, ...] | None = None  # one a row, of what training draws on the device (dropout, tokens)
+    redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself in training
     scales: Tensor | None = None  # [B, T, 1 + L]
     dtype: torch.dtype | None = None
 

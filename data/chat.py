@@ -19,6 +19,7 @@ from tokenizers import Encoding, Tokenizer
 
 from data.conversations import Conversation, Tally, TokenRow
 from data.shapes import Message, UnusableRow
+from model.config import TargetConfig
 from model.errors import UserError
 from model.template import SHIPPED
 
@@ -60,6 +61,17 @@ def end_of_turn_ids(tokenizer: Any, generation_eos: int | Sequence[int] | None) 
     """The ids at which the target stops: the tokenizer's EOS and eos_token_id of the generation config."""
     listed = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
     return {*listed, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+
+
+def target_end_ids(config: TargetConfig, tokenizer: Any) -> set[int]:
+    """end_of_turn_ids of a target's tokenizer and its generation config, which is optional."""
+    from transformers import GenerationConfig
+
+    try:
+        stops = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+    except OSError:
+        stops = None
+    return end_of_turn_ids(tokenizer, stops)
 
 
 class Chat:

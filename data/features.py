@@ -18,9 +18,10 @@ from data import index, provenance
 from data.config import DataConfig
 from data.index import CacheIndex, ShardEntry, StorageError
 from data.locks import Lock
-from data.plan import PATTERN, CachePlan, Share, disk_full
+from data.plan import PATTERN, CachePlan, disk_full
 from data.progress import bar
 from data.shards import ShardBuffer, ShardReader, name_of
+from data.share import Share
 from data.storage import SAMPLE_TOKENS, encode, measured_error
 from model.errors import NotWritable, UserError
 from model.files import digest, explained, write_text
@@ -77,7 +78,7 @@ def extract(
         if rank != 0:
             return None
         missing = set(plan.missing())
-        if lost := sorted(missing.intersection(share.part(len(plan.shards), 0, 1))):
+        if lost := sorted(missing.intersection(share.part(len(plan.shards)))):
             found = plan.state_of(lost[0])
             raise UserError(f"{plan.path_of(lost[0])}: {found} after the extraction; run the same command again")
         if missing:

@@ -1,6 +1,7 @@
 """What a stage is made from, as digests of content: read without torch, so that a whole stage is told at once."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,13 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
 
 def conversation_inputs(config: DataConfig) -> dict[str, str]:
     """A digest for each local conversation file; names that are no local file are left to the loader."""
+    return named_inputs(config.conversations)
+
+
+def named_inputs(names: Iterable[str]) -> dict[str, str]:
+    """A digest for each local file of rows that is named, or lies below a directory that is."""
     digests = {}
-    for name in config.conversations:
+    for name in names:
         path = Path(name)
         if path.is_file():
             digests[name] = _content(path)

@@ -1,6 +1,6 @@
 """The data commands.
 
-python data/main.py synthetic|show|features|check|read --config RECIPE [--section.key VALUE ...]
+python data/main.py synthetic|distill|show|features|check|read --config RECIPE [--section.key VALUE ...]
 accelerate launch data/main.py features --config RECIPE
 python data/main.py features --config RECIPE --shard 1/8
 """
@@ -16,17 +16,15 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pipeline
 from data.index import is_complete
-from data.inputs import feature_inputs, state_inputs
+from data.inputs import feature_inputs, target_inputs
 from data.provenance import Stage, with_status, write_status
+from data.share import Share
 from model.errors import UserError, exit_code
 from model.recipe import as_dict
-
-if TYPE_CHECKING:
-    from data.plan import CachePlan, Share
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
 
@@ -38,6 +36,7 @@ def main() -> int:
     chosen: dict[str, Callable[[argparse.Namespace, pipeline.Recipe], int]] = {}
     for command, summary in (
         (synthetic, "write the embedded corpus and train its tokenizer"),
+        (distill, "have the target answer prompts"),
         (show, "print conversations with the loss mask"),
         (features, "run the target over the conversations and cache its states"),
         (check, "read every byte of the feature cache and say what is wrong where; exit code 1 if anything is"),
@@ -55,6 +54,12 @@ def main() -> int:
         if name == "read":
             options.add_argument("--steps", type=int, default=50, help="training steps whose rows are read (50)")
             options.add_argument("--step-ms", type=float, help="a step's own time (the last one in metrics.jsonl)")
+        if name == "distill":
+            options.add_argument("--shard", default="1/1", metavar="I/N", help="this job's share of the rows (1/1)")
+            options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
+            options.add_argument("--retry-failed", action="store_true", help="ask failed rows again")
+        if name == "distill":
+            options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     arguments, unknown = parser.parse_known_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stopped job cleans up as after Ctrl-C
     return chosen[arguments.command](arguments, pipeline.load(arguments, unknown))
@@ -89,6 +94,46 @@ def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     return with_status(pipeline.RunPaths(root).status, "synthetic", lambda: ("done", _write_synthetic(recipe, *stages)))
 
 
+def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Writes RUN/distilled, or a job's share of it, or reuses it; with --plan only counts the prompts."""
+    from data.distill.job import Job
+
+    if recipe.distill is None:
+        raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
+    shard = Share.of(arguments.shard)
+    try:
+        target = target_inputs(recipe.target)
+    except UserError:
+        if arguments.is_whole:
+            return 1  # the stage before has not written the target yet
+        raise
+    job = Job.of(pipeline.RunPaths(Path(recipe.run)).distilled, recipe.distill, target, _evaluation(recipe))
+    if job.stage.is_whole() and not arguments.retry_failed:
+        return 0 if arguments.is_whole else _reuse("distill", job.stage, Path(recipe.run), arguments.plan)
+    if arguments.is_whole:
+        return 1
+    _be_quiet()
+    questions = _evaluation_questions(recipe)
+    if arguments.plan:
+        from data.distill.prompts import make_prompts, plan_line
+
+        print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
+        return 0
+    from data.distill.command import Sitting, distilled
+
+    sitting = Sitting(shard, arguments.merge, arguments.retry_failed, arguments.overwrite)
+    sitting.require_sense()
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    return with_status(
+        pipeline.RunPaths(Path(recipe.run)).status,
+        f"distill {shard}" if shard.count > 1 else "distill",
+        lambda: (
+            "done",
+            distilled(job, sitting, recipe.target, questions, lambda thinking: _local(recipe, thinking), key),
+        ),
+    )
+
+
 def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     """Prints the first rows with the supervised tokens in green (bracketed with --plain)."""
     if arguments.limit < 1:
@@ -97,10 +142,11 @@ def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         print(f"show: {arguments.limit:,} rows of {', '.join(recipe.data.conversations)} through {recipe.target.path}")
         return 0
     _be_quiet()
+    from data.extraction import tokenised
     from data.preview import show as preview
 
     limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
-    data, tokenizer, tally = _tokenised(replace(recipe, data=replace(recipe.data, limit=limit)), rank=0)
+    data, tokenizer, tally = tokenised(recipe.target, replace(recipe.data, limit=limit), rank=0)
     print(preview([*data.train, *data.held_out], tokenizer, arguments.limit, color=not arguments.plain))
     print(f"\n{tally.table()}")
     return 0
@@ -129,16 +175,13 @@ def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
+    share, status = Share.of(arguments.shard or "1/1"), pipeline.RunPaths(root).status
+    words = (recipe.target, recipe.data, recipe.features, recipe.head, stage, share, arguments.overwrite)
     if arguments.plan or arguments.estimate:
-        _be_quiet()
-        share = _share(arguments)
-        plan = _planned(recipe, stage, share, arguments.overwrite, rank=0)[0]
-        return _timed(recipe, plan, share) if arguments.estimate else 0
-    status = pipeline.RunPaths(root).status
+        return _plan_features(recipe, words, arguments.estimate)
     if arguments.shard is not None:
-        share = _share(arguments)
-        status = status.with_name(f"status-features-{share.number}-of-{share.count}.json")
-    return with_status(status, "features", lambda: _write_features(recipe, stage, arguments))
+        status = status.with_name(f"status-features-{share.index}-of-{share.count}.json")
+    return with_status(status, "features", lambda: _write_features(recipe, words))
 
 
 def check(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
@@ -204,110 +247,92 @@ def _write_synthetic(recipe: pipeline.Recipe, corpus: Stage, tokenizer: Stage) -
     return 0
 
 
-def _write_features(recipe: pipeline.Recipe, stage: Stage, arguments: argparse.Namespace) -> tuple[str, int]:
-    """(state, exit code)."""
-    _be_quiet()
+def _local(recipe: pipeline.Recipe, thinking: Any) -> Any:
+    """The target in this process, with the run's draft head where there is one."""
     import torch
 
-    from data.features import Clock, extract, text_fingerprint
+    from data.distill.local import LocalTarget
+    from infer.decoders import usual_decoder
+    from infer.hardware import default_device
+    from infer.methods import usual_tree
     from model.target import Target
 
+    assert recipe.distill is not None
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    state, share, clock = _processes(recipe), _share(arguments), Clock()
-    plan, tokenizer, facts = _planned(recipe, stage, share, arguments.overwrite, state.process_index)
-    target = Target.load(recipe.target, state.device)
-    index = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, clock)
-    speed = f"; {clock.line()}" if clock.tokens else ""
-    if index is not None:
-        record = stage.finish(
-            **facts, tokens=index.num_tokens, bytes=index.num_bytes, batch_tokens=recipe.features.batch_tokens
-        )
-        amount = f"{index.num_tokens:,} tokens, {index.num_bytes / 2**20:,.1f} MiB"
-        print(f"features: {amount} in {record['seconds']:,.1f} s with the loading{speed}: {stage.output}", flush=True)
-        if index.error is not None:
-            print(f"features: {plan.storage.name}: {index.error.line()}", flush=True)
-    elif state.is_main_process:
-        left = len(plan.missing())
-        print(f"features: share {share.number}/{share.count} is written{speed}; {left:,} shards are left", flush=True)
-    state.destroy_process_group()
-    return ("done" if share.count == 1 or index is not None else "share-done"), 0
-
-
-def _share(arguments: argparse.Namespace) -> "Share":
-    from data.plan import Share
-
-    return Share() if arguments.shard is None else Share.of(arguments.shard)
-
-
-def _timed(recipe: pipeline.Recipe, plan: "CachePlan", share: "Share") -> int:
-    """Prints the hours that the missing shards take, from some forwards of the target."""
-    import torch
-
-    from data.features import forward_speed
-    from model.target import Target
-
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
-    missing = plan.missing(share.part(len(plan.shards), 0, 1))
-    tokens = sum(map(plan.tokens_of, missing))
-    speed = forward_speed(Target.load(recipe.target, "cuda:0" if torch.cuda.is_available() else "cpu"), plan)
-    hours = tokens / speed / 3600
-    print(
-        f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now, one process) take {hours:,.2f} h; "
-        f"n equal processes or jobs (--shard i/n) take an n-th of it",
-        flush=True,
+    target = Target.load(recipe.target, default_device())
+    head = pipeline.RunPaths(Path(recipe.run)).head(recipe)
+    drafts = recipe.distill.decoder == "auto" and (head / "config.json").is_file()
+    decoder = usual_decoder(
+        target, str(head) if drafts else None, usual_tree(recipe.head.kind, recipe.tree) if drafts else None
     )
+    print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
+
+    def decode(prompt: list[int], sampling: Any, seed: int) -> list[int]:
+        generation = decoder.generate(
+            torch.tensor([prompt], device=target.device),
+            generator=torch.Generator(target.device).manual_seed(seed),
+            do_sample=sampling.temperature > 0,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k or 0, 0),
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=sorted(thinking.end_ids),
+        )
+        return generation.new_ids
+
+    limits = [getattr(target.config, "max_position_embeddings", None)]
+    limits += [decoder.proposer.max_positions] if decoder.proposer is not None else []
+    return LocalTarget(decode, thinking, min((limit for limit in limits if limit is not None), default=None))
+
+
+def _evaluation(recipe: pipeline.Recipe) -> list[Any]:
+    """Where the evaluation questions of the recipe's own sections come from, JSON-ready."""
+    sections = (recipe.bench, recipe.calibrate)
+    return [as_dict(section.prompts) for section in sections if section is not None]
+
+
+def _evaluation_questions(recipe: pipeline.Recipe) -> list[str]:
+    """All turns of the evaluation questions: those that the recipe measures with, and those of distill.exclude."""
+    from infer.task_config import PromptsConfig, TaskConfig
+    from infer.tasks import load_prompts
+
+    assert recipe.distill is not None
+    tasks = tuple(TaskConfig(each.name, each.path, each.revision) for each in recipe.distill.exclude)
+    wanted = [section.prompts for section in (recipe.bench, recipe.calibrate) if section is not None]
+    wanted = [replace(prompts, num_prompts=None, turns=None) for prompts in wanted]
+    wanted += [PromptsConfig(tasks=tasks, num_prompts=None)] if tasks else []
+    return [turn for prompts in wanted for prompt in load_prompts(prompts) for turn in prompt.turns]
+
+
+def _plan_features(recipe: pipeline.Recipe, words: tuple[Any, ...], is_timed: bool) -> int:
+    _be_quiet()
+    from data.extraction import Sitting, planned, timed
+
+    plan = planned(Sitting(*words), rank=0)[0]
+    if is_timed:
+        timed(Sitting(*words), plan, _device(recipe))
     return 0
 
 
-def _planned(
-    recipe: pipeline.Recipe, stage: Stage, share: "Share", overwrite: bool, rank: int
-) -> tuple["CachePlan", Any, dict[str, Any]]:
-    """(CachePlan, tokenizer, facts) after every check that needs no weights; rank 0 prints the estimate."""
-    from data.plan import estimate, plan_cache, require_own_shards, require_space
-    from data.tokens import statistics
-    from model.target import load_config, taps_of
-    from model.vocab import check_size
+def _write_features(recipe: pipeline.Recipe, words: tuple[Any, ...]) -> tuple[str, int]:
+    _be_quiet()
+    from data.extraction import Sitting, write
 
-    hf_config = load_config(recipe.target)
-    text = hf_config.get_text_config()
-    taps = taps_of(recipe.head.kind, recipe.features.after_blocks, text.num_hidden_layers, recipe.target.path)
-    check_size(recipe.head.draft_vocab_size, text.vocab_size)
-    data, tokenizer, tally = _tokenised(recipe, rank)
-    origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
-    features = replace(recipe.features, after_blocks=taps)
-    plan = plan_cache(stage.output, data, features, recipe.target.path, hf_config, origin)
-    facts = {"train": statistics(data.train).line(), "held_out": statistics(data.held_out).line()}
-    if rank == 0:
-        print(
-            "\n".join([tally.table(), *(f"{name}: {line}" for name, line in facts.items()), estimate(plan, share)]),
-            flush=True,
-        )
-    require_own_shards(plan, overwrite)
-    require_space(plan, share)
-    return plan, tokenizer, facts
+    _device(recipe)
+    state = _processes(recipe)
+    ended = write(Sitting(*words), state)
+    state.destroy_process_group()
+    return ended
 
 
-def _tokenised(recipe: pipeline.Recipe, rank: int) -> tuple[Any, Any, Any]:
-    """(TokenisedData, tokenizer, Tally) of the recipe's conversations."""
-    from transformers import GenerationConfig
+def _device(recipe: pipeline.Recipe) -> str:
+    """Where one process's target goes; sets the threads that the recipe asks for."""
+    import torch
 
-    from data.chat import end_of_turn_ids
-    from data.tally import Tally
-    from data.tokens import tokenize
-    from model.target import load_tokenizer
-
-    tokenizer = load_tokenizer(recipe.target)
-    try:
-        stops = GenerationConfig.from_pretrained(recipe.target.path, revision=recipe.target.revision).eos_token_id
-    except OSError:  # the file is optional
-        stops = None
-    tally = Tally()
-    data = tokenize(
-        recipe.data, tokenizer, end_of_turn_ids(tokenizer, stops), tally, disable_bar=None if rank == 0 else True
-    )
-    return data, tokenizer, tally
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def _processes(recipe: pipeline.Recipe) -> Any:

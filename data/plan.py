@@ -13,6 +13,7 @@ from data.chat import Row
 from data.config import FeaturesConfig
 from data.index import pack
 from data.shards import State, rows_digest, state_of
+from data.share import Share
 from data.storage import TOKEN_BYTES, Storage
 from data.tokens import TokenisedData
 from model.errors import UserError
@@ -20,26 +21,6 @@ from model.files import digest
 from model.target import check_taps
 
 PATTERN = "shard-{:05d}.safetensors"
-
-
-@dataclass(frozen=True)
-class Share:
-    """The part of a cache that one job makes: number `number` of `count`, counted from 1; every count-th shard."""
-
-    number: int = 1
-    count: int = 1
-
-    @classmethod
-    def of(cls, text: str) -> "Share":
-        """'2/8' -> the second of eight; UserError for anything else."""
-        number, slash, count = text.partition("/")
-        if slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count):
-            return cls(int(number), int(count))
-        raise UserError(f"--shard: {text!r} is no i/n with 1 <= i <= n; the first of eight jobs is --shard 1/8")
-
-    def part(self, count: int, rank: int, world: int) -> range:
-        """The shards of process `rank` of `world` of this job, out of `count`."""
-        return range(self.number - 1, count, self.count)[rank::world]
 
 
 @dataclass(frozen=True)
@@ -139,11 +120,11 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
 
 def estimate(plan: CachePlan, share: Share) -> str:
     """The size of the cache and what is left to do of this share, in two lines."""
-    own = share.part(len(plan.shards), 0, 1)
+    own = share.part(len(plan.shards))
     todo = plan.missing(own)
     largest = max(plan.bytes_of(shard) for shard in range(len(plan.shards)))
     tokens = f"{len(plan.rows):,} rows, {plan.num_tokens:,} tokens x {plan.token_bytes:,} bytes ({plan.storage.name})"
-    mine = "them" if share.count == 1 else f"the {len(own):,} of share {share.number}/{share.count}"
+    mine = "them" if share.count == 1 else f"the {len(own):,} of share {share}"
     return (
         f"features: {tokens} = {size(plan.num_tokens * plan.token_bytes)}; "
         f"shards: {len(plan.shards):,} of at most {size(largest)}, two at a time in memory\n"
@@ -154,7 +135,7 @@ def estimate(plan: CachePlan, share: Share) -> str:
 
 def require_space(plan: CachePlan, share: Share) -> None:
     """UserError when the missing shards of this share do not fit on the disk."""
-    needed = sum(map(plan.bytes_of, plan.missing(share.part(len(plan.shards), 0, 1))))
+    needed = sum(map(plan.bytes_of, plan.missing(share.part(len(plan.shards)))))
     free = _free_bytes(plan.directory)
     if needed > free:
         raise UserError(

@@ -6,8 +6,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 LINE_SECONDS = 10.0  # between two lines of a log file
-FORMAT = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
-OPEN_FORMAT = "{desc}: {n_fmt}{unit}, {rate_fmt}"  # the total is not known
+FORMAT = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining} left{postfix}"
+OPEN_FORMAT = "{desc}: {n_fmt}{unit}, {rate_fmt}{postfix}"  # the total is not known
 
 
 class _Lines:

@@ -120,8 +120,12 @@ def _write_failure(path: Path, stage: str, state: str, code: int) -> None:
 
 
 def _argv() -> list[str]:
-    """The command without the machine's own directories."""
-    return [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+    """The command without the machine's own directories; a script of this checkout by its path in it."""
+    if not sys.argv:
+        return []
+    script, root = Path(sys.argv[0]), Path(__file__).resolve().parent.parent
+    inside = script.suffix == ".py" and script.resolve().is_relative_to(root)
+    return [script.resolve().relative_to(root).as_posix() if inside else script.name, *sys.argv[1:]]
 
 
 def _git(*arguments: str) -> str | None:

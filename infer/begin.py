@@ -76,6 +76,10 @@ def check_settings(settings: dict[str, Any]) -> None:
     except ValueError as error:
         option = next((name for name in given if str(error).startswith(name)), "sampling").replace("_", "-")
         raise UserError(f"--{option}: {error}") from error
+    law = next((name for name in ("top_k", "top_p") if name in given), None)
+    if law is not None and not given.get("temperature"):
+        option = law.replace("_", "-")
+        raise UserError(f"--{option}: shapes what is drawn, and greedy decoding draws nothing; add --temperature 1")
 
 
 def check_weights(heads: Sequence[str | None]) -> None:

@@ -136,7 +136,8 @@ class Published:
     """A method as its source has it. heads: the kinds that it drafts with, none: it needs no head; tree: null where it
     guesses without one.
 
-    sps is the method of a draft LM in any tree, eagle that of EAGLE heads in a static one.
+    sps is the method of a draft LM in any tree, as medusa and hydra are of theirs; eagle that of EAGLE heads in a
+    static one.
     """
 
     heads: tuple[str, ...] = ()
@@ -155,8 +156,8 @@ METHODS: dict[Method, Published] = {
     "sps-svip": Published(("draft_lm",), TreeConfig(shape="chain", levels=40, stop=EntropyConfig())),
     "sps-confidence": Published(("draft_lm",), TreeConfig(shape="chain", levels=20, stop=ConfidenceConfig())),
     **{name: Published(options=section) for name, section in SECTIONS.items()},
-    "medusa": Published(("medusa",), MEDUSA_TREE),
-    "hydra": Published(("hydra",), MEDUSA_TREE),
+    "medusa": Published(("medusa",), MEDUSA_TREE, shapes=("dynamic", "chain")),
+    "hydra": Published(("hydra",), MEDUSA_TREE, shapes=("dynamic", "chain")),
     "eagle": Published(EAGLE, TreeConfig(shape="static", choices="eagle1")),
     "eagle2": Published(("eagle1",), TreeConfig(levels=6)),
     "eagle3": Published(("eagle3",), TreeConfig(levels=8)),

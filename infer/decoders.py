@@ -27,7 +27,7 @@ from model.heads.hydra import HydraHead
 from model.heads.medusa import MedusaHead
 from model.hub import head_directory
 from model.sizes import position_warnings
-from model.target import Target, default_taps, fingerprints
+from model.target import Target, default_taps, fingerprints, load_ends
 
 Making = Callable[[], CachedDrafter]
 
@@ -132,8 +132,11 @@ def warn_of_another_target(head: str, target: Target) -> None:
     recorded = head_facts(head).get("target")
     if recorded is None or recorded in fingerprints(target.config, target.ends):
         return
-    other = "" if target.dtype == torch.float32 else f", or not in {str(target.dtype).removeprefix('torch.')}"
+    if target.dtype != torch.float32:  # in fewer digits than the head may have been trained with: look at the files
+        text_config, ends = load_ends(target.recipe, torch.float32)
+        if recorded in fingerprints(text_config, ends):
+            return
     warn(
-        f"{head}: was trained on a target with other weights than {target.recipe.path}{other} (fingerprint {recorded}, "
+        f"{head}: was trained on a target with other weights than {target.recipe.path} (fingerprint {recorded}, "
         f"not {target.fingerprint()}); answers stay the target's own, but few drafts will be accepted: give its target"
     )

@@ -36,7 +36,7 @@ class Statistics:
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes of each cycle
     verify: str = "R0"  # the rule that judged the drafts (infer/verify.py); R0 or R2 where nothing was drafted
     draft_forwards: int = 0
-    draft_forwards_wasted: int = 0  # levels drafted beyond the accepted length
+    draft_forwards_wasted: int = 0  # beyond the accepted length: a level each, or the one of a Medusa head for all
     draft_nodes: int = 0
     ms: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "commit", "other", "wall"), 0.0)
@@ -81,6 +81,7 @@ class SpeculativeDecoder:
         self.target = target
         self.typical = typical
         self.proposer = proposer
+        self.make_sampler: Callable[[Decoding, torch.Generator], Sampler] = Sampler
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
     @classmethod
@@ -176,7 +177,7 @@ class _Run:
         self.lm, self.proposer = decoder.lm, decoder.proposer
         self.prompt = prompt
         self.decoding = decoding
-        self.sampler = Sampler(decoding, generator)
+        self.sampler = decoder.make_sampler(decoding, generator)
         self.typical = decoder.typical
         self.clock = Clock(prompt.device if timed else None)
         self.statistics = Statistics(

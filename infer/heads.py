@@ -79,9 +79,11 @@ def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
     )  # published layouts: told by the weights alone
     levels = sized(tree).levels
     if num_heads is not None and levels > num_heads:
+        static = f"give tree.choices without paths longer than {num_heads}"
+        fix = static if tree.shape == "static" else f"set tree.levels to {num_heads}"
         raise UserError(
-            f"{place}: tree: is {levels} levels deep, and {head} has {num_heads} heads, one a level; give tree.choices "
-            f"without paths longer than {num_heads}, or train a head with head.num_heads {levels}"
+            f"{place}: tree: is {levels} levels deep, and {head} has {num_heads} heads, one a level; {fix}, or train a "
+            f"head with head.num_heads {levels}"
         )
 
 

@@ -1,4 +1,4 @@
-"""A run in miniature: a random target of 12 tokens and a random head of every kind, small enough to enumerate.
+"""A run in miniature: a random target of 8 tokens and a random head of every kind, small enough to enumerate.
 
 Written as a user's run is, so that heads are found, loaded and put into their trees by the code that everybody uses.
 """
@@ -15,19 +15,22 @@ from model.config import HeadConfig, HeadKind, TargetConfig
 from model.target import Target
 from model.vocab import DraftVocabulary
 
-VOCABULARY = 12
+VOCABULARY = 8
 AFTER_BLOCKS = (0, 1)
-DRAFT_IDS = (0, 1, 3, 4, 6, 7, 9, 10)  # an EAGLE-3 head's: it has no word for the other four
-SPREAD = 0.42  # standard deviation of the target's matrices: half a dozen likely tokens at each place
+SPREAD = 0.38  # standard deviation of the target's matrices: three or four likely tokens at each place
 DRAFT_NOISE = 0.08  # of the draft LM's matrices around the target's
 HEAD_NOISE = 0.12  # added to every matrix of a new head, whose laws would be flat, or the target's own
 
 
-def write_miniature(directory: Path, seed: int = 3) -> TargetConfig:
-    """The target under directory/target, its recipe's section returned, and directory/heads/KIND for every kind."""
+def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY) -> TargetConfig:
+    """The target under directory/target, its recipe's section returned, and directory/heads/KIND for every kind.
+
+    An EAGLE-3 head has no word for every third token.
+    """
     generator = torch.Generator().manual_seed(seed)
     config = TargetConfig(str(directory / "target"), dtype="float32")
-    model = _model(generator)
+    model = _model(generator, vocabulary)
+    draft_ids = torch.tensor([token for token in range(vocabulary) if token % 3 != 2])
     _save(model, directory / "target")
     target = Target(model, config)
     kinds: tuple[HeadKind, ...] = ("eagle1", "eagle3", "medusa", "hydra")
@@ -39,7 +42,7 @@ def write_miniature(directory: Path, seed: int = 3) -> TargetConfig:
             target.ends,
             seed,
             after_blocks=AFTER_BLOCKS if three else (),
-            vocabulary=DraftVocabulary.of_ids(torch.tensor(DRAFT_IDS), VOCABULARY) if three else None,
+            vocabulary=DraftVocabulary.of_ids(draft_ids, vocabulary) if three else None,
         )
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
@@ -52,10 +55,10 @@ def write_miniature(directory: Path, seed: int = 3) -> TargetConfig:
     return config
 
 
-def _model(generator: torch.Generator) -> LlamaForCausalLM:
+def _model(generator: torch.Generator, vocabulary: int) -> LlamaForCausalLM:
     """A Llama that never ends."""
     sizes = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -80,6 +83,8 @@ def _disturb(weight: Tensor, noise: float, generator: torch.Generator) -> None:
 def _save(model: PreTrainedModel, directory: Path) -> None:
     """The model with a tokenizer whose words are letters."""
     model.save_pretrained(directory)
-    letters = Tokenizer(models.WordLevel({chr(ord("a") + token): token for token in range(VOCABULARY)}, unk_token="a"))
+    letters = Tokenizer(
+        models.WordLevel({chr(ord("a") + token): token for token in range(model.config.vocab_size)}, unk_token="a")
+    )
     letters.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(directory)

@@ -9,6 +9,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from infer.figures.reading import claim_words, reading
+from infer.figures.sections import sections
 from infer.palette import DARK, LIGHT
 from infer.records import Record
 from infer.table import (
@@ -70,7 +72,7 @@ def render(
     environment.filters.update(number=number, count=lambda value: f"{value:,}", fact=fact_text)
     environment.globals.update(
         tree_text=tree_text, sampling_text=sampling_text, identical_text=identical_text, interval=interval,
-        ms_per_cycle=ms_per_cycle, label=label, nothing=NOTHING, tints=TINTS,
+        ms_per_cycle=ms_per_cycle, label=label, nothing=NOTHING, tints=TINTS, claim_words=claim_words,
     )  # fmt: skip
     rows = summary["rows"]
     kept = [row for row in rows if row["status"] == "ok" and row["tree"] is not None]
@@ -82,6 +84,8 @@ def render(
         pictures={name: Markup(svg) for name, svg in drawn.items()},  # noqa: S704 (our own SVG, its text escaped by matplotlib)
         title=title(summary),
         verdict=verdict(rows, details["rows"]),
+        said=reading(summary, details),
+        suite=sections(rows, details["by_task"], summary["sweeps"]),
         best_tau=max((row for row in kept if row["tau"]), key=lambda row: row["tau"], default=None),
         best_speedup=max((row for row in kept if row["speedup"]), key=lambda row: row["speedup"], default=None),
         task_table=task_table(rows, details["by_task"]),
@@ -134,15 +138,15 @@ def segments(record: Record) -> list[Segment]:
 
 
 def task_table(rows: Sequence[dict[str, Any]], by_task: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Tau and speedup of every drafting row by task: {"rows": [row], "tasks": {task: [row of that task or None]}}."""
+    """Tau and speedup of every drafting row by task: {"tasks": [name], "rows": [(row, [its part of each task])]}."""
     drafting = [position for position, row in enumerate(rows) if row["tree"] is not None and row["status"] == "ok"]
     if not by_task or not drafting:
         return None
     cells = {(item["task"], item["row"]): item for item in by_task}
-    tasks = dict.fromkeys(item["task"] for item in by_task)
+    tasks = list(dict.fromkeys(item["task"] for item in by_task))
     return {
-        "rows": [rows[position] for position in drafting],
-        "tasks": {task: [cells.get((task, position)) for position in drafting] for task in tasks},
+        "tasks": tasks,
+        "rows": [(rows[position], [cells.get((task, position)) for task in tasks]) for position in drafting],
     }
 
 

@@ -184,12 +184,15 @@ def drafting_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def row_colours(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The quiet colour for vanilla, one of its own for every row that drafts, the same in every picture."""
-    drafting = [position for position, row in enumerate(rows) if row["tree"] is not None and row["status"] == "ok"]
-    return [
-        SERIES[drafting.index(position) % len(SERIES)] if position in drafting else QUIET
-        for position in range(len(rows))
-    ]
+    """The quiet colour for vanilla, one for every row that drafts, the same in every picture and sampling."""
+    counts: dict[str, int] = {}
+    found = []
+    for row in rows:
+        drafts = row["tree"] is not None and row["status"] == "ok"
+        number = counts.get(sampling_text(row), 0)
+        counts[sampling_text(row)] = number + drafts
+        found.append(SERIES[number % len(SERIES)] if drafts else QUIET)
+    return found
 
 
 def drafting_colours(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -23,16 +23,25 @@ from infer.hardware import default_device
 from infer.miniature import write_miniature
 from infer.proof import ALPHA, SETTINGS, Law, Proof, Row, conclude
 from infer.remembered import remember
-from infer.stops.config import ProbabilitySumConfig
+from infer.stops.config import HeuristicConfig, MarginalGainConfig, ProbabilitySumConfig, VoteConfig
 from infer.tasks import encode, load_prompts
 from model.config import TargetConfig
 from model.errors import UserError
 from model.target import Target, load_tokenizer
 
 LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second level, and no stop rule a say
-# what the published settings do only later than that
-EARLY: dict[Method, MethodConfig] = {
-    "ddd": MethodConfig("ddd", TreeChanges(stop=ProbabilitySumConfig(checks=(1, 2), threshold=0.9))),
+LONGER: dict[Method, int] = {"sps-heuristic": 5}  # its second draft is the first to depend on what was accepted
+# what ends trees of two levels now and then, as the published thresholds do deeper ones
+EARLY_VOTE = VoteConfig(probability_threshold=0.7, momentum_threshold=0.7, declines=1)
+SMALL = TreeChanges(k=2, nodes=5)  # of a vocabulary of 8 the published trees would hold nearly everything
+MINIATURES: dict[Method, MethodConfig] = {
+    "sps-heuristic": MethodConfig("sps-heuristic", TreeChanges(stop=HeuristicConfig(start=2))),
+    "eagle2": MethodConfig("eagle2", SMALL),
+    "eagle3": MethodConfig("eagle3", SMALL),
+    "deagle": MethodConfig("deagle", replace(SMALL, stop=EARLY_VOTE)),
+    "svip": MethodConfig("svip", SMALL),
+    "ddd": MethodConfig("ddd", replace(SMALL, stop=ProbabilitySumConfig(checks=(1, 2), threshold=0.7))),
+    "opt-tree": MethodConfig("opt-tree", replace(SMALL, stop=MarginalGainConfig(threshold=0.7))),
     "lookahead": MethodConfig(
         "lookahead", lookahead=LookaheadConfig(ngram=3, window=5, guesses=7, pool_from_text=True)
     ),
@@ -82,20 +91,22 @@ class SampledProver:
         self.target = Target.load(write_miniature(directory))
         self._heads = directory / "heads"
         self._drafters = Drafters(self.target)
-        self._laws: dict[SamplingConfig, dict[Answer, float]] = {}
+        self._laws: dict[tuple[int, SamplingConfig], dict[Answer, float]] = {}
         # every token once, and n-grams that come back
-        self._ids = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 8, 0, 9, 10, 11, 5, 4, 2, 6, 1, 7, 10, 9, 8]])
+        self.ids = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4]])
 
     def prove(
         self, row: Row, sampling: SamplingConfig, draws: int, seed: int, tick: Callable[[], object] = lambda: None
     ) -> Law:
         """How well so many answers fit; tick is called once an answer."""
-        if sampling not in self._laws:
-            self._laws[sampling] = answer_law(self.target, self._ids, LENGTH, sampling)
+        length = LONGER.get(row.asked.method, LENGTH)
+        if (length, sampling) not in self._laws:
+            self._laws[length, sampling] = answer_law(self.target, self.ids, length, sampling)
         head = None if row.kind is None else str(self._heads / row.kind)
-        decoder = remember(make_decoder(self._drafters, EARLY.get(row.asked.method, row.asked), head))
-        seen, accepted = draw_answers(decoder, self._ids, draws, LENGTH, sampling, seed, tick)
-        return Law(sampling.temperature, sampling.top_p, p_value(self._laws[sampling], seen), accepted)
+        decoder = remember(make_decoder(self._drafters, MINIATURES.get(row.asked.method, row.asked), head))
+        seen, accepted = draw_answers(decoder, self.ids, draws, length, sampling, seed, tick)
+        fit = p_value(self._laws[length, sampling], seen)
+        return Law(sampling.temperature, sampling.top_p, fit, accepted)
 
 
 def prove(rows: Sequence[Row], greedy: GreedyProver, draws: int, seed: int) -> list[Proof]:

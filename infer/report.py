@@ -1,6 +1,6 @@
-"""Records and calibration in; report/{summary.json, details.json, index.html, table.md, table.csv, *.svg} out."""
+"""Records and calibration in; report/{summary.json, details.json, index.html, table.md, *.csv, *.svg} out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,14 @@ from typing import Any
 from infer.aggregate import VANILLA, Group, row, tau_interval
 from infer.calibration import pictures as calibration_pictures
 from infer.diversity import distinct_ngrams, pooled_prompt_lookup_tau
+from infer.figures import sections as suites
+from infer.figures.claim import claims
 from infer.page import render
 from infer.palette import standalone
 from infer.plots import pictures
 from infer.records import OVERHEAD, Record, Reference, read_overhead, read_records, read_reference
 from infer.sweeps import main_groups, read_asked, sweep_rows
-from infer.table import console_table, csv_table, markdown_table
+from infer.table import console_table, csv_table, markdown_table, sweeps_csv
 from infer.tuning import pictures as tuning_pictures
 from infer.variant import told_apart
 from model.errors import UserError
@@ -65,6 +67,9 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     details["tuning"] = tuning_of(bench.parent / "tune")
     if details["tuning"] is not None:
         drawn |= tuning_pictures.pictures(details["tuning"])
+    pooled["sweeps"], details["sweeps"] = sweep_rows(records, asked, seed)
+    details["deagle"] = claims(records, asked, details["tuning"], seed)
+    drawn |= suites.pictures(suites.sections(pooled["rows"], details["by_task"], pooled["sweeps"]))
     samples = sample_answers(groups, pooled["rows"])
     page = render(pooled, details, drawn, samples, facts.commands)
     summary = dict(pooled)
@@ -73,19 +78,30 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
         details["pooled"] = [{**one, **more} for one, more in zip(pooled["rows"], details["rows"], strict=True)]
         summary["rows"] = told_apart([row(part, seed) for part in parts])
         details["rows"] = [_row_detail(part, seed) for part in parts]
-    summary["sweeps"], details["sweeps"] = sweep_rows(records, asked, seed)
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
     write_text(output / "table.md", markdown_table(summary))
     write_text(output / "table.csv", csv_table(summary))
-    sections = {"calibration": calibration_pictures.NAMES, "tuning": tuning_pictures.NAMES}
-    for name in (*PICTURES, *(f"{section}-{name}" for section, names in sections.items() for name in names)):
-        if name in drawn:
-            write_text(output / f"{name}.svg", standalone(drawn[name]))
-        else:
-            (output / f"{name}.svg").unlink(missing_ok=True)  # of an earlier report on other input
+    _write_or_remove(output / "sweeps.csv", sweeps_csv(summary) if summary["sweeps"] else None)
+    _write_pictures(output, drawn)
     write_text(output / "index.html", page)
     return summary
+
+
+def _write_pictures(output: Path, drawn: Mapping[str, str]) -> None:
+    """Every picture as a file of its own; those of an earlier report on other input go."""
+    sections = {"calibration": calibration_pictures.NAMES, "tuning": tuning_pictures.NAMES}
+    ours = {*PICTURES, *(f"{section}-{name}" for section, names in sections.items() for name in names)}
+    ours |= {path.stem for path in output.glob(f"{suites.PREFIX}*.svg")}
+    for name in sorted(ours | set(drawn)):
+        _write_or_remove(output / f"{name}.svg", standalone(drawn[name]) if name in drawn else None)
+
+
+def _write_or_remove(path: Path, text: str | None) -> None:
+    if text is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_text(path, text)
 
 
 def summarise(groups: Sequence[Group], curve: dict[str, Any] | None, facts: Facts, seed: int = 0) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import (
 
 from model.errors import UserError
 
-NEUTRAL = {  # settings of a generation_config that look at earlier tokens, with the value that switches them off
+NEUTRAL = {  # settings of a generation_config that no draft tree honours, with the value that switches them off
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
@@ -32,6 +32,12 @@ NEUTRAL = {  # settings of a generation_config that look at earlier tokens, with
     "eta_cutoff": 0.0,
     "num_beams": 1,
     "penalty_alpha": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "stop_strings": None,
+    "max_time": None,
+    "watermarking_config": None,
 }
 MAX_NEW_TOKENS = 512
 
@@ -120,7 +126,9 @@ class Sampler:
 
     def _scores(self, logits: Tensor) -> Tensor:
         scores = logits.float()
-        return self._processors(None, scores) if self._processors else scores
+        for processor in self._processors:  # their list would look into each one's signature, every time
+            scores = processor(None, scores)
+        return scores
 
     def choose(self, logits: Tensor) -> Tensor:
         """One token per row [N]."""

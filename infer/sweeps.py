@@ -50,7 +50,7 @@ def sweep_rows(
     baselines = baselines_of(records)
     rows, details = [], []
     for point in asked.points:
-        members = _members(records, point)
+        members = members_of(records, point)
         if members:
             named = {"sweep": point.sweep, "key": point.key, "value": point.value}
             rows.append({**row(Group(members, baselines.get(members[0].sampling, {})), seed), **named})
@@ -63,6 +63,7 @@ def sweep_rows(
     return rows, details
 
 
-def _members(records: Sequence[Record], point: AskedPoint) -> tuple[Record, ...]:
+def members_of(records: Sequence[Record], point: AskedPoint) -> tuple[Record, ...]:
+    """The answers that a point of a sweep asked."""
     sampling, prompts = (point.temperature, point.top_k, point.top_p), set(point.prompts)
     return tuple(r for r in records if r.row == point.row and r.sampling == sampling and r.prompt in prompts)

@@ -20,6 +20,9 @@ CSV_COLUMNS = (
 )  # fmt: skip
 
 
+SWEEP_COLUMNS = ("sweep", "key", "value", "span")
+
+
 def tree_text(row: dict[str, Any]) -> str:
     """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'; a dash for vanilla.
 
@@ -121,34 +124,64 @@ def console_table(summary: dict[str, Any]) -> str:
 
 
 def markdown_table(summary: dict[str, Any]) -> str:
-    """The main table in GitHub's Markdown."""
-    lines = [f"| {' | '.join(MARKDOWN_COLUMNS)} |", f"|{'---|' * len(MARKDOWN_COLUMNS)}"]
-    for row in summary["rows"]:
-        cells = [row["method"], tree_text(row), row["task"], sampling_text(row), str(row["prompts"])]
-        if row["status"] != "ok":
-            cells += [f"error: {row['message']}", *[NOTHING] * (len(MARKDOWN_COLUMNS) - len(cells) - 1)]
-        else:
-            speedup = NOTHING if row["speedup"] is None else f"{row['speedup']:.2f}x"
-            if interval(row) != NOTHING:
-                speedup += f" [{interval(row)}]"
-            cells += [number(row["tau"]), number(row["tau_macro"]), speedup, number(row["tokens_per_s"], 1)]
-            cells += [identical_text(row), number(row["accept_rate"], 3)]
-        lines.append(f"| {' | '.join(_markdown_cell(cell) for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+    """The main table in GitHub's Markdown, and below it one for each sweep."""
+    text = _markdown(MARKDOWN_COLUMNS, [_markdown_cells(row) for row in summary["rows"]])
+    by_sweep: dict[str, list[dict[str, Any]]] = {}
+    for point in summary.get("sweeps", ()):
+        by_sweep.setdefault(point["sweep"], []).append(point)
+    for name, points in by_sweep.items():
+        heads = (("head", lambda point: point.get("head_path") or point.get("head") or NOTHING),)
+        several = [column for column in heads if len({column[1](point) for point in points}) > 1]
+        columns = (points[0]["key"], *(column for column, _ in several), *MARKDOWN_COLUMNS)
+        cells = [[_value(point), *(word(point) for _, word in several), *_markdown_cells(point)] for point in points]
+        text += f"\nSweep {_markdown_cell(name)}:\n\n{_markdown(columns, cells)}"
+    return text
 
 
 def csv_table(summary: dict[str, Any]) -> str:
     """One line per row with every figure, unrounded; empty where there is none."""
+    return _csv(CSV_COLUMNS, summary["rows"])
+
+
+def sweeps_csv(summary: dict[str, Any]) -> str:
+    """The same for the points of the sweeps, each with its sweep, key and value."""
+    return _csv((*SWEEP_COLUMNS, *CSV_COLUMNS), summary["sweeps"])
+
+
+def _csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, CSV_COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    for row in summary["rows"]:
+    for row in rows:
         low, high = row.get("speedup_ci95") or (None, None)
         times = {f"ms_{part}": value for part, value in row.get("ms", {}).items()}
         text = "" if row["tree"] is None else tree_text(row)
         sizes = {**(row["tree"] or {}), **times, "speedup_low": low, "speedup_high": high}
         writer.writerow({**row, **sizes, "tree": text})
     return buffer.getvalue()
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(_markdown_cell(cell) for cell in cells)} |" for cells in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_cells(row: dict[str, Any]) -> list[str]:
+    """A row's cells, in the order of MARKDOWN_COLUMNS."""
+    cells = [row["method"], tree_text(row), row["task"], sampling_text(row), str(row["prompts"])]
+    if row["status"] != "ok":
+        return [*cells, f"error: {row['message']}", *[NOTHING] * (len(MARKDOWN_COLUMNS) - len(cells) - 1)]
+    speedup = NOTHING if row["speedup"] is None else f"{row['speedup']:.2f}x"
+    if interval(row) != NOTHING:
+        speedup += f" [{interval(row)}]"
+    cells += [number(row["tau"]), number(row.get("tau_macro")), speedup, number(row["tokens_per_s"], 1)]
+    return [*cells, identical_text(row), number(row["accept_rate"], 3)]
+
+
+def _value(point: dict[str, Any]) -> str:
+    """A point's value, and the span of one of a context length."""
+    return f"{point['value']}, {point['span']}" if "span" in point else str(point["value"])
 
 
 def _markdown_cell(text: str) -> str:

@@ -71,7 +71,8 @@ class Tape(BaseStreamer):
     def replay(self, device: torch.device) -> dict[Part, float]:
         """Seconds of the target's and of the draft's forwards, made again in their order with nothing in between.
 
-        A GPU is waited for where the engine waits too: between drafting and verifying.
+        Nothing gathers an accepted path's rows: once a branch was taken, later forwards read other numbers of the same
+        shapes. A GPU is waited for where the engine waits too: between drafting and verifying.
         """
         seconds: dict[Part, float] = {"target": 0.0, "draft": 0.0}
         part, since = None, _now(device)

@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 
 from model.formats.content import SPECULATIVE_TOKENS
 from model.formats.sglang_taps import CHECKED
-from model.hub import HUB_ID, is_public
+from model.hub import HUB_ID, is_on_hub
 from model.public import is_local_source, last_part, sources
 
 NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
@@ -30,12 +30,13 @@ class CardFacts:
     summary: dict[str, Any] = field(default_factory=dict)  # report/summary.json
     calibration: dict[str, Any] = field(default_factory=dict)
     licence: str | None = None
+    is_converted: bool = False  # written by `convert`
 
 
 def render_card(facts: CardFacts) -> str:
     """README.md with its front matter (licence, base_model, tags)."""
     kind, layout = facts.found["kind"], facts.found["layout"]
-    base_model = facts.target if is_public(facts.target) else None
+    base_model = facts.target if is_on_hub(facts.target) else None
     front: dict[str, Any] = {"license": facts.licence, "base_model": base_model}
     front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "draft-head", kind, "aerie"]}
     if layout == "speculators":
@@ -48,17 +49,25 @@ def render_card(facts: CardFacts) -> str:
         kind_name=NAMES[kind],
         target=facts.target,
         base_model=base_model,
-        layout=layout,
         facts=_facts(facts),
         rows=[_row(row) for row in measured_rows(facts.summary, (None, kind))],
         setting=_setting(facts.summary),
         calibration=_calibration(facts.calibration),
         commands=commands(facts),
         origin=_origin(facts),
+        made=_made(facts),
         licence=_licence(facts.licence),
     )
     known = {name: value for name, value in front.items() if value}
     return f"---\n{yaml.safe_dump(known, sort_keys=False)}---\n\n{body}"
+
+
+def _made(facts: CardFacts) -> str:
+    """What this project had to do with the head."""
+    layout = facts.found["layout"]
+    if layout == "aerie":
+        return "trained with aerie"
+    return f"in the {layout} layout, {'converted' if facts.is_converted else 'pushed'} with aerie"
 
 
 def commands(facts: CardFacts) -> dict[str, str]:
@@ -121,8 +130,9 @@ def _facts(facts: CardFacts) -> list[tuple[str, str]]:
         ("Head", f"{NAMES[found['kind']]}, {counts['own'] + counts['lm_head']:,} parameters, {counts['dtype']}"),
         ("Layout", f"{found['layout']} ({found['weights']})"),
     ]
-    if found["taps"] is not None:
-        table.append(("Reads", f"the target's hidden_states {found['taps']} (0 is the embedding)"))
+    if found["kind"] == "eagle3":
+        taps = "not determined by its files: the default ones of its target" if found["taps"] is None else found["taps"]
+        table.append(("Reads", f"the target's hidden_states {taps} (0 is the embedding)"))
         vocabulary = found["vocabulary"]
         covered = "" if vocabulary["coverage"] is None else f", {vocabulary['coverage']:.2%} of the training answers"
         table.append(("Draft vocabulary", f"{vocabulary['draft']:,} of {vocabulary['target']:,} tokens{covered}"))

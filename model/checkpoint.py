@@ -4,6 +4,7 @@ Nothing is loaded by luck: every key is accounted for, every shape checked, befo
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from model.vocab import DraftVocabulary
 from model.weights import tensor_names, write_tensors
 
 TABLES = ("d2t", "t2d")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Head = Eagle1Head | Eagle3Head | MedusaHead | HydraHead
 MULTI_TOKEN_SHAPE = ("num_heads", "num_layers", "prefix_layer", "lm_head", "max_position_embeddings")
 PREFIX_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
@@ -120,7 +122,7 @@ def load_head(
     _, files, content = read_content(place, after_blocks)
     for guess in content.guesses:
         warn(f"{files.config_place}: {guess}")
-    check_state(content.tensors, expected_shapes(content.config), files.weights_place, optional_of(content))
+    check_content(content, files.weights_place)
     state = completed(content, ends, files.weights_place)
     head = empty_head(content.config)
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
@@ -242,16 +244,52 @@ def optional_of(content: HeadContent) -> set[str]:
     return optional
 
 
+def check_content(content: HeadContent, place: Path) -> None:
+    """UserError for a head that does not load; place names the file in errors."""
+    for check in loading_checks(content, place):
+        check()
+
+
+def loading_checks(content: HeadContent, place: Path) -> tuple[Callable[[], None], ...]:
+    """What a head has to stand before its weights are taken: each raises UserError."""
+    state, config = content.tensors, content.config
+
+    def check_vocabulary() -> None:
+        vocabulary_of(state, str(place))
+
+    return (
+        lambda: check_state(state, expected_shapes(config), place, optional_of(content)),
+        lambda: check_finite(state, place),
+        check_vocabulary,
+    )
+
+
+def check_finite(state: dict[str, Tensor], place: Path) -> None:
+    """UserError for weights that are not-a-number or infinite, which no target's answers show but every draft feels."""
+    for name, tensor in state.items():
+        if name in TABLES or tensor.dtype not in FLOATS:
+            continue
+        wrong = int((~tensor.isfinite()).sum())
+        if wrong:
+            raise UserError(
+                f"{place}: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite: the head's "
+                f"training diverged or the file is damaged; take an earlier checkpoint, or fetch the file anew"
+            )
+
+
+def vocabulary_of(state: dict[str, Tensor], place: str) -> DraftVocabulary | None:
+    """The draft vocabulary in a head's tables, None without tables; UserError for one table alone or wrong ones."""
+    found = [name for name in TABLES if name in state]
+    if len(found) == 1:
+        raise UserError(f"{place}: has one of d2t and t2d ({found[0]}); they go together: get the whole file")
+    return DraftVocabulary.of_tables(state["d2t"], state["t2d"], place) if found else None
+
+
 def completed(content: HeadContent, ends: TargetEnds | None, place: Path) -> dict[str, Tensor]:
     """The tensors with what a file may leave out; checks the draft vocabulary. place names the file in errors."""
     state, config = dict(content.tensors), content.config
     if isinstance(config, Eagle3Config):
-        if not {"d2t", "t2d"} & state.keys():
-            identity = DraftVocabulary.identity(config.vocab_size)
-            state |= {"d2t": identity.d2t, "t2d": identity.t2d}
-        elif not {"d2t", "t2d"} <= state.keys():
-            raise UserError(f"{place}: has one of d2t and t2d; they go together")
-        vocabulary = DraftVocabulary.of_tables(state["d2t"], state["t2d"], str(place))
+        vocabulary = vocabulary_of(state, str(place)) or DraftVocabulary.identity(config.vocab_size)
         state |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     if content.is_embedding_optional and EMBEDDING not in state:
         if ends is None:
@@ -282,7 +320,7 @@ def check_state(
     for name, tensor in state.items():
         if tuple(tensor.shape) != expected[name]:
             raise UserError(f"{place}: {name} has shape {list(tensor.shape)}, config.json says {list(expected[name])}")
-        if name not in TABLES and not tensor.is_floating_point():
+        if name not in TABLES and tensor.dtype not in FLOATS:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise UserError(f"{place}: {name} holds {kind}: quantised heads are not read; get this head in bfloat16")
 

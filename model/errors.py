@@ -1,7 +1,10 @@
 """What the user did that cannot work: one line, exit code 2, no traceback; and what works and is likely wrong."""
 
+import os
+import select
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 
 class UserError(Exception):
@@ -22,12 +25,31 @@ def warn(message: str) -> None:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """The process's exit code: main's own, 2 after a UserError (one line on stderr), 130 after Ctrl-C."""
+    """The process's exit code: main's own, 2 after a UserError (one line on stderr), 130 after Ctrl-C.
+
+    141 where nobody reads what is printed any more (`| head`), as a shell tells it.
+    """
     try:
-        return main()
+        code = main()
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        return 141
     except KeyboardInterrupt:
         print("interrupted: what is whole is kept; the same command goes on from there", file=sys.stderr, flush=True)
         return 130
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether the reader of a stream's pipe is gone; what is left to print then goes nowhere."""
+    watched = select.poll()
+    watched.register(stream.fileno(), select.POLLOUT)
+    if not any(state & (select.POLLERR | select.POLLHUP) for _, state in watched.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return True

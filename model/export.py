@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from model.checkpoint import check_sizes, check_state, completed, expected_shapes, head_facts, optional_of
+from model.checkpoint import check_content, check_sizes, completed, head_facts
 from model.config import TargetConfig
 from model.differences import differences
 from model.errors import UserError
@@ -17,10 +17,10 @@ from model.files import directory_atomically, write_json
 from model.formats.content import AnyConfig, Destination, HeadContent, HeadFiles
 from model.formats.layouts import WRITABLE, Layout, read_content
 from model.formats.sglang import SERVER, ZERO_BIAS
-from model.head_files import CONFIG, digests
+from model.head_files import CALIBRATOR, CONFIG, digests
 from model.heads.eagle3 import EMBEDDING, Eagle3Config
 from model.hub import head_directory
-from model.target import TargetEnds, default_taps, load_config, load_ends
+from model.target import TargetEnds, default_taps, fingerprint, fingerprints, load_config, load_ends
 from model.weights import write_tensors
 
 BESIDE = ("recipe.yaml", "provenance.json")  # what goes along with the head
@@ -71,12 +71,18 @@ class Exported:
 
 
 def export(
-    source: Path | str, to: str, output: Path, target: TargetFacts, after_blocks: tuple[int, ...] | None = None
+    source: Path | str,
+    to: str,
+    output: Path,
+    target: TargetFacts,
+    after_blocks: tuple[int, ...] | None = None,
+    any_target: bool = False,
 ) -> Exported:
     """Writes the head in layout `to` to the directory output, whole or absent.
 
     after_blocks are the taps of a published head that names none (default: the target's default ones). UserError for a
-    head that belongs to another target, that names other taps, or that the layout cannot carry.
+    head that belongs to another target, that names other taps, or that the layout cannot carry. any_target: a target of
+    other weights than the head was trained on is only noted.
     """
     directory = head_directory(source)
     if not directory.is_dir():
@@ -85,9 +91,12 @@ def export(
         raise UserError(f"--out {output}: is the head itself; name another directory")
     layout, files, content, state = whole(directory, target, after_blocks or target.default_taps)
     if after_blocks is not None:
-        _check_asked(content.config, after_blocks, files)
-    made = WRITABLE[to](dataclasses.replace(content, tensors=state), target.destination)
+        check_asked(content.config, after_blocks, files)
     facts = read_facts(directory)
+    other = other_weights(facts, target)
+    if other is not None and not any_target:
+        raise UserError(f"{source}: {other}; give its own target, or write it for this one with --any-target")
+    made = WRITABLE[to](dataclasses.replace(content, tensors=state), target.destination)
     origin = {"layout": layout.name, "files": digests(directory)}
     values = {**made.values, "aerie": {**facts, **made.values.get("aerie", {}), "exported_from": origin}}
     dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
@@ -100,7 +109,10 @@ def export(
                 shutil.copyfile(directory / name, place / name)
         _, _, again, state_again = whole(place, target, None)
         _require_equal((content.config, state), (again.config, state_again), to)
-    notes = (*content.guesses, *differences(files, content, made, target.destination.target), *made.notes)
+    notes = () if other is None else (f"{other}: few of its drafts will be accepted",)
+    notes = (*notes, *content.guesses, *differences(files, content, made, target.destination.target), *made.notes)
+    if (directory / CALIBRATOR).is_file():
+        notes = (*notes, f"{CALIBRATOR} left out: it is of the head as it lies in {directory}; servers do not read it")
     return Exported(output / weights.name, len(made.tensors), layout.name, notes)
 
 
@@ -113,7 +125,7 @@ def whole(
     """
     layout, files, content = read_content(directory, after_blocks)
     check_sizes(content.config, target.ends, str(directory), target.path)
-    check_state(content.tensors, expected_shapes(content.config), files.weights_place, optional_of(content))
+    check_content(content, files.weights_place)
     check_depth(content.config, target.destination.num_blocks, str(directory), target.path)
     state = completed(content, target.ends, files.weights_place)
     if EMBEDDING not in content.tensors and EMBEDDING in state:
@@ -121,7 +133,7 @@ def whole(
     return layout, files, content, state
 
 
-def _check_asked(config: AnyConfig, after_blocks: tuple[int, ...], files: HeadFiles) -> None:
+def check_asked(config: AnyConfig, after_blocks: tuple[int, ...], files: HeadFiles) -> None:
     """UserError for taps that the head does not have."""
     if not isinstance(config, Eagle3Config):
         raise UserError(f"--after-blocks: {files.config_place.parent} reads no taps; leave the option out")
@@ -139,6 +151,18 @@ def check_depth(config: AnyConfig, num_blocks: int, head_path: str, target_path:
             f"{head_path}: reads the target's states after blocks {list(config.after_blocks)}, and {target_path} has "
             f"{num_blocks} blocks; give the target it was trained for"
         )
+
+
+def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
+    """A sentence about a head that was trained on other weights than the target's, None where it was not.
+
+    facts are the head's own. Rounding to a 16-bit dtype makes no other target.
+    """
+    recorded = facts.get("target")
+    if recorded is None or recorded in fingerprints(target.text_config, target.ends):
+        return None
+    own = fingerprint(target.text_config, target.ends)
+    return f"was trained on a target with other weights than {target.path} (fingerprint {recorded}, not {own})"
 
 
 def read_facts(directory: Path) -> dict[str, Any]:

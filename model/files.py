@@ -117,6 +117,11 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def content_digest(content: bytes) -> str:
+    """As file_digest, of bytes that lie in no file yet."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def file_digest(path: Path) -> str:
     """The first 16 hex digits of the SHA-256 of a file's bytes."""
     with path.open("rb") as handle:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from model.errors import UserError
-from model.head_files import find_weights
+from model.head_files import CALIBRATOR, find_weights
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-SMALL = ("config.json", "recipe.yaml", "provenance.json", "calibration.json", "README.md")
+SMALL = ("config.json", "recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "README.md")
 SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
 
@@ -45,11 +45,6 @@ def fetch(repo: str, revision: str | None = None) -> Path:
     if not (place / "config.json").is_file():
         raise UserError(f"{repo}: the repository has no config.json: it is no head")
     return place
-
-
-def is_public(name: str) -> bool:
-    """Whether a model is named as on the Hub, and not by a path of this machine."""
-    return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def require_login() -> None:

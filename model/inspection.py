@@ -1,47 +1,65 @@
 """What a head's directory holds and whether it fits a target: a table for tools, one screen for people."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from model.checkpoint import check_sizes, check_state, expected_shapes, head_facts, is_targets, optional_of
+from model.checkpoint import (
+    check_sizes,
+    expected_shapes,
+    head_facts,
+    is_targets,
+    loading_checks,
+    optional_of,
+    vocabulary_of,
+)
 from model.errors import UserError
-from model.export import TargetFacts, check_depth
+from model.export import TargetFacts, check_asked, check_depth, other_weights
 from model.formats.content import AnyConfig, HeadContent, HeadFiles
 from model.formats.layouts import read_config, read_content
 from model.formats.sglang import SERVER
-from model.formats.taps import names_taps
+from model.formats.taps import open_taps
+from model.formats.unread import unread
 from model.formats.values import table
 from model.head_files import CONFIG
 from model.heads.eagle3 import EMBEDDING, Eagle3Config
 from model.hub import head_directory
 from model.sizes import rope_of
-from model.target import fingerprint
-from model.vocab import DraftVocabulary
 
 UNNAMED = (2, 3, 4)  # stands in where the files name no taps and no target is given: only their number matters
+OPEN = {
+    "unnamed": "names no taps: its target's default ones will be taken",
+    "ambiguous": "numbers its taps in a way that only its target tells; give it with --target",
+}
 SCORES = ("step", "predicted_tau", "tau", "loss")
 FLAGS = ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "bias", "qkv_bias")
 
 
-def inspect_head(path: Path | str, target: TargetFacts | None = None) -> dict[str, Any]:
+def inspect_head(
+    path: Path | str, target: TargetFacts | None = None, after_blocks: tuple[int, ...] | None = None
+) -> dict[str, Any]:
     """Everything about a head, JSON-ready. `problems` is empty for a head that loads (and fits the target, if given).
 
-    UserError where the files cannot be read or are no head.
+    after_blocks are the taps of a head that names none. UserError where the files cannot be read or are no head, or
+    where they name other taps.
     """
     directory = head_directory(path)
     if not directory.is_dir():
         raise UserError(f"{path}: no such head directory")
-    named = names_taps(read_config(directory), directory / CONFIG)
-    fallback = target.default_taps if target is not None else None if named else UNNAMED
-    layout, files, content = read_content(directory, fallback)
+    values = read_config(directory)
+    state = None if target is not None or after_blocks is not None else open_taps(values, directory / CONFIG)
+    known = after_blocks or (target.default_taps if target is not None else None)
+    layout, files, content = read_content(directory, UNNAMED if state == "unnamed" else known)
+    if after_blocks is not None:
+        check_asked(content.config, after_blocks, files)
     config, facts = content.config, head_facts(directory)
     problems = _problems(files, content, facts, target)
-    guesses = list(content.guesses)
-    if isinstance(config, Eagle3Config) and not named and target is None:
-        guesses = ["names no taps: its target's default ones will be taken"]
+    guesses, is_open = list(content.guesses), isinstance(config, Eagle3Config) and state is not None
+    if is_open:
+        guesses = [OPEN[str(state)], *guesses[1:]]  # the first is about the taps
     return {
         "path": str(path),
         "layout": layout.name,
@@ -53,7 +71,8 @@ def inspect_head(path: Path | str, target: TargetFacts | None = None) -> dict[st
             "vocab_size": config.vocab_size,
             **({} if target is None else {"given": target.path, "fits": not problems}),
         },
-        "taps": _taps(config, named or target is not None),
+        "taps": list(config.after_blocks) if isinstance(config, Eagle3Config) and not is_open else None,
+        "taps_open": state if is_open else None,
         "sizes": _sizes(config),
         "options": [name for name in FLAGS if getattr(config, name, False)],
         "parameters": _parameters(content.tensors),
@@ -68,7 +87,7 @@ def inspect_head(path: Path | str, target: TargetFacts | None = None) -> dict[st
         "training": {name: facts[name] for name in SCORES if isinstance(facts.get(name), int | float)},
         "made_for": str(facts[SERVER]) if facts.get(SERVER) else None,
         "guesses": guesses,
-        "remarks": [] if target is None else _remarks(config, facts, target),
+        "remarks": [*unread(files.values), *([] if target is None else _remarks(config, target))],
         "problems": problems,
     }
 
@@ -124,12 +143,13 @@ def _rope_line(rope: dict[str, Any]) -> str:
 def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], target: TargetFacts | None) -> list[str]:
     """What keeps the head from loading, or from fitting the target."""
     config, place = content.config, files.weights_place
-    checks: list[Any] = [lambda: check_state(content.tensors, expected_shapes(config), place, optional_of(content))]
-    if {"d2t", "t2d"} <= content.tensors.keys():
-        checks.append(lambda: _check_vocabulary(content.tensors, place, target))
+    checks: list[Callable[[], None]] = list(loading_checks(content, place))
     if target is not None:
         head = str(place.parent)
+        if {"d2t", "t2d"} <= content.tensors.keys():
+            checks.append(lambda: _check_ends(content.tensors, place, target))
         checks.append(lambda: check_sizes(config, target.ends, head, target.path))
+        checks.append(lambda: _check_weights(facts, target, head))
         checks.append(lambda: check_depth(config, target.destination.num_blocks, head, target.path))
     found = []
     for check in checks:
@@ -137,22 +157,26 @@ def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], tar
             check()
         except UserError as error:
             found.append(str(error))
-    return found
+    return list(dict.fromkeys(found))
 
 
-def _check_vocabulary(tensors: dict[str, Tensor], place: Path, target: TargetFacts | None) -> None:
-    """UserError for tables that are none, and for a draft vocabulary without the end of the target's turns."""
-    vocabulary = DraftVocabulary.of_tables(tensors["d2t"], tensors["t2d"], str(place))
-    if target is not None and vocabulary.vocab_size == target.ends.embedding.shape[0]:
+def _check_ends(tensors: dict[str, Tensor], place: Path, target: TargetFacts) -> None:
+    """UserError for a draft vocabulary without the end of the target's turns."""
+    vocabulary = vocabulary_of(tensors, str(place))
+    if vocabulary is not None and vocabulary.vocab_size == target.ends.embedding.shape[0]:
         vocabulary.check_ends(target.end_ids, str(place))
 
 
-def _remarks(config: AnyConfig, facts: dict[str, Any], target: TargetFacts) -> list[str]:
+def _check_weights(facts: dict[str, Any], target: TargetFacts, head_path: str) -> None:
+    """UserError for a head that was trained on a target of the same sizes and other weights."""
+    other = other_weights(facts, target)
+    if other is not None:
+        raise UserError(f"{head_path}: {other}; give its own target")
+
+
+def _remarks(config: AnyConfig, target: TargetFacts) -> list[str]:
     """What is no obstacle, but where a low tau would come from."""
     remarks, theta = [], rope_of(target.text_config)[0]
-    recorded = facts.get("target")
-    if recorded is not None and recorded != fingerprint(target.text_config, target.ends):
-        remarks.append(f"trained on a target of fingerprint {recorded}: this one has other weights, or another dtype")
     own = getattr(config, "rope_theta", None)
     if own is not None and own != theta:
         remarks.append(f"base of RoPE {own:,.0f}, the target's is {theta:,.0f}")
@@ -169,14 +193,10 @@ def _recorded_target(values: dict[str, Any], facts: dict[str, Any], place: Path)
     return None if found is None else str(found)
 
 
-def _taps(config: AnyConfig, known: bool) -> list[int] | None:
-    return list(config.after_blocks) if isinstance(config, Eagle3Config) and known else None
-
-
 def _taps_line(found: dict[str, Any]) -> str:
     if found["kind"] != "eagle3":
         return "none: reads the target's final state"
-    return "not named" if found["taps"] is None else f"hidden_states {found['taps']}"
+    return "not determined without its target" if found["taps"] is None else f"hidden_states {found['taps']}"
 
 
 def _sizes(config: AnyConfig) -> dict[str, int]:

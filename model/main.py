@@ -12,6 +12,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == P
 
 import argparse
 import json
+import re
 from typing import TYPE_CHECKING
 
 from data.provenance import is_dirty
@@ -22,6 +23,7 @@ from model.hub import HUB_ID, head_directory, require_login
 if TYPE_CHECKING:
     from model.repository import Repository
 
+AFTER_BLOCKS = "taps of an EAGLE-3 head that names none, as 2,16,29"
 LAYOUTS = ("safeailab", "sglang", "speculators")
 
 
@@ -49,8 +51,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     from model.export import TargetFacts
     from model.inspection import inspect_head, screen
 
+    taps = _taps(arguments.after_blocks)
     target = None if arguments.target is None else TargetFacts.load(arguments.target)
-    found = inspect_head(arguments.head, target)
+    found = inspect_head(arguments.head, target, taps)
     print(json.dumps(found, indent=1) if arguments.json else screen(found))
     return 1 if found["problems"] else 0
 
@@ -63,10 +66,11 @@ def convert(arguments: argparse.Namespace) -> int:
     if drafts is not None and drafts < 1:
         raise UserError(f"--speculative-tokens {drafts}: a cycle drafts at least one token")
     taps = _taps(arguments.after_blocks)
+    _check_name(arguments.target_name)
     _check_out(out, arguments.overwrite)
     target = TargetFacts.load(arguments.target, arguments.target_name, drafts)
     try:
-        done = export(arguments.head, arguments.to, out, target, taps)
+        done = export(arguments.head, arguments.to, out, target, taps, arguments.any_target)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}; name another directory") from error
     for note in done.notes:
@@ -80,28 +84,33 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def push(arguments: argparse.Namespace) -> int:
     """Ships the head, or with --dry-run prints what would go."""
+    from model.export import TargetFacts
     from model.repository import upload
     from model.shipment import Order, Permissions, pack
 
     if HUB_ID.fullmatch(arguments.repo) is None or "@" in arguments.repo:
         raise UserError(f"--repo {arguments.repo}: no repository name; it looks like user/name")
+    taps = _taps(arguments.after_blocks)
+    _check_name(arguments.target_name)
     directory = head_directory(arguments.head)
     if not directory.is_dir():
         raise UserError(f"{arguments.head}: no such head directory")
-    order = Order(directory, arguments.repo, arguments.run, arguments.target_name, arguments.license)
+    target = None if arguments.target is None else TargetFacts.load(arguments.target)
+    order = Order(directory, arguments.repo, arguments.run, arguments.target_name, arguments.license, target, taps)
     shipment = pack(order, Permissions(arguments.without_results, arguments.uncommitted), is_dirty())
     for note in shipment.notes:
         print(f"note: {note}")
     where = f"{arguments.repo}{'' if arguments.revision is None else '@' + arguments.revision}"
     if not arguments.dry_run:
         require_login()
-    repository = _found_there(arguments)
+    repository, is_asked = _found_there(arguments)
     removed = repository.removals(shipment.files)
     if arguments.dry_run:
         readme = shipment.files["README.md"]
         assert isinstance(readme, bytes)
         goes = f"\ngoes there: {', '.join(removed)}" if removed else ""
         visibility = "private" if repository.is_private or arguments.private else "public"
+        visibility = visibility if is_asked else f"{visibility}, if it is new"
         print(f"push: would ship to {where} ({visibility}):\n{shipment.text()}{goes}\n\nREADME.md:\n{readme.decode()}")
         return 0
     address = upload(repository, shipment.files, arguments.private, "A draft head")
@@ -110,8 +119,11 @@ def push(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _found_there(arguments: argparse.Namespace) -> "Repository":
-    """The repository as it is; a dry run does without where the Hub cannot be asked. UserError where it is public."""
+def _found_there(arguments: argparse.Namespace) -> "tuple[Repository, bool]":
+    """The repository as it is, and whether the Hub could be asked: a dry run does without.
+
+    UserError where it is public and was to be private.
+    """
     from model.repository import Repository, look
 
     try:
@@ -119,12 +131,11 @@ def _found_there(arguments: argparse.Namespace) -> "Repository":
     except UserError as error:
         if not arguments.dry_run:
             raise
-        print(f"note: what this push would remove there is not known: {error}")
-        repository = Repository(arguments.repo, arguments.revision)
+        why = str(error).split("; nothing is half there")[0]
+        print(f"note: whether it is there, whose it is and what a push would remove is not known: {why}")
+        return Repository(arguments.repo, arguments.revision), False
     repository.require_visibility(arguments.private)
-    if repository.replaces_a_strangers_card():
-        print(f"note: {arguments.repo} has a README.md that no push of this project wrote; the card replaces it")
-    return repository
+    return repository, True
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
@@ -149,6 +160,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 def _inspect_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--target", help="check against this target (local directory or Hub id)")
+    options.add_argument("--after-blocks", help=AFTER_BLOCKS)
     options.add_argument("--json", action="store_true", help="for tools")
 
 
@@ -158,17 +170,17 @@ def _convert_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--out", required=True, type=Path, help="the directory to write")
     options.add_argument("--target-name", help="what servers are told to load, where it is not --target")
     options.add_argument("--speculative-tokens", type=int, help="speculators' drafts per cycle (the head's, or 5)")
-    options.add_argument(
-        "--after-blocks",
-        help="taps of an EAGLE-3 head that names none, as 2,16,29",
-    )
+    options.add_argument("--after-blocks", help=AFTER_BLOCKS)
+    options.add_argument("--any-target", action="store_true", help="although it was trained on other weights")
     options.add_argument("--overwrite", action="store_true", help="replace what is in --out")
 
 
 def _push_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--repo", required=True, help="user/name")
     options.add_argument("--run", type=Path, help="the run with report/ and calibration/ (default: the head's own)")
+    options.add_argument("--target", help="check against this target (local directory or Hub id)")
     options.add_argument("--target-name", help="the target's Hub id, where the head names a local path")
+    options.add_argument("--after-blocks", help=AFTER_BLOCKS)
     options.add_argument("--license", help="licence of these weights, as the Hub spells it (apache-2.0)")
     options.add_argument("--private", action="store_true", help="a private repository; refused where it is public")
     options.add_argument("--revision", help="the branch (default: main)")
@@ -188,6 +200,14 @@ def _taps(text: str | None) -> tuple[int, ...] | None:
     if list(taps) != sorted(set(taps)) or taps[0] < 0:
         raise UserError(f"--after-blocks {text}: must ascend without repeats")
     return taps
+
+
+def _check_name(name: str | None) -> None:
+    """UserError for a --target-name that is no name of a model: it goes into commands and files for servers."""
+    if name is not None and re.fullmatch(r"[\w./~][\w./~:@+-]*", name) is None:
+        raise UserError(
+            f"--target-name {name!r}: no name of a model; it looks like user/name, or is a path without blanks"
+        )
 
 
 def _be_quiet() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from model.hub import is_public
+from model.hub import is_on_hub
 
 PART = r"""[^\s'"\[\](){}<>,;=|]"""
 ROOTED = re.compile(
@@ -45,7 +45,7 @@ def public_names(target: str, records: Mapping[str, Any]) -> dict[str, str]:
         _at(summary, "target", "name"),
         _at(records.get("provenance.json"), "inputs", "target", "path"),
     ]
-    names = {name: target for name in spelt if isinstance(name, str) and not is_public(name)}
+    names = {name: target for name in spelt if isinstance(name, str) and not is_on_hub(name)}
     for name in sources(recipe):
         if is_local_source(name):
             names[name] = last_part(name)
@@ -63,7 +63,7 @@ def sources(recipe: Any) -> list[str]:
 
 def is_local_source(name: str) -> bool:
     """Whether conversations are a file or folder of the trainer's machine and no data set of the Hub."""
-    return name.endswith(FILES) or name.count("/") == 0 or SOURCE.fullmatch(name) is None or not is_public(_bare(name))
+    return name.endswith(FILES) or name.count("/") == 0 or SOURCE.fullmatch(name) is None or not is_on_hub(_bare(name))
 
 
 def last_part(path: str) -> str:

@@ -9,14 +9,17 @@ from typing import Any
 import yaml
 
 from model.errors import UserError
+from model.head_files import CALIBRATOR
 from model.hub import readable_errors
 
 TAG = "aerie"  # in the front matter of every card of this project
+ANY_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?")
 WEIGHTS = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin|(medusa|hydra)_lm_head\.pt"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
-RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", "summary.json")
+FRONT = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.DOTALL)  # a card's front matter
+RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "summary.json")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Repository:
     is_private: bool = False
     files: tuple[str, ...] = ()
     is_ours: bool = False  # its card says so: an earlier push wrote it
+    has_blank_card: bool = False  # at most a licence and no word, as the Hub makes it with a new repository
 
     def require_visibility(self, private: bool) -> None:
         """UserError where the user asked for a private repository and this one is public."""
@@ -41,19 +45,26 @@ class Repository:
     def removals(self, shipped: Collection[str]) -> tuple[str, ...]:
         """What an earlier push put there and this one does not: weights, their indexes and the records beside them.
 
-        UserError for a stranger's weights, which a reader would take for the head's.
+        UserError for a stranger's repository.
         """
-        weights = [name for name in self.files if WEIGHTS.fullmatch(name) and name not in shipped]
-        if weights and not self.is_ours:
-            raise UserError(
-                f"{self.name}: holds {', '.join(sorted(weights)[:4])}, which no push of this project put there and "
-                f"which readers would take for the head's weights; remove them there, or name another repository"
-            )
-        records = [name for name in self.files if name in RECORDS and name not in shipped and self.is_ours]
-        return tuple(sorted(weights + records))
+        self._require_ours(shipped)
+        if not self.is_ours:
+            return ()
+        earlier = (name for name in self.files if WEIGHTS.fullmatch(name) or name in RECORDS)
+        return tuple(sorted(name for name in earlier if name not in shipped))
 
-    def replaces_a_strangers_card(self) -> bool:
-        return "README.md" in self.files and not self.is_ours
+    def _require_ours(self, shipped: Collection[str]) -> None:
+        """UserError for a card, weights or files to be replaced that no push of this project put there."""
+        if self.is_ours:
+            return
+        card = {"README.md"}
+        theirs = {name for name in self.files if ANY_WEIGHTS.fullmatch(name) or name in shipped} | card
+        theirs &= set(self.files) - (card if self.has_blank_card else set())
+        if theirs:
+            raise UserError(
+                f"{self.name}: is somebody else's: it holds {', '.join(sorted(theirs)[:4])}, which no push of this "
+                f'project put there (its card has no tag "{TAG}"); name another repository, or empty this one'
+            )
 
 
 def upload(repository: Repository, files: dict[str, Path | bytes], private: bool, message: str) -> str:
@@ -61,8 +72,8 @@ def upload(repository: Repository, files: dict[str, Path | bytes], private: bool
 
     The same commit removes what an earlier push left. The repository, and its branch, are made where they are missing.
     A commit is whole or absent, and what was uploaded before a break is known to the Hub by its hash: the same call
-    goes on from there. UserError before anything is sent for a public repository that was to be private, and for one
-    with a stranger's weights.
+    goes on from there. UserError before anything is sent for a public repository that was to be private, and for a
+    stranger's.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -96,19 +107,22 @@ def look(name: str, revision: str | None = None) -> Repository:
         except errors.RepositoryNotFoundError:
             return Repository(name, revision)
         files = tuple(sibling.rfilename for sibling in found.siblings or ())
-        is_ours = False
+        card = ""
         if "README.md" in files:
-            card = hf_hub_download(name, "README.md", revision=found.sha)
-            is_ours = TAG in _tags(Path(card).read_text(encoding="utf-8", errors="replace"))
-    return Repository(name, revision, True, bool(found.private), files, is_ours)
+            place = hf_hub_download(name, "README.md", revision=found.sha)
+            card = Path(place).read_text(encoding="utf-8", errors="replace")
+    front = _front(card)
+    is_blank = not FRONT.sub("", card).strip() and front.keys() <= {"license"}
+    tags = front.get("tags")
+    is_ours = isinstance(tags, list) and TAG in tags
+    return Repository(name, revision, True, bool(found.private), files, is_ours, is_blank)
 
 
-def _tags(card: str) -> list[str]:
-    """The tags in a card's front matter."""
-    front = re.match(r"---\r?\n(.*?)\r?\n---", card, re.DOTALL)
+def _front(card: str) -> dict[str, Any]:
+    """A card's front matter, empty where there is none or it cannot be read."""
+    front = FRONT.match(card)
     try:
         values = yaml.safe_load(front[1]) if front else None
     except yaml.YAMLError:
-        return []
-    tags = values.get("tags") if isinstance(values, dict) else None
-    return [str(tag) for tag in tags] if isinstance(tags, list) else []
+        values = {"unreadable": True}
+    return values if isinstance(values, dict) else {}

@@ -8,12 +8,15 @@ from typing import Any
 import yaml
 
 from model.card import CardFacts, measured_rows, render_card
+from model.checkpoint import head_facts
 from model.errors import UserError
-from model.files import read_json
+from model.export import TargetFacts
+from model.files import content_digest, read_json
 from model.formats.layouts import is_whole_model, read_config, recognise
-from model.head_files import CONFIG, digests, find_weights
-from model.hub import is_public
+from model.head_files import CALIBRATOR, CONFIG, digests, find_weights
+from model.hub import is_on_hub
 from model.inspection import inspect_head
+from model.measured import json_table, measured
 from model.public import last_part, public, public_names
 from model.weights import tensor_names
 
@@ -46,49 +49,68 @@ class Shipment:
 
 @dataclass(frozen=True)
 class Order:
-    """What to ship where. run is the directory of the reports; default: the run that the head lies in, if it does."""
+    """What to ship where. run is the directory of the reports; default: the run that the head lies in, if it does.
+
+    target is what the head is checked against, and after_blocks are the taps of a head that names none.
+    """
 
     directory: Path
     repo: str
     run: Path | None = None
     target_name: str | None = None
     licence: str | None = None
+    target: TargetFacts | None = None
+    after_blocks: tuple[int, ...] | None = None
 
 
 def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipment:
     """The shipment; is_dirty says whether this checkout differs from its commit.
 
-    UserError for a head that does not load, for one without measured results, for results of another head, and for
-    code that no commit holds.
+    UserError for a head that does not load or does not fit its target, for one without measured results, for results
+    of another head, and for code that no commit holds.
     """
     directory = order.directory
     _require_head(directory, order.repo)
-    found = inspect_head(directory)
+    found = inspect_head(directory, order.target, order.after_blocks)
     if found["problems"]:
         raise UserError(found["problems"][0])
+    if found["taps_open"] == "ambiguous":
+        raise UserError(
+            f"{directory}: numbers its taps in a way that only its target tells; give it with --target, or the taps "
+            f"with --after-blocks"
+        )
     run = order.run or (directory.parent.parent if (directory.parent.parent / "report").is_dir() else None)
-    summary = _summary(directory, run)
-    has_results = bool(measured_rows(summary, (found["kind"],)))
+    results = measured(directory, run, permissions.without_results)
+    has_results = bool(measured_rows(results.summary, (found["kind"],)))
     if not has_results and not permissions.without_results:
         raise UserError(
             f"{directory}: no measured results (RUN/report/summary.json); measure with: python infer/main.py bench and "
             f"report, name the run with --run, or ship without: --without-results"
         )
     places = {name: directory / name for name in (CONFIG, "recipe.yaml", "provenance.json")}
-    if run is not None:
-        places |= {"calibration.json": run / "calibration" / "calibration.json"}
-        places |= {"summary.json": run / "report" / "summary.json"} if has_results else {}
-    records = {name: _record(place) for name, place in places.items() if place.is_file()}
+    if results.calibration is not None:
+        places["calibration.json"] = results.calibration
+    found_there = {name: _record(place) for name, place in places.items() if place.is_file()}
+    records = dict(found_there)
+    if run is not None and has_results:
+        places["summary.json"] = run / "report" / "summary.json"
+        found_there["summary.json"], records["summary.json"] = json_table(places["summary.json"]), results.summary
     if not permissions.uncommitted:
         _require_committed(directory, records.get("provenance.json", {}), is_dirty)
     target, notes = _target(order, found)
-    names = public_names(target, {**records, "summary.json": summary})
+    notes = [*results.notes, *notes]
+    names = public_names(target, {**records, "summary.json": results.summary})
     told = {name: public(entry, names) for name, entry in records.items()}
     changed = sorted(name for name in records if told[name] != records[name])
     if changed:
         notes.append(f"local paths in {', '.join(changed)} are shipped as public names; the files here stay")
     files: dict[str, Path | bytes] = {path.name: path for path in _weights(directory)}
-    files |= {name: _written(name, told[name]) if name in changed else places[name] for name in records if told[name]}
+    files |= {
+        name: places[name] if told[name] == found_there[name] else _written(name, told[name])
+        for name in records
+        if told[name]
+    }
+    files |= _calibrator(directory, files[CONFIG])
     files["README.md"] = render_card(
         CardFacts(
             repo=order.repo,
@@ -96,9 +118,10 @@ def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipm
             target=target,
             provenance=told.get("provenance.json", {}),
             recipe=told.get("recipe.yaml", {}),
-            summary=public(summary, names),
+            summary=public(results.summary, names),
             calibration=told.get("calibration.json", {}),
             licence=order.licence,
+            is_converted="exported_from" in head_facts(directory),
         )
     ).encode()
     stays = tuple(sorted(path.name for path in directory.iterdir() if path.name not in files))
@@ -121,12 +144,29 @@ def _require_head(directory: Path, repo: str) -> None:
         ) from error
 
 
+def _calibrator(directory: Path, config: Path | bytes) -> dict[str, Path | bytes]:
+    """calibrator.json for the head as it is shipped, where there is one that was fitted for it as it lies here.
+
+    It names the head by digests, and the config.json that is shipped may be another.
+    """
+    place, known = directory / CALIBRATOR, digests(directory)
+    found = json_table(place)
+    if not found or found.get("head") != known:
+        return {}
+    if isinstance(config, Path):
+        return {CALIBRATOR: place}
+    return {CALIBRATOR: _written(CALIBRATOR, {**found, "head": {**known, CONFIG: content_digest(config)}})}
+
+
 def _target(order: Order, found: dict[str, Any]) -> tuple[str, list[str]]:
     """What the world is told to load as the target, and notes; UserError where nobody says."""
-    named = order.target_name or found["target"]["recorded"]
+    named = order.target_name or found["target"]["recorded"] or found["target"].get("given")
     if named is None:
-        raise UserError(f"{order.directory}: does not say which target it is for; name it with --target-name")
-    if is_public(named):
+        raise UserError(
+            f"{order.directory}: does not say which target it is for; name it with --target-name, or "
+            f"give it with --target"
+        )
+    if is_on_hub(named):
         return named, []
     name = last_part(named)
     how = "name it as on the Hub with --target-name user/name"
@@ -143,7 +183,7 @@ def _written(name: str, entry: dict[str, Any]) -> bytes:
 def _record(place: Path) -> dict[str, Any]:
     """A record's table, empty for anything else; UserError for what cannot be parsed."""
     if place.suffix != ".yaml":
-        return _table(place)
+        return json_table(place)
     try:
         found = yaml.safe_load(place.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -161,38 +201,12 @@ def _weights(directory: Path) -> list[Path]:
     return [weights, *shards]
 
 
-def _summary(directory: Path, run: Path | None) -> dict[str, Any]:
-    """report/summary.json of the run; UserError where it was measured with another head."""
-    if run is None:
-        return {}
-    summary = _table(run / "report" / "summary.json")
-    measured = _table(run / "bench" / "provenance.json").get("inputs", {}).get("head")
-    if not summary or not measured:
-        return summary
-    origin = _table(directory / CONFIG).get("aerie", {}).get("exported_from", {}).get("files", {})
-    heads = measured if isinstance(measured, list) else [measured]
-    if not any(head.items() <= known.items() for head in heads for known in (digests(directory), origin)):
-        raise UserError(
-            f"{run / 'bench'}: was measured with another head than {directory}; measure this one with: "
-            f"python infer/main.py bench --overwrite, then report"
-        )
-    return summary
-
-
 def _require_committed(directory: Path, provenance: dict[str, Any], is_dirty: bool | None) -> None:
     fix = "commit and train again, or ship it all the same: --uncommitted"
     if provenance.get("dirty"):
         raise UserError(f"{directory}: was trained from an uncommitted tree (provenance.json); {fix}")
     if is_dirty:
         raise UserError("this checkout differs from its commit, which the card names; commit, or use --uncommitted")
-
-
-def _table(path: Path) -> dict[str, Any]:
-    """A JSON file's table, empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    found = read_json(path)
-    return found if isinstance(found, dict) else {}
 
 
 def _size(file: Path | bytes) -> int:

@@ -97,7 +97,10 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
                 f"{path}: holds more than tensors, and loading it could run its code; refused: get {WEIGHTS} of this "
                 f"head instead"
             ) from error
-        raise UserError(f"{path}: cannot read the weights: {_first_line(error)}; fetch the file anew") from error
+        raise UserError(
+            f"{path}: cannot read the weights: {path.stat().st_size:,} bytes that are no whole pickle of tensors "
+            f"(truncated or damaged); fetch the file anew"
+        ) from error
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds a {type(found).__name__} and no table of tensors by name")
     odd = next((name for name, value in found.items() if not isinstance(value, Tensor)), None)

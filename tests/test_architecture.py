@@ -120,7 +120,7 @@ def test_no_file_stem_hides_a_package_a_stdlib_module_or_an_installed_one() -> N
 
 
 def test_every_third_party_import_is_declared() -> None:
-    at_run_time, in_tests = declared("report"), declared("report", "dev")
+    at_run_time, in_tests = declared("report", "distill"), declared("report", "distill", "dev")
     found = {path: undeclared(path.read_text(encoding="utf-8"), at_run_time) for path in SOURCES}
     found |= {path: undeclared(path.read_text(encoding="utf-8"), in_tests) for path in TESTS}
     assert {relative(path): names for path, names in found.items() if names} == {}

@@ -7,13 +7,15 @@ from model.config import MULTI_TOKEN
 from model.errors import UserError
 from model.recipe import STRICT
 
-LossName = Literal["soft_cross_entropy", "kl", "reverse_kl", "total_variation", "negative_log_alpha", "lk_hybrid"]
+LossName = Literal[
+    "soft_cross_entropy", "kl", "reverse_kl", "jsd", "total_variation", "negative_log_alpha", "lk_hybrid"
+]
 EAGLE1, EAGLE3, MULTI = ("eagle1",), ("eagle3",), MULTI_TOKEN
 KINDS = {  # of heads whose training reads a key; a key that is not here is read by all, or refused where it is used
     **dict.fromkeys(("feature_weight", "classification_weight", "feature_noise", "noise_length_scaling"), EAGLE1),
     **dict.fromkeys(("unroll_steps", "unroll_decay", "divisor", "mask_outside_vocabulary"), EAGLE3),
     **dict.fromkeys(("label_weight", "law_weight", "head_decay", "dropout"), MULTI),
-    **dict.fromkeys(("distill_weight", "token_weight"), ("draft_lm",)),
+    **dict.fromkeys(("distill", "distill_weight", "token_weight", "on_policy", "on_policy_tokens"), ("draft_lm",)),
     "loss": (*EAGLE1, *EAGLE3, *MULTI),
 }
 
@@ -44,6 +46,9 @@ class TrainConfig:
     distill: LossName | None = None  # draft_lm: this loss to the target's laws, beside cross-entropy on its tokens
     distill_weight: float = 1.0  # draft_lm: of that loss
     token_weight: float = 1.0  # draft_lm: of the cross-entropy, where `distill` is set
+    jsd_beta: float = 0.5  # jsd: weight of the target's law in the mixture (DistillSpec, arXiv 2310.08461)
+    on_policy: float = 0.0  # draft_lm: share of rows in which it writes tokens itself, to learn the target's laws there
+    on_policy_tokens: int = 128  # draft_lm: so many of them, from a random place of an answer on
     unroll_steps: int = 7  # EAGLE-3: length of the training-time test
     unroll_decay: float = 0.8  # EAGLE-3: step k weighs unroll_decay ** k
     divisor: Literal["shared", "per_step"] = "shared"  # EAGLE-3: slots of the first step for all, or each step's own
@@ -75,6 +80,8 @@ class TrainConfig:
             raise ValueError("eval_depths, unroll_steps and measure_new_tokens must be at least 1, measure_prompts 0")
         if not 0.0 < self.unroll_decay <= 1.0 or self.lk_eta < 0.0:
             raise ValueError("unroll_decay is in (0, 1] and lk_eta is not negative")
+        if not 0.0 < self.jsd_beta < 1.0 or not 0.0 <= self.on_policy <= 1.0 or self.on_policy_tokens < 1:
+            raise ValueError("jsd_beta is in (0, 1), on_policy in [0, 1] and on_policy_tokens at least 1")
         if self.distill_weight <= 0.0 or self.token_weight < 0.0:
             raise ValueError("distill_weight is positive and token_weight is not negative (distill: null is without)")
         if not 0.0 < self.head_decay <= 1.0 or not 0.0 <= self.dropout < 1.0 or not 0.0 <= self.final_rate <= 1.0:
@@ -95,6 +102,9 @@ def require_read(config: TrainConfig, kind: str) -> None:
         "loss": kind in MULTI_TOKEN and config.law_weight == 0.0 and "train.law_weight, which is 0",
         "distill_weight": config.distill is None and "train.distill, which is not set",
         "token_weight": config.distill is None and "train.distill, which is not set",
+        "on_policy": config.distill is None and "train.distill, which is not set",
+        "on_policy_tokens": config.on_policy == 0.0 and "train.on_policy, which is 0",
+        "jsd_beta": "jsd" not in losses and f"jsd, and train.loss is {config.loss}",
         "lk_eta": "lk_hybrid" not in losses and f"lk_hybrid, and train.loss is {config.loss}",
     }
     for name in changed:

@@ -19,12 +19,13 @@ from model.heads.eagle3 import Eagle3Head
 from model.sizes import position_warnings
 from model.target import TargetEnds, load_tokenizer
 from train.config import TrainConfig
-from train.loop import Job, Measure, Save
+from train.loop import Job, Measure, Save, Supply
 from train.objectives.causal_lm import CausalLM, CausalLMObjective, new_causal_lm
 from train.objectives.draft_lm import DistilledLM, DraftLMObjective
 from train.objectives.eagle1 import Eagle1Objective
 from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
 from train.objectives.multi_token import MultiTokenModule, MultiTokenObjective
+from train.on_policy import OnPolicySupply
 from train.source import Request, Source
 
 
@@ -128,6 +129,14 @@ def distilled_lm_job(source: Source, frame: Frame) -> tuple[Job, int]:
     lm = new_causal_lm(request.head, load_tokenizer(request.target), config.seed, vocab_size)
     _prepare_lm(lm, config, request.data.max_length)
     module = DistilledLM(lm, config, vocab_size)
+    supply: Supply | None = source.supply
+    if config.on_policy:
+        if request.features.mode != "online":
+            raise UserError(
+                "train.on_policy: a cache has no states of tokens that are yet to be drawn; set features.mode online"
+            )
+        ends_of_turns = end_of_turn_ids(load_tokenizer(request.target), None)
+        supply = None if supply is None else OnPolicySupply(lm, supply, module.num_columns, ends_of_turns)
     job = frame.job(
         kind=f"{request.head.kind}-{config.distill}",
         module=module,
@@ -137,7 +146,7 @@ def distilled_lm_job(source: Source, frame: Frame) -> tuple[Job, int]:
         held_out=source.held_out,
         save=frame.saver(),
         save_dtype=ends.lm_head.dtype,
-        supply=source.supply,
+        supply=supply,
         pools=source.pools,
     )
     return job, module.num_columns

@@ -6,6 +6,7 @@ vocabulary, for losses that compare laws; `whole`, as it is in the full vocabula
 those that speak of acceptance. Where both vocabularies are one the forms are equal.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -91,6 +92,15 @@ def reverse_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
+def jensen_shannon(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+    """[S]: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, in nats.
+
+    Source: DistillSpec (arXiv 2310.08461), its generalised Jensen-Shannon divergence.
+    """
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))  # [S, Vd]
+    return beta * kl(log_m, log_p) + (1.0 - beta) * kl(log_m, log_q)
+
+
 def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
     """[S]: alpha = sum_v min(p(v), q(v)), the chance that a sampled draft token is accepted; p is whole.
 
@@ -132,6 +142,7 @@ def loss_named(name: LossName, config: TrainConfig) -> Loss:
         "soft_cross_entropy": lambda log_q, target: soft_cross_entropy(log_q, target.share),
         "kl": lambda log_q, target: kl(log_q, target.inside),
         "reverse_kl": lambda log_q, target: reverse_kl(log_q, target.inside),
+        "jsd": lambda log_q, target: jensen_shannon(log_q, target.inside, config.jsd_beta),
         "total_variation": lambda log_q, target: total_variation(log_q, target.whole),
         "negative_log_alpha": lambda log_q, target: negative_log_alpha(log_q, target.whole),
         "lk_hybrid": lambda log_q, target: lk_hybrid(log_q, target, config.lk_eta),

@@ -282,8 +282,6 @@ def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
     frame = Frame(recipe.train, output, state, metrics, saver, setting.overwrite, speaks)
     request = Request(recipe.head, recipe.target, recipe.data, recipe.features)
     is_lm, distill = recipe.head.kind == "draft_lm", recipe.train.distill
-    if distill is not None and not is_lm:
-        raise UserError(f"train.distill: {distill} belongs to draft_lm; a draft head's loss is train.loss")
     if is_lm and distill is None:
         return causal_lm_job(request, frame)
     online, measured = recipe.features.mode == "online", bool(recipe.train.measure_prompts)

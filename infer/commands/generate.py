@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     check_settings(settings)
     if arguments.plan:
         grown = as_dict(sized(tree)) if tree else "no tree"
-        print(f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {grown}")
+        law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
+        print(f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {grown}{law}")
         return 0
     prepare(threads)
     from infer.generate import Question, Traces, answer

@@ -70,5 +70,6 @@ def check_level(level: int, num_heads: int) -> None:
     if level >= num_heads:
         raise UserError(
             f"tree: asks for level {level + 1}, and a draft head of {num_heads} heads drafts {num_heads} levels; give "
-            f"tree.choices without paths longer than {num_heads}, or train a head with head.num_heads {level + 1}"
+            f"tree.choices without paths longer than {num_heads} (or tree.levels {num_heads}), or train a head with "
+            f"head.num_heads {level + 1}"
         )

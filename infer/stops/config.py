@@ -178,4 +178,9 @@ def beyond(stop: StopConfig, levels: int) -> str | None:
             f"stop.checks {list(stop.checks)} are never reached, for a draft of {levels} levels ends there by itself; "
             f"check at a smaller depth"
         )
+    if isinstance(stop, VoteConfig) and stop.signals == ("momentum",):
+        late = {"momentum_from": stop.momentum_from, "declines": stop.declines}
+        name = next((name for name, depth in late.items() if depth >= levels), None)
+        if name is not None:
+            return f"stop.{name} {late[name]} is never reached, for a draft ends at {levels} levels by itself"
     return None

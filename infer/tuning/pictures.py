@@ -25,7 +25,7 @@ def cost_curves(heads: list[dict[str, Any]]) -> str:
     colours = [SERIES[position % len(SERIES)] for position in range(len(heads))]
     legend = [(str(head["kind"]), colour) for head, colour in zip(heads, colours, strict=True)]
     figure, (verify, draft) = stacked(
-        ["v(N): ms of a target forward over N nodes", "ms of one more draft level"], legend
+        ["v(N): ms of a target forward by nodes with the root", "ms of one more draft level"], legend
     )
     for head, colour in zip(heads, colours, strict=True):
         costs = head["costs_ms"]
@@ -40,6 +40,5 @@ def cost_curves(heads: list[dict[str, Any]]) -> str:
     for axes in (verify, draft):
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-    verify.set_xlabel("nodes with the root")
     draft.set_xlabel("k: expanded nodes of the level")
     return themed(figure, "tuning-costs")

@@ -1,6 +1,6 @@
 """What any dynamic tree would have had accepted, from a recording: no model, exact counts of cycles and forwards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -23,6 +23,23 @@ class Cycles:
 
 
 def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
+    """[P, levels]: as `_full_ranks`, no draft deeper than what max_new_tokens leaves beside the bonus token."""
+    ranks = _full_ranks(recording, levels, k)
+    room = np.minimum(recording.allowed - 1, levels)
+    for depth in range(levels):
+        late = np.flatnonzero(room == depth)
+        if late.size:
+            ranks[late] = np.iinfo(np.int64).max
+            if depth:
+                ranks[late, :depth] = _full_ranks(_places(recording, late), depth, k)
+    return ranks
+
+
+def _places(recording: Recording, index: Integers) -> Recording:
+    return Recording(**{field.name: getattr(recording, field.name)[index] for field in fields(recording)})
+
+
+def _full_ranks(recording: Recording, levels: int, k: int) -> Integers:
     """[P, levels]: where the text's own token at each depth stands among the candidates of a tree of this depth and k.
 
     0 is the best of all candidates of all levels by survival, ties going to the shallower; the number of candidates
@@ -59,15 +76,9 @@ def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
     return _ranks(np.concatenate(pool, axis=1), places_in_pool)
 
 
-def accepted(recording: Recording, ranks: Integers, nodes: int) -> Integers:
-    """[P] drafted tokens that a tree of this many nodes, the root among them, has accepted at each place.
-
-    The draft is no deeper than what max_new_tokens leaves beside the bonus token. (There a real tree gives the room of
-    the levels that it lacks to others: the last cycle of an answer may be underrated.)
-    """
-    inside = ranks < nodes - 1
-    inside &= np.arange(ranks.shape[1]) < (recording.allowed - 1)[:, None]
-    count: Integers = np.logical_and.accumulate(inside, axis=1).sum(1)
+def accepted(ranks: Integers, nodes: int) -> Integers:
+    """[P] drafted tokens that a tree of this many nodes, the root among them, has accepted at each place."""
+    count: Integers = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)
     return count
 
 

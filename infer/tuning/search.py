@@ -35,7 +35,7 @@ def price(counted: Cycles, k: int, nodes: float, costs: Costs) -> float:
 def predict(tree: TreeConfig, recording: Recording, costs: Costs) -> Prediction:
     """What one dynamic tree or chain is predicted to do."""
     ranks = path_ranks(recording, tree.levels, tree.k)
-    return _prediction(tree, cycles(recording, accepted(recording, ranks, tree.nodes), tree.levels), costs)
+    return _prediction(tree, cycles(recording, accepted(ranks, tree.nodes), tree.levels), costs)
 
 
 def predictions(
@@ -55,7 +55,7 @@ def predictions(
             ranks = path_ranks(recording, depth, k)
             candidates = k + (depth - 1) * k * k
             for count in [depth + 1] if k == 1 else [count for count in nodes if count <= candidates + 1]:
-                counted = cycles(recording, accepted(recording, ranks, count), depth)
+                counted = cycles(recording, accepted(ranks, count), depth)
                 found.append(_prediction(_tree(depth, k, count), counted, costs))
     return sorted(found, key=lambda one: one.ms_per_token)
 

@@ -15,6 +15,7 @@ from model.errors import UserError
 from model.formats.content import HeadContent, HeadFiles
 from model.formats.llama_keys import MAX_POSITIONS, read_rope
 from model.formats.medusa import NO_LIMIT, count, disagreements
+from model.formats.renaming import renamed
 from model.formats.values import flag, number, whole
 from model.heads.hydra import HydraConfig
 
@@ -36,7 +37,8 @@ def read(files: HeadFiles) -> HeadContent:
     values, place = files.values, files.config_place
     if not flag(values, "grounded_heads", place, default=True) or values.get("hidden_state_offset"):
         raise UserError(f"{place}: grounded_heads false or a hidden_state_offset: such heads are not supported")
-    tensors = {_renamed(name): value for name, value in files.tensors.items() if not UNREAD.fullmatch(name)}
+    read_ones = {name: value for name, value in files.tensors.items() if not UNREAD.fullmatch(name)}
+    tensors = renamed(read_ones, _renamed, files.weights_place)
     first = tensors.get("laws.lm_heads.0.weight")
     if first is None or first.ndim != 2:
         raise UserError(f"{files.weights_place}: no tensor is the LM head of the first future token")

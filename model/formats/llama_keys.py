@@ -29,7 +29,8 @@ def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
     if flag(values, "mlp_bias", place):
         raise UserError(f"{place}: mlp_bias is true; heads have no biases in their MLP")
     heads, width = whole(values, "num_attention_heads", place), whole(values, "hidden_size", place)
-    positions = "max_position_embeddings" if values.get("max_position_embeddings") else "max_sequence_length"
+    own = values.get("max_position_embeddings") is not None
+    positions = "max_position_embeddings" if own else "max_sequence_length"
     theta, scaling = read_rope(values, place)
     return {
         "hidden_size": width,
@@ -49,8 +50,12 @@ def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
 def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling, from the keys of transformers 4 (rope_scaling, "type") and 5 (rope_parameters)."""
     parameters, scaling = (table(values, name, place) for name in ("rope_parameters", "rope_scaling"))
-    bases = [found for found in (values, parameters, scaling) if found.get("rope_theta")]
-    theta = number(bases[0], "rope_theta", place) if bases else ROPE_THETA
+    tables = {"config.json": values, "rope_parameters": parameters, "rope_scaling": scaling}
+    bases = {name: number(found, "rope_theta", place) for name, found in tables.items() if found.get("rope_theta")}
+    if len(set(bases.values())) > 1:
+        told = ", ".join(f"{base:g} in {name}" for name, base in bases.items())
+        raise UserError(f"{place}: rope_theta is {told}; the head was trained with one of them: take out the other")
+    theta = next(iter(bases.values()), ROPE_THETA)
     scaling = {k: v for k, v in (scaling or parameters).items() if k != "rope_theta"}
     kind = scaling.pop("type", None)
     scaling = {"rope_type": kind, **scaling} if kind else scaling

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.errors import UserError
 from model.formats.content import HeadContent, HeadFiles
+from model.formats.renaming import renamed
 from model.heads.medusa import MedusaConfig
 
 NO_LIMIT = 2**20  # positions: a Medusa head has no attention, so only its target's context limits it
@@ -24,7 +25,7 @@ def kind_of(values: dict[str, Any], names: set[str]) -> str | None:
 
 def read(files: HeadFiles) -> HeadContent:
     """The head; heads and layers are counted in the weights."""
-    tensors = {_renamed(name): value for name, value in files.tensors.items()}
+    tensors = renamed(files.tensors, _renamed, files.weights_place)
     first = tensors.get("laws.lm_heads.0.weight")
     if first is None or first.ndim != 2:
         raise UserError(f"{files.weights_place}: no tensor is the LM head of the first future token ('0.L.weight')")

@@ -6,6 +6,7 @@ taps are always (2, n // 2, n - 3). Source: the published files and the code tha
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from model.errors import UserError
 from model.formats.content import Destination, Export, HeadContent, HeadFiles, refuse
 from model.formats.llama_keys import read_sizes, write_sizes
+from model.formats.renaming import renamed
 from model.formats.taps import read_taps
 from model.formats.values import flag, table, whole
 from model.heads.eagle1 import Eagle1Config
@@ -56,7 +58,7 @@ def read_eagle3(files: HeadFiles) -> HeadContent:
     extra = table(values, "eagle_config", place)
     if not flag(extra, "use_aux_hidden_state", place, default=True):
         raise UserError(f"{place}: use_aux_hidden_state is false: the head reads no taps; such heads are not supported")
-    tensors = midlayer_first(without_derived(files.tensors))
+    tensors = midlayer_first(without_derived(files.tensors), files.weights_place)
     sizes = read_sizes(values, place)
     taps, guess = read_taps(values, files.after_blocks, place)
     config = Eagle3Config(
@@ -119,11 +121,20 @@ def eagle3_tensors(content: HeadContent) -> dict[str, Tensor]:
     return {name: value for name, value in content.tensors.items() if not (same and name in ("d2t", "t2d"))}
 
 
-def midlayer_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with `layers.0` called `midlayer` and later layers counted from 0, where they are not yet."""
+def midlayer_first(tensors: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
+    """The tensors with `layers.0` called `midlayer` and later layers counted from 0, where they are not yet.
+
+    UserError for a file at place with two first layers.
+    """
     if FIRST_LAYER not in tensors:
         return tensors
-    return {_renamed(name): value for name, value in tensors.items()}
+    other = next((name for name in sorted(tensors) if name.startswith("midlayer.")), None)
+    if other is not None:
+        raise UserError(
+            f"{place}: has {other!r} and {FIRST_LAYER!r}, two names of the head's first layer; take out the layer that "
+            f"is not its own"
+        )
+    return renamed(tensors, _renamed, place)
 
 
 def without_derived(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

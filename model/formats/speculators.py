@@ -12,6 +12,7 @@ from typing import Any
 from model.errors import UserError
 from model.formats.content import SPECULATIVE_TOKENS, Destination, Export, HeadContent, HeadFiles, refuse
 from model.formats.llama_keys import read_sizes, write_sizes
+from model.formats.renaming import renamed
 from model.formats.safeailab import eagle3_tensors, midlayer_first
 from model.formats.taps import NUMBERED, read_taps
 from model.formats.values import flag, table, whole
@@ -38,7 +39,7 @@ def read(files: HeadFiles) -> HeadContent:
         raise UserError(f"{place}: has no {LAYER}; it is no whole export of speculators")
     if values[TYPE] == "eagle":
         return _read_eagle1(files, layer)
-    tensors = midlayer_first(files.tensors)
+    tensors = midlayer_first(files.tensors, files.weights_place)
     if "t2d" in tensors and tensors["t2d"].ndim == 1:
         layer = {**layer, "vocab_size": tensors["t2d"].shape[0]}  # early exports wrote another number
     sizes = read_sizes(layer, place)
@@ -110,7 +111,7 @@ def _read_eagle1(files: HeadFiles, layer: dict[str, Any]) -> HeadContent:
     if flag(files.values, "layernorms", place):
         raise UserError(f"{place}: layernorms is true: a HASS head, which has norms that no EAGLE-1 head has")
     sizes = read_sizes({**layer, "num_hidden_layers": 1}, place)
-    tensors = {_old_name(name): value for name, value in files.tensors.items()}
+    tensors = renamed(files.tensors, _old_name, files.weights_place)
     config = Eagle1Config(**sizes, bias=flag(files.values, "fusion_bias", place))
     return HeadContent(config, tensors, is_embedding_optional=True)
 

@@ -46,10 +46,20 @@ def read_taps(
     return taps, f"{NUMBERED} {list(ids)} are taken as {what}: the head reads hidden_states {list(taps)}"
 
 
-def names_taps(values: dict[str, Any], place: Path) -> bool:
-    """Whether config.json says which states the head reads, in whatever numbering."""
-    named = (values.get("after_blocks"), values.get(NUMBERED), table(values, "eagle_config", place).get(NUMBERED))
-    return any(found is not None for found in named)
+def open_taps(values: dict[str, Any], place: Path) -> str | None:
+    """What config.json alone leaves open, None where it names the states that the head reads.
+
+    "unnamed": it names none. "ambiguous": it names some, in a numbering that only the target's number of blocks tells.
+    """
+    if values.get("after_blocks") is not None:
+        return None
+    found = values.get(NUMBERED)
+    if found is None:
+        found = table(values, "eagle_config", place).get(NUMBERED)
+    if found is None:
+        return "unnamed"
+    begins_with_one = isinstance(found, list) and found[:1] == [1]
+    return "ambiguous" if values.get("architectures") == [COUNTS_OUTPUTS] and not begins_with_one else None
 
 
 def _own(values: dict[str, Any], place: Path) -> tuple[int, ...]:

@@ -208,7 +208,7 @@ def test_shares_fill_one_cache_and_only_the_last_makes_it_whole(
     assert command("check", "--config", recipe) == 1
     assert "index.json: missing" in capsys.readouterr().out
     assert command("features", "--config", recipe, "--shard", "3/2") == 2
-    assert "--shard: '3/2' is no i/n" in refusal(capsys)
+    assert "--shard: 3/2 is no share; write i/n" in refusal(capsys)
     assert command("features", "--config", recipe) == 0  # another number goes on
     assert command("features", "--config", recipe, "--is-whole") == 0
     assert command("check", "--config", recipe) == 0

@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 
 from data.chat import Row
 from data.config import FeaturesConfig
-from data.plan import CachePlan, Share, estimate, plan_cache, require_space
+from data.plan import CachePlan, estimate, plan_cache, require_space
+from data.share import Share
 from data.tokens import TokenisedData
 from model.errors import UserError
 from tests.data import caches

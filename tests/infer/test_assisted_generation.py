@@ -1,4 +1,8 @@
-"""Speculative sampling with a draft LM writes what transformers' assisted generation writes, in as many forwards."""
+"""Speculative sampling with a draft LM writes what transformers' assisted generation writes, in the same forwards.
+
+What differs is what comes below a drafted end token: transformers drafts no further there, and this chain does, which
+costs draft forwards and changes no token and no forward of the target.
+"""
 
 from typing import Any
 
@@ -10,15 +14,16 @@ from transformers.generation import candidate_generator
 from infer.config import Method
 from infer.decoders import drafting
 from infer.drafters.draft_lm import DraftLMDrafter
-from infer.engine import SpeculativeDecoder
+from infer.engine import Generation, SpeculativeDecoder
 from infer.methods import METHODS
+from infer.proposer import Cycle
 from model.config import TargetConfig
 from model.target import Target
 from tests import tiny
 
 SETTINGS: dict[Method, dict[str, Any]] = {
     "sps": {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"},
-    "sps-heuristic": {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic_transient"},
+    "sps-heuristic": {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic"},
     "sps-confidence": {
         "num_assistant_tokens": 20,
         "num_assistant_tokens_schedule": "constant",
@@ -40,21 +45,28 @@ def models(noise: float = 0.02) -> tuple[Target, Target]:
     return target, draft
 
 
-def assisted(target: Target, draft: Target, ids: Tensor, settings: dict[str, Any], **limits: Any) -> tuple[Any, int]:
-    """The text of transformers' assisted generation, and how often it ran the target.
+def assisted(
+    target: Target, draft: Target, ids: Tensor, settings: dict[str, Any], **limits: Any
+) -> tuple[list[int], list[int]]:
+    """The text of transformers' assisted generation, and how many tokens each forward of the target was given.
 
-    Its settings are read from the assistant's generation_config alone; they are set anew for each prompt.
+    Its settings are read from the assistant's generation_config alone; they are set anew for each prompt, for its
+    heuristic writes the length that it ends with back.
     """
     for name, value in {"assistant_confidence_threshold": 0.0, **settings}.items():
         setattr(draft.model.generation_config, name, value)
-    calls: list[int] = []
-    hook = target.model.register_forward_hook(lambda *_: calls.append(1))
+    widths: list[int] = []
+
+    def note(_: Any, positional: Any, keywords: dict[str, Any]) -> None:
+        widths.append(keywords["input_ids"].shape[1])
+
+    hook = target.model.register_forward_pre_hook(note, with_kwargs=True)
     mask = torch.ones_like(ids)
     try:
         out = target.model.generate(ids, attention_mask=mask, do_sample=False, assistant_model=draft.model, **limits)
     finally:
         hook.remove()
-    return out[0].tolist(), len(calls)
+    return out[0].tolist(), widths
 
 
 @pytest.mark.parametrize("method", SETTINGS)
@@ -69,20 +81,38 @@ def test_answers_and_forwards_are_those_of_transformers(
     assert tree is not None
     decoder = SpeculativeDecoder(target, drafting(DraftLMDrafter(draft, target), tree))
     generator, lengths, refused = torch.Generator().manual_seed(7), set(), 0
-    for number in range(10):
+    for number in range(12):
         ids = torch.randint(0, 48, (1, 3 + 2 * number), generator=generator)
         limits: dict[str, Any] = {"max_new_tokens": 18 + number % 5}
-        ours = decoder.generate(ids, do_sample=False, **limits)
+        ours, drafted = answer(decoder, ids, limits)
         if end:
             limits["eos_token_id"] = ours.new_ids[8 + number % 7]
-            ours = decoder.generate(ids, do_sample=False, **limits)
+            ours, drafted = answer(decoder, ids, limits)
         if ours.statistics.new_tokens == 1:  # the prefill wrote the end token
             continue
         known = ours.sequences[:, : ids.shape[1] + 1]
         limits["max_new_tokens"] -= 1
-        theirs, forwards = assisted(target, draft, known, SETTINGS[method], **limits)
+        theirs, widths = assisted(target, draft, known, SETTINGS[method], **limits)
         assert ours.sequences[0].tolist() == theirs
-        assert ours.statistics.target_forwards == forwards
+        assert ours.statistics.target_forwards == len(widths)
+        assert [widths[0] - known.shape[1], *(width - 1 for width in widths[1:])] == [
+            until(tokens, limits.get("eos_token_id")) for tokens in drafted
+        ]
         lengths |= set(ours.statistics.accepted)
         refused += 0 in ours.statistics.accepted
-    assert len(lengths) > 3 and refused
+    assert len(lengths) > 2 and refused
+
+
+def until(tokens: list[int], end: int | None) -> int:
+    """How many tokens there are up to the first end token, itself included."""
+    return tokens.index(end) + 1 if end in tokens else len(tokens)
+
+
+def answer(decoder: SpeculativeDecoder, ids: Tensor, limits: dict[str, Any]) -> tuple[Generation, list[list[int]]]:
+    """Our answer, and the tokens that each cycle drafted."""
+    drafted: list[list[int]] = []
+
+    def watch(cycle: Cycle) -> None:
+        drafted.append(cycle.tree.tokens[1:].tolist())
+
+    return decoder.generate(ids, do_sample=False, on_cycle=watch, **limits), drafted

@@ -41,6 +41,8 @@ SHAPES: dict[str, tuple[Method, str, TreeChanges]] = {  # method, kind of head, 
     "EAGLE-1, static": ("eagle", "eagle1", TreeChanges(choices="medusa63")),
     "Medusa": ("medusa", "medusa", TreeChanges()),
     "Hydra": ("hydra", "hydra", TreeChanges()),
+    "Medusa, dynamic": ("medusa", "medusa", TreeChanges(shape="dynamic", levels=4, k=3, nodes=10)),
+    "Hydra, chain": ("hydra", "hydra", TreeChanges(shape="chain", levels=4)),
 }
 SAMPLED = [
     ("draft LM, dynamic", "entropy"),
@@ -50,6 +52,8 @@ SAMPLED = [
     ("EAGLE-3, chain", "marginal_gain"),
     ("Medusa", "entropy"),
     ("Hydra", "heuristic"),
+    ("Medusa, dynamic", "vote"),
+    ("Hydra, chain", "entropy"),
 ]
 ALL = [
     pytest.param(shape, rule, marks=() if (shape, rule) in SAMPLED else pytest.mark.slow)
@@ -94,7 +98,7 @@ def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
     deepest = decoder.proposer.shape.levels  # type: ignore[union-attr]
     early = [level for level in levels if 0 < level < deepest]
     assert len(early) > 2 if rule != "constant" else max(levels) == deepest
-    if shape == "Medusa":  # its one forward has all laws: a rule saves it nodes to verify, and no forward
+    if shape.startswith("Medusa"):  # its one forward has all laws: a rule saves it nodes to verify, and no forward
         assert set(forwards) <= {0, 1}
     else:
         assert forwards == levels

@@ -44,12 +44,17 @@ def test_other_weights_of_the_same_sizes_are_one_warning_with_the_fix(
 def test_another_dtype_of_the_same_weights_is_no_other_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny.llama().to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "target")
-    tiny.tokenizer(320).save_pretrained(tmp_path / "target")
-    for trained, used in (("float32", "bfloat16"), ("bfloat16", "float32")):
-        head = saved(load(tmp_path / "target", trained), tmp_path / trained)  # type: ignore[arg-type]
-        load_head_for(load(tmp_path / "target", used), head)  # type: ignore[arg-type]
+    """Weights of float32 or of bfloat16, used with as many digits as the head was trained with, with more or fewer."""
+    full, half = tiny.target(tmp_path / "full"), tiny.target(tmp_path / "half")
+    tiny.llama().to(torch.bfloat16).save_pretrained(half)
+    for path, trained, used in (
+        (half, "float32", "bfloat16"),
+        (half, "bfloat16", "float32"),
+        (full, "bfloat16", "float32"),
+    ):
+        head = saved(load(path, trained), tmp_path / trained)  # type: ignore[arg-type]
+        load_head_for(load(path, used), head)  # type: ignore[arg-type]
+    load_head_for(load(full, "bfloat16"), saved(load(full), tmp_path / "head"))
     assert warnings(capsys) == []
 
 

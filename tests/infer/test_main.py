@@ -102,10 +102,10 @@ def test_bench_calibrate_and_report_end_to_end_and_go_on_after_a_kill(recipe: Pa
 def test_a_bench_that_is_killed_goes_on_where_it_stopped_and_loses_no_finished_prompt(
     recipe: Path, tmp_path: Path
 ) -> None:
-    prompts = questions(tmp_path / "many.jsonl", 20)
+    prompts = questions(tmp_path / "many.jsonl", 10)
     command = ("bench", "--config", str(recipe), "--bench.prompts.path", str(prompts), "--bench.reference", "false")
-    command += ("--bench.prompts.num_prompts", "20", "--bench.prompts.max_new_tokens", "40", "--bench.cycles", "true")
-    records, total = tmp_path / "run" / "bench" / "records.jsonl", 20 * 3 * 2
+    command += ("--bench.prompts.num_prompts", "10", "--bench.prompts.max_new_tokens", "24", "--bench.cycles", "true")
+    records, total = tmp_path / "run" / "bench" / "records.jsonl", 10 * 3 * 2
     process = subprocess.Popen(
         [sys.executable, "infer/main.py", *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -112,6 +112,12 @@ WRONG: list[tuple[str, tuple[str, ...], str, tuple[str, ...]]] = [  # command, w
     ),
     (
         "generate",
+        ("--method", "medusa", "--tree.shape", "dynamic"),
+        "is 6 levels deep, and {root}/run/heads/medusa has 2 heads, one a level; set tree.levels to 2",
+        ("--method", "medusa", "--tree.shape", "dynamic", "--tree.levels", "2"),
+    ),
+    (
+        "generate",
         ("--method", "eagle", "--tree.choices", "{root}/none.yaml"),
         "none.yaml: no such file (published trees: eagle1, medusa63)",
         ("--method", "eagle", "--tree.choices", "medusa63"),
@@ -206,6 +212,19 @@ def test_the_recipes_tree_is_that_of_its_heads_usual_method_alone(command: Comma
     assert code == 0 and "'levels': 4, 'k': 10, 'nodes': 60" in out
 
 
+def test_the_files_tree_is_not_that_of_another_kind_of_head(command: Command) -> None:
+    kind = ("--head.kind", "eagle3")
+    assert "eagle3 with" in command("generate", *kind)[1] and "'levels': 8, 'k': 10" in command("generate", *kind)[1]
+    assert "'levels': 4, 'k': 10" in command("generate", *kind, "--tree.levels", "4")[1]
+    assert "'levels': 3, 'k': 3" in command("generate", "--head.kind", "eagle1")[1]
+
+
+def test_the_files_tree_of_calibrate_is_not_that_of_another_method(command: Command) -> None:
+    assert "eagle, {'shape': 'static', 'levels': 5" in command("calibrate", "--calibrate.method", "eagle")[1]
+    assert "eagle3, {'shape': 'dynamic', 'levels': 8, 'k': 10" in command("calibrate", "--head.kind", "eagle3")[1]
+    assert "'levels': 3, 'k': 10" in command("calibrate", "--calibrate.method", "eagle2")[1]
+
+
 def test_a_tree_on_the_command_line_that_a_command_does_not_read_is_warned_of(command: Command) -> None:
     for name in ("bench", "calibrate"):
         code, _, err = command(name, "--tree.levels", "4")
@@ -224,3 +243,9 @@ def test_a_head_without_weights_or_of_another_kind_than_its_directory_is_named(
     for name in ("generate", "bench", "calibrate"):
         code, _, err = command(name, "--run", str(tmp_path / "run"))
         assert code == 2 and "eagle2 drafts with eagle1, and this is an eagle3 head" in err
+
+
+def test_a_plan_says_that_typical_acceptance_is_not_lossless(command: Command, run_directory: Path) -> None:
+    words = ("--method", "medusa", "--tree.choices", str(run_directory / "shallow.yaml"))
+    assert "NOT lossless" in command("generate", *words, "--typical.epsilon", "0.1")[1]
+    assert "lossless" not in command("generate", *words)[1]

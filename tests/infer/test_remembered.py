@@ -1,6 +1,7 @@
 """A decoder that remembers writes what it writes without, and asks its models nothing twice."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from infer.config import Method, MethodConfig
 from infer.decoders import Drafters, make_decoder
 from infer.engine import SpeculativeDecoder
 from infer.miniature import write_miniature
+from infer.proposer import Drafting
 from infer.remembered import remember
+from infer.tree import Tree
 from model.target import Target
 
-IDS = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 8, 0, 9, 10, 11, 5, 4, 2, 6, 1, 7]])
+IDS = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4]])
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +52,25 @@ def test_a_second_answer_with_the_same_draws_runs_no_model(miniature: tuple[Draf
         assert answers(decoder, 3) == first and len(calls) == forwards > 3
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize(("method", "kind", "anew"), [("eagle2", "eagle1", False), ("sps", "draft_lm", True)])
+def test_a_tree_grows_anew_only_where_it_is_drawn(
+    miniature: tuple[Drafters, Path], method: Method, kind: str, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafters, heads = miniature
+    plain = make_decoder(drafters, MethodConfig(method), str(heads / kind))
+    assert isinstance(plain.proposer, Drafting)
+    grown: list[int] = []
+    grow = plain.proposer.shape.grow
+
+    def counted(*given: Any) -> Tree:
+        grown.append(1)
+        return grow(*given)
+
+    monkeypatch.setattr(plain.proposer.shape, "grow", counted)
+    decoder = remember(plain)
+    first = answers(decoder, 3)
+    trees = len(grown)
+    assert answers(decoder, 3) == first and trees > 0
+    assert len(grown) == (2 * trees if anew else trees)

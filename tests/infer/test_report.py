@@ -225,13 +225,8 @@ def test_render_needs_nothing_but_its_arguments(whole: tuple[Path, dict[str, Any
     assert "eagle1 head for tiny" in render(whole[1], details, {}, [])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium-headless-shell")
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False), (390, True)])
-def test_a_browser_shows_the_page_without_overflow(
-    whole: tuple[Path, dict[str, Any]], tmp_path: Path, width: int, dark: bool
-) -> None:
-    picture = tmp_path / "page.png"
+def laid_out(report: Path, folder: Path, width: int, dark: bool = False) -> tuple[Any, ...]:
+    """What a browser makes of a page: its scroll width, what is too wide, its background, which pictures are drawn."""
     # the probe writes what the browser laid out into the title; the page itself has no script
     probe = (
         "<script>addEventListener('load',()=>{const e=document.documentElement;"
@@ -240,32 +235,45 @@ def test_a_browser_shows_the_page_without_overflow(
         "document.title=JSON.stringify([e.scrollWidth,wide,getComputedStyle(document.body).backgroundColor,"
         "[...document.querySelectorAll('figure svg')].map(x=>x.getBoundingClientRect().height>100)])})</script>"
     )
-    source = (whole[0] / "index.html").read_text(encoding="utf-8")
-    probed = tmp_path / "probed.html"
+    source = (report / "index.html").read_text(encoding="utf-8")
+    probed = folder / "probed.html"
     # an iframe has the width that is asked for in every build of Chromium; a window may have a minimum
     probed.write_text(source.replace("</body>", f"{probe}</body>"), encoding="utf-8")
-    frame = tmp_path / "frame.html"
+    frame = folder / "frame.html"
     frame.write_text(
         f"<body style='margin:0'><iframe src='probed.html' style='border:0;width:{width}px;height:4000px'></iframe>"
         "<script>addEventListener('load',()=>setTimeout(()=>{document.body.append(Object.assign("
         "document.createElement('output'),{textContent:document.querySelector('iframe').contentDocument.title}))},50))"
         "</script></body>"
     )
-    theme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    common = [str(BROWSER), "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
-    common += [*theme, f"--window-size={width},4000", "--virtual-time-budget=3000"]
     dumped = subprocess.run(
-        [*common, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=60, check=True
+        [*_browser(width, dark), "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=60, check=True
     ).stdout
     match = re.search(r"<output>(.*?)</output>", dumped)
     assert match is not None
-    scroll_width, wide, background, drawn = json.loads(match.group(1).replace("&gt;", ">"))
+    return tuple(json.loads(match.group(1).replace("&gt;", ">")))
+
+
+def _browser(width: int, dark: bool) -> list[str]:
+    theme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    common = [str(BROWSER), "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
+    return [*common, *theme, f"--window-size={width},4000", "--virtual-time-budget=3000"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium-headless-shell")
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False), (390, True)])
+def test_a_browser_shows_the_page_without_overflow(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path, width: int, dark: bool
+) -> None:
+    scroll_width, wide, background, drawn = laid_out(whole[0], tmp_path, width, dark)
     assert scroll_width <= width, wide
     assert wide == []
     assert background == ("rgb(15, 18, 22)" if dark else "rgb(248, 246, 241)")
     assert drawn == [True] * 6
+    picture = tmp_path / "page.png"
     subprocess.run(
-        [*common, f"--screenshot={picture}", (whole[0] / "index.html").as_uri()],
+        [*_browser(width, dark), f"--screenshot={picture}", (whole[0] / "index.html").as_uri()],
         capture_output=True, timeout=60, check=True,
     )  # fmt: skip
     assert picture.stat().st_size > 50_000

@@ -1,9 +1,7 @@
 """Decoding with sampled chains and static trees is lossless: greedy identity, and the target's law on a real model."""
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 
 from infer import rejection
@@ -13,12 +11,12 @@ from infer.engine import SpeculativeDecoder
 from infer.proposer import Cycle, Drafting
 from infer.shape import make_shape
 from infer.verify import rule_of
-from model.config import TargetConfig
 from model.errors import UserError
 from model.target import Target
 from tests import tiny
+from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 from tests.infer.laws import SETTINGS
-from tests.infer.test_engine import greedy, joint_law, make_target, prompts
+from tests.infer.test_engine import greedy, make_target, prompts
 
 ROWS = {
     "chain": TreeConfig(shape="chain", levels=4, nodes=5),
@@ -32,10 +30,9 @@ RULES = {"chain": "R1", "eagle1": "R3", "eagle1 replaced": "R4"}
 LENGTH, DRAWS = 4, 5000
 
 
-def decoder(target: Target, row: str, kind: str = "eagle1", typical: TypicalConfig | None = None) -> SpeculativeDecoder:
-    """A decoder with a random head; an eagle3 one has a vocabulary of a third of the target's."""
-    embedding = target.ends.embedding.float()
-    head = tiny.head(embedding, scale=3.0) if kind == "eagle1" else tiny.eagle3_head(embedding, scale=3.0)
+def decoder(target: Target, row: str, typical: TypicalConfig | None = None) -> SpeculativeDecoder:
+    """A decoder with a random head."""
+    head = tiny.head(target.ends.embedding.float(), scale=3.0)
     return SpeculativeDecoder(target, Drafting(EagleDrafter(head.eval(), target), make_shape(ROWS[row])), typical)
 
 
@@ -101,7 +98,7 @@ class Mirror:
 
 @pytest.mark.parametrize("row", RULES)
 def test_a_draft_of_the_targets_own_laws_is_always_accepted(row: str) -> None:
-    target, accepted = small(num_blocks=2), []
+    target, accepted = tiny_vocabulary(), []
 
     def watch(cycle: Cycle) -> None:
         accepted.append(cycle.verdict.accepted)
@@ -125,55 +122,24 @@ def test_typical_acceptance_says_that_it_is_not_lossless() -> None:
         SpeculativeDecoder(target, None, TypicalConfig())
 
 
-def small(num_blocks: int) -> Target:
-    """A target with a vocabulary of 12, whose joint law of LENGTH tokens can be enumerated."""
-    model = tiny.llama(vocab_size=12, hidden_size=16, num_blocks=num_blocks, eos_token_id=None, pad_token_id=None)
-    return Target(model, TargetConfig("tiny"))
+def p_value(temperature: float, top_p: float) -> float:
+    """Of 5,000 answers of four tokens with R4, the one rule that no method's published tree has."""
+    target = tiny_vocabulary(num_blocks=1)
+    proposer = decoder(target, "eagle1 replaced").proposer
+    assert proposer is not None
+    p, accepted = draw(target, proposer, torch.tensor([[1, 5, 3]]), DRAWS, LENGTH, temperature, top_p)
+    assert accepted > 0.05
+    return p
 
 
-def p_value(target: Target, speculative: SpeculativeDecoder, temperature: float, top_p: float) -> float:
-    """Chi-square of DRAWS answers of LENGTH tokens against the target's exact joint law; 0 for an impossible one."""
-    ids = torch.tensor([[1, 5, 3]])
-    law = joint_law(target, ids, LENGTH, temperature, top_p)
-    generator = torch.Generator().manual_seed(3)
-    seen: dict[tuple[int, ...], int] = {}
-    for _ in range(DRAWS):
-        answer = speculative.generate(
-            ids, max_new_tokens=LENGTH, temperature=temperature, top_k=0, top_p=top_p, generator=generator
-        ).new_ids
-        seen[tuple(answer)] = seen.get(tuple(answer), 0) + 1
-    if not seen.keys() <= law.keys():
-        return 0.0
-    likely = [path for path, chance in law.items() if chance * DRAWS >= 5]
-    observed = np.array([seen.get(path, 0) for path in likely] + [0], dtype=float)
-    wanted = np.array([law[path] * DRAWS for path in likely] + [0])
-    observed[-1], wanted[-1] = DRAWS - observed.sum(), max(DRAWS - wanted.sum(), 0.0)
-    if wanted[-1] < 1e-6:
-        observed, wanted = observed[:-1], wanted[:-1]
-    return float(chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
-
-
-@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-@pytest.mark.parametrize("row", RULES)
-def test_sampled_text_has_the_targets_law(row: str, temperature: float, top_p: float) -> None:
-    """5,000 answers of four tokens through a real tiny model."""
-    target = small(num_blocks=1)
-    assert p_value(target, decoder(target, row), temperature, top_p) > 1e-3
+def test_sampled_text_has_the_targets_law(temperature: float, top_p: float) -> None:
+    """That of the other rules is shown for every method, in test_prove."""
+    assert p_value(temperature, top_p) > LEVEL
 
 
-@pytest.mark.soak
-@pytest.mark.slow
-def test_a_draft_vocabulary_leaves_the_law_alone() -> None:
-    """An EAGLE-3 head drafts from 4 of the target's 12 tokens."""
-    target = small(num_blocks=3)
-    assert p_value(target, decoder(target, "eagle1", "eagle3"), 0.6, 0.8) > 1e-3
-
-
-@pytest.mark.soak
 @pytest.mark.slow
 def test_a_broken_residual_is_found_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "residual", lambda p, q: p)
-    target = small(num_blocks=1)
-    assert p_value(target, decoder(target, "eagle1"), 1.0, 1.0) < 1e-6
+    assert p_value(0.6, 0.8) < 1e-6

@@ -155,7 +155,9 @@ def test_a_head_on_the_hub_decodes_by_its_name(hub: Hub, tmp_path: Path, target:
     head = tiny.head(target.ends.embedding, scale=6.0)
     save_head(head, tmp_path / "head")
     for revision in (None, "better"):
-        upload(look("me/head", revision), {p.name: p for p in (tmp_path / "head").iterdir()}, False, "a head")
+        files: dict[str, Path | bytes] = {p.name: p for p in (tmp_path / "head").iterdir()}
+        files["README.md"] = b"---\ntags: [aerie]\n---\n"
+        upload(look("me/head", revision), files, False, "a head")
     expected = decoded(target, tmp_path / "head")
     for name in ("me/head", "me/head@better"):
         decoder = SpeculativeDecoder.from_pretrained(target, name, tree=TREE)

@@ -150,3 +150,45 @@ def test_greedy_follows_the_argmax_to_the_deepest_node() -> None:
 def test_nothing_accepted_leaves_the_roots_choice() -> None:
     verdict = walk(tree(), torch.tensor([5, 2, 0, 0, 0, 0]))
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0], [], 5)
+
+
+@pytest.mark.parametrize("riding", [False, True])
+def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
+    """Random trees, with and without passengers, which look like children and are none."""
+    lengths = set()
+    for seed in range(300):
+        dice = torch.Generator().manual_seed(seed)
+        count = int(torch.randint(1, 24, (1,), generator=dice))
+        above = [0, *(int(torch.randint(0, node, (1,), generator=dice)) for node in range(1, count))]
+        depth = [0] * count
+        for node in range(1, count):
+            depth[node] = depth[above[node]] + 1
+        order = sorted(range(count), key=depth.__getitem__)
+        parents = [order.index(above[node]) for node in order]
+        rank = [sum(parents[other] == parents[node] for other in range(1, node)) for node in range(count)]
+        rides = [riding and node > 0 and node % 3 == 0 for node in range(count)]
+        tokens = [max(0, each - 1) if ride else each for each, ride in zip(rank, rides, strict=True)]
+        choice = torch.randint(0, 3, (count,), generator=dice)
+        passengers = torch.tensor(rides) if riding else None
+        parent, zero = torch.tensor(parents), torch.zeros(count)
+        levels = max(depth)
+        grown = Tree(
+            tokens=torch.tensor(tokens),
+            parents=parent,
+            depth=torch.tensor(sorted(depth)),
+            mask=ancestors(parent, max(levels, 1)),
+            confidence=zero,
+            survival=zero,
+            levels=levels,
+            draft_forwards=levels,
+            passengers=passengers,
+        )
+        path, known = [0], True
+        while known:
+            wanted = int(choice[path[-1]])
+            below = [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == wanted and not rides[n]]
+            known = bool(below)
+            path += below
+        assert walk(grown, choice) == Verdict(path, [tokens[node] for node in path[1:]], int(choice[path[-1]]))
+        lengths.add(len(path))
+    assert {1, 2, 3, 4} <= lengths

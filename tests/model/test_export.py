@@ -15,6 +15,7 @@ from model.export import TargetFacts, export
 from model.formats import layouts
 from model.formats.content import Export, HeadContent
 from model.heads.eagle3 import Eagle3Head
+from model.target import fingerprint
 from model.weights import read_tensors
 from tests import tiny
 from tests.model.formats import published
@@ -103,9 +104,23 @@ def test_tables_between_equal_vocabularies_frequencies_and_unknown_keys_are_left
     odd = {**published.EAGLE1_CONFIG, "sliding_window": 512}
     done = export(published.write(tmp_path / "odd", odd, state), "safeailab", tmp_path / "even", ends_facts())
     assert any("layers.0.self_attn.rotary_emb.inv_freq left out" in note for note in done.notes)
-    assert any("config.json's sliding_window left out" in note for note in done.notes)
+    assert any(note.startswith("left out: sliding_window is 512") for note in done.notes)
     plain = export(published.safeailab_eagle1(tmp_path / "plain"), "safeailab", tmp_path / "same", ends_facts())
     assert not any("left out" in note for note in plain.notes)
+
+
+def test_a_base_of_rope_that_is_carried_is_not_said_to_be_left_out_and_widened_tables_are_said(tmp_path: Path) -> None:
+    done = export(specforge(tmp_path / "head"), "speculators", tmp_path / "out", ends_facts())
+    assert not any("rope" in note or "holds" in note for note in done.notes), done.notes
+    layer = json.loads((tmp_path / "out" / "config.json").read_text())["transformer_layer_config"]
+    assert layer["rope_parameters"] == {"rope_type": "default", "rope_theta": 1000000.0}
+    state = published.tensors(published.EAGLE3)
+    narrow = {**state, "d2t": state["d2t"].int(), "t2d": state["t2d"].to(torch.uint8)}
+    done = export(
+        published.write(tmp_path / "n", published.EAGLE3_CONFIG, narrow), "sglang", tmp_path / "o", ends_facts()
+    )
+    assert any(note.startswith("d2t holds int32 and is written as int64") for note in done.notes)
+    assert any(note.startswith("t2d holds uint8 and is written as bool") for note in done.notes)
 
 
 def test_drafts_per_cycle_are_the_heads_own_unless_told(tmp_path: Path) -> None:
@@ -167,6 +182,25 @@ def test_a_head_for_another_target_is_refused_and_nothing_is_written(
     with pytest.raises(UserError, match=message):
         export(tmp_path / "head", "speculators", tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_target_of_other_weights_is_refused_unless_it_is_told_to_be_any(tmp_path: Path) -> None:
+    target = ends_facts()
+    own, text = target.ends, target.text_config
+    other = dataclasses.replace(target, ends=tiny.ends(seed=5))
+    save_head(published.eagle3(), tmp_path / "head", target=fingerprint(text, own))
+    with pytest.raises(
+        UserError, match=r"trained on a target with other weights than tiny .*own target, .*--any-target"
+    ):
+        export(tmp_path / "head", "sglang", tmp_path / "out", other)
+    assert not (tmp_path / "out").exists()
+    done = export(tmp_path / "head", "sglang", tmp_path / "out", other, any_target=True)
+    assert "other weights than tiny" in done.notes[0]
+    assert not any(
+        "other weights" in note for note in export(tmp_path / "head", "sglang", tmp_path / "own", target).notes
+    )
+    save_head(published.eagle3(), tmp_path / "half", target=fingerprint(text, own, torch.float16))
+    export(tmp_path / "half", "sglang", tmp_path / "half-out", target)  # trained on the rounded weights
 
 
 def test_an_export_that_would_read_back_otherwise_is_never_left_behind(

@@ -60,7 +60,8 @@ def test_a_shipped_head_is_fetched_by_name_and_equals_the_local_one(hub: Hub, tm
 def test_a_revision_is_a_branch_of_its_own_and_is_fetched_with_an_at_sign(hub: Hub, tmp_path: Path) -> None:
     for step, revision in ((1, None), (2, "better"), (3, "better")):
         save_head(tiny.head(tiny.ends().embedding, seed=step), tmp_path / "head", step=step)
-        upload(look("me/head", revision), files_of(tmp_path / "head"), False, "a head")
+        card: Path | bytes = b"---\ntags: [aerie]\n---\n"
+        upload(look("me/head", revision), {**files_of(tmp_path / "head"), "README.md": card}, False, "a head")
     assert head_facts("me/head") == {"step": 1} and head_facts("me/head@better") == {"step": 3}
     assert torch.equal(load_head("me/head@better").fc.weight, load_head(tmp_path / "head").fc.weight)
     assert not hub.private

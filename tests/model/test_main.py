@@ -69,6 +69,8 @@ def test_mistakes_are_one_line_and_exit_code_2(
         (("convert", target, *convert[2:-1], tmp_path / "new"), "a whole language model and no draft head"),
         (("push", target, "--repo", "me/head"), "a whole language model (a draft_lm, or a target)"),
         (("inspect", head, "--target", tmp_path / "gone"), "no such target directory"),
+        ((*convert[:-1], tmp_path / "new", "--target-name", "x y"), "--target-name 'x y': no name of a model"),
+        (("push", head, "--repo", "me/head", "--target-name", "a\nb"), "no name of a model"),
         (("push", head, "--repo", "no-user"), "no repository name; it looks like user/name"),
         (("push", head, "--repo", "me/head"), "no measured results"),
         (("push", head, "--repo", "me/head", "--without-results", "--uncommitted"), "name it with --target-name"),
@@ -125,12 +127,31 @@ def test_a_dry_run_tells_what_goes_and_who_sees_it_and_does_without_the_hub(
     assert hub.repositories["me/head"]["main"].keys() == before.keys() - {"pytorch_model.bin"}
     files = hub.repositories["me/head"]["main"]
     files["README.md"] = b"# by hand"
-    assert call(monkeypatch, *push, "--dry-run") == 0
-    assert "has a README.md that no push of this project wrote; the card replaces it" in capsys.readouterr().out
+    assert call(monkeypatch, *push, "--dry-run") == 2
+    assert "me/head: is somebody else's: it holds README.md, config.json, model.safetensors" in capsys.readouterr().err
+    files["README.md"] = b"---\ntags: [aerie]\n---\n"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert call(monkeypatch, *push, "--dry-run") == 0
-    assert "note: what this push would remove there is not known: me/head: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "note: whether it is there, whose it is and what a push would remove is not known: me/head: " in out
+    assert "would ship to me/head (public, if it is new)" in out and "half there" not in out
     assert call(monkeypatch, *push) == 2
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    script = "import sys; from model.errors import exit_code\nsys.exit(exit_code(lambda: print('x' * 200_000) or 0))"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 141 and said == b""
+
+    def elsewhere() -> int:
+        raise BrokenPipeError("a socket's")
+
+    with pytest.raises(BrokenPipeError):
+        exit_code(elsewhere)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A push into a repository that is there already: what goes with it, who sees it, and who may write."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,36 @@ def test_a_strangers_weights_are_neither_removed_nor_left_to_be_read(hub: Hub, t
     theirs = {"README.md": b"---\ntags: [llama]\n---\n", "pytorch_model.bin": b"1", "summary.json": b"{}"}
     hub.repositories["me/model"] = {"main": dict(theirs)}
     save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
-    found = look("me/model")
-    assert found.replaces_a_strangers_card() and not found.is_ours
-    with pytest.raises(UserError, match=r"holds pytorch_model\.bin, which no push of this project put there"):
-        upload(found, files_of(tmp_path / "head"), False, "a head")
+    with pytest.raises(UserError, match=r"it holds README\.md, pytorch_model\.bin, which no push of this project put"):
+        upload(look("me/model"), files_of(tmp_path / "head"), False, "a head")
     assert hub.repositories["me/model"]["main"] == theirs
-    hub.repositories["me/notes"] = {"main": {"README.md": b"no front matter", "summary.json": b"{}"}}
-    assert look("me/notes").removals(files_of(tmp_path / "head")) == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"README.md": b"their words", "summary.json": b"{}"}, "README.md"),
+        ({"README.md": CARD.replace(b"aerie", b"x") + b"words", "model.safetensors": b"1"}, "README.md"),
+        ({"model.safetensors": b"1"}, "model.safetensors"),
+        ({"config.json": b"{}"}, "config.json"),
+        ({"consolidated.safetensors": b"1", ".gitattributes": b""}, "consolidated.safetensors"),
+        ({"gguf/model-q4.gguf": b"1"}, "gguf/model-q4.gguf"),
+    ],
+)
+def test_a_strangers_repository_is_never_written(hub: Hub, tmp_path: Path, files: dict[str, bytes], named: str) -> None:
+    hub.repositories["me/model"] = {"main": dict(files)}
+    save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
+    with pytest.raises(UserError, match=f"me/model: is somebody else's: it holds {re.escape(named)}"):
+        upload(look("me/model"), files_of(tmp_path / "head"), False, "a head")
+    assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
+
+
+@pytest.mark.parametrize("card", [b"", b"---\nlicense: mit\n---\n"])
+def test_a_repository_as_the_hub_makes_it_is_nobodys_yet(hub: Hub, tmp_path: Path, card: bytes) -> None:
+    hub.repositories["me/new"] = {"main": {".gitattributes": b"*.bin lfs", "README.md": card}}
+    save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
+    upload(look("me/new"), {**files_of(tmp_path / "head"), "README.md": CARD}, False, "a head")
+    assert hub.repositories["me/new"]["main"]["README.md"] == CARD and look("me/new").is_ours
 
 
 @pytest.mark.parametrize("card", [b"", b"---\n: [\n---\n", b"---\n- aerie\n---\n", b"aerie", b"\xff\xfe"])
@@ -88,7 +112,7 @@ def test_private_is_refused_for_a_public_repository_and_nothing_is_sent(hub: Hub
     assert hub.repositories["me/head"]["main"] == {} and hub.count("POST|PUT") == 0
     hub.private.add("me/head")
     for private in (True, False):  # whoever does not ask changes nothing
-        upload(look("me/head"), files_of(tmp_path / "head"), private, "a head")
+        upload(look("me/head"), {**files_of(tmp_path / "head"), "README.md": CARD}, private, "a head")
     assert hub.private == {"me/head"}
     with pytest.raises(
         UserError, match="me/head: "

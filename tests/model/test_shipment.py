@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from infer.calibration import calibrator
+from infer.calibration.calibrator import Calibrator
 from model.checkpoint import save_head
 from model.errors import UserError
 from model.export import export
@@ -66,7 +68,8 @@ def head(tmp_path: Path) -> Path:
     (run / "conversations" / "train.jsonl").write_text('{"text": "a private conversation"}\n')
     summary = {"schema": 1, "commit": "0123456789ab", "hardware": {"device": "a CPU", "threads": 2}}
     write_json(run / "report" / "summary.json", {**summary, "head": {"kind": "eagle3"}, "rows": [ROW, FAILED]})
-    write_json(run / "bench" / "provenance.json", {"inputs": {"head": digests(place)}})
+    for stage in ("bench", "calibration"):
+        write_json(run / stage / "provenance.json", {"inputs": {"head": [digests(place)]}})
     write_json(
         run / "calibration" / "calibration.json", {"temperature": 0.0, "ece": 0.0575, "brier": 0.0629, "bins": []}
     )
@@ -135,6 +138,8 @@ def test_no_local_path_and_nobodys_name_leaves_the_machine(
     summary = {"run": str(run), "head": head, "target": {"name": str(target)}, "rows": [ROW]}
     write_json(run / "report" / "summary.json", summary)
     write_json(run / "calibration" / "calibration.json", {"temperature": 0.0, "ece": 0.1, "brier": 0.1, "of": str(run)})
+    for stage in ("bench", "calibration"):
+        write_json(run / stage / "provenance.json", {"inputs": {"head": [digests(place)]}})
     monkeypatch.setenv("HOME", str(home))
     if layout != "aerie":
         facts = ends_facts()
@@ -163,6 +168,26 @@ def test_no_local_path_and_nobodys_name_leaves_the_machine(
         ]
         assert any("config.json" in note and "shipped as public names" in note for note in shipment.notes)
     assert str(target) in (place / "config.json").read_text()  # what is here stays
+
+
+def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(tmp_path: Path) -> None:
+    def shipped(place: Path, out: Path) -> Path:
+        out.mkdir()
+        files = pack(Order(place, "me/head"), Permissions(without_results=True), is_dirty=False).files
+        for name, file in files.items():
+            (out / name).write_bytes(file if isinstance(file, bytes) else file.read_bytes())
+        return out
+
+    for number, target in enumerate(("a/b", str(tmp_path / "target"))):  # with the second, config.json is another there
+        place = tmp_path / f"head{number}"
+        save_head(published.eagle3(), place, target_path=target)
+        fitted = Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(place))
+        calibrator.save(fitted, place)
+        assert calibrator.load(shipped(place, tmp_path / f"out{number}")).temperature == 1.5
+    save_head(published.eagle3(seed=3), place, target_path="a/b")
+    assert "calibrator.json" not in {path.name for path in shipped(place, tmp_path / "other").iterdir()}
+    done = export(place, "sglang", tmp_path / "export", ends_facts())
+    assert any(note.startswith("calibrator.json left out") for note in done.notes)
 
 
 def test_records_without_local_paths_are_shipped_as_they_are(head: Path) -> None:
@@ -223,6 +248,60 @@ def test_reports_of_another_head_are_refused(head: Path) -> None:
     save_head(published.eagle3(seed=9), head, target_path="a/b")
     with pytest.raises(UserError, match="was measured with another head"):
         pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+
+
+def test_results_without_a_record_of_the_head_are_nobodys(head: Path) -> None:
+    run = head.parents[1]
+    for wrong in (None, {}, {"inputs": {}}, {"inputs": {"head": [{}]}}, {"inputs": {"head": {"config.json": "x"}}}):
+        shutil.rmtree(run / "bench", ignore_errors=True)
+        if wrong is not None:
+            write_json(run / "bench" / "provenance.json", wrong)
+        with pytest.raises(UserError, match=r"bench: (holds no record of|was measured with).*--without-results"):
+            pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        shipment = pack(Order(head, "me/head"), Permissions(without_results=True), is_dirty=False)
+        assert "summary.json" not in shipment.files and "4.08" not in content(shipment.files["README.md"])
+        assert any(note.startswith("report/summary.json left out") for note in shipment.notes)
+
+
+def test_the_calibration_of_another_head_stays_here(head: Path) -> None:
+    run = head.parents[1]
+    summary = json.loads((run / "report" / "summary.json").read_text())
+    write_json(run / "report" / "summary.json", {**summary, "calibration": {"ece": 0.0575}})
+    shipped = pack(Order(head, "me/head"), Permissions(), is_dirty=False).files
+    assert shipped["summary.json"] == run / "report" / "summary.json" and "calibration.json" in shipped
+    for wrong in (None, {"inputs": {"head": [{**digests(head), "model.safetensors": "another"}]}}):
+        (run / "calibration" / "provenance.json").unlink()
+        if wrong is not None:
+            write_json(run / "calibration" / "provenance.json", wrong)
+        else:
+            write_json(run / "calibration" / "other.json", {})
+        shipment = pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        assert "calibration.json" not in shipment.files and "ECE" not in content(shipment.files["README.md"])
+        assert "0.0575" not in content(shipment.files["summary.json"])
+        assert any(note.startswith("calibration left out: ") for note in shipment.notes)
+        write_json(run / "calibration" / "provenance.json", {})
+
+
+def test_push_checks_the_target_that_it_is_given_and_asks_for_it_where_only_it_tells_the_taps(tmp_path: Path) -> None:
+    numbered = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}}
+    place, told = published.specforge(tmp_path / "head", numbered), Permissions(without_results=True)
+    with pytest.raises(UserError, match="only its target tells; give it with --target"):
+        pack(Order(place, "me/head", target_name="a/b"), told, is_dirty=False)
+    shipment = pack(Order(place, "me/head", target_name="a/b", target=ends_facts()), told, is_dirty=False)
+    assert "hidden_states [4, 5, 7]" in content(shipment.files["README.md"])
+    plain = pack(Order(published.specforge(tmp_path / "plain"), "me/head", target_name="a/b"), told, is_dirty=False)
+    assert "not determined by its files: the default ones of its target" in content(plain.files["README.md"])
+    save_head(published.eagle3(), tmp_path / "own", target="0123", target_path="a/b")
+    with pytest.raises(UserError, match="other weights than tiny"):
+        pack(Order(tmp_path / "own", "me/head", target=ends_facts()), told, is_dirty=False)
+
+
+def test_the_card_says_what_this_project_had_to_do_with_the_head(head: Path, tmp_path: Path) -> None:
+    assert "), trained with aerie. Spec" in readme(head)[1]
+    export(head, "sglang", tmp_path / "out", ends_facts())
+    assert "in the sglang layout, converted with aerie" in readme(tmp_path / "out")[1]
+    foreign = readme(published.specforge(tmp_path / "theirs"), target_name="a/b")[1]
+    assert "in the sglang layout, pushed with aerie" in foreign and "made with" not in foreign
 
 
 def test_a_report_of_several_heads_ships_with_each_and_shows_its_own_rows(head: Path) -> None:

@@ -22,8 +22,11 @@ OTHER: dict[str, Any] = {
     "law_weight": 1.0,
     "head_decay": 0.5,
     "dropout": 0.1,
+    "distill": "kl",
     "distill_weight": 2.0,
     "token_weight": 0.5,
+    "on_policy": 0.5,
+    "on_policy_tokens": 9,
     "loss": "kl",
 }
 
@@ -31,7 +34,9 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize("key", KINDS)
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "draft_lm"])
 def test_a_key_is_taken_by_its_own_kinds_and_refused_by_the_others(kind: str, key: str) -> None:
-    needed: dict[str, Any] = {"distill": "kl"} if kind == "draft_lm" else {}
+    needed: dict[str, Any] = {"distill": "kl"} if kind == "draft_lm" and key != "distill" else {}
+    if key == "on_policy_tokens" and kind == "draft_lm":
+        needed["on_policy"] = 0.5
     if key == "loss" and kind in ("medusa", "hydra"):
         needed = {"law_weight": 1.0}
     changed = replace(TrainConfig(), **needed, **{key: OTHER[key]})
@@ -47,6 +52,8 @@ def test_a_key_is_taken_by_its_own_kinds_and_refused_by_the_others(kind: str, ke
     [
         ("medusa", {"loss": "kl"}, "train.loss: does nothing without train.law_weight, which is 0; set that"),
         ("draft_lm", {"token_weight": 0.5}, "train.token_weight: does nothing without train.distill"),
+        ("draft_lm", {"on_policy": 0.5}, "train.on_policy: does nothing without train.distill"),
+        ("eagle3", {"jsd_beta": 0.2}, "train.jsd_beta: does nothing without jsd, and train.loss is soft_cross_entropy"),
         ("eagle3", {"lk_eta": 1.0}, "train.lk_eta: does nothing without lk_hybrid"),
     ],
 )
@@ -56,7 +63,8 @@ def test_a_key_that_another_switches_off_is_refused_with_the_way_to_switch_it_on
     with pytest.raises(UserError, match=message):
         require_read(replace(TrainConfig(), **keys), kind)
     on: dict[str, Any] = {
-        "medusa": {"law_weight": 0.5}, "draft_lm": {"distill": "kl"}, "eagle3": {"loss": "lk_hybrid"}
+        "medusa": {"law_weight": 0.5}, "draft_lm": {"distill": "kl"},
+        "eagle3": {"loss": "jsd" if "jsd_beta" in keys else "lk_hybrid"},
     }[kind]  # fmt: skip
     require_read(replace(TrainConfig(), **keys, **on), kind)
 

@@ -196,3 +196,34 @@ def test_eagle3_online_on_two_processes_has_the_losses_of_one(tmp_path: Path, la
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["accuracy_at_1"] == pytest.approx(first["accuracy_at_1"], abs=0.02)
     assert "tau" in json.loads((tmp_path / launcher / "heads/eagle3/config.json").read_text())["aerie"]
+
+
+@pytest.mark.parametrize(("stage", "share"), [(2, 0.5), (3, 0.0)])
+def test_a_draft_lm_distilled_on_two_processes_has_the_losses_of_one(tmp_path: Path, stage: int, share: float) -> None:
+    tiny.target(tmp_path / "target", hidden_size=128, vocab_size=512, num_blocks=2)
+    tiny.write_conversations(tmp_path / "train.jsonl", 60)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 256}
+    train = {"max_steps": 5, "batch_size": 4, "learning_rate": 2e-3, "warmup_steps": 1, "log_every": 1, "eval_every": 0}
+    values = {
+        "run": str(tmp_path / "one"),
+        "threads": 1,
+        "target": {"path": str(tmp_path / "target"), "dtype": "float32"},
+        "data": {"conversations": [str(tmp_path / "train.jsonl")], "max_length": 128, "held_out": 0.2},
+        "features": {"mode": "online"},
+        "head": {"kind": "draft_lm", **sizes},
+        "train": {**train, "distill": "jsd", "on_policy": share, "loss_chunk_slots": 48},
+    }
+    recipe = tiny.recipe(tmp_path / "recipe.yaml", values)
+    _run([sys.executable, "train/main.py", "--config", str(recipe), "--train.accumulation", "2"])
+    _run(_launch(recipe, stage, "two"))
+    alone, together = _losses(recipe, "one"), _losses(recipe, "two")
+    assert len(alone) == len(together) == 5
+    for first, second in zip(alone, together, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
+        assert second["distill"] == pytest.approx(first["distill"], rel=1e-3)
+    if stage == 3:
+        done = subprocess.run(
+            _launch(recipe, 3, "refused", "--train.on_policy", "0.5"),
+            cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode != 0 and "train.on_policy: ZeRO-3 keeps no whole draft LM" in done.stderr

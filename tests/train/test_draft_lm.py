@@ -166,3 +166,23 @@ def test_a_process_without_rows_adds_nothing() -> None:
     output = objective(module, batch)
     assert output.total().item() == 0.0 and set(objective.divisors(batch).values()) == {0}
     assert float(objective.evaluate(module, batch)["chain"][1]) == 0.0
+
+
+@pytest.mark.parametrize(("drafts", "targets"), [(151_936, 152_064), (152_064, 151_936)])
+def test_qwens_two_paddings_meet_in_their_common_prefix(drafts: int, targets: int) -> None:
+    """Qwen2.5 up to 3B has 151,936 rows, above 152,064, for one tokenizer (here two entries wide)."""
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_blocks": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    source = Target(tiny.llama(vocab_size=targets, seed=3, **sizes), TargetConfig("target"))
+    lm = tiny.llama(vocab_size=drafts, seed=7, **sizes)
+    module, objective = DistilledLM(lm, CONFIG, targets), DraftLMObjective(source.ends, CONFIG)
+    ids = torch.tensor([7, 151_600, 9, min(targets, 152_000) - 1])  # the last: a padding row, if the target has more
+    states = source.features(ids[None]).last_hidden[0].clone()
+    output = objective(module, batch_of([CachedRow(ids, torch.tensor([0, 1, 1, 1]), states, None, 0)]))
+    with torch.no_grad():
+        log_q = lm(ids[None, :3].clamp(max=drafts - 1)).logits[0, :, :151_936].log_softmax(-1)
+        log_p = source.model(ids[None]).logits[0, :3, :151_936].log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum()
+    torch.testing.assert_close(output.terms["distill"][1].detach(), expected, rtol=1e-3, atol=1e-3)
+    known = [place for place in range(3) if int(ids[place + 1]) < 151_936]
+    told = -sum(log_q[place, ids[place + 1]] for place in known)
+    torch.testing.assert_close(output.terms["cross_entropy"][1].detach(), told, rtol=1e-4, atol=1e-4)

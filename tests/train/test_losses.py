@@ -50,6 +50,27 @@ def test_kl_and_reverse_kl() -> None:
     assert losses.reverse_kl(log_q, log_p).item() == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2), rel=1e-6)
 
 
+def test_jensen_shannon_of_distillspec() -> None:
+    log_q, log_p = _laws([[0.25, 0.75]], [[0.75, 0.25]])
+    # m = 0.4 p + 0.6 q = (0.45, 0.55)
+    kl_p = 0.75 * math.log(0.75 / 0.45) + 0.25 * math.log(0.25 / 0.55)
+    kl_q = 0.25 * math.log(0.25 / 0.45) + 0.75 * math.log(0.75 / 0.55)
+    found = losses.jensen_shannon(log_q, log_p, 0.4).item()
+    assert found == pytest.approx(0.4 * kl_p + 0.6 * kl_q, rel=1e-5)
+    assert losses.jensen_shannon(log_p, log_p, 0.3).item() == pytest.approx(0.0, abs=1e-6)
+    halves = losses.jensen_shannon(log_q, log_p, 0.5), losses.jensen_shannon(log_p, log_q, 0.5)
+    assert halves[0].item() == pytest.approx(halves[1].item(), rel=1e-6)
+
+
+def test_jensen_shannon_is_bounded_where_laws_have_nothing_in_common_and_still_pulls() -> None:
+    target = losses.log_law(torch.tensor([[0.0, 30.0]]))
+    logits = torch.tensor([[8.0, 0.0]], requires_grad=True)
+    loss = losses.jensen_shannon(losses.log_law(logits), target, 0.5)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-2) and loss.item() < math.log(2)
+    assert logits.grad is not None and logits.grad[0, 0] > 0 > logits.grad[0, 1]
+
+
 def test_acceptance_leviathan_theorem_3_5() -> None:
     laws = _laws([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], [[0.25, 0.25, 0.5], [0.2, 0.2, 0.6]])
     assert losses.acceptance(*laws).tolist() == pytest.approx([0.75, 1.0])
@@ -70,6 +91,12 @@ def test_a_cut_law_is_renormalised_inside_and_keeps_its_mass_as_a_whole() -> Non
     assert target.at(torch.tensor([0, 0])).whole.shape == (2, 2)
 
 
+def _jensen_shannon(p: list[float], q: list[float]) -> float:
+    mixture = [(first + second) / 2 for first, second in zip(p, q, strict=True)]
+    divergences = [sum(x * math.log(x / m) for x, m in zip(law, mixture, strict=True)) for law in (p, q)]
+    return sum(divergences) / 2
+
+
 def test_each_name_takes_its_form_of_a_cut_law() -> None:
     target, log_q = _cut_target(), torch.tensor([[0.8, 0.2]]).log()
     alpha = 0.5 + 0.2
@@ -79,6 +106,7 @@ def test_each_name_takes_its_form_of_a_cut_law() -> None:
         "soft_cross_entropy": -0.625 * math.log(0.8) - 0.375 * math.log(0.2),
         "kl": kl,
         "reverse_kl": 0.8 * math.log(0.8 / 0.625) + 0.2 * math.log(0.2 / 0.375),
+        "jsd": _jensen_shannon([0.625, 0.375], [0.8, 0.2]),
         "total_variation": 1 - alpha,
         "negative_log_alpha": -math.log(alpha),
         "lk_hybrid": mix * kl + (1 - mix) * (1 - alpha),

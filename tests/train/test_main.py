@@ -254,19 +254,29 @@ def test_a_draft_lm_learns_the_targets_laws_from_the_cache_and_alike_without_one
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "begun").lm_head.weight.equal(lm.lm_head.weight)
 
 
+def test_a_draft_lm_learns_on_tokens_of_its_own_and_again_the_same(made: Path, tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path / "sps.yaml", _sps_recipe(made))
+    settings = ("--features.mode", "online", "--train.distill", "jsd", "--train.on_policy", "0.5")
+    for run in ("one", "two"):
+        assert _call(train_main, "--config", recipe, "--run", tmp_path / run, *settings) == 0
+    one, two = ((tmp_path / run / "heads/draft_lm/model.safetensors").read_bytes() for run in ("one", "two"))
+    assert one == two
+    lines = [json.loads(line) for line in (tmp_path / "one/metrics.jsonl").read_text().splitlines()]
+    held_out = [line["held_out_distill"] for line in lines if "held_out_distill" in line]
+    assert held_out[-1] < held_out[0]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--train.measure_prompts", "2"], "train.measure_prompts: decodes with draft heads"),
         (["--train.packing", "true"], "train.packing: packs rows for eagle3"),
-        (
-            ["--head.kind", "eagle1", "--head.hidden_size", "null"],
-            "belongs to draft_lm, this head is eagle1; leave it out",
-        ),
+        (["--head.kind", "eagle1", "--head.hidden_size", "null"], "belongs to draft_lm, this head is eagle1"),
         (["--head.max_position_embeddings", "100"], "data.max_length: 128 is beyond"),
         (["--run", "nowhere"], "nowhere/features: no such feature cache; build it with:"),
         (["--head.init_from", "OTHER"], "a draft LM shares the tokenizer of its target"),
         (["--train.distill_weight", "0"], "distill_weight is positive"),
+        (["--train.on_policy", "0.5"], "train.on_policy: a cache has no states of tokens that are yet to be drawn"),
     ],
 )
 def test_a_draft_lm_that_cannot_be_trained_so_is_refused(

@@ -2,7 +2,9 @@
 
 Position j has read t_0 .. t_j and predicts t_{j+1}; the target's last_hidden of j gives the law to match. Both terms
 count at the tokens of the target's turns, a turn's first token included: whoever drafts from the prompt on needs it.
-Source of distilling a draft LM by a divergence per token: DistillSpec (arXiv 2310.08461).
+Tokens that the LM has drawn itself (train/on_policy.py) are a prefix like any other for the laws; they are none of the
+target's, so the cross-entropy leaves them out (they stay in its count).
+Source of distilling a draft LM by a divergence per token, on mixed data: DistillSpec (arXiv 2310.08461).
 """
 
 from functools import partial
@@ -19,6 +21,7 @@ from train.evaluate import chain_sums, likeliest, shifted, target_choices
 from train.laws import drafted_law
 from train.objectives.causal_lm import chunked_sums, hidden_states, lm_logits
 from train.objectives.step import StepOutput, Sums
+from train.on_policy import marked
 
 Totals = tuple[Tensor, ...]  # sums of cross-entropy, loss to the laws, correct guesses, alpha, greedy agreement
 
@@ -37,7 +40,8 @@ class DistilledLM(nn.Module):
         self.lm = lm
         self.chunk = config.loss_chunk_slots
         self.loss = losses.loss_named(config.distill, config)
-        self.num_columns = min(vocab_size, int(lm.config.get_text_config().vocab_size))
+        self.num_rows = int(lm.config.get_text_config().vocab_size)
+        self.num_columns = min(vocab_size, self.num_rows)
 
     @property
     def config(self) -> Any:
@@ -47,23 +51,32 @@ class DistilledLM(nn.Module):
         """Sums over the tokens with a turn, the row's first token excepted."""
         assert batch.features is not None
         slots = batch.turns[:, 1:] != 0  # [B, T-1]
-        states, tokens = hidden_states(self.lm, batch.input_ids)[slots], batch.input_ids[:, 1:][slots]  # [S, D], [S]
+        tokens = batch.input_ids[:, 1:][slots]  # [S]
+        known = tokens < self.num_columns  # [S]
+        if batch.redrawn is not None:
+            known &= ~batch.redrawn[:, 1:][slots]
+        states = self.states(batch.input_ids)[slots]  # [S, D]
         goals = batch.features[:, :-1][slots]  # [S, D of the target]
-        return chunked_sums(partial(self._sums, ends), [states, tokens, goals], self.chunk)
+        return chunked_sums(partial(self._sums, ends), [states, tokens, known, goals], self.chunk)
+
+    def states(self, input_ids: Tensor) -> Tensor:
+        """The LM's states [B, T-1, D]; a token of the target's padding, which it cannot know, is some other one."""
+        return hidden_states(self.lm, input_ids.clamp(max=self.num_rows - 1))
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [S, num_columns] of the LM's own states [S, D]."""
         return lm_logits(self.lm, states)[:, : self.num_columns]
 
-    def _sums(self, ends: TargetEnds, states: Tensor, tokens: Tensor, goals: Tensor) -> Totals:
+    def _sums(self, ends: TargetEnds, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor) -> Totals:
         target = drafted_law(goals, ends, torch.arange(self.num_columns, device=goals.device))
         log_q = losses.log_law(self.logits(states))  # [S, num_columns]
-        token_loss = -log_q.gather(1, tokens[:, None]).sum()
+        told = log_q.gather(1, tokens.clamp(max=self.num_columns - 1)[:, None])[:, 0]  # [S]
+        token_loss = -(told * known).sum()
         law_loss = self.loss(log_q, target.law).sum()
         with torch.no_grad():
             drafted = log_q.argmax(-1)
             alpha = losses.acceptance(log_q, target.law.whole).sum()
-            return token_loss, law_loss, (drafted == tokens).sum(), alpha, (drafted == target.choice).sum()
+            return token_loss, law_loss, ((drafted == tokens) & known).sum(), alpha, (drafted == target.choice).sum()
 
 
 class DraftLMObjective:
@@ -79,7 +92,7 @@ class DraftLMObjective:
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         if batch.features is None and batch.num_tokens == 0:  # a process without rows
             return empty_like(batch, self.ends.embedding.shape[1], self.ends.embedding.dtype)
-        return batch
+        return marked(batch, self.config, epoch) if self.config.on_policy else batch
 
     def divisors(self, batch: Batch) -> dict[str, int]:
         return dict.fromkeys(self.weights, int((batch.turns[:, 1:] != 0).sum()))
@@ -116,7 +129,7 @@ class DraftLMObjective:
         asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
         hit = torch.zeros_like(choices, dtype=torch.float32)  # [B, T]
         if bool(asked.any()):
-            drafted = likeliest(module.logits, hidden_states(module.lm, batch.input_ids)[asked[:, :-1]], chunk)
+            drafted = likeliest(module.logits, module.states(batch.input_ids)[asked[:, :-1]], chunk)
             hit[asked] = (drafted == choices[asked]).float()
         depths = range(self.config.eval_depths)
         alive = torch.stack([batch.supervised(k)[:, :width].float() for k in depths])  # [depths, B, T-1]

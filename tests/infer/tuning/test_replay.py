@@ -47,7 +47,7 @@ def recorded(
 
 
 def replayed(recording: Recording, tree: TreeConfig) -> tuple[int, int, int, int]:
-    found = cycles(recording, accepted(recording, path_ranks(recording, tree.levels, tree.k), tree.nodes), tree.levels)
+    found = cycles(recording, accepted(path_ranks(recording, tree.levels, tree.k), tree.nodes), tree.levels)
     return found.tokens, found.target_forwards, found.draft_levels, found.accepted
 
 
@@ -68,6 +68,7 @@ def decoded(made: SpeculativeDecoder, prompts: list[Tensor]) -> tuple[int, int, 
         TreeConfig(levels=3, k=K, nodes=8),
         TreeConfig(levels=5, k=K, nodes=20),
         TreeConfig(levels=4, k=K, nodes=60),
+        TreeConfig(levels=5, k=K, nodes=3),
         TreeConfig(shape="chain", levels=4, k=1, nodes=5),
     ],
 )
@@ -78,7 +79,7 @@ def test_a_chain_and_a_tree_as_wide_as_the_recording_are_replayed_exactly(
     assert replayed(recording, tree) == decoded(decoder(target, miniature, kind, tree), prompts)
 
 
-@pytest.mark.parametrize(("k", "nodes"), [(2, 10), (3, 10), (K, 3)])
+@pytest.mark.parametrize(("k", "nodes"), [(2, 10), (3, 10)])
 def test_a_narrower_tree_is_replayed_to_a_cycle_an_answer_and_never_overrated(
     target: Target, miniature: Path, prompts: list[Tensor], recorded: tuple[str, Recording], k: int, nodes: int
 ) -> None:

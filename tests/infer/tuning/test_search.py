@@ -56,15 +56,15 @@ def test_cycles_begin_where_the_last_one_ended() -> None:
     """Six tokens: 2 drafted + 1 of the target's, twice; a tree of two nodes takes one drafted token a cycle."""
     found = recording()
     ranks = path_ranks(found, 2, 2)
-    assert cycles(found, accepted(found, ranks, 3), 2) == Cycles(6, 2, 2, 4, 4)
-    assert cycles(found, accepted(found, ranks, 2), 2) == Cycles(6, 3, 3, 6, 3)
+    assert cycles(found, accepted(ranks, 3), 2) == Cycles(6, 2, 2, 4, 4)
+    assert cycles(found, accepted(ranks, 2), 2) == Cycles(6, 3, 3, 6, 3)
 
 
 def test_no_draft_is_deeper_than_what_may_still_be_written() -> None:
     found = replace(recording(), allowed=np.arange(6, 0, -1))
     ranks = path_ranks(found, 2, 2)
-    assert accepted(found, ranks, 8).tolist() == [2, 2, 2, 2, 1, 0]
-    assert cycles(found, accepted(found, ranks, 8), 2) == Cycles(6, 2, 2, 4, 4)
+    assert accepted(ranks, 8).tolist() == [2, 2, 2, 2, 1, 0]
+    assert cycles(found, accepted(ranks, 8), 2) == Cycles(6, 2, 2, 4, 4)
 
 
 def test_a_price_is_drafting_verifying_and_the_rest() -> None:

@@ -98,7 +98,7 @@ def damaged(directory: Path, damage: str) -> Path:
         ("shape", r"fc.weight has shape \[32, 64\], config.json says \[32, 96\]"),
         ("index table", "d2t holds offsets"),
         ("one table", "missing 't2d'"),
-        ("whole model", "a whole language model and no draft head: a target"),
+        ("whole model", "a whole language model and no draft head: a target, or a draft_lm"),
         ("nothing known", "nor one in a layout that it reads"),
         ("another kind", "aerie_kind is 'dflash'"),
     ],

@@ -44,6 +44,7 @@ def looks(place: Path) -> list[str]:
         ("hidden_size", "32", "hidden_size is '32'; it must be a positive whole number"),
         ("intermediate_size", 64.0, "intermediate_size is 64.0; it must be a positive whole number"),
         ("num_hidden_layers", 10**9, "num_hidden_layers is 1,000,000,000; no head has more than 1,024"),
+        ("max_position_embeddings", 0, "max_position_embeddings is 0; it must be a positive whole number"),
         ("rms_norm_eps", "1e-5", "rms_norm_eps is '1e-5'; it must be a positive number"),
         ("draft_vocab_size", "107", "draft_vocab_size is '107'"),
         ("norm_output", "false", "norm_output is 'false'; it must be true or false, without quotes"),
@@ -77,6 +78,10 @@ def test_a_malformed_value_is_one_clear_line(tmp_path: Path, make: Any, name: st
         (
             {"eagle_config": {"use_aux_hidden_state": "false"}},
             "use_aux_hidden_state is 'false'; it must",
+        ),
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+            "rope_theta is 500000 in config.json, 10000 in rope_parameters; the head was trained with one of them",
         ),
         ({"bias": "no"}, "bias is 'no'; it must be true or false"),
     ],

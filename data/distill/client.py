@@ -1,0 +1,237 @@
+"""Answers from servers that speak OpenAI's chat completions: spread over the servers, and tried again.
+
+What goes wrong is of three kinds. A server that cannot be reached or is too busy (429, 503) is left alone for a while,
+and no row pays for it; when no server has answered for patience_s, the run stops and goes on when it is started again.
+A 5xx, a timeout and a cut connection may be the row's own doing: it is tried `retries` times, then it has failed. A
+refused request (400) fails its row at once, and a wrong address, model or key stops the run.
+"""
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from data.distill.answer import Answer, Request, Unanswered
+from data.distill.config import ServerConfig
+from model.errors import UserError, warn
+
+MAX_WAIT_S = 60.0
+BUSY, WRONG_SETUP, REFUSED = (429, 503), (401, 403, 404), (400, 413, 422)
+FIRST_REFUSALS = 8  # so many refused requests before the first answer are the recipe's doing, not the rows'
+TOO_LONG = re.compile(
+    r"context length|maximum context|max(?:imum)?[ _]model[ _]len|too long|longer than", re.IGNORECASE
+)
+UNHEARD, UNHEARD_BUSY = 0, 5  # setbacks in a row that pass without a word
+UNREACHABLE = ("ConnectError", "ConnectTimeout")  # of httpx, by whichever name the client imports it
+
+
+@dataclass
+class Server:
+    """One base URL and how it does."""
+
+    url: str
+    client: Any
+    under_way: int = 0
+    down_until: float = 0.0
+    setbacks: int = 0  # in a row, of those that are the server's own
+
+
+class ServedTarget:
+    """Asks the target at its servers; close it at the end."""
+
+    def __init__(self, config: ServerConfig, model: str, api_key: str) -> None:
+        """UserError without the `openai` package."""
+        self.config, self.model = config, model
+        self._openai = openai = _library()
+        self.servers = [
+            Server(url, openai.AsyncOpenAI(base_url=url, api_key=api_key, timeout=config.timeout_s, max_retries=0))
+            for url in config.urls
+        ]
+        self._changed = asyncio.Condition()
+        self._last_good: float | None = None
+        self._answered = self._refusals = 0
+        self.retries = 0  # of all requests, for the record
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        for server in self.servers:
+            await server.client.close()
+
+    async def __call__(self, request: Request) -> Answer:
+        """The answer; Unanswered for a row that has none, UserError when the run cannot go on."""
+        failures = 0
+        while True:
+            server = await self._free_server()
+            setback = None
+            try:
+                answer = _read(await server.client.chat.completions.create(**self._body(request)))
+            except (self._openai.APIError, json.JSONDecodeError, _Malformed) as error:
+                setback = self._judge(server, error)
+            finally:
+                await self._release(server)
+            if setback is None:
+                self._answered += 1
+                self._last_good, server.setbacks = _now(), 0
+                return answer
+            if setback.counts:
+                failures += 1
+                if failures > self.config.retries:
+                    raise Unanswered("failed", f"{setback.why}, {failures} times")
+                self.retries += 1
+                await asyncio.sleep(self._wait(failures, f"{request.seed}/{failures}"))
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        extra = dict(self.config.extra_body)
+        if sampling.top_k is not None:
+            extra["top_k"] = sampling.top_k
+        if self.config.token_ids:
+            extra["return_token_ids"] = True
+        drawn = {"top_p": sampling.top_p, "seed": request.seed} if sampling.temperature > 0 else {}
+        return {
+            "model": self.model,
+            "messages": list(request.messages),
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            **drawn,
+            **({"extra_body": extra} if extra else {}),
+        }
+
+    def _judge(self, server: Server, error: Exception) -> "_Setback":
+        """What a failure means; raises what ends the row or the run."""
+        if isinstance(error, self._openai.APIStatusError):
+            return self._judge_status(server, error.status_code, error)
+        if type(error.__cause__).__name__ in UNREACHABLE:
+            return self._leave_alone(server, f"{server.url}: cannot be reached", None)
+        if isinstance(error, self._openai.APITimeoutError):
+            return _Setback(f"no answer within {self.config.timeout_s:g} s", counts=True)
+        if isinstance(error, self._openai.APIConnectionError):
+            return _Setback("the connection was cut", counts=True)
+        return _Setback(f"no usable answer ({_first_line(error)})", counts=True)
+
+    def _judge_status(self, server: Server, status: int, error: Any) -> "_Setback":
+        message = _first_line(error)
+        if status in BUSY:
+            return self._leave_alone(server, f"{server.url}: HTTP {status}", error.response.headers)
+        if status in WRONG_SETUP:
+            raise UserError(
+                f"{server.url}: HTTP {status} for model {self.model!r}: {message}; check distill.server.urls (they end "
+                f"in /v1), distill.server.model, and the key in OPENAI_API_KEY"
+            )
+        if status in REFUSED:
+            if TOO_LONG.search(message):
+                raise Unanswered("skipped", "too long for the server's context")
+            self._refusals += 1
+            if not self._answered and self._refusals >= FIRST_REFUSALS:
+                raise UserError(f"{server.url}: refuses every request: HTTP {status}: {message}")
+            raise Unanswered("failed", f"HTTP {status}: {message}")
+        return _Setback(f"HTTP {status}", counts=True)
+
+    def _leave_alone(self, server: Server, why: str, headers: Mapping[str, str] | None) -> "_Setback":
+        """Asks the server nothing for a while, longer each time."""
+        if server.setbacks == (UNHEARD if headers is None else UNHEARD_BUSY):
+            warn(f"{why}; it is asked again for up to {self.config.patience_s:g} s (distill.server.patience_s)")
+        server.setbacks += 1
+        wait = self._wait(server.setbacks, server.url)
+        asked = (headers or {}).get("retry-after", "")
+        if re.fullmatch(r"\d+(\.\d+)?", asked):
+            wait = max(wait, min(float(asked), MAX_WAIT_S))
+        server.down_until = max(server.down_until, _now() + wait)
+        return _Setback(why, counts=False)
+
+    def _wait(self, tries: int, key: str) -> float:
+        """Seconds before the next try: doubled each time, up to a minute, between half of it and all."""
+        longest = min(self.config.backoff_s * 2.0 ** min(tries - 1, 16), MAX_WAIT_S)
+        return longest * (0.5 + 0.5 * random.Random(key).random())
+
+    async def _free_server(self) -> Server:
+        """The server with the fewest requests under way, once one is up and has room; this request is counted."""
+        async with self._changed:
+            while True:
+                now = _now()
+                if self._last_good is None:
+                    self._last_good = now
+                roomy = [server for server in self.servers if server.under_way < self.config.concurrency]
+                ready = [server for server in roomy if server.down_until <= now]
+                if ready:
+                    chosen = min(ready, key=lambda server: server.under_way)
+                    chosen.under_way += 1
+                    return chosen
+                self._check_patience(now)
+                wait = min((server.down_until - now for server in roomy), default=None)
+                try:
+                    await asyncio.wait_for(self._changed.wait(), wait)
+                except TimeoutError:
+                    continue
+
+    async def _release(self, server: Server) -> None:
+        async with self._changed:
+            server.under_way -= 1
+            self._changed.notify()
+
+    def _check_patience(self, now: float) -> None:
+        assert self._last_good is not None
+        if now - self._last_good > self.config.patience_s and not any(server.under_way for server in self.servers):
+            raise UserError(
+                f"{', '.join(self.config.urls)}: no answer for {self.config.patience_s:g} s "
+                f"(distill.server.patience_s): start the server again, then the same command goes on"
+            )
+
+
+@dataclass(frozen=True)
+class _Setback:
+    """Why a request has to be made again, and whether that counts against its row."""
+
+    why: str
+    counts: bool
+
+
+class _Malformed(Exception):
+    """A reply that holds no answer."""
+
+
+def _read(reply: Any) -> Answer:
+    """The answer in a chat completion; _Malformed when there is none."""
+    choices = getattr(reply, "choices", None)
+    if not choices or getattr(choices[0], "message", None) is None:
+        raise _Malformed("the reply has no choices")
+    choice = choices[0]
+    message, usage = choice.message, getattr(reply, "usage", None)
+    reasoning = next(
+        (text for name in ("reasoning_content", "reasoning") if isinstance(text := getattr(message, name, None), str)),
+        None,
+    )
+    ids, prompt_ids = getattr(choice, "token_ids", None), getattr(reply, "prompt_token_ids", None)
+    whole = (ids, prompt_ids) if isinstance(ids, list) and isinstance(prompt_ids, list) else None
+    return Answer(
+        content=message.content or "",
+        finish=str(choice.finish_reason or "unknown"),
+        num_tokens=int(getattr(usage, "completion_tokens", 0) or 0),
+        reasoning=reasoning,
+        token_ids=tuple(whole[0]) if whole else None,
+        prompt_token_ids=tuple(whole[1]) if whole else None,
+    )
+
+
+def _library() -> Any:
+    try:
+        import openai
+    except ImportError as error:
+        raise UserError(
+            "distill.server: needs the package openai: pip install -e .[distill] (or set server: null)"
+        ) from error
+    return openai
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _first_line(error: Exception) -> str:
+    body = getattr(error, "body", None)
+    text = body.get("message") or body.get("detail") if isinstance(body, dict) else None
+    lines = str(text or error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -1,0 +1,101 @@
+"""One distillation on disk: RUN/distilled with its prompts and journals, and what is made of them in the end."""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.distill.config import DistillConfig
+from data.distill.journal import FOLDER, Journal, forget_failed, forget_others
+from data.distill.merge import Summary, all_rows, merge
+from data.distill.page import render
+from data.distill.prompts import Prompt, make_prompts, read_prompts, skip_counts, write_prompts
+from data.distill.run import Interview, answer_all
+from data.distill.thinking import Thinking
+from data.inputs import named_inputs
+from data.provenance import Stage
+from data.share import Share
+from model.errors import UserError
+from model.files import digest, read_json, write_json, write_text
+from model.recipe import as_dict
+
+PROMPTS, RECORD = "prompts.jsonl", "prompts.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A distillation and its identity: what its prompts, its answers and its result are made from (JSON-ready)."""
+
+    directory: Path
+    config: DistillConfig
+    prompt_inputs: dict[str, Any]
+    answer_inputs: dict[str, Any]
+
+    @classmethod
+    def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], evaluation: list[Any]) -> "Job":
+        """target is data.inputs.target_inputs', evaluation names where the evaluation questions come from.
+
+        How the answers are carried (URLs, concurrency, this process) does not change what they are.
+        """
+        section = as_dict(config)
+        parts = {name: section[name] for name in ("sources", "exclude", "ngram", "max_turns", "seed")}
+        files = named_inputs([source.path for source in config.sources])
+        prompts = {**parts, "files": files, "evaluation": evaluation}
+        carried = section["server"] or {}
+        asked = {"model": carried.get("model"), "extra_body": carried.get("extra_body") or {}}
+        answers = {"prompts": digest(prompts), "target": target, "sampling": section["sampling"], "server": asked}
+        return cls(directory, config, prompts, answers)
+
+    @property
+    def stage(self) -> Stage:
+        """The whole stage, its gate included."""
+        return Stage("distill", self.directory, {**self.answer_inputs, "gate": as_dict(self.config.gate)})
+
+    def prompts(self, questions: Iterable[str], overwrite: bool) -> list[Prompt]:
+        """The input rows, made once and then read; UserError when those that are there are another recipe's.
+
+        overwrite: then theirs are replaced, and answers that were not made from this job's inputs are deleted.
+        """
+        record = self.directory / RECORD
+        if record.is_file() and (self.directory / PROMPTS).is_file():
+            if read_json(record)["inputs_digest"] == digest(self.prompt_inputs):
+                if overwrite:
+                    forget_others(self.directory, self.answer_inputs)
+                return read_prompts(self.directory / PROMPTS)
+            if not overwrite:
+                raise UserError(
+                    f"{self.directory}: holds the prompts of other sources or settings; choose another --run, or "
+                    f"replace them, and the answers to them, with --overwrite"
+                )
+            shutil.rmtree(self.directory / FOLDER, ignore_errors=True)
+        made = make_prompts(self.config, questions)  # several jobs may do so at once: they write the same
+        write_prompts(self.directory / PROMPTS, made)
+        facts = {"rows": len(made), "skipped": dict(skip_counts(made))}
+        write_json(record, {"inputs_digest": digest(self.prompt_inputs), "inputs": self.prompt_inputs, **facts})
+        return made
+
+    def left(self, prompts: Sequence[Prompt], shard: Share, retry_failed: bool) -> tuple[list[Prompt], int]:
+        """This job's rows that have not ended yet, and how many have; failed ones may be taken up again."""
+        if retry_failed:
+            forget_failed(self.directory, self.answer_inputs)
+        ended = {place.id for place in all_rows(self.directory, self.answer_inputs)}
+        own = [prompt for position, prompt in enumerate(prompts) if position in shard]
+        waiting = [prompt for prompt in own if prompt.id not in ended]
+        return waiting, len(own) - len(waiting)
+
+    async def answer(
+        self, waiting: Sequence[Prompt], begun: int, interview: Interview, shard: Share, width: int
+    ) -> dict[str, int]:
+        """Asks the rows that are left; how many ended as what."""
+        with Journal(self.directory, shard, self.answer_inputs) as journal:
+            return await answer_all(waiting, interview, journal, width, begun)
+
+    def finish(self, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> Summary:
+        """Merges the journals; writes conversations, outcomes, summary and provenance. UserError if rows are left."""
+        stage = self.stage
+        summary = merge(self.directory, prompts, self.answer_inputs, self.config.gate, thinking)
+        write_json(self.directory / "summary.json", summary.as_dict())
+        write_text(self.directory / "summary.html", render(summary, self.config, title, thinking.tokenizer))
+        stage.finish(summary=summary.as_dict())
+        return summary

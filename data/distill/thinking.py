@@ -1,0 +1,113 @@
+"""Where an answer's thinking stands: told apart from the content, and put where the target's chat template has it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from data.distill.answer import Answer
+from data.shapes import Message, UnusableRow
+from model.errors import UserError
+
+OPEN, CLOSE = "<think>", "</think>"
+PROBE_THOUGHT, PROBE_CONTENT = "thoughtprobe", "contentprobe"
+
+
+class Thinking:
+    """Reads and places thinking as one tokenizer's chat template does."""
+
+    def __init__(self, tokenizer: Any, end_ids: set[int]) -> None:
+        """end_ids are the target's end-of-turn tokens. UserError for a tokenizer without chat template."""
+        self.tokenizer = tokenizer
+        self.end_ids = end_ids
+        if not getattr(tokenizer, "chat_template", None):
+            name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+            raise UserError(f"{name}: the tokenizer has no chat template; name one with target.chat_template")
+        self._place = self._find_place()
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        self.is_opened = self.prompt(question).rstrip().endswith(OPEN)
+
+    def read(self, answer: Answer) -> Answer:
+        """The answer with thinking in tags told apart from its content."""
+        text = answer.content
+        if answer.reasoning is not None:
+            return answer
+        if CLOSE in text:
+            thought, _, content = text.partition(CLOSE)
+            return replace(answer, reasoning=thought.partition(OPEN)[2] or thought.replace(OPEN, ""), content=content)
+        if answer.is_cut and (self.is_opened or text.lstrip().startswith(OPEN)):
+            return replace(answer, reasoning=text.partition(OPEN)[2] or text, content="")
+        return answer
+
+    def message(self, answer: Answer) -> Message:
+        """The answer as a turn of the conversation, its thinking where the template looks for it."""
+        if not answer.reasoning:
+            return {"role": "assistant", "content": answer.content}
+        if self._place == "field" or self._place is None:
+            content = {"role": "assistant", "content": answer.content.lstrip("\n")}
+            return content if self._place is None else {**content, "reasoning_content": answer.reasoning.strip("\n")}
+        return {"role": "assistant", "content": self.spelt(answer, opened=False)}
+
+    def spelt(self, answer: Answer, opened: bool | None = None) -> str:
+        """The answer as the target wrote it after the generation prompt, which may have opened the tag."""
+        if answer.reasoning is None:
+            return answer.content
+        start = "" if (self.is_opened if opened is None else opened) else f"{OPEN}\n"
+        thought = answer.reasoning.strip("\n")
+        if answer.is_cut and not answer.content:
+            return f"{start}{thought}"
+        content = answer.content.lstrip("\n")
+        return f"{start}{thought}\n{CLOSE}\n\n{content}"
+
+    def gives_back(self, messages: Sequence[Message], answer: Answer) -> bool:
+        """Whether the template renders the answer, the last of the messages, as the target wrote it."""
+        text = self._rendered(messages, False)
+        return text.startswith(self.prompt(messages[:-1]) + self.spelt(answer))
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """What the target reads before it answers; UnusableRow when the template refuses the conversation."""
+        return self._rendered(messages, True)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of `prompt`."""
+        return self.ids(self.prompt(messages))
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text as it is."""
+        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def end_id(self) -> int | None:
+        """The token with which the template ends an answer; null where none of the target's stands there."""
+        messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE_CONTENT}]
+        text = self._rendered(messages, False)
+        tail = self.ids(text[text.rfind(PROBE_CONTENT) + len(PROBE_CONTENT) :])
+        return next((token for token in tail if token in self.end_ids), self.tokenizer.eos_token_id)
+
+    def _find_place(self) -> str | None:
+        """'field' (reasoning_content), 'content' (in tags), or None where the template shows neither."""
+        answer = Answer(PROBE_CONTENT, "stop", 0, reasoning=PROBE_THOUGHT)
+        forms: dict[str, Message] = {
+            "field": {"role": "assistant", "content": PROBE_CONTENT, "reasoning_content": PROBE_THOUGHT},
+            "content": {"role": "assistant", "content": self.spelt(answer, opened=False)},
+        }
+        for name, message in forms.items():
+            messages = [{"role": "user", "content": "?"}, message]
+            try:
+                text = self._rendered(messages, False)
+            except UnusableRow:
+                continue
+            if PROBE_THOUGHT in text:
+                return name
+        return None
+
+    def _rendered(self, messages: Sequence[Message], opens_answer: bool) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=opens_answer
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            message = (str(error) or type(error).__name__).splitlines()[0]
+            raise UnusableRow(f"the chat template refuses it: {message[:120]}", "") from error
+        return str(text)

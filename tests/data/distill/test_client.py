@@ -1,0 +1,138 @@
+"""The client against a scripted server: what is tried again, what a row pays for, and what stops the run."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from data.distill.answer import Answer, Request, Unanswered
+from data.distill.client import ServedTarget
+from data.distill.config import SamplingConfig, ServerConfig
+from model.errors import UserError
+from tests.data.distill.faults import Proxy, Script, free_port
+
+pytest.importorskip("openai", reason="needs the extra 'distill' (pip install -e .[distill])")
+
+
+def completion(asked: dict[str, Any], **choice: Any) -> dict[str, Any]:
+    """A chat completion as servers send it."""
+    content = f"re: {asked['messages'][-1]['content']}"
+    made = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}, **choice}
+    usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [made], "usage": usage}
+
+
+def request(text: str = "Why?", **sampling: Any) -> Request:
+    return Request(({"role": "user", "content": text},), SamplingConfig(max_tokens=9, **sampling), 11)
+
+
+def ask(urls: list[str], *requests: Request, **settings: Any) -> list[Answer | BaseException]:
+    """The requests' answers, or what they ended with; all are under way at once."""
+
+    async def run() -> list[Any]:
+        keys = {"concurrency": 2, "retries": 2, "backoff_s": 0.02, "timeout_s": 5.0, **settings}
+        served = ServedTarget(ServerConfig(tuple(urls), **keys), "m", "key")
+        try:
+            return await asyncio.gather(*(served(each) for each in requests), return_exceptions=True)
+        finally:
+            await served.close()
+
+    return asyncio.run(run())
+
+
+def scripted(*faults: str, **keys: Any) -> Script:
+    """The first requests meet these faults, the others none."""
+    return Script(lambda number: faults[number] if number < len(faults) else "none", completion, **keys)
+
+
+@pytest.mark.parametrize("fault", ["500", "502", "cut", "half", "garbled", "429", "503"])
+def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str) -> None:
+    with Proxy(0, scripted(fault, fault)) as proxy:
+        assert ask([proxy.url], request()) == [Answer("re: Why?", "stop", 3)]
+        assert proxy.script.count == 3
+
+
+def test_a_slow_answer_is_given_up_after_the_timeout() -> None:
+    with Proxy(0, scripted("slow", slow_s=1.0)) as proxy:
+        assert ask([proxy.url], request(), timeout_s=0.3) == [Answer("re: Why?", "stop", 3)]
+        assert proxy.script.count == 2
+
+
+@pytest.mark.parametrize(("fault", "why"), [("500", "HTTP 500, 3 times"), ("cut", "the connection was cut, 3 times")])
+def test_a_request_that_always_breaks_has_failed_in_the_end(fault: str, why: str) -> None:
+    with Proxy(0, Script(lambda _: fault)) as proxy:
+        [error] = ask([proxy.url], request())
+    assert isinstance(error, Unanswered) and (error.status, error.why) == ("failed", why)
+
+
+def test_no_row_pays_for_a_server_that_is_busy() -> None:
+    with Proxy(0, scripted(*["429"] * 7)) as proxy:
+        assert ask([proxy.url], request(), retries=0) == [Answer("re: Why?", "stop", 3)]
+
+
+def test_a_refused_request_fails_at_once_and_one_that_is_too_long_is_skipped() -> None:
+    def fault(number: int) -> str:
+        return "400" if number == 1 else "none"
+
+    with Proxy(0, Script(fault, completion)) as proxy:
+        good, refused = ask([proxy.url], request("a"), request("b"), concurrency=1)
+        assert isinstance(good, Answer) and isinstance(refused, Unanswered)
+        assert (refused.status, refused.why, proxy.script.count) == ("failed", "HTTP 400: planted 400", 2)
+    with Proxy(0, Script(lambda _: "400")) as proxy:
+        ended = ask([proxy.url], *(request(str(n)) for n in range(8)))
+        assert [type(each) for each in ended].count(UserError) == 1
+        assert any("refuses every request: HTTP 400: planted 400" in str(each) for each in ended)
+
+
+@pytest.mark.parametrize("status", ["401", "404"])
+def test_a_wrong_key_or_address_stops_the_run_with_the_fix(status: str) -> None:
+    with Proxy(0, Script(lambda _: status)) as proxy:
+        [error] = ask([proxy.url], request())
+        assert isinstance(error, UserError) and proxy.script.count == 1
+        assert f"HTTP {status} for model 'm'" in str(error) and "they end in /v1" in str(error)
+
+
+def test_a_server_that_is_gone_is_left_to_the_others() -> None:
+    with Proxy(0, scripted()) as proxy:
+        gone = f"http://127.0.0.1:{free_port()}/v1"
+        answers = ask([gone, proxy.url], *(request(str(n)) for n in range(8)), retries=0)
+    assert [each.content for each in answers if isinstance(each, Answer)] == [f"re: {n}" for n in range(8)]
+
+
+def test_without_any_server_the_run_stops_when_its_patience_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    [error] = ask([url], request(), patience_s=0.3)
+    assert isinstance(error, UserError) and f"{url}: no answer for 0.3 s" in str(error)
+    assert f"warning: {url}: cannot be reached; it is asked again for up to 0.3 s" in capsys.readouterr().err
+
+
+def test_requests_are_spread_over_the_servers_within_their_limits() -> None:
+    with Proxy(0, Script(lambda _: "slow", completion, slow_s=0.2)) as one, Proxy(0, scripted()) as two:
+        assert len(ask([one.url, two.url], *(request(str(n)) for n in range(12)))) == 12
+        assert one.script.count >= 2 and two.script.count >= 2
+        assert one.script.count + two.script.count == 12
+        # a server has sent its answer a moment before it counts the request as over
+        assert one.script.most_under_way <= 4 and two.script.most_under_way <= 4
+
+
+def test_a_request_says_how_to_sample_and_greedy_ones_say_no_more_than_that() -> None:
+    with Proxy(0, scripted()) as proxy:
+        ask([proxy.url], request(temperature=0.0))
+        ask([proxy.url], request(top_p=0.9, top_k=4), token_ids=True, extra_body={"min_p": 0.1})
+        greedy, sampled = proxy.script.bodies
+    messages = [{"role": "user", "content": "Why?"}]
+    assert greedy == {"model": "m", "messages": messages, "temperature": 0.0, "max_tokens": 9}
+    extra = {"top_p": 0.9, "seed": 11, "top_k": 4, "min_p": 0.1, "return_token_ids": True}
+    assert sampled == {**greedy, "temperature": 1.0, **extra}
+
+
+def test_thinking_and_token_ids_are_read_where_servers_put_them() -> None:
+    def reply(asked: dict[str, Any]) -> dict[str, Any]:
+        key = "reasoning_content" if asked["messages"][0]["content"] == "1" else "reasoning"
+        message = {"role": "assistant", "content": "four", key: "two and two"}
+        made = completion(asked, message=message, token_ids=[7, 8, 3], finish_reason="length")
+        return {**made, "prompt_token_ids": [1, 2]}
+
+    with Proxy(0, Script(reply=reply)) as proxy:
+        found = ask([proxy.url], request("1"), request("2"))
+    assert found == [Answer("four", "length", 3, "two and two", (7, 8, 3), (1, 2))] * 2

@@ -1,0 +1,138 @@
+"""The gate: flaws are found where they are and nowhere else, counted, and dropped or kept as the recipe says."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from data.distill.answer import Answer
+from data.distill.config import GateConfig
+from data.distill.journal import Journal, Outcome
+from data.distill.merge import merge
+from data.distill.page import histogram, render
+from data.distill.prompts import Prompt
+from data.distill.quality import flaws
+from data.share import Share
+from model.errors import UserError
+from tests.data.distill.answering import config, thinking
+
+GATE = GateConfig()
+PROSE = (
+    "A lighthouse keeper counts the ships that pass each night and writes their number into a book. "
+    "In winter there are few, in spring many, and once a year a great fleet comes by with all its lamps lit. "
+    "He adds the columns in the morning, checks them twice, and sends a copy to the harbour by the mail boat."
+)
+
+
+def row(*answers: Answer, questions: tuple[str, ...] = ("What does he count?", "And then?")) -> Outcome:
+    return Outcome("0:1", "done", "x", None, None, questions[: len(answers)], answers)
+
+
+def said(text: str, finish: str = "stop", question: str = "What does he count?") -> list[str]:
+    return flaws(row(Answer(text, finish, 9), questions=(question,)), GATE)
+
+
+def test_a_sound_answer_has_no_flaw() -> None:
+    assert said(PROSE) == said("Four.") == said("$x^2 + 1 = 5$, so $x = 2$.") == []
+    assert flaws(row(Answer(PROSE, "stop", 9), Answer("Then he sleeps.", "stop", 4)), GATE) == []
+
+
+def test_cut_and_empty_answers() -> None:
+    assert said(PROSE, "length") == ["cut"] and said(" \n") == ["empty"]
+    assert flaws(row(Answer("", "stop", 9, reasoning=PROSE)), GATE) == ["empty"]
+    assert flaws(row(Answer(PROSE, "stop", 9), Answer("Th", "length", 4)), GATE) == ["cut"]
+
+
+def test_loops_at_the_end_and_answers_that_say_the_same_all_over() -> None:
+    assert said(PROSE + " and so on" * 20) == ["loop"]
+    assert said((PROSE + " ") * 5) == ["loop"]
+    assert said(PROSE + " ha" * 4) == []  # five times and forty words are asked for
+    assert said(PROSE + " again" * 39) == [] and said(PROSE + " again" * 40) == ["loop"]
+    assert flaws(row(Answer(PROSE, "stop", 9, reasoning="wait " * 60)), GATE) == ["loop"]
+
+
+def test_answers_in_another_script_than_the_question() -> None:
+    chinese = "灯塔看守人每晚数经过的船只并把数字写进一本书里，冬天很少，春天很多。"
+    russian = "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."
+    assert said(chinese) == said(russian) == ["language"]
+    assert said(chinese, question="他数什么？") == []
+    assert said(f"{PROSE} In Chinese: 灯塔。") == [] and said("Ω and Σ are Greek letters, like α and β.") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I'm sorry, but I can't help with that request.",
+        "I am sorry, I cannot share this.",
+        "I cannot assist with this.",
+        "As an AI language model, I have no opinion.",
+    ],
+)
+def test_refusals(text: str) -> None:
+    assert said(text) == ["refusal"]
+
+
+@pytest.mark.parametrize("text", ["I can help with that.", "He cannot help it.", PROSE + " I cannot help with that."])
+def test_answers_that_are_no_refusals(text: str) -> None:
+    assert said(text) == []
+
+
+def merged(place: Path, outcomes: list[Outcome], gate: GateConfig = GATE) -> tuple[dict[str, object], list[str], str]:
+    """summary, the ids that are kept, the page."""
+    prompts = [Prompt(outcome.id, "x", ("a",)) for outcome in outcomes]
+    place.mkdir(exist_ok=True)
+    with Journal(place, Share(), {}) as journal:
+        for outcome in outcomes:
+            journal.append(outcome)
+    summary = merge(place, prompts, {}, gate, thinking())
+    page = render(summary, config(gate=gate), "a <target>", thinking().tokenizer)
+    kept = [line.split('"')[3] for line in (place / "conversations.jsonl").read_text().splitlines()]
+    return summary.as_dict(), kept, page
+
+
+def outcomes() -> list[Outcome]:
+    good, problem = row(Answer(PROSE, "stop", 9)), Answer("Problem: 2 + 2?", "stop", 5)
+    made = [
+        good,
+        row(Answer("", "length", 9)),
+        row(Answer("I cannot help with that.", "stop", 9)),
+        replace(good, invented=problem, turns=("2 + 2?",)),
+        replace(good, invented=problem, turns=("2 + 2 ?",)),
+        Outcome("", "skipped", "x", "an empty question"),
+        Outcome("", "failed", "x", "HTTP 500, 6 times"),
+    ]
+    return [replace(outcome, id=f"0:{place}") for place, outcome in enumerate(made)]
+
+
+def test_flaws_are_counted_and_the_recipe_says_what_is_dropped(tmp_path: Path) -> None:
+    summary, kept, _ = merged(tmp_path / "a", outcomes())
+    assert kept == ["0:0", "0:2", "0:3"]
+    assert summary["flaws"] == {"cut": 1, "empty": 1, "refusal": 1, "repeated": 1}
+    assert (summary["rows"], summary["kept"], summary["dropped"]) == (7, 3, 2)
+    assert summary["status"] == {"done": 5, "skipped": 1, "failed": 1}
+    assert summary["why"] == {"skipped: an empty question": 1, "failed: HTTP 500, 6 times": 1}
+    other = replace(GATE, cut="keep", empty="keep", refusal="drop", repeated="keep")
+    assert merged(tmp_path / "b", outcomes(), other)[1] == ["0:0", "0:1", "0:3", "0:4"]
+
+
+def test_the_page_says_it_all_and_escapes_what_it_was_told(tmp_path: Path) -> None:
+    hostile = [*outcomes(), replace(row(Answer("<script>alert(1)</script> no", "stop", 9)), id="0:9")]
+    _, _, page = merged(tmp_path, hostile)
+    assert "4 of 8 input rows are kept" in page and "failed: HTTP 500, 6 times" in page
+    assert "a &lt;target&gt;" in page and "<script" not in page and "http://" not in page
+    for flaw in ("cut", "empty", "loop", "language", "refusal", "repeated"):
+        assert f"<tr><td>{flaw}</td>" in page
+
+
+def test_nothing_left_to_train_on_is_refused_with_the_reasons(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no row is left to train on: 1 with flaw 'cut'"):
+        merged(tmp_path, [row(Answer("half an", "length", 9))])
+
+
+def test_the_histogram_holds_every_length_once() -> None:
+    lengths = [1, 5, 5, 300, 77, 301]
+    bins = histogram(lengths, 512)
+    assert sum(count for _, count, _ in bins) == len(lengths) and max(height for _, _, height in bins) == 1.0
+    assert bins[-1][0] <= 301 and all(first < second for (first, *_), (second, *_) in pairwise(bins))
+    assert histogram([], 512)[0][1] == 0

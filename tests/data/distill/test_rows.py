@@ -1,0 +1,147 @@
+"""Thinking is put where the template has it, and rows to train on hold what the target wrote, token for token."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.chat import end_of_turn_ids
+from data.config import DataConfig
+from data.distill.answer import Answer
+from data.distill.journal import Outcome
+from data.distill.rows import training_rows
+from data.distill.thinking import Thinking
+from data.tally import Tally
+from data.tokens import TokenisedData, tokenize
+from model.errors import UserError
+from tests.data import chat_targets
+from tests.data.distill.answering import thinking, write_rows
+
+# As QwQ's and DeepSeek's: what stands before </think> is left out of every answer.
+THINK_LESS = chat_targets.CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
+IN_TAGS = chat_targets.CHATML
+
+
+def of(template: str) -> Thinking:
+    tokenizer = chat_targets.build_tokenizer(
+        template, "<|eot_id|>" if template is chat_targets.TRIMMING else "<|im_end|>"
+    )
+    return Thinking(tokenizer, end_of_turn_ids(tokenizer, None))
+
+
+def done(*answers: Answer, questions: tuple[str, ...] = ("a?", "b?", "c?")) -> Outcome:
+    return Outcome("0:1", "done", "x", None, None, questions[: len(answers)], answers)
+
+
+def tokens(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> TokenisedData:
+    """What the training reads of the rows."""
+    config = DataConfig((str(write_rows(path / "rows.jsonl", rows)),), held_out=0.0)
+    return tokenize(config, reader.tokenizer, reader.end_ids, Tally(), disable_bar=True)
+
+
+def supervised(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:
+    """The learnt text of each row."""
+    return [
+        reader.tokenizer.decode([t for t, turn in zip(row.input_ids, row.turns, strict=True) if turn])
+        for row in tokens(rows, reader, path).train
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (chat_targets.THINK_DROPPING, {"role": "assistant", "content": "four", "reasoning_content": "2 + 2"}),
+        (chat_targets.THINK_OPENING, {"role": "assistant", "content": "four", "reasoning_content": "2 + 2"}),
+        (IN_TAGS, {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nfour"}),
+        (THINK_LESS, {"role": "assistant", "content": "four"}),
+    ],
+)
+def test_thinking_stands_where_the_template_looks_for_it(template: str, message: dict[str, str]) -> None:
+    reader = of(template)
+    assert reader.message(Answer("four", "stop", 3, reasoning="2 + 2")) == message
+    assert reader.message(Answer("four", "stop", 1)) == {"role": "assistant", "content": "four"}
+
+
+def test_thinking_in_tags_is_told_apart_and_spelt_again_as_it_was() -> None:
+    for template, text in (
+        (IN_TAGS, "<think>\n2 + 2\n</think>\n\nfour"),
+        (chat_targets.THINK_OPENING, "2 + 2\n</think>\n\nfour"),
+    ):
+        reader = of(template)
+        read = reader.read(Answer(text, "stop", 9))
+        assert (read.reasoning or "").strip() == "2 + 2" and read.content.strip() == "four"
+        assert reader.spelt(read) == text
+    cut = of(chat_targets.THINK_OPENING).read(Answer("2 +", "length", 3))
+    assert (cut.reasoning, cut.content) == ("2 +", "")
+    assert of(IN_TAGS).read(Answer("<think>\n2 +", "length", 3)).content == ""
+    plain = Answer("2 + 2", "length", 3)
+    assert of(IN_TAGS).read(plain) == plain
+    served = Answer("four </think>", "stop", 3, reasoning="r")
+    assert of(IN_TAGS).read(served) == served
+
+
+def test_rows_that_the_template_gives_back_stay_text(tmp_path: Path) -> None:
+    reader = thinking()
+    rows = training_rows(done(Answer("one.", "stop", 2), Answer("two.", "stop", 2)), reader)
+    roles = [message["role"] for message in rows[0]["messages"]]
+    assert len(rows) == 1 and roles == ["user", "assistant"] * 2
+    assert supervised(rows, reader, tmp_path) == ["one.<|end|>two.<|end|>"]
+
+
+def test_ids_that_came_with_the_answers_are_what_is_trained_on(tmp_path: Path) -> None:
+    reader = thinking()
+    first, end = reader.prompt_ids([{"role": "user", "content": "a?"}]), min(reader.end_ids)
+    odd = [*reader.ids("o"), *reader.ids("ne"), end]  # not how the tokenizer would cut it
+    second = [*first, *odd, *reader.ids("<|user|>b?<|end|><|assistant|>")]
+    answers = [
+        Answer("one", "stop", 3, token_ids=tuple(odd), prompt_token_ids=tuple(first)),
+        Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=tuple(second)),
+    ]
+    [row] = training_rows(done(*answers), reader)
+    assert row["input_ids"] == [*second, 9, end]
+    [read] = tokens([row], reader, tmp_path).train
+    assert list(read.input_ids) == row["input_ids"]
+    learnt = [token for token, turn in zip(read.input_ids, read.turns, strict=True) if turn]
+    assert learnt == [*odd, 9, end] and len(set(read.turns)) == 3
+    moved = Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=(1, 2, 3))
+    assert [row["input_ids"] for row in training_rows(done(answers[0], moved), reader)] == [
+        [*first, *odd],
+        [1, 2, 3, 9, end],
+    ]
+
+
+def test_a_cut_answer_has_no_end_of_turn_token(tmp_path: Path) -> None:
+    reader = thinking()
+    rows = training_rows(done(Answer("one.", "stop", 2), Answer("and tw", "length", 2)), reader)
+    assert supervised(rows, reader, tmp_path) == ["one.<|end|>and tw"]
+
+
+def test_thinking_that_the_template_leaves_out_is_learnt_all_the_same(tmp_path: Path) -> None:
+    reader = of(THINK_LESS)
+    answers = [Answer("four", "stop", 3, reasoning="2 + 2"), Answer("six", "stop", 3, reasoning="3 + 3")]
+    rows = training_rows(done(*answers), reader)
+    assert [set(row) for row in rows] == [{"id", "input_ids", "loss_mask"}] * 2  # the history has no thinking
+    assert supervised(rows, reader, tmp_path) == [
+        "<think>\n2 + 2\n</think>\n\nfour<|im_end|>",
+        "<think>\n3 + 3\n</think>\n\nsix<|im_end|>",
+    ]
+    history = reader.tokenizer.decode(rows[1]["input_ids"])
+    assert "four<|im_end|>" in history and "2 + 2" not in history
+
+
+def test_answers_that_the_template_would_trim_are_kept_as_tokens(tmp_path: Path) -> None:
+    reader = of(chat_targets.TRIMMING)
+    rows = training_rows(done(Answer(" four\n", "stop", 3)), reader)
+    assert supervised(rows, reader, tmp_path) == [" four\n<|eot_id|>"]
+    assert "messages" in training_rows(done(Answer("four", "stop", 3)), reader)[0]
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no chat template; name one with target\.chat_template"):
+        thinking(None)
+
+
+def test_rows_are_plain_json() -> None:
+    rows = training_rows(done(Answer("½ “four”", "stop", 3)), thinking())
+    assert json.loads(json.dumps(rows)) == rows

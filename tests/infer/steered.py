@@ -1,0 +1,60 @@
+"""A drafter that is always right, or always wrong, so that edge cases need no luck: it drafts by what it is told."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.engine import SpeculativeDecoder
+from infer.greedy import Reference
+from infer.proposer import Drafting
+
+SURE = 60.0  # nats; what is infinitely unlikely has no entropy
+
+
+class Steered:
+    """Runs a drafter, and makes its laws sure of the answer's next token, or sure of any other one.
+
+    A token that the drafter has no word for, and what follows the answers, is left to its own laws.
+    """
+
+    def __init__(self, drafter: Any, known: Sequence[Reference], right: bool) -> None:
+        self._drafter, self._right = drafter, right
+        self._answers = {tuple(each.ids[0].tolist()): each.answer for each in known}
+        self._answer: list[int] = []
+        self._place = self._level = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        self._answer, self._place = self._answers[tuple(prompt.tolist())], 0
+        self._drafter.reset(prompt, capacity)
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        self._place += len(tokens) if self._place else 1  # the first time it is the prompt's, and the first new one
+        self._drafter.commit(tokens, features)
+
+    def start(self) -> Tensor:
+        self._level = 0
+        return self._steer(self._drafter.start())
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._level += 1
+        return self._steer(self._drafter.step(tokens, parents))
+
+    def _steer(self, log_q: Tensor) -> Tensor:
+        place = self._place + self._level
+        if place >= len(self._answer):
+            return log_q
+        ids = self._drafter.target_ids(torch.arange(log_q.shape[-1]))
+        told = torch.where(ids == self._answer[place], SURE if self._right else -SURE, 0.0)
+        return (log_q + told).log_softmax(-1)
+
+
+def steered(decoder: SpeculativeDecoder, known: Sequence[Reference], right: bool) -> SpeculativeDecoder:
+    """The decoder with its drafter steered to right, or to wrong, guesses at these answers."""
+    assert isinstance(decoder.proposer, Drafting)
+    decoder.proposer.drafter = Steered(decoder.proposer.drafter, known, right)
+    return decoder
