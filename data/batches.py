@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from data.storage import decode
+
 T = TypeVar("T")
 WINDOW_STEPS = 16  # rows of so many steps are sorted by length together: padding falls, the order stays random
 
@@ -30,7 +32,8 @@ class TokenisedRow(Protocol):
 class Batch:
     """Conversations: right-padded, one a row, or packed one after the other in a single row without padding.
 
-    Padding has token 0, turn 0 and feature 0.
+    Padding has token 0, turn 0 and feature 0. Features and taps that a cache stores otherwise than they are used
+    (dtype is then set, and scales where they are fp8 or int8) stay so until `to` has moved them.
     """
 
     input_ids: Tensor  # [B, T]
@@ -43,6 +46,8 @@ class Batch:
     documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
     seeds: tuple[int, ...] | None = None  # one a row, of what training draws on the device (dropout, tokens)
     redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself in training
+    scales: Tensor | None = None  # [B, T, 1 + L]
+    dtype: torch.dtype | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +80,16 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        return replace(self, **moved)._decoded()
+
+    def _decoded(self) -> "Batch":
+        """The batch with its states as they are used."""
+        if self.dtype is None or self.features is None:
+            return self
+        first, rest = (None, None) if self.scales is None else self.scales.split((1, self.scales.shape[-1] - 1), -1)
+        taps = None if self.taps is None else decode(self.taps, rest, self.dtype)
+        features = decode(self.features, first, self.dtype)
+        return replace(self, features=features, taps=taps, scales=None, dtype=None)
 
 
 def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool = False) -> Batch:
@@ -94,6 +108,8 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
         features=_optional([getattr(row, "last_hidden", None) for row in rows], join),
         taps=_optional([getattr(row, "taps", None) for row in rows], join),
         documents=tuple(len(x) for x in ids) if packed else None,
+        scales=_optional([getattr(row, "scales", None) for row in rows], join),
+        dtype=getattr(rows[0], "dtype", None),
     )
 
 
@@ -117,14 +133,22 @@ class Order:
     """
 
     def __init__(
-        self, lengths: Sequence[int], seed: int, batch_size: int, accumulation: int = 1, world_size: int = 1
+        self,
+        lengths: Sequence[int],
+        seed: int,
+        batch_size: int,
+        accumulation: int = 1,
+        world_size: int = 1,
+        pools: "ShardPools | None" = None,
     ) -> None:
+        """pools: where the rows lie, so that an epoch reads some shards after the others; None: all at once."""
         self.lengths = lengths
         self.seed = seed
         self.accumulation = accumulation
         self.world_size = world_size
         self.rows_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = -(-len(lengths) // self.rows_per_step)
+        self.pools = pools
         self._epoch: tuple[int, list[list[int]]] | None = None
 
     def epoch_of(self, step: int) -> int:
@@ -146,14 +170,35 @@ class Order:
     def _steps_of(self, epoch: int) -> list[list[int]]:
         generator = keyed_generator(self.seed, epoch)
         count, steps = len(self.lengths), self.steps_per_epoch
-        shuffled = torch.randperm(count, generator=generator).tolist()
+        shuffled = _permuted(range(count), generator) if self.pools is None else self.pools.shuffled(generator)
         cuts = [count * step // steps for step in range(steps + 1)]
         made: list[list[int]] = []
         for first in range(0, steps, WINDOW_STEPS):
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
-            made += [window[cuts[step] - cuts[first] : cuts[step + 1] - cuts[first]] for step in range(first, last)]
-        return [made[step] for step in torch.randperm(steps, generator=generator).tolist()]
+            cut = [window[cuts[step] - cuts[first] : cuts[step + 1] - cuts[first]] for step in range(first, last)]
+            made += cut if self.pools is None else _permuted(cut, generator)
+        return _permuted(made, generator) if self.pools is None else made
+
+
+@dataclass(frozen=True)
+class ShardPools:
+    """Rows drawn from `at_once` shards at a time: what is read lies together, and each shard is read once an epoch."""
+
+    shards: Sequence[range]  # of row numbers, all of them
+    at_once: int
+
+    def shuffled(self, generator: torch.Generator) -> list[int]:
+        """All rows: shards in a random order, and the rows of each `at_once` of them in a random order."""
+        order = _permuted(self.shards, generator)
+        made: list[int] = []
+        for first in range(0, len(order), self.at_once):
+            made += _permuted([row for shard in order[first : first + self.at_once] for row in shard], generator)
+        return made
+
+
+def _permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
+    return [values[place] for place in torch.randperm(len(values), generator=generator).tolist()]
 
 
 def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from data.index import COMMAND, CacheIndex, Split, read_index
 from data.shards import ShardReader
+from data.storage import TOKEN_BYTES, Storage
 from model.errors import UserError
 from model.files import digest
 
@@ -20,7 +22,9 @@ OPEN_SHARDS = 128  # mapped at once by one process
 class CachedRow:
     """One row: input_ids int64 [T], turns int32 [T], last_hidden [T, D], taps [T, L*D] (None without).
 
-    number counts over the whole cache, so it is the same whichever split or process reads the row.
+    States are as they are stored, with scales [T, 1 + L] where they are fp8 or int8, and dtype to decode them to (None:
+    they are stored as they are used); a Batch decodes them on the device that it moves to. number counts over the whole
+    cache, so it is the same whichever split or process reads the row.
     """
 
     input_ids: Tensor
@@ -28,6 +32,8 @@ class CachedRow:
     last_hidden: Tensor
     taps: Tensor | None
     number: int
+    scales: Tensor | None = None
+    dtype: torch.dtype | None = None
 
 
 class FeatureCache(Sequence[CachedRow]):
@@ -64,6 +70,14 @@ class FeatureCache(Sequence[CachedRow]):
         return [self.contents.lengths[number] for number in self.numbers]
 
     @property
+    def shards(self) -> list[range]:
+        """The positions in this view, which must be a split or the whole, that lie in one file together."""
+        ends = [*self._first_rows[1:], len(self.contents.lengths)]
+        first, last = self.numbers.start, self.numbers.stop
+        spans = [(max(start, first), min(end, last)) for start, end in zip(self._first_rows, ends, strict=True)]
+        return [range(start - first, end - first) for start, end in spans if start < end]
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
         """What the cache was made from."""
         return self.contents.fingerprint
@@ -73,6 +87,18 @@ class FeatureCache(Sequence[CachedRow]):
         for number in self.numbers:
             shard = self._shard_of(number)
             yield self._reader(shard).tokens(number - self._first_rows[shard])
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the files."""
+        contents = self.contents
+        dtype, form = getattr(torch, contents.dtype), contents.storage
+        state_bytes = Storage(dtype, form).state_bytes(contents.hidden_size)
+        return TOKEN_BYTES + (1 + len(contents.after_blocks)) * state_bytes
+
+    def file_of(self, position: int) -> str:
+        """The name of the shard that holds a row of this view."""
+        return self.contents.shards[self._shard_of(self.numbers[position])].file
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -88,8 +114,12 @@ class FeatureCache(Sequence[CachedRow]):
             return FeatureCache(self.directory, self.contents, self.numbers[position])
         number = self.numbers[position]
         shard = self._shard_of(number)
-        row = self._reader(shard).row(number - self._first_rows[shard])
-        return CachedRow(row.input_ids, row.turns, row.last_hidden, row.taps, number)
+        try:
+            row = self._reader(shard).row(number - self._first_rows[shard])
+        except UserError as error:
+            raise UserError(f"{error}; write what is broken anew with: {COMMAND} --verify") from error
+        dtype = None if self.contents.storage is None else getattr(torch, self.contents.dtype)
+        return CachedRow(row.input_ids, row.turns, row.last_hidden, row.taps, number, row.scales, dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": {}}  # a worker process maps the files itself
@@ -101,8 +131,8 @@ class FeatureCache(Sequence[CachedRow]):
         if shard not in self._readers:
             if len(self._readers) >= OPEN_SHARDS:
                 del self._readers[next(iter(self._readers))]
-            path = self.directory / self.contents.shards[shard].file
-            self._readers[shard] = ShardReader(path, bool(self.contents.after_blocks))
+            entry = self.contents.shards[shard]
+            self._readers[shard] = ShardReader(self.directory / entry.file, entry.checksum)
         return self._readers[shard]
 
 

@@ -3,7 +3,7 @@
 Nothing here imports torch: whether a cache is whole is told in milliseconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,34 @@ from model.recipe import STRICT
 FILE = "index.json"
 COMMAND = "python data/main.py features --config RECIPE"
 Split = Literal["train", "held_out"]
+Form = Literal["bf16", "fp8", "int8"]  # of states on the disk
+
+
+@dataclass(frozen=True)
+class StorageError:
+    """What storing states otherwise than the target made them has cost, measured on some tokens of a shard.
+
+    values and dimensions hold one number a state, last_hidden first, then the taps: the root mean square of the error
+    over that of the state, of all values together and as the mean over dimensions (which a few huge dimensions cannot
+    hide). law is the mean total variation between the target's laws after both last states, choice the share of tokens
+    with the same likeliest token.
+    """
+
+    __pydantic_config__ = STRICT
+    num_tokens: int
+    values: tuple[float, ...]
+    dimensions: tuple[float, ...]
+    law: float
+    choice: float
+
+    def line(self) -> str:
+        """One line for people."""
+        last, *taps = (f"{value:.2%}" for value in self.dimensions)
+        states = f"last state {last}" + (f", taps {', '.join(taps)}" if taps else "")
+        return (
+            f"relative error of a dimension: {states}; the target's law moves by {self.law:.2%}, its likeliest token "
+            f"stays in {self.choice:.1%} ({self.num_tokens:,} tokens measured)"
+        )
 
 
 @dataclass(frozen=True)
@@ -30,6 +58,8 @@ class ShardEntry:
     num_tokens: int
     num_bytes: int
     rows: str  # digest of its token ids and turns
+    checksum: str | None = None  # of everything in it; None in caches of before there was one
+    error: StorageError | None = None  # None where states are stored as they are used
 
 
 @dataclass(frozen=True)
@@ -45,6 +75,12 @@ class CacheIndex:
     splits: dict[Split, tuple[int, int]]  # first row, and the row after the last
     lengths: tuple[int, ...]  # tokens of each row
     shards: tuple[ShardEntry, ...]
+    storage: Form | None = None  # bf16, fp8 or int8; None: dtype, which is that of the states as they are used
+
+    @property
+    def error(self) -> StorageError | None:
+        """The shards' errors together, each token counting once."""
+        return mean_error([shard.error for shard in self.shards if shard.error is not None])
 
     @property
     def num_tokens(self) -> int:
@@ -55,8 +91,29 @@ class CacheIndex:
         return sum(shard.num_bytes for shard in self.shards)
 
 
-def read_index(directory: Path) -> CacheIndex:
-    """The index of a complete cache; UserError with the command that makes one otherwise."""
+def mean_error(errors: Sequence[StorageError]) -> StorageError | None:
+    """The errors together, each token counting once; None of none."""
+    total = sum(error.num_tokens for error in errors)
+    if not total:
+        return None
+
+    def mean(numbers: Sequence[float]) -> float:
+        return sum(number * error.num_tokens for number, error in zip(numbers, errors, strict=True)) / total
+
+    return StorageError(
+        num_tokens=total,
+        values=tuple(mean(column) for column in zip(*(error.values for error in errors), strict=True)),
+        dimensions=tuple(mean(column) for column in zip(*(error.dimensions for error in errors), strict=True)),
+        law=mean([error.law for error in errors]),
+        choice=mean([error.choice for error in errors]),
+    )
+
+
+def read_index(directory: Path, sizes: bool = True) -> CacheIndex:
+    """The index of a complete cache; UserError with the command that makes one otherwise.
+
+    sizes: that every shard is there and as long as it was is a condition.
+    """
     path = directory / FILE
     if not path.is_file():
         state = "not whole (no index.json)" if directory.is_dir() else "no such feature cache"
@@ -69,7 +126,7 @@ def read_index(directory: Path) -> CacheIndex:
         place = ".".join(str(part) for part in problem["loc"])
         message = f"{path}: {place}: {problem['msg']}; rebuild with: {COMMAND} --overwrite"
         raise UserError(message) from error
-    for shard in index.shards:
+    for shard in index.shards if sizes else ():
         found = _size(directory / shard.file)
         if found != shard.num_bytes:
             state = "missing" if found is None else f"{found:,} bytes long instead of {shard.num_bytes:,}"

@@ -72,10 +72,12 @@ def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesCon
     """Everything that the feature cache depends on.
 
     features.batch_tokens is left out: it moves a state by rounding only, and a run that met a full memory goes on
-    with a smaller one. So is features.mode: whoever reads a cache reads one.
+    with a smaller one. So are features.mode and shuffle_shards: they are of whoever reads a cache.
     """
     section = as_dict(features)
-    del section["batch_tokens"], section["mode"]
+    del section["batch_tokens"], section["mode"], section["shuffle_shards"]
+    if section["storage"] is None:
+        del section["storage"]  # a cache of before there was a choice is the same one
     return {
         "target": target_inputs(target),
         "data": as_dict(data),
@@ -109,8 +111,8 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
             for name, value in target["files"].items()
             if name == "config.json" or Path(name).suffix in (".safetensors", ".bin", ".py")
         }
-    taps, dtype = inputs["features"]["after_blocks"], inputs["features"]["dtype"]
-    return {"target": target, "after_blocks": taps, "dtype": dtype}
+    section = inputs["features"]
+    return {"target": target, **{key: section[key] for key in ("after_blocks", "dtype", "storage") if key in section}}
 
 
 def sampled_digest(path: Path) -> str:

@@ -1,7 +1,8 @@
 """The data commands.
 
-python data/main.py synthetic|distill|show|features --config RECIPE [--section.key VALUE ...]
+python data/main.py synthetic|distill|show|features|check|read --config RECIPE [--section.key VALUE ...]
 accelerate launch data/main.py features --config RECIPE
+python data/main.py features --config RECIPE --shard 1/8
 """
 
 import sys
@@ -19,8 +20,9 @@ from typing import Any
 
 import pipeline
 from data.index import is_complete
-from data.inputs import feature_inputs, state_inputs, target_inputs
+from data.inputs import feature_inputs, target_inputs
 from data.provenance import Stage, with_status, write_status
+from data.share import Share
 from model.errors import UserError, exit_code
 from model.recipe import as_dict
 
@@ -37,6 +39,8 @@ def main() -> int:
         (distill, "have the target answer prompts"),
         (show, "print conversations with the loss mask"),
         (features, "run the target over the conversations and cache its states"),
+        (check, "read every byte of the feature cache and say what is wrong where; exit code 1 if anything is"),
+        (read, "measure how fast the feature cache is read in training's order"),
     ):
         name = command.__name__
         options = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
@@ -45,15 +49,27 @@ def main() -> int:
         if name == "show":
             options.add_argument("--limit", type=int, default=3, help="how many rows (3)")
             options.add_argument("--plain", action="store_true", help="brackets instead of colour")
+        if name == "features":
+            _feature_options(options)
+        if name == "read":
+            options.add_argument("--steps", type=int, default=50, help="training steps whose rows are read (50)")
+            options.add_argument("--step-ms", type=float, help="a step's own time (the last one in metrics.jsonl)")
         if name == "distill":
             options.add_argument("--shard", default="1/1", metavar="I/N", help="this job's share of the rows (1/1)")
             options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
             options.add_argument("--retry-failed", action="store_true", help="ask failed rows again")
-        if name in ("distill", "features"):
+        if name == "distill":
             options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     arguments, unknown = parser.parse_known_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stopped job cleans up as after Ctrl-C
     return chosen[arguments.command](arguments, pipeline.load(arguments, unknown))
+
+
+def _feature_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
+    options.add_argument("--shard", metavar="I/N", help="make the I-th of N shares (1/N to N/N), as an array job does")
+    options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend what is broken in it")
+    options.add_argument("--estimate", action="store_true", help="like --plan, with hours from a few timed forwards")
 
 
 def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
@@ -81,11 +97,10 @@ def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
 def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     """Writes RUN/distilled, or a job's share of it, or reuses it; with --plan only counts the prompts."""
     from data.distill.job import Job
-    from data.distill.journal import Shard
 
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
-    shard = Shard.of(arguments.shard)
+    shard = Share.of(arguments.shard)
     try:
         target = target_inputs(recipe.target)
     except UserError:
@@ -127,10 +142,11 @@ def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         print(f"show: {arguments.limit:,} rows of {', '.join(recipe.data.conversations)} through {recipe.target.path}")
         return 0
     _be_quiet()
+    from data.extraction import tokenised
     from data.preview import show as preview
 
     limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
-    data, tokenizer, tally = _tokenised(replace(recipe, data=replace(recipe.data, limit=limit)), rank=0)
+    data, tokenizer, tally = tokenised(recipe.target, replace(recipe.data, limit=limit), rank=0)
     print(preview([*data.train, *data.held_out], tokenizer, arguments.limit, color=not arguments.plain))
     print(f"\n{tally.table()}")
     return 0
@@ -154,20 +170,59 @@ def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
             return 1  # the stage before has not written the target yet
         raise
     stage = Stage("features", pipeline.RunPaths(root).features, inputs)
-    if stage.is_whole() and is_complete(stage.output):
-        return 0 if arguments.is_whole else _reuse("features", stage, root, arguments.plan)
+    if stage.is_whole() and is_complete(stage.output) and not arguments.verify:
+        return 0 if arguments.is_whole else _reuse("features", stage, root, arguments.plan or arguments.estimate)
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
+    share, status = Share.of(arguments.shard or "1/1"), pipeline.RunPaths(root).status
+    words = (recipe.target, recipe.data, recipe.features, recipe.head, stage, share, arguments.overwrite)
+    if arguments.plan or arguments.estimate:
+        return _plan_features(recipe, words, arguments.estimate)
+    if arguments.shard is not None:
+        status = status.with_name(f"status-features-{share.index}-of-{share.count}.json")
+    return with_status(status, "features", lambda: _write_features(recipe, words))
+
+
+def check(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Says what is wrong with RUN/features, and 0 or 1."""
+    directory = pipeline.RunPaths(Path(recipe.run)).features
     if arguments.plan:
-        _be_quiet()
-        _planned(recipe, stage, arguments.overwrite, rank=0)
+        print(f"check: {directory}")
         return 0
-    return with_status(
-        pipeline.RunPaths(root).status,
-        "features",
-        lambda: ("done", _write_features(recipe, stage, arguments.overwrite)),
-    )
+    from data.check import check as findings
+
+    found = findings(directory)
+    print(found.text(directory), flush=True)
+    return 1 if found.problems else 0
+
+
+def read(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
+    """Prints GB/s, and the share of a training step that is spent waiting."""
+    paths, train = pipeline.RunPaths(Path(recipe.run)), recipe.train
+    if arguments.steps < 1:
+        raise UserError(f"--steps: must be at least 1, not {arguments.steps}")
+    if arguments.plan:
+        print(f"read: {arguments.steps:,} steps of {paths.features}")
+        return 0
+    import torch
+
+    from data.batches import Order, ShardPools
+    from data.cache import FeatureCache
+    from data.reading import last_step, measure
+
+    torch.set_num_threads(1)
+    rows, at_once = FeatureCache.open(paths.features).split("train"), recipe.features.shuffle_shards
+    pools = None if at_once is None else ShardPools(rows.shards, at_once)
+    order = Order(rows.lengths, train.seed, train.batch_size, train.accumulation, 1, pools)
+    trained = last_step(paths.root / "metrics.jsonl", recipe.head.kind)
+    step_ms = arguments.step_ms or (None if trained is None else trained[0])
+    print(measure(rows, order, arguments.steps, None if step_ms is None else step_ms / 1000).text(), flush=True)
+    if trained is not None:
+        print(f"read: the last steps that were really trained waited {trained[1]:.1%} of their time")
+    if step_ms is None:
+        print(f"read: {paths.root} has trained nothing yet; name a step's time with --step-ms to see the waiting")
+    return 0
 
 
 def _write_synthetic(recipe: pipeline.Recipe, corpus: Stage, tokenizer: Stage) -> int:
@@ -250,71 +305,34 @@ def _evaluation_questions(recipe: pipeline.Recipe) -> list[str]:
     return [turn for prompts in wanted for prompt in load_prompts(prompts) for turn in prompt.turns]
 
 
-def _write_features(recipe: pipeline.Recipe, stage: Stage, overwrite: bool) -> int:
+def _plan_features(recipe: pipeline.Recipe, words: tuple[Any, ...], is_timed: bool) -> int:
     _be_quiet()
-    import torch
+    from data.extraction import Sitting, planned, timed
 
-    from data.features import extract, text_fingerprint
-    from model.target import Target
-
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
-    state = _processes(recipe)
-    plan, tokenizer, facts = _planned(recipe, stage, overwrite, state.process_index)
-    target = Target.load(recipe.target, state.device)
-    index = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data))
-    if index is not None:
-        record = stage.finish(
-            **facts, tokens=index.num_tokens, bytes=index.num_bytes, batch_tokens=recipe.features.batch_tokens
-        )
-        speed = index.num_tokens / max(record["seconds"], 0.1)
-        size = f"{index.num_tokens:,} tokens, {index.num_bytes / 2**20:,.1f} MiB"
-        print(
-            f"features: {size} in {record['seconds']:,.1f} s ({speed:,.0f} tok/s with the loading): {stage.output}",
-            flush=True,
-        )
-    state.destroy_process_group()
+    plan = planned(Sitting(*words), rank=0)[0]
+    if is_timed:
+        timed(Sitting(*words), plan, _device(recipe))
     return 0
 
 
-def _planned(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, rank: int) -> tuple[Any, Any, dict[str, Any]]:
-    """(CachePlan, tokenizer, facts) after every check that needs no weights; rank 0 prints the estimate."""
-    from data.plan import estimate, plan_cache, require_own_shards, require_space
-    from data.tokens import statistics
-    from model.target import load_config, taps_of
-    from model.vocab import check_size
+def _write_features(recipe: pipeline.Recipe, words: tuple[Any, ...]) -> tuple[str, int]:
+    _be_quiet()
+    from data.extraction import Sitting, write
 
-    hf_config = load_config(recipe.target)
-    text = hf_config.get_text_config()
-    taps = taps_of(recipe.head.kind, recipe.features.after_blocks, text.num_hidden_layers, recipe.target.path)
-    check_size(recipe.head.draft_vocab_size, text.vocab_size)
-    data, tokenizer, tally = _tokenised(recipe, rank)
-    origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
-    features = replace(recipe.features, after_blocks=taps)
-    plan = plan_cache(stage.output, data, features, recipe.target.path, hf_config, origin)
-    facts = {"train": statistics(data.train).line(), "held_out": statistics(data.held_out).line()}
-    if rank == 0:
-        print(
-            "\n".join([tally.table(), *(f"{name}: {line}" for name, line in facts.items()), estimate(plan)]), flush=True
-        )
-    require_own_shards(plan, overwrite)
-    require_space(plan)
-    return plan, tokenizer, facts
+    _device(recipe)
+    state = _processes(recipe)
+    ended = write(Sitting(*words), state)
+    state.destroy_process_group()
+    return ended
 
 
-def _tokenised(recipe: pipeline.Recipe, rank: int) -> tuple[Any, Any, Any]:
-    """(TokenisedData, tokenizer, Tally) of the recipe's conversations."""
-    from data.chat import target_end_ids
-    from data.tally import Tally
-    from data.tokens import tokenize
-    from model.target import load_tokenizer
+def _device(recipe: pipeline.Recipe) -> str:
+    """Where one process's target goes; sets the threads that the recipe asks for."""
+    import torch
 
-    tokenizer = load_tokenizer(recipe.target)
-    tally = Tally()
-    data = tokenize(
-        recipe.data, tokenizer, target_end_ids(recipe.target, tokenizer), tally, disable_bar=None if rank == 0 else True
-    )
-    return data, tokenizer, tally
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def _processes(recipe: pipeline.Recipe) -> Any:

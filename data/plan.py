@@ -1,7 +1,7 @@
 """What a feature cache will hold and take, known from tokens and configuration before the target's weights are read."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +12,14 @@ import torch
 from data.chat import Row
 from data.config import FeaturesConfig
 from data.index import pack
-from data.shards import State, name_of, rows_digest, state_of
+from data.shards import State, rows_digest, state_of
+from data.share import Share
+from data.storage import TOKEN_BYTES, Storage
 from data.tokens import TokenisedData
 from model.errors import UserError
 from model.files import digest
 from model.target import check_taps
 
-TOKEN_BYTES = 8  # its id and turn, int32 each
 PATTERN = "shard-{:05d}.safetensors"
 
 
@@ -35,7 +36,7 @@ class CachePlan:
     shards: tuple[range, ...]  # of row numbers
     hidden_size: int
     after_blocks: tuple[int, ...]
-    dtype: torch.dtype
+    storage: Storage
     batch_tokens: int
     origin: str
 
@@ -46,7 +47,7 @@ class CachePlan:
     @property
     def token_bytes(self) -> int:
         """Bytes of the cache per token."""
-        return TOKEN_BYTES + (1 + len(self.after_blocks)) * self.hidden_size * self.dtype.itemsize
+        return TOKEN_BYTES + (1 + len(self.after_blocks)) * self.storage.state_bytes(self.hidden_size)
 
     @cached_property
     def rows_digests(self) -> tuple[str, ...]:
@@ -62,8 +63,16 @@ class CachePlan:
     def path_of(self, shard: int) -> Path:
         return self.directory / PATTERN.format(shard)
 
-    def state_of(self, shard: int) -> State:
-        return state_of(self.path_of(shard), self.rows_digests[shard], self.origin)
+    def bytes_of(self, shard: int) -> int:
+        return self.tokens_of(shard) * self.token_bytes
+
+    def state_of(self, shard: int, thorough: bool = False) -> State:
+        return state_of(self.path_of(shard), self.rows_digests[shard], self.origin, thorough)
+
+    def missing(self, among: Iterable[int] | None = None) -> list[int]:
+        """The shards, of those asked for (None: of all), that are not whole by their headers."""
+        numbers = range(len(self.shards)) if among is None else among
+        return [shard for shard in numbers if self.state_of(shard) != "whole"]
 
 
 def plan_cache(
@@ -87,7 +96,7 @@ def plan_cache(
         shards=tuple(pack([len(row.input_ids) for row in rows], config.shard_tokens)),
         hidden_size=text.hidden_size,
         after_blocks=after_blocks,
-        dtype=_dtype(config, origin["target"]["dtype"], hf_config),
+        storage=Storage(_dtype(config, origin["target"]["dtype"], hf_config), config.storage),
         batch_tokens=config.batch_tokens,
         origin=digest(origin),
     )
@@ -109,29 +118,40 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
             )
 
 
-def estimate(plan: CachePlan) -> str:
-    """The size of the cache and what is left to do, in two lines."""
-    todo = _missing(plan)
-    missing = sum(plan.tokens_of(shard) for shard in todo)
-    largest = max(plan.tokens_of(shard) for shard in range(len(plan.shards)))
-    tokens = f"{len(plan.rows):,} rows, {plan.num_tokens:,} tokens x {plan.token_bytes:,} bytes ({name_of(plan.dtype)})"
+def estimate(plan: CachePlan, share: Share) -> str:
+    """The size of the cache and what is left to do of this share, in two lines."""
+    own = share.part(len(plan.shards))
+    todo = plan.missing(own)
+    largest = max(plan.bytes_of(shard) for shard in range(len(plan.shards)))
+    tokens = f"{len(plan.rows):,} rows, {plan.num_tokens:,} tokens x {plan.token_bytes:,} bytes ({plan.storage.name})"
+    mine = "them" if share.count == 1 else f"the {len(own):,} of share {share}"
     return (
-        f"features: {tokens} = {_mib(plan.num_tokens * plan.token_bytes)}; "
-        f"shards: {len(plan.shards):,} of at most {_mib(largest * plan.token_bytes)}, one at a time in memory\n"
-        f"features: to write: {_mib(missing * plan.token_bytes)} in {len(todo):,} of them; "
-        f"free on the disk: {_mib(_free_bytes(plan.directory))}"
+        f"features: {tokens} = {size(plan.num_tokens * plan.token_bytes)}; "
+        f"shards: {len(plan.shards):,} of at most {size(largest)}, two at a time in memory\n"
+        f"features: to write: {size(sum(map(plan.bytes_of, todo)))} in {len(todo):,} of {mine}; "
+        f"free on the disk: {size(_free_bytes(plan.directory))}"
     )
 
 
-def require_space(plan: CachePlan) -> None:
-    """UserError when the missing shards do not fit on the disk."""
-    needed = sum(plan.tokens_of(shard) for shard in _missing(plan)) * plan.token_bytes
+def require_space(plan: CachePlan, share: Share) -> None:
+    """UserError when the missing shards of this share do not fit on the disk."""
+    needed = sum(map(plan.bytes_of, plan.missing(share.part(len(plan.shards)))))
     free = _free_bytes(plan.directory)
     if needed > free:
         raise UserError(
-            f"{plan.directory}: the cache needs {_mib(needed)} more and the disk has {_mib(free)} free; lower "
-            f"data.limit or data.max_length, set features.dtype to bfloat16, or choose another --run"
+            f"{plan.directory}: the cache needs {size(needed)} more ({needed:,} bytes) and the disk has {size(free)} "
+            f"free; lower data.limit or data.max_length, set features.storage to fp8 or int8, or choose another --run"
         )
+
+
+def disk_full(plan: CachePlan, shard: int, todo: Sequence[int]) -> UserError:
+    """What to say when the disk ran full under a shard while `todo` was still to be written."""
+    needed = sum(map(plan.bytes_of, todo))
+    return UserError(
+        f"{plan.path_of(shard)}: the disk is full: this shard takes {plan.bytes_of(shard):,} bytes and "
+        f"{_free_bytes(plan.directory):,} are free; what is left takes {needed:,} bytes in {len(todo):,} shards: free "
+        f"that much, and the same command goes on from there (what is written is kept)"
+    )
 
 
 def require_own_shards(plan: CachePlan, overwrite: bool) -> None:
@@ -157,14 +177,13 @@ def _dtype(config: FeaturesConfig, target_dtype: str, hf_config: Any) -> torch.d
     return found
 
 
-def _missing(plan: CachePlan) -> list[int]:
-    return [shard for shard in range(len(plan.shards)) if plan.state_of(shard) != "whole"]
-
-
 def _free_bytes(directory: Path) -> int:
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
-def _mib(num_bytes: int) -> str:
+def size(num_bytes: int) -> str:
+    """'12.3 MiB', '1.2 TiB'."""
+    if num_bytes >= 2**40:
+        return f"{num_bytes / 2**40:,.2f} TiB"
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

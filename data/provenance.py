@@ -5,12 +5,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from model.errors import UserError
+from model.errors import NotWritable, UserError
 from model.files import digest, read_json, write_json
 
 FILE = "provenance.json"
@@ -101,16 +102,21 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
     try:
         state, code = run()
     except KeyboardInterrupt:
-        write_status(path, stage, "interrupted", 130)
+        _write_failure(path, stage, "interrupted", 130)
         raise
     except UserError:
-        write_status(path, stage, "failed", 2)
+        _write_failure(path, stage, "failed", 2)
         raise
     except BaseException:
-        write_status(path, stage, "failed", 1)
+        _write_failure(path, stage, "failed", 1)
         raise
     write_status(path, stage, state, code)
     return code
+
+
+def _write_failure(path: Path, stage: str, state: str, code: int) -> None:
+    with suppress(NotWritable):  # a full disk is what may have failed
+        write_status(path, stage, state, code)
 
 
 def _argv() -> list[str]:

@@ -11,6 +11,14 @@ class UserError(Exception):
     """A mistake at the border (recipe, file, checkpoint, template); its text names the place and the fix."""
 
 
+class NotWritable(UserError):
+    """A file that could not be written; is_full: for want of space."""
+
+    def __init__(self, message: str, is_full: bool) -> None:
+        super().__init__(message)
+        self.is_full = is_full
+
+
 def warn(message: str) -> None:
     """Prints one line on stderr for what works and is likely wrong; it names the place and the fix."""
     print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -1,21 +1,52 @@
 """Files that are either whole or absent: written under a temporary name, synced, renamed."""
 
+import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from model.errors import UserError
+from safetensors import SafetensorError
+
+from model.errors import NotWritable, UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns a full disk and missing permission, met while writing path, into a NotWritable; other errors pass."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = _error_number(error)
+        if number not in (*FULL, *REFUSED):
+            raise
+        reason, is_full = os.strerror(number), number in FULL
+        fix = "free some space" if is_full else "choose another --run, or change its permissions"
+        raise NotWritable(f"{path}: cannot be written ({reason}); {fix}", is_full) from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Calls write(temporary path), then syncs and renames it to path, with the umask's usual permissions."""
+    """Calls write(temporary path), then syncs and renames it to path, with the umask's usual permissions.
+
+    NotWritable when the disk is full or may not be written to.
+    """
+    with explained(path):
+        _write_atomically(path, write)
+
+
+def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Writers of one file may be processes of the same number on two machines.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         write(temporary)
         umask = os.umask(0)
@@ -70,6 +101,14 @@ def directory_atomically(path: Path) -> Iterator[Path]:
             temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _error_number(error: Exception) -> int | None:
+    """The errno; safetensors says it in its text alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 def digest(value: Any) -> str:

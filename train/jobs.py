@@ -82,6 +82,7 @@ def draft_head_job(
         ),
         save_dtype=ends.lm_head.dtype,
         supply=source.supply,
+        pools=source.pools,
         measure=None if measure is None else measure(head),
     )
     return job, int(getattr(head.config, "draft_vocab_size", head.config.vocab_size))
@@ -146,6 +147,7 @@ def distilled_lm_job(source: Source, frame: Frame) -> tuple[Job, int]:
         save=frame.saver(),
         save_dtype=ends.lm_head.dtype,
         supply=supply,
+        pools=source.pools,
     )
     return job, module.num_columns
 

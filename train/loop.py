@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from data.batches import Batch, Order, TokenisedRow, collate, prefetched
+from data.batches import Batch, Order, ShardPools, TokenisedRow, collate, prefetched
 from data.progress import bar
 from model.errors import UserError
 from train import resume
@@ -55,6 +55,7 @@ class Job:
     supply: Supply | None = None
     measure: Measure | None = None
     overwrite: bool = False
+    pools: ShardPools | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Loop:
         self.job, self.config, self.accelerator = job, job.config, accelerator
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
         config = self.config
-        self.order = Order(job.lengths, config.seed, config.batch_size, config.accumulation, self.world)
+        self.order = Order(job.lengths, config.seed, config.batch_size, config.accumulation, self.world, job.pools)
         self.total = total_steps(config, self.order.steps_per_epoch)
         self.progress, folder = resume.find(job.state, resume.Progress(recipe, self.world), job.overwrite)
         self.twin = (
@@ -221,7 +222,7 @@ class Loop:
             epoch=self.order.epoch_of(step - 1),
             means=found,
             loss=sum(weight * found[name] for name, weight in self._term_weights.items()),
-            grad_norm=float(self._grad_norm),
+            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
             learning_rate=learning_rate(step - 1, self.total, self.config),
             peak_memory_gib=peak_memory_gib(self.device),
             **self.clock.flush(self.total - step),

@@ -160,6 +160,8 @@ def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
         inputs["features"] = read_json(features)["inputs_digest"] if features.is_file() else None
         if recipe.features.after_blocks is not None:
             inputs["after_blocks"] = list(recipe.features.after_blocks)
+        if recipe.features.shuffle_shards is not None:
+            inputs["shuffle_shards"] = recipe.features.shuffle_shards
     if recipe.head.init_from is not None:
         place = head_directory(recipe.head.init_from)
         files = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in place.glob(kind))

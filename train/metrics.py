@@ -87,7 +87,7 @@ class StepRecord:
     epoch: int
     means: dict[str, float]
     loss: float
-    grad_norm: float
+    grad_norm: float | None  # before clipping; DeepSpeed without ZeRO clips in float32 without telling it
     learning_rate: float
     data_wait: float  # share of the wall time
     tokens_per_s: float
@@ -100,7 +100,7 @@ class StepRecord:
         parts = [f"step {self.step:,}/{self.total_steps:,}", f"loss {self.loss:.4f}"]
         parts += shown(self.means)
         parts += [
-            f"grad {self.grad_norm:.3g}",
+            "grad ?" if self.grad_norm is None else f"grad {self.grad_norm:.3g}",
             f"lr {self.learning_rate:.2e}",
             f"wait {self.data_wait:.0%}",
             f"{thousands(self.tokens_per_s)} tok/s",

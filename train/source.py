@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from data.batches import TokenisedRow
+from data.batches import ShardPools, TokenisedRow
 from data.cache import FeatureCache
 from data.chat import end_of_turn_ids
 from data.config import DataConfig, FeaturesConfig
@@ -50,6 +50,7 @@ class Source:
     origin: dict[str, Any]  # what the tokens were made from
     target: Target | None = None  # where it is loaded whole
     supply: OnlineFeatures | None = None  # where nothing is cached
+    pools: ShardPools | None = None  # where rows are drawn from some shards of the cache at a time
 
     @property
     def fingerprint(self) -> str:
@@ -73,8 +74,8 @@ def cached_source(directory: Path, request: Request, whole: Target | None = None
     """Rows of the feature cache in directory; UserError when it is another's. whole: the target, if it is loaded."""
     text_config, ends, taps = _target_of(request, whole)
     expected = {"target": fingerprint(text_config, ends), "after_blocks": list(taps), "data": as_dict(request.data)}
-    cache = FeatureCache.open(directory, expected)
-    train = cache.split("train")
+    cache = FeatureCache.open(directory, {**expected, "storage": request.features.storage})
+    train, at_once = cache.split("train"), request.features.shuffle_shards
     return Source(
         request=request,
         text_config=text_config,
@@ -86,6 +87,7 @@ def cached_source(directory: Path, request: Request, whole: Target | None = None
         tokens=train.tokens(),
         origin={name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")},
         target=whole,
+        pools=None if at_once is None else ShardPools(train.shards, at_once),
     )
 
 

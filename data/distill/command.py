@@ -8,11 +8,11 @@ from data.chat import target_end_ids
 from data.distill.answer import Ask
 from data.distill.client import ServedTarget
 from data.distill.job import Job
-from data.distill.journal import Shard
 from data.distill.overlap import Overlap
 from data.distill.prompts import Prompt, plan_line
 from data.distill.run import Interview
 from data.distill.thinking import Thinking
+from data.share import Share
 from model.config import TargetConfig
 from model.errors import UserError
 from model.target import load_tokenizer
@@ -22,7 +22,7 @@ from model.target import load_tokenizer
 class Sitting:
     """What one call was asked to do."""
 
-    shard: Shard
+    shard: Share
     merge: bool  # ask nothing
     retry_failed: bool
     overwrite: bool
@@ -76,7 +76,7 @@ def distilled(
 
 
 async def _asked(
-    job: Job, shard: Shard, rows: tuple[Sequence[Prompt], int], ask: Ask, thinking: Thinking, overlap: Overlap
+    job: Job, shard: Share, rows: tuple[Sequence[Prompt], int], ask: Ask, thinking: Thinking, overlap: Overlap
 ) -> dict[str, int]:
     server = job.config.server
     width = 1 if server is None else server.concurrency * len(server.urls)

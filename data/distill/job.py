@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.distill.config import DistillConfig
-from data.distill.journal import FOLDER, Journal, Shard, forget_failed, forget_others
+from data.distill.journal import FOLDER, Journal, forget_failed, forget_others
 from data.distill.merge import Summary, all_rows, merge
 from data.distill.page import render
 from data.distill.prompts import Prompt, make_prompts, read_prompts, skip_counts, write_prompts
@@ -15,6 +15,7 @@ from data.distill.run import Interview, answer_all
 from data.distill.thinking import Thinking
 from data.inputs import named_inputs
 from data.provenance import Stage
+from data.share import Share
 from model.errors import UserError
 from model.files import digest, read_json, write_json, write_text
 from model.recipe import as_dict
@@ -74,7 +75,7 @@ class Job:
         write_json(record, {"inputs_digest": digest(self.prompt_inputs), "inputs": self.prompt_inputs, **facts})
         return made
 
-    def left(self, prompts: Sequence[Prompt], shard: Shard, retry_failed: bool) -> tuple[list[Prompt], int]:
+    def left(self, prompts: Sequence[Prompt], shard: Share, retry_failed: bool) -> tuple[list[Prompt], int]:
         """This job's rows that have not ended yet, and how many have; failed ones may be taken up again."""
         if retry_failed:
             forget_failed(self.directory, self.answer_inputs)
@@ -84,7 +85,7 @@ class Job:
         return waiting, len(own) - len(waiting)
 
     async def answer(
-        self, waiting: Sequence[Prompt], begun: int, interview: Interview, shard: Shard, width: int
+        self, waiting: Sequence[Prompt], begun: int, interview: Interview, shard: Share, width: int
     ) -> dict[str, int]:
         """Asks the rows that are left; how many ended as what."""
         with Journal(self.directory, shard, self.answer_inputs) as journal:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 from data.distill.answer import Answer
+from data.share import Share
 from model.errors import UserError
 from model.files import digest, write_atomically
 
@@ -66,38 +67,17 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One job's share of the rows: the index-th of count, from 1."""
-
-    index: int = 1
-    count: int = 1
-
-    @classmethod
-    def of(cls, text: str) -> "Shard":
-        """From 'i/n'; UserError for anything else."""
-        first, separator, second = text.partition("/")
-        if not separator or not first.isdecimal() or not second.isdecimal() or not 1 <= int(first) <= int(second):
-            raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n (--shard 1/4)")
-        return cls(int(first), int(second))
-
-    def __contains__(self, position: int) -> bool:
-        return position % self.count == self.index - 1
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-    @property
-    def file(self) -> str:
-        return f"shard-{self.index:05d}-of-{self.count:05d}.jsonl"
+def file_of(shard: Share) -> str:
+    """The name of a job's journal."""
+    return f"shard-{shard.index:05d}-of-{shard.count:05d}.jsonl"
 
 
 class Journal:
     """One job's journal, open for appending; a context. UserError when another process has it, or it is another's."""
 
-    def __init__(self, directory: Path, shard: Shard, inputs: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, shard: Share, inputs: dict[str, Any]) -> None:
         """inputs decide the answers (JSON-ready): a journal made from others is refused."""
-        self.path = directory / FOLDER / shard.file
+        self.path = directory / FOLDER / file_of(shard)
         self._inputs = inputs
         self._synced = time.monotonic()
 

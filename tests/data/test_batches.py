@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data.batches import Batch, Order, collate, keyed_generator, prefetched
+from data.batches import Batch, Order, ShardPools, collate, keyed_generator, prefetched
 from tests import tiny
 
 
@@ -93,6 +93,23 @@ def test_epochs_and_seeds_differ_and_the_order_needs_no_history() -> None:
     assert Order(LENGTHS, 0, 8).rows(later) == order.rows(later) and Order(LENGTHS, 1, 8).rows(later) != order.rows(
         later
     )
+
+
+def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each_once() -> None:
+    lengths = [5 + (7 * row) % 40 for row in range(1000)]
+    shards = [range(first, first + 50) for first in range(0, 1000, 50)]
+    order = Order(lengths, 3, 10, pools=ShardPools(shards, 2))
+    for epoch in (0, 1):
+        steps = [order.rows(step) for step in range(epoch * 100, epoch * 100 + 100)]
+        assert sorted(itertools.chain(*steps)) == list(range(1000))
+        seen = [{row // 50 for row in rows} for rows in steps]
+        for first in range(0, 100, 16):  # 16 steps are sorted by length together, and touch three pools of ten at most
+            assert 2 <= len(set.union(*seen[first : first + 16])) <= 6
+    longest = [max(lengths[row] for row in order.rows(step)) for step in range(16)]
+    assert longest != sorted(longest, reverse=True)  # long steps do not come first
+    assert order.rows(0) != Order(lengths, 4, 10, pools=ShardPools(shards, 2)).rows(0)
+    assert order.rows(0) != order.rows(100)
+    assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)
 
 
 def test_lengths_of_a_step_lie_together() -> None:

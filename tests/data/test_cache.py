@@ -74,3 +74,11 @@ def test_a_mismatch_is_refused_with_both_values_and_the_command_that_rebuilds(ca
         FeatureCache.open(cache.directory, {"data": {"max_length": 2048}})
     with pytest.raises(UserError, match=r"built with target [0-9a-f]{16}, this recipe asks other"):
         FeatureCache.open(cache.directory, {"target": "other"})
+
+
+def test_the_shards_of_a_view_partition_its_rows_by_file(cache: FeatureCache) -> None:
+    for view in (cache, cache.split("train"), cache.split("held_out")):
+        assert [row for rows in view.shards for row in rows] == list(range(len(view)))
+        for rows in view.shards:
+            assert len({view.file_of(row) for row in rows}) == 1
+    assert len({cache.file_of(rows[0]) for rows in cache.shards}) == len(cache.contents.shards)

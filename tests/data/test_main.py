@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +197,76 @@ def test_an_unfinished_cache_of_another_recipe_is_not_mixed_in(
     assert files(tmp_path / "run" / "features") == before
 
 
+def test_shares_fill_one_cache_and_only_the_last_makes_it_whole(
+    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert command("features", "--config", recipe, "--shard", "2/3") == 0
+    assert "share 2/3 is written" in capsys.readouterr().out
+    assert json.loads((run / "status-features-2-of-3.json").read_text())["state"] == "share-done"
+    assert command("features", "--config", recipe, "--is-whole") == 1
+    assert command("check", "--config", recipe) == 1
+    assert "index.json: missing" in capsys.readouterr().out
+    assert command("features", "--config", recipe, "--shard", "3/2") == 2
+    assert "--shard: 3/2 is no share; write i/n" in refusal(capsys)
+    assert command("features", "--config", recipe) == 0  # another number goes on
+    assert command("features", "--config", recipe, "--is-whole") == 0
+    assert command("check", "--config", recipe) == 0
+    assert "24 rows, " in capsys.readouterr().out
+
+
+def test_a_flipped_byte_is_named_by_check_and_mended_by_verify(
+    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("features", "--config", recipe) == 0
+    shard = tmp_path / "run" / "features" / "shard-00001.safetensors"
+    before = shard.read_bytes()
+    shard.write_bytes(before[:-9] + bytes([before[-9] ^ 1]) + before[-8:])
+    capsys.readouterr()
+    assert command("check", "--config", recipe) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("shard-00001.safetensors: row ") and "1 problem; " in out and "--verify" in out
+    assert command("features", "--config", recipe, "--verify", "--plan") == 0
+    assert shard.read_bytes() != before
+    assert command("features", "--config", recipe, "--verify") == 0
+    assert shard.read_bytes() == before and command("check", "--config", recipe) == 0
+
+
+def test_the_estimate_times_the_target_and_writes_nothing(
+    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("features", "--config", recipe, "--estimate", "--features.storage", "int8") == 0
+    out = capsys.readouterr().out
+    assert " tokens x 44 bytes (int8 for float32)" in out and re.search(r"tok/s \(measured now.* take \d.* h;", out)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_forms_error_is_printed_and_another_form_is_another_cache(
+    command: Command, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("features", "--config", recipe, "--features.storage", "fp8") == 0
+    assert re.search(r"fp8 for float32: relative error of a dimension: last state \d", capsys.readouterr().out)
+    assert command("features", "--config", recipe) == 2
+    assert "features.storage: fp8 there, None asked" in refusal(capsys)
+    assert command("features", "--config", recipe, "--features.mode", "online", "--features.storage", "fp8") == 2
+    assert "storage and shuffle_shards are of a cache" in refusal(capsys)
+
+
+def test_reading_is_measured_beside_the_steps_of_the_last_training(
+    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("features", "--config", recipe) == 0
+    capsys.readouterr()
+    assert command("read", "--config", recipe, "--steps", "2") == 0
+    out = capsys.readouterr().out
+    assert "GB/s" in out and "2 steps, " in out and "has trained nothing yet" in out
+    record = {"kind": "eagle1", "step": 1, "step_ms": 20.0, "data_wait_share": 0.5}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert command("read", "--config", recipe, "--steps", "2", "--features.shuffle_shards", "1") == 0
+    out = capsys.readouterr().out
+    assert "beside steps of 10 ms, " in out and "really trained waited 50.0%" in out
+
+
 def test_show_marks_the_answers(command: Command, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("show", "--config", recipe, "--limit", "2") == 0
     out = capsys.readouterr().out
@@ -243,10 +316,10 @@ def test_the_corpus_does_not_replace_files_that_are_not_its_own(
     assert mine.read_text() == "{}\n"
 
 
-def launch(recipe: Path, run: Path, *launcher: str) -> None:
+def launch(recipe: Path, run: Path, *launcher: str, changes: tuple[str, ...] = ()) -> None:
     """Runs the features command in a process of its own, in another directory than the checkout."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = [*launcher, str(ROOT / "data" / "main.py"), "features", "--config", str(recipe), f"--run={run}"]
+    words = [*launcher, str(ROOT / "data" / "main.py"), "features", "--config", str(recipe), f"--run={run}", *changes]
     done = subprocess.run(words, cwd=recipe.parent, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert ("process 1 of 2" in done.stderr) == (len(launcher) > 1)
@@ -262,3 +335,28 @@ def test_two_processes_write_the_same_bytes_as_one(recipe: Path, tmp_path: Path)
     assert {name: text for name, text in one.items() if name != "provenance.json"} == {
         name: text for name, text in two.items() if name != "provenance.json"
     }
+
+
+@pytest.mark.slow
+def test_a_killed_extraction_goes_on_to_the_same_bytes(recipe: Path, tmp_path: Path) -> None:
+    launch(recipe, tmp_path / "whole", sys.executable, changes=("--features.shard_tokens", "40"))
+    cut, kills = tmp_path / "cut" / "features", 0
+    words = [sys.executable, str(ROOT / "data" / "main.py"), "features", "--config", str(recipe)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for least in (2, 9):  # shards that lie there when it is killed
+        child = subprocess.Popen(
+            [*words, f"--run={cut.parent}", "--features.shard_tokens", "40"],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while child.poll() is None and len(list(cut.glob("shard-*"))) < least:
+            time.sleep(0.001)
+        child.send_signal(signal.SIGKILL)
+        kills += child.wait(timeout=60) == -signal.SIGKILL
+        assert not (cut / "provenance.json").exists() or child.returncode == 0
+    assert kills >= 1
+    (cut / ".tmpleft").write_bytes(b"as safetensors leaves it")
+    launch(recipe, cut.parent, sys.executable, changes=("--features.shard_tokens", "40"))
+    one, two = files(tmp_path / "whole" / "features"), files(cut)
+    assert len(one) > 20 and {**one, "provenance.json": b""} == {**two, "provenance.json": b""}

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from data.chat import Row
 from data.config import FeaturesConfig
 from data.plan import CachePlan, estimate, plan_cache, require_space
+from data.share import Share
 from data.tokens import TokenisedData
 from model.errors import UserError
 from tests.data import caches
@@ -34,7 +35,7 @@ def test_the_estimate_counts_tokens_taps_and_bytes_and_writes_nothing(tmp_path: 
     made = plan(tmp_path / "features", after_blocks=(0, 3))
     tokens = sum(len(row.input_ids) for row in [*DATA.train, *DATA.held_out])
     assert (made.num_tokens, made.token_bytes) == (tokens, 8 + 3 * 32 * 2)
-    assert f"11 rows, {tokens:,} tokens x 200 bytes (bfloat16)" in estimate(made)
+    assert f"11 rows, {tokens:,} tokens x 200 bytes (bfloat16)" in estimate(made, Share())
     assert not (tmp_path / "features").exists()
 
 
@@ -45,13 +46,13 @@ def test_the_estimate_counts_tokens_taps_and_bytes_and_writes_nothing(tmp_path: 
 def test_states_are_stored_in_the_targets_dtype_unless_the_recipe_says_otherwise(
     tmp_path: Path, target_dtype: str, stored: str | None, expected: torch.dtype
 ) -> None:
-    assert plan(tmp_path, target_dtype=target_dtype, dtype=stored).dtype == expected
+    assert plan(tmp_path, target_dtype=target_dtype, dtype=stored).storage.dtype == expected
 
 
 def test_a_cache_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
-    require_space(plan(tmp_path))
-    with pytest.raises(UserError, match=r"the cache needs .* GiB more and the disk has .* free"):
-        require_space(plan(tmp_path, sizes={"hidden_size": 2**40, "head_dim": 8}))
+    require_space(plan(tmp_path), Share())
+    with pytest.raises(UserError, match=r"the cache needs .* TiB more \(.* bytes\) and the disk has .* free"):
+        require_space(plan(tmp_path, sizes={"hidden_size": 2**40, "head_dim": 8}), Share())
 
 
 def test_a_tap_that_the_target_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from data.chat import Row
 from data.shards import ShardBuffer, ShardReader, rows_digest, state_of
+from data.storage import Storage, encode
 from model.errors import UserError
 
 HIDDEN, TAPS = 6, 2
+PLAIN = Storage(torch.float32)
 ROWS = [
     Row([5, 6, 7], [0, 1, 1], "a: row 1"),
     Row([8, 9], [0, 1], "a: row 2"),
@@ -29,16 +31,16 @@ def states(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def write(path: Path, num_taps: int = TAPS, dtype: torch.dtype = torch.float32) -> None:
-    buffer = ShardBuffer(ROWS, HIDDEN, num_taps, dtype)
+def write(path: Path, num_taps: int = TAPS, storage: Storage = PLAIN) -> None:
+    buffer = ShardBuffer(ROWS, HIDDEN, num_taps, storage)
     for place, (last_hidden, taps) in reversed(list(enumerate(states()))):
-        buffer.put(place, last_hidden, taps if num_taps else None)
+        buffer.put(place, encode(last_hidden, 1, storage), encode(taps, num_taps, storage) if num_taps else None)
     buffer.save(path, "origin")
 
 
 def test_rows_come_back_bit_for_bit_whatever_the_order_they_arrived_in(tmp_path: Path) -> None:
     write(tmp_path / "shard")
-    reader = ShardReader(tmp_path / "shard", has_taps=True)
+    reader = ShardReader(tmp_path / "shard")
     for place, (row, (last_hidden, taps)) in enumerate(zip(ROWS, states(), strict=True)):
         found = reader.row(place)
         assert found.input_ids.tolist() == list(row.input_ids) and found.input_ids.dtype == torch.int64
@@ -49,7 +51,7 @@ def test_rows_come_back_bit_for_bit_whatever_the_order_they_arrived_in(tmp_path:
 
 def test_writing_into_a_row_changes_neither_the_file_nor_the_next_read(tmp_path: Path) -> None:
     write(tmp_path / "shard", num_taps=0)
-    reader = ShardReader(tmp_path / "shard", has_taps=False)
+    reader = ShardReader(tmp_path / "shard")
     row = reader.row(1)
     row.last_hidden.zero_()
     row.turns.zero_()
@@ -58,8 +60,8 @@ def test_writing_into_a_row_changes_neither_the_file_nor_the_next_read(tmp_path:
 
 
 def test_bfloat16_is_stored_as_the_rounded_states(tmp_path: Path) -> None:
-    write(tmp_path / "shard", dtype=torch.bfloat16)
-    found = ShardReader(tmp_path / "shard", has_taps=True).row(2)
+    write(tmp_path / "shard", storage=Storage(torch.bfloat16))
+    found = ShardReader(tmp_path / "shard").row(2)
     assert torch.equal(found.last_hidden, states()[2][0].bfloat16())
 
 
@@ -71,11 +73,12 @@ def test_the_same_rows_and_states_give_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e5])
 def test_states_that_are_not_finite_as_stored_are_refused_with_the_row(bad: float) -> None:
-    buffer = ShardBuffer(ROWS, HIDDEN, 0, torch.float16)
+    storage = Storage(torch.float16)
+    buffer = ShardBuffer(ROWS, HIDDEN, 0, storage)
     last_hidden = states()[2][0]
     last_hidden[3, 5] = bad
     with pytest.raises(UserError, match="b: row 9: the target's states are not finite in float16"):
-        buffer.put(2, last_hidden, None)
+        buffer.put(2, encode(last_hidden, 1, storage), None)
 
 
 def test_a_shard_is_told_absent_damaged_foreign_or_whole(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 
 from data.distill.answer import Answer
 from data.distill.config import GateConfig
-from data.distill.journal import Journal, Outcome, Shard
+from data.distill.journal import Journal, Outcome
 from data.distill.merge import merge
 from data.distill.page import histogram, render
 from data.distill.prompts import Prompt
 from data.distill.quality import flaws
+from data.share import Share
 from model.errors import UserError
 from tests.data.distill.answering import config, thinking
 
@@ -81,7 +82,7 @@ def merged(place: Path, outcomes: list[Outcome], gate: GateConfig = GATE) -> tup
     """summary, the ids that are kept, the page."""
     prompts = [Prompt(outcome.id, "x", ("a",)) for outcome in outcomes]
     place.mkdir(exist_ok=True)
-    with Journal(place, Shard(), {}) as journal:
+    with Journal(place, Share(), {}) as journal:
         for outcome in outcomes:
             journal.append(outcome)
     summary = merge(place, prompts, {}, gate, thinking())

@@ -10,24 +10,25 @@ import pytest
 
 from data.distill.answer import Answer, Request, Unanswered
 from data.distill.config import DistillConfig, GateConfig
-from data.distill.journal import Journal, Outcome, Shard, ended_rows, forget_failed, journals
+from data.distill.journal import Journal, Outcome, ended_rows, forget_failed, journals
 from data.distill.merge import merge
 from data.distill.overlap import Overlap
 from data.distill.prompts import Prompt
 from data.distill.run import Interview, answer_all
+from data.share import Share
 from model.errors import UserError
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill.answering import asking, config, echo, prompts, thinking
 
 INPUTS = {"target": "tiny"}
-ONE = Shard()
+ONE = Share()
 
 
 def interview(ask: Any, settings: DistillConfig | None = None, questions: tuple[str, ...] = ()) -> Interview:
     return Interview(ask, thinking(), settings or config(), Overlap(questions, 8))
 
 
-def sit(directory: Path, rows: list[Prompt], ask: Any, shard: Shard = ONE, width: int = 4) -> None:
+def sit(directory: Path, rows: list[Prompt], ask: Any, shard: Share = ONE, width: int = 4) -> None:
     """One sitting: what no journal has ended yet is asked."""
     ended = {place.id for path in journals(directory) for place in ended_rows(path, INPUTS)}
     waiting = [row for place, row in enumerate(rows) if place in shard and row.id not in ended]
@@ -88,22 +89,22 @@ def test_shards_together_are_the_whole_and_a_missing_one_is_told(tmp_path: Path)
     rows = prompts(11)
     sit(tmp_path / "whole", rows, asking())
     for index in (1, 3):
-        sit(tmp_path / "parts", rows, asking(), Shard(index, 3))
+        sit(tmp_path / "parts", rows, asking(), Share(index, 3))
     with pytest.raises(UserError, match=r"4 of 11 rows have not ended \(the first: 0:1\)"):
         merged(tmp_path / "parts", rows)
-    sit(tmp_path / "parts", rows, asking(), Shard(2, 3))
+    sit(tmp_path / "parts", rows, asking(), Share(2, 3))
     assert merged(tmp_path / "parts", rows) == merged(tmp_path / "whole", rows)
-    assert Shard.of("2/3") == Shard(2, 3)
+    assert Share.of("2/3") == Share(2, 3)
     for wrong in ("0/3", "4/3", "2", "a/b", "-1/3"):
         with pytest.raises(UserError, match="write i/n with i from 1 to n"):
-            Shard.of(wrong)
+            Share.of(wrong)
 
 
 def test_a_row_that_two_jobs_ended_counts_once(tmp_path: Path) -> None:
     rows = prompts(6)
     sit(tmp_path, rows, asking())
     before = merged(tmp_path, rows)
-    with Journal(tmp_path, Shard(1, 2), INPUTS) as journal:
+    with Journal(tmp_path, Share(1, 2), INPUTS) as journal:
         journal.append(Outcome("0:3", "failed", "rows: row 3", "a late job"))
     summary = merge(tmp_path, rows, INPUTS, GateConfig(), thinking())
     assert summary.repeats == 1 and summary.status == {"done": 6}  # the journal of a job that had all comes first

@@ -1,0 +1,48 @@
+"""Locks between processes that write one directory: held until closed, freed by the kernel when a process is killed.
+
+They spare two writers the same work and refuse what two must not do at once; no file is whole because of them.
+"""
+
+import errno
+import fcntl
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+UNKNOWN = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # file systems without locks
+
+
+class Lock:
+    """A lock on a file, which is made where it does not exist; a context that frees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file: IO[bytes] = path.open("ab")
+
+    def acquire(self, shared: bool = False, wait: bool = True) -> bool:
+        """True when this process has it now, or the file system knows no locks."""
+        kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self.file, kind)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in UNKNOWN:
+                raise
+        return True
+
+    def forget(self) -> None:
+        """Removes the file: whoever takes a new one finds the work done."""
+        self.path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        self.file.close()
+
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
