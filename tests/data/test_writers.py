@@ -129,7 +129,8 @@ def test_a_writer_of_another_recipe_is_refused_while_one_is_at_work(
             extract(target, other, PartialState(), {})
         assert contents(plan) == before
         extract(target, plan, PartialState(), {}, Share(2, 2))  # one of the same recipe is welcome
-    assert contents(plan) == whole
+        assert {name: text for name, text in contents(plan).items() if not name.startswith(WRITING)} == whole
+        assert (plan.directory / WRITING / "cache").exists()  # somebody is still at work
 
 
 @pytest.fixture
