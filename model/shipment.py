@@ -111,23 +111,27 @@ def pack(order: Order, permissions: Permissions, is_dirty: bool | None) -> Shipm
         if told[name]
     }
     files |= _calibrator(directory, files[CONFIG])
-    files["README.md"] = render_card(
-        CardFacts(
-            repo=order.repo,
-            found=found,
-            target=target,
-            provenance=told.get("provenance.json", {}),
-            recipe=told.get("recipe.yaml", {}),
-            summary=public(results.summary, names),
-            calibration=told.get("calibration.json", {}),
-            licence=order.licence,
-            is_converted="exported_from" in head_facts(directory),
-        )
-    ).encode()
+    files["README.md"] = _card(order, found, target, told, public(results.summary, names))
     stays = tuple(sorted(path.name for path in directory.iterdir() if path.name not in files))
     if order.licence is None:
         notes.append("no --license: the card states none")
     return Shipment(files, stays, tuple(notes))
+
+
+def _card(order: Order, found: dict[str, Any], target: str, told: dict[str, Any], summary: dict[str, Any]) -> bytes:
+    """README.md; told and summary hold public names alone."""
+    facts = CardFacts(
+        repo=order.repo,
+        found=found,
+        target=target,
+        provenance=told.get("provenance.json", {}),
+        recipe=told.get("recipe.yaml", {}),
+        summary=summary,
+        calibration=told.get("calibration.json", {}),
+        licence=order.licence,
+        is_converted="exported_from" in head_facts(order.directory),
+    )
+    return render_card(facts).encode()
 
 
 def _require_head(directory: Path, repo: str) -> None:
