@@ -23,6 +23,7 @@ TUNED = "tuned.yaml"
 
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> Tuned:
     """The fastest method of these heads (kind -> directory) as predicted; writes tuned.yaml and tune.json."""
+    _check_apart(config)
     prompts = _encoded(load_prompts(config.prompts), tokenizer, target)
     new = config.prompts.max_new_tokens
     found = []
@@ -39,12 +40,6 @@ def measure(target: Target, tokenizer: Any, best: Tuned, config: TuneConfig, out
     """The choice against vanilla, the published tree and the grid, in pairs of prompts; writes measured.json."""
     assert config.measure is not None
     prompts = load_prompts(config.measure)
-    known = {prompt.text for prompt in load_prompts(config.prompts)}
-    seen = next((prompt for prompt in prompts if prompt.text in known), None)
-    if seen is not None:
-        raise UserError(
-            f"tune.measure: prompt {seen.prompt_id!r} is one of those that the choice is made on; measure on others"
-        )
     methods = rows(best.kind, best.choice, config.grid)
     heads = [None if method.method == "vanilla" else best.head for method in methods]
     section = BenchConfig(prompts=config.measure, rows=tuple(methods))
@@ -57,6 +52,18 @@ def measure(target: Target, tokenizer: Any, best: Tuned, config: TuneConfig, out
     write_json(output / "measured.json", {**said, "names": names(methods), "rows": [asdict(one) for one in found]})
     print(_measured_text(found, said))
     return said
+
+
+def _check_apart(config: TuneConfig) -> None:
+    """UserError for a choice that would be measured on a prompt that it is made on."""
+    if config.measure is None:
+        return
+    known = {prompt.text for prompt in load_prompts(config.prompts)}
+    seen = next((prompt for prompt in load_prompts(config.measure) if prompt.text in known), None)
+    if seen is not None:
+        raise UserError(
+            f"tune.measure: prompt {seen.prompt_id!r} is one of those that the choice is made on; measure on others"
+        )
 
 
 def _encoded(prompts: Sequence[Prompt], tokenizer: Any, target: Target) -> list[Tensor]:
