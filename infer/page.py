@@ -85,7 +85,7 @@ def render(
         title=title(summary),
         verdict=verdict(rows, details["rows"]),
         said=reading(summary, details),
-        suite=sections(rows, details["by_task"], summary["sweeps"]),
+        suite=sections(rows, details["by_task"], summary["sweeps"], details.get("traces", ())),
         best_tau=max((row for row in kept if row["tau"]), key=lambda row: row["tau"], default=None),
         best_speedup=max((row for row in kept if row["speedup"]), key=lambda row: row["speedup"], default=None),
         task_table=task_table(rows, details["by_task"]),

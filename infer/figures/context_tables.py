@@ -1,4 +1,4 @@
-"""Speedup and tau by context length (SVIP, arXiv 2411.18462, tables 2 and 5, figure 5), as tables."""
+"""Speedup and tau by context length (SVIP, arXiv 2411.18462, tables 2 and 5, figures 5 and 6), as tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +19,14 @@ PUBLISHED = {
     "Vicuna 13B, EAGLE-2 and SVIP": (2.94, 2.99, 2.93, 2.86, 2.79, 1.64),
 }
 
+# SVIP, table 5: the same, greedy, with Qwen2.5 14B and a draft of 0.5B
+PUBLISHED_GREEDY_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 6144, 8192)
+PUBLISHED_GREEDY = {
+    "Qwen2.5 14B, 0.5B, constant": (1.05, 1.08, 1.15, 1.29, 1.44, 1.54, 1.60, 1.67),
+    "Qwen2.5 14B, 0.5B, heuristic": (1.04, 1.06, 1.13, 1.32, 1.54, 1.72, 1.85, 1.97),
+    "Qwen2.5 14B, 0.5B, SVIP": (1.30, 1.34, 1.42, 1.57, 1.74, 1.87, 1.98, 2.10),
+}
+
 
 @dataclass(frozen=True)
 class Contexts:
@@ -27,6 +35,15 @@ class Contexts:
     lengths: tuple[int, ...]
     cumulative: tuple[Line, ...]
     bucket: tuple[Line, ...]
+
+
+def chains_of(contexts: Contexts) -> list[Line]:
+    """The buckets' lines of chains, each point with its `draft_length`, tokens per cycle (SVIP, figure 6)."""
+    return [
+        Line(line.label, tuple({**p, "draft_length": p["draft_nodes"] / p["target_forwards"]} for p in line.points))
+        for line in contexts.bucket
+        if line.points and line.points[0]["tree"]["shape"] == "chain"
+    ]
 
 
 def context_tables(sweeps: Sequence[dict[str, Any]]) -> Contexts | None:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from infer.calibration.panels import stacked
-from infer.figures.context_tables import Contexts
+from infer.figures.context_tables import Contexts, chains_of
 from infer.figures.depths import Depths
 from infer.figures.lines import Line, numeric, values_of
+from infer.figures.traces import Traced
 from infer.palette import MUTED, RC, SERIES, themed
 from model.errors import UserError
 
@@ -59,6 +60,37 @@ def context_picture(name: str, contexts: Contexts) -> str:
             _draw(speed, contexts.cumulative[place], colour, lengths, "speedup")
             _draw(tau, contexts.bucket[place], colour, lengths, "tau")
         _axis([speed, tau], lengths, "tokens, the prompt included")
+        return themed(figure, name)
+
+
+def draft_picture(name: str, contexts: Contexts) -> str:
+    """A chain's mean draft length, and the share of it that is accepted, of each bucket of context."""
+    lengths, lines = list(contexts.lengths), chains_of(contexts)
+    with rc_context(RC):
+        titles = ["drafted tokens per cycle", "accepted share of the drafted tokens"]
+        figure, (length, rate) = stacked(titles, _legend(lines), panel=PANEL)
+        for line, colour in zip(lines, SERIES, strict=False):
+            _draw(length, line, colour, lengths, "draft_length")
+            _draw(rate, line, colour, lengths, "accept_rate")
+        _axis([length, rate], lengths, "tokens, the prompt included")
+        length.set_ylim(bottom=0)
+        rate.set_ylim(0.0, 1.0)
+        return themed(figure, name)
+
+
+def trace_picture(name: str, table: Traced) -> str:
+    """A panel for each rule: what every cycle of one answer drafted (light) and had accepted (dark)."""
+    with rc_context(RC):
+        titles = [f"drafted tokens, {trace.rule}" for trace in table.traces]
+        figure, panels = stacked(titles, [("drafted", SERIES[1]), ("accepted", SERIES[0])], panel=62.0)
+        highest = max(max(trace.drafted) for trace in table.traces)
+        end = max(trace.begins[-1] for trace in table.traces) + 1
+        for axes, trace in zip(panels, table.traces, strict=True):
+            axes.vlines(trace.begins, 0, trace.drafted, color=SERIES[1], linewidth=2.0)
+            axes.vlines(trace.begins, 0, trace.accepted, color=SERIES[0], linewidth=2.0)
+            axes.set_xlim(0, end)
+            axes.set_ylim(0, highest + 1)
+        panels[-1].set_xlabel("new tokens so far, at the cycle’s start")
         return themed(figure, name)
 
 

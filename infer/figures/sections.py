@@ -9,9 +9,10 @@ from infer.figures import ablation as ablations
 from infer.figures import context_tables as contexts
 from infer.figures import depths
 from infer.figures.lines import Line, lines_of, numeric, values_of
-from infer.figures.pictures import context_picture, depth_picture, value_picture
+from infer.figures.pictures import context_picture, depth_picture, draft_picture, trace_picture, value_picture
 from infer.figures.policies import Policies, policy_tables
 from infer.figures.published import TASKS, Beside, beside
+from infer.figures.traces import Traced, from_json
 
 PREFIX = "sweep-"
 
@@ -35,6 +36,7 @@ class Sections:
     contexts: contexts.Contexts | None
     varied: tuple[tuple[str | None, Varied], ...]
     policies: tuple[Policies, ...]
+    traces: tuple[tuple[str, Traced], ...]
     beside: tuple[Beside, ...]
 
     @property
@@ -46,13 +48,18 @@ class Sections:
             "depths": depths.PUBLISHED,
             "lengths": contexts.PUBLISHED_LENGTHS,
             "contexts": contexts.PUBLISHED,
+            "greedy_lengths": contexts.PUBLISHED_GREEDY_LENGTHS,
+            "greedy_contexts": contexts.PUBLISHED_GREEDY,
         }
 
 
 def sections(
-    rows: Sequence[dict[str, Any]], by_task: Sequence[dict[str, Any]], sweeps: Sequence[dict[str, Any]]
+    rows: Sequence[dict[str, Any]],
+    by_task: Sequence[dict[str, Any]],
+    sweeps: Sequence[dict[str, Any]],
+    traces: Sequence[dict[str, Any]] = (),
 ) -> Sections:
-    """Everything that the rows (pooled over tasks), their parts and the sweeps allow."""
+    """Everything that the rows (pooled over tasks), their parts, the sweeps and the details' traces allow."""
     varied = [
         (f"{PREFIX}{place}-{_file_name(one.name)}" if numeric(one.values) and len(one.values) > 1 else None, one)
         for place, one in enumerate(varied_tables(sweeps))
@@ -64,6 +71,7 @@ def sections(
         contexts.context_tables(sweeps),
         tuple(varied),
         tuple(policy_tables(rows)),
+        tuple((f"{PREFIX}trace-{place}", from_json(one)) for place, one in enumerate(traces)),
         tuple(beside(rows, by_task)),
     )
 
@@ -85,8 +93,11 @@ def pictures(made: Sections) -> Mapping[str, str]:
     """name -> SVG text; the names start with PREFIX."""
     drawn = {name: depth_picture(name, table) for name, table in made.depths}
     drawn |= {name: value_picture(name, one.key, one.lines) for name, one in made.varied if name is not None}
+    drawn |= {name: trace_picture(name, table) for name, table in made.traces}
     if made.contexts is not None:
         drawn[f"{PREFIX}contexts"] = context_picture(f"{PREFIX}contexts", made.contexts)
+        if contexts.chains_of(made.contexts):
+            drawn[f"{PREFIX}drafts"] = draft_picture(f"{PREFIX}drafts", made.contexts)
     return drawn
 
 
