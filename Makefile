@@ -46,12 +46,12 @@ demo: $(STAMP)
 # Every method's head beside the demo's own, in a run of its own; SEEDED turns a recipe of the embedded default there.
 SEEDS := runs/seeds
 SEEDED := --run $(SEEDS) --target $(SEEDS)/target --data.conversations [$(SEEDS)/conversations/train.jsonl]
-# The heads' budgets add up to 7 minutes in each of two lanes of one process, rows and steps to what fits them.
-SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED) --train.max_seconds 420 --train.max_steps 560 --train.unroll_steps 5 --train.eval_every 0
-SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED) --train.max_seconds 130 --train.batch_size 8 --train.max_steps 640 --train.eval_every 0
-SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED) --train.max_seconds 90 --train.batch_size 8 --train.max_steps 300 --train.eval_every 0
-SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED) --train.max_seconds 80 --train.batch_size 8 --train.max_steps 280 --train.eval_every 0
-SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED) --train.max_seconds 90 --train.batch_size 8 --train.max_steps 350 --train.eval_every 0
+# Steps end the training; the seconds are for machines that are much slower, 8 minutes in each of two lanes.
+SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED) --train.max_seconds 480 --train.max_steps 1000 --train.unroll_steps 5 --train.eval_every 0
+SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED) --train.max_seconds 170 --train.batch_size 8 --train.max_steps 900 --train.eval_every 0
+SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED) --train.max_seconds 115 --train.batch_size 8 --train.max_steps 400 --train.eval_every 0
+SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED) --train.max_seconds 95 --train.batch_size 8 --train.max_steps 400 --train.eval_every 0
+SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED) --train.max_seconds 100 --train.batch_size 8 --train.max_steps 450 --train.eval_every 0
 
 bench: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE) --run $(SEEDS)

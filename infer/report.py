@@ -71,9 +71,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     pooled["sweeps"], details["sweeps"] = sweep_rows(records, asked, seed)
     details["deagle"] = claims(records, asked, details["tuning"], seed)
     details["traces"] = [asdict(one) for one in traced(groups)]
-    drawn |= suites.pictures(
-        suites.sections(pooled["rows"], details["by_task"], pooled["sweeps"], details["traces"])
-    )
+    drawn |= suites.pictures(suites.sections(pooled["rows"], details["by_task"], pooled["sweeps"], details["traces"]))
     samples = sample_answers(groups, pooled["rows"])
     page = render(pooled, details, drawn, samples, facts.commands)
     summary = dict(pooled)

@@ -94,7 +94,10 @@ class VoteConfig:
     declines: int = 2  # "two times"
     consecutive: bool = False  # whether these must be levels in a row
     expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # equations 22 and 23, or 26 (a constant depth, nearly)
-    bonus: float = 1.0  # added to E_d, whose tau counts the target's own token; 0: the equations to the letter
+    # Added to E_d: the target's own token, and 2 because the code that the paper extends counts its loop over depths
+    # from 0 at the second level. Its table 4 needs that much: the expectation alone leaves 8 levels as they are. 1: the
+    # target's token alone; 0: the equations to the letter.
+    bonus: float = 3.0
     over: Literal["frontier", "selected"] = "frontier"  # the tail's nodes: each level's frontier, or the reranked tree
 
     def __post_init__(self) -> None:

@@ -13,12 +13,13 @@ from infer.hardware import describe
 from infer.tasks import Prompt, encode, load_prompts
 from infer.tuning.config import TuneConfig
 from infer.tuning.measure import CHOSEN, PUBLISHED, Outcome, names, outcomes, rows, verdict
-from infer.tuning.tune import Tuned, facts, tune_head, write_choice
+from infer.tuning.tune import Tuned, facts, tune_head, with_rules, write_choice
 from model.errors import UserError
 from model.files import write_json
 from model.target import Target
 
 TUNED = "tuned.yaml"
+CONTENDER = 1.25  # stop rules are tried for heads whose best fixed tree takes less than so many times the best's time
 
 
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> Tuned:
@@ -30,6 +31,12 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
     for kind, head in heads.items():
         found.append(tune_head(target, kind, head, prompts, new, config.levels, config.k))
         print(_line(found[-1]), flush=True)
+    fastest = min(one.predicted.ms_per_token for one in found)
+    for place, one in enumerate(found):
+        if one.predicted.ms_per_token < CONTENDER * fastest:
+            found[place] = with_rules(target, one, prompts, new, config.levels)
+            if found[place].choice != one.choice:
+                print(_line(found[place]), flush=True)
     best = min(found, key=lambda one: one.predicted.ms_per_token)
     write_choice(output / TUNED, best, describe(target)["device"])
     write_json(output / "tune.json", {"chosen": best.kind, "heads": [facts(one) for one in found]})

@@ -1,7 +1,7 @@
 """Every tree's tokens per second as a recording and the costs predict them, best first."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infer.config import TreeConfig
 from infer.tuning.costs import Costs
@@ -33,7 +33,9 @@ def price(counted: Cycles, k: int, nodes: float, costs: Costs) -> float:
 
 
 def predict(tree: TreeConfig, recording: Recording, costs: Costs) -> Prediction:
-    """What one dynamic tree or chain is predicted to do."""
+    """What one dynamic tree or chain is predicted to do; a chain has one child a node, whatever its k and nodes say."""
+    if tree.shape == "chain":
+        tree = replace(tree, k=1, nodes=tree.levels + 1)
     ranks = path_ranks(recording, tree.levels, tree.k)
     return _prediction(tree, cycles(recording, accepted(ranks, tree.nodes), tree.levels), costs)
 

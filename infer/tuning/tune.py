@@ -21,14 +21,15 @@ from model.recipe import as_dict
 from model.target import Target
 
 COST_PROMPTS = 2
-RULE_PROMPTS = 8
+SCREENING = 7  # prompts that every rule is tried on
+FINALISTS = 2  # rules that are tried on all prompts
 SHOWN = 20
 WORTH = 1.03  # a rule must be that much faster than a fixed tree: the best of twenty on few prompts flatters itself
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for one head: the costs, the best trees, the rules, and the choice."""
+    """What was found for one head: the costs, the best trees, the finalists among the rules, and the choice."""
 
     kind: str
     head: str
@@ -43,7 +44,7 @@ class Tuned:
 def tune_head(
     target: Target, kind: str, head: str, prompts: Sequence[Tensor], max_new_tokens: int, levels: int, k: int
 ) -> Tuned:
-    """The fastest tree for a head on this machine, predicted from prompts [1, T] that nothing else is measured on."""
+    """The fastest fixed tree for a head on this machine, predicted from prompts [1, T] that nothing is measured on."""
     drafter = Drafters(target).of(head)
     plain = SpeculativeDecoder(target)
     recording = record(SpeculativeDecoder(target, drafting(drafter, TreeConfig())), prompts, levels, k, max_new_tokens)
@@ -52,21 +53,28 @@ def tune_head(
     trees = predictions(recording, costs, widths=widths)
     usual = usual_tree(kind)
     published = predict(replace(usual, levels=min(usual.levels, levels), k=min(usual.k, k)), recording, costs)
-    best = trees[0]
-    choice, predicted = method_of(kind, best.tree), best
-    tried = candidates(kind, best.tree, levels)
-    few = prompts[:RULE_PROMPTS]
-    everything = priced(target, drafter, [best.tree, *(one.tree for one in tried)], few, max_new_tokens, costs)
-    constant, found = everything[0], everything[1:]
-    rules = [(one.method, each) for one, each in zip(tried, found, strict=True)]
-    if rules:
-        method, fastest = min(rules, key=lambda pair: pair[1].ms_per_token)
-        if fastest.ms_per_token * WORTH < constant.ms_per_token:
-            # on the few prompts both were decoded: the gain there, on top of what all prompts say of the fixed tree
-            gain, longer = constant.ms_per_token / fastest.ms_per_token, fastest.tau / constant.tau
-            choice = _as_method(method, fastest.tree)
-            predicted = Prediction(fastest.tree, best.tau * longer, best.ms_per_token / gain, best.speedup * gain)
-    return Tuned(kind, head, costs, trees[:SHOWN], sorted(rules, key=_speed), published, choice, predicted)
+    return Tuned(kind, head, costs, trees[:SHOWN], [], published, method_of(kind, trees[0].tree), trees[0])
+
+
+def with_rules(target: Target, tuned: Tuned, prompts: Sequence[Tensor], max_new_tokens: int, levels: int) -> Tuned:
+    """Stop rules for the best fixed tree, given room to grow to `levels`: the choice where one is worth it.
+
+    Every rule at every threshold on the first prompts, the fastest of them then on all.
+    """
+    drafter, best = Drafters(target).of(tuned.head), tuned.trees[0]
+
+    def prices(trees: Sequence[TreeConfig], some: Sequence[Tensor]) -> list[Prediction]:
+        return priced(target, drafter, trees, some, max_new_tokens, tuned.costs)
+
+    tried = candidates(tuned.kind, best.tree, levels)
+    screened = zip(tried, prices([one.tree for one in tried], prompts[:SCREENING]), strict=True)
+    kept = [one for one, _ in sorted(screened, key=lambda pair: pair[1].ms_per_token)[:FINALISTS]]
+    rules = [(one.method, each) for one, each in zip(kept, prices([one.tree for one in kept], prompts), strict=True)]
+    rules.sort(key=_speed)
+    if rules and rules[0][1].ms_per_token * WORTH < best.ms_per_token:
+        method, predicted = rules[0]
+        return replace(tuned, rules=rules, choice=_as_method(method, predicted.tree), predicted=predicted)
+    return replace(tuned, rules=rules)
 
 
 def method_of(kind: str, tree: TreeConfig) -> MethodConfig:

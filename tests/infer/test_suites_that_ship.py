@@ -29,12 +29,14 @@ def test_every_suite_is_planned(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/seeds")  # where the rows of seeds.yaml that name a head expect it
     for kind in dict.fromkeys(kind for method in METHODS.values() for kind in method.heads):
-        head = tmp_path / "heads" / kind
+        head = run / "heads" / kind
         head.mkdir(parents=True)
         (head / "config.json").write_text(json.dumps({"aerie_kind": kind}))
         (head / "model.safetensors").write_bytes(b"")
-    words = ["bench", "--plan", "--config", str(CONFIGS / "bench" / f"{name}.yaml"), "--run", str(tmp_path)]
+    words = ["bench", "--plan", "--config", str(CONFIGS / "bench" / f"{name}.yaml"), "--run", str(run)]
     if name == "seeds":  # whose target and prompts `make bench` makes
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"turns": ["x"]}\n')

@@ -45,28 +45,37 @@ def test_whether_the_first_level_can_decline_is_an_option() -> None:
 
 
 def test_two_of_three_votes_end_a_tree() -> None:
-    rule = vote()
-    # S: 0.9, 0.7, 0.1: low and one decline, expectation 1 + 1.7 = 2.7 <= 3: two votes at 3
-    assert depth_of(rule, [[0.9], [0.7], [0.1]]) == 3
-    # S: 0.95, 0.9, 0.1: low, one decline, expectation 1 + 1.95 = 2.95 <= 3 as well
-    assert depth_of(rule, [[0.95], [0.9], [0.1]]) == 3
-    # S: 0.5, 0.25: momentum twice, expectation 1.75 <= 2; not low
-    assert depth_of(rule, [[0.5], [0.25]]) == 2
-    assert depth_of(vote(votes=3), [[0.5], [0.25], [0.14]]) == 3
-    assert depth_of(vote(votes=1), [[0.9], [0.8], [0.7], [0.6], [0.5]]) == 4  # 1 + 3.0 <= 4, the first signal of all
+    # S: 0.9, 0.7, 0.1: low and one decline; expectation 1 + 1.7 = 2.7 <= 3 with a bonus of 1, two votes at 3
+    assert depth_of(vote(bonus=1.0), [[0.9], [0.7], [0.1]]) == 3
+    assert depth_of(vote(), [[0.9], [0.7], [0.1], [0.1]]) is None  # 3 + 1.8 > 4, no second decline
+    assert depth_of(vote(), [[0.9], [0.7], [0.1], [0.05]]) == 4  # low, and the second decline
+    # S: 0.5, 0.25: momentum twice; expectation 1.75 <= 2; not low
+    assert depth_of(vote(bonus=1.0), [[0.5], [0.25]]) == 2
+    assert depth_of(vote(), [[0.5], [0.25], [0.2]]) is None and depth_of(vote(), [[0.5], [0.25], [0.14]]) == 3
+    assert depth_of(vote(bonus=1.0, votes=3), [[0.5], [0.25], [0.14]]) == 3
+    one = vote(votes=1, bonus=1.0)
+    assert depth_of(one, [[0.9], [0.8], [0.7], [0.6], [0.5]]) == 4  # 1 + 3.0 <= 4, the first signal of all
+
+
+def test_the_expectation_alone_leaves_eight_levels_as_they_are() -> None:
+    """DEAGLE, table 4: at depths 6 and 8 it is as fast as the fixed tree, whose 8 levels had some 5 tokens accepted."""
+    share = 0.88
+    assert 4.5 < sum(share**depth for depth in range(1, 9)) < 5.5
+    found = {bonus: depth_of(vote(signals=("expectation",), bonus=bonus), steady(share)) for bonus in (1.0, 2.0, 3.0)}
+    assert found == {1.0: 4, 2.0: 6, 3.0: 8} and VoteConfig().bonus == 3.0
 
 
 @pytest.mark.parametrize(
-    ("share", "depth"), [(0.65, 5), (0.7, 6), (0.8, 9), (0.85, 12), (0.59, 2), (0.3, 2), (0.9, None)]
+    ("share", "depth"), [(0.65, 5), (0.7, 6), (0.8, 9), (0.85, 12), (0.59, 4), (0.3, 2), (0.9, None)]
 )
 def test_the_vote_on_a_steady_survival(share: float, depth: int | None) -> None:
-    """Where no decline is sharp, expectation waits for the probability; below 0.6 the second decline decides."""
+    """Where no decline is sharp, two signals wait for the probability; where each is, it is low at once."""
     assert depth_of(vote(), steady(share)) == depth
 
 
 def test_a_new_tree_remembers_nothing() -> None:
     for over in ("frontier", "selected"):
-        for signal, depth in (("expectation", 3), ("momentum", None), ("probability", 9)):
+        for signal, depth in (("expectation", 6), ("momentum", None), ("probability", 9)):
             rule = vote(signals=(signal,), over=over)
             depth_of(rule, steady(0.5, depth=4))
             assert depth_of(rule, steady(0.8)) == depth

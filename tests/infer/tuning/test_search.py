@@ -107,3 +107,10 @@ def test_a_chain_given_room_has_room_for_all_its_levels() -> None:
     grown = candidates("eagle1", TreeConfig(shape="chain", levels=3, k=1, nodes=4), 9)
     assert {(one.tree.levels, one.tree.nodes) for one in grown} == {(9, 10)}
     assert any(isinstance(one.tree.stop, EntropyConfig) for one in grown)
+
+
+def test_a_chain_has_one_child_a_node_whatever_its_k() -> None:
+    """TreeConfig's k and nodes say nothing of a chain; as a tree of k 2 it would be credited with siblings."""
+    narrow = predict(TreeConfig(shape="chain", levels=2, k=1, nodes=3), recording(), COSTS)
+    assert predict(TreeConfig(shape="chain", levels=2, k=10, nodes=60), recording(), COSTS) == narrow
+    assert narrow.tau == 3.0
