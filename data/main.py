@@ -12,7 +12,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == P
 
 import argparse
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +22,7 @@ from data.index import is_complete
 from data.inputs import feature_inputs, target_inputs
 from data.provenance import Stage, with_status, write_status
 from data.share import Share
-from model.errors import UserError, exit_code
+from model.errors import UserError, exit_code, stop_on_signals
 from model.recipe import as_dict
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
@@ -61,7 +60,7 @@ def main() -> int:
         if name == "distill":
             options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     arguments, unknown = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stopped job cleans up as after Ctrl-C
+    stop_on_signals()
     return chosen[arguments.command](arguments, pipeline.load(arguments, unknown))
 
 
@@ -125,7 +124,7 @@ def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     sitting.require_sense()
     key = os.environ.get("OPENAI_API_KEY") or "none"
     return with_status(
-        pipeline.RunPaths(Path(recipe.run)).status,
+        _status(recipe, "distill", shard if shard.count > 1 else None),
         f"distill {shard}" if shard.count > 1 else "distill",
         lambda: (
             "done",
@@ -175,13 +174,18 @@ def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
-    share, status = Share.of(arguments.shard or "1/1"), pipeline.RunPaths(root).status
+    share = Share.of(arguments.shard or "1/1")
     words = (recipe.target, recipe.data, recipe.features, recipe.head, stage, share, arguments.overwrite)
     if arguments.plan or arguments.estimate:
         return _plan_features(recipe, words, arguments.estimate)
-    if arguments.shard is not None:
-        status = status.with_name(f"status-features-{share.index}-of-{share.count}.json")
+    status = _status(recipe, "features", None if arguments.shard is None else share)
     return with_status(status, "features", lambda: _write_features(recipe, words))
+
+
+def _status(recipe: pipeline.Recipe, stage: str, share: Share | None) -> Path:
+    """The run's status.json, or one of a share's own: jobs that work side by side do not write one file."""
+    path = pipeline.RunPaths(Path(recipe.run)).status
+    return path if share is None else path.with_name(f"status-{stage}-{share.index}-of-{share.count}.json")
 
 
 def check(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from model.errors import NotWritable, UserError
+from model.errors import REQUEUE, NotWritable, Requeued, UserError
 from model.files import digest, read_json, write_json
 
 FILE = "provenance.json"
@@ -101,6 +101,9 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
     write_status(path, stage, "running")
     try:
         state, code = run()
+    except Requeued:
+        _write_failure(path, stage, "requeue", REQUEUE)
+        raise
     except KeyboardInterrupt:
         _write_failure(path, stage, "interrupted", 130)
         raise

@@ -8,7 +8,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not infer/
 
 from infer.commands import bench, calibrate, compare, generate, report, tune, verify
-from model.errors import exit_code
+from model.errors import exit_code, stop_on_signals
 
 COMMANDS = {
     "generate": generate,
@@ -27,6 +27,7 @@ def main() -> int:
     for command in COMMANDS.values():
         command.add(commands)
     arguments, unknown = parser.parse_known_args()
+    stop_on_signals()
     return COMMANDS[arguments.command].run(arguments, unknown)
 
 
