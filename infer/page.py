@@ -96,8 +96,10 @@ def render(
 
 
 def title(summary: dict[str, Any]) -> str:
-    """'eagle1 head for NAME'."""
-    return f"{summary['head'].get('kind', 'draft')} head for {summary['target'].get('name', summary['run'])}"
+    """'eagle1 head for NAME', or '5 draft heads for NAME' where the rows have several."""
+    kinds = {row["head"] for row in summary["rows"] if row.get("head")}
+    heads = f"{len(kinds)} draft heads" if len(kinds) > 1 else f"{summary['head'].get('kind', 'draft')} head"
+    return f"{heads} for {summary['target'].get('name', summary['run'])}"
 
 
 def verdict(rows: Sequence[dict[str, Any]], row_details: Sequence[dict[str, Any]]) -> Verdict:

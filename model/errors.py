@@ -60,7 +60,11 @@ def exit_code(main: Callable[[], int]) -> int:
             raise
         return 141
     except Requeued:
-        print("stopped before the time limit: what is whole is kept; the same command goes on", file=sys.stderr, flush=True)
+        print(
+            "stopped before the time limit: what is whole is kept; the same command goes on",
+            file=sys.stderr,
+            flush=True,
+        )
         return REQUEUE
     except KeyboardInterrupt:
         print("interrupted: what is whole is kept; the same command goes on from there", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
                 **{k: trained[k] for k in ("training_tokens", "steps", "seconds") if k in trained},
             },
             hardware=facts.get("hardware", {}),
-            commands=_commands(arguments.config),
+            commands=_commands(arguments.config, paths),
         ),
         seed=recipe.seed,
     )
@@ -54,11 +54,14 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     return 0
 
 
-def _commands(config: Path) -> tuple[str, ...]:
-    return (
-        f"accelerate launch data/main.py features --config {config}",
-        f"accelerate launch train/main.py --config {config}",
-        f"python infer/main.py calibrate --config {config}",
-        f"python infer/main.py bench --config {config}",
-        f"python infer/main.py report --config {config}",
+def _commands(config: Path, paths: pipeline.RunPaths) -> tuple[str, ...]:
+    """The commands whose outputs the run has, in their order."""
+    made = (
+        ("accelerate launch data/main.py features", paths.features),
+        ("accelerate launch train/main.py", paths.heads),
+        ("python infer/main.py calibrate", paths.calibration),
+        ("python infer/main.py bench", paths.bench),
+        ("python infer/main.py tune", paths.tune),
     )
+    found = [f"{words} --config {config}" for words, place in made if place.exists()]
+    return (*found, f"python infer/main.py report --config {config}")
