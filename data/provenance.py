@@ -45,7 +45,7 @@ class Stage:
             return
         raise UserError(
             f"{self.output}: holds another {found.get('stage', 'output')} "
-            f"({_difference(found.get('inputs', {}), self.inputs)}); "
+            f"({differences(found.get('inputs', {}), self.inputs) or 'made by another version'}); "
             f"choose another --run, or replace it with --overwrite"
         )
 
@@ -137,12 +137,10 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
-    """The first few keys whose values differ, 'key 1 -> 2'."""
-    rows = []
-    for key, old, new in _flat_difference(found, asked, ""):
-        rows.append(f"{key}: {_short(old)} there, {_short(new)} asked")
-    return "; ".join(rows[:3]) or "made by another version"
+def differences(found: dict[str, Any], asked: dict[str, Any]) -> str:
+    """'key: 1 there, 2 asked' of the first few keys whose values differ; '' when none does."""
+    rows = [f"{key}: {_short(old)} there, {_short(new)} asked" for key, old, new in _flat_difference(found, asked, "")]
+    return "; ".join(rows[:3])
 
 
 def _flat_difference(found: Any, asked: Any, prefix: str) -> list[tuple[str, Any, Any]]:
