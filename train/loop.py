@@ -107,6 +107,7 @@ class Loop:
         self._term_weights: dict[str, float] = {}
         self._grad_norm: Any = 0.0
         self._since = time.monotonic() - self.progress.seconds
+        self._saved_at = self.progress.step  # or begun, with nothing to save
 
     def run(self) -> Outcome:
         """Steps until the end, the budget or a signal; what was reached is then evaluated or saved."""
@@ -123,7 +124,11 @@ class Loop:
             for step, parts in zip(steps, prefetched(self._parts, steps), strict=True):
                 window.before(step)
                 waited = time.monotonic() - before
-                tokens, requests = self._step(step, parts, stop)
+                divisors, tokens, requests = self._agree(parts, stop)
+                if requests in CODES:
+                    ending = requests
+                    break
+                self._step(step, parts, divisors, tokens)
                 self.clock.add(tokens, time.monotonic() - before, waited)
                 shown.update(1)
                 if requests and self.progress.step < self.total:
@@ -149,9 +154,8 @@ class Loop:
         batch = batch.to(self.device)
         return batch if self.job.supply is None else self.job.supply(batch)
 
-    def _step(self, step: int, parts: list[Batch], stop: StopRequest) -> tuple[float, str]:
-        """One optimiser step: its tokens, and how the run should end here ('' when it should go on)."""
-        divisors, tokens, ending = self._agree(parts, stop)
+    def _step(self, step: int, parts: list[Batch], divisors: dict[str, float], tokens: float) -> None:
+        """One optimiser step, of so many tokens."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.total, self.config)
         factor = self.world * self.config.accumulation
@@ -168,10 +172,12 @@ class Loop:
         self._term_weights = {name: weight for name, (weight, _, _) in output.terms.items()}
         seconds = time.monotonic() - self._since
         self.progress = self.progress.moved(step=step + 1, tokens=self.progress.tokens + int(tokens), seconds=seconds)
-        return tokens, ending
 
     def _agree(self, parts: list[Batch], stop: StopRequest) -> tuple[dict[str, float], float, str]:
-        """Divisors of the terms and tokens of the whole step, and the ending that any process asks for."""
+        """Divisors of the terms and tokens of the whole step, and the ending that any process asks for.
+
+        A signal ends the run before the step, a spent budget after it.
+        """
         budget = self.config.max_seconds
         found = [self.job.objective.divisors(batch) for batch in parts]
         names = list(found[0])
@@ -199,11 +205,12 @@ class Loop:
             self._save_state()
 
     def _end(self, ending: str) -> Outcome:
-        self._log()
-        if ending in CODES:
-            self._save_state()
+        if ending in CODES:  # no log line: its sums are saved, and the line comes where it does in an unbroken run
+            if self.progress.step != self._saved_at:
+                self._save_state()
             self.say(f"stopped by a signal after step {self.progress.step:,}; the same command goes on from there")
             return Outcome(ending, CODES[ending], self.progress, self.total)
+        self._log()
         if ending == "budget":
             self.say(
                 f"train.max_seconds {self.config.max_seconds:g} is spent after step {self.progress.step:,} of "
@@ -301,6 +308,7 @@ class Loop:
         self.progress = self.progress.moved(seconds=time.monotonic() - self._since)
         wait, keep_last = self.accelerator.wait_for_everyone, self.config.keep_last
         resume.save(self.job.state, self.progress, fill, self.rank, wait, keep_last)
+        self._saved_at = self.progress.step
         if self.rank == 0:
             best.forget_others(self.job.state, self.progress)
 

@@ -1,5 +1,6 @@
 """Runs of the real loop in this process, on a tiny head and random rows."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,15 @@ def sitting(made: Job, recipe: str = "recipe") -> tuple[Outcome, Loop]:
     torch.manual_seed(int(torch.randint(1 << 30, ()).item()))  # nothing may depend on the global generator
     accelerator = build_accelerator(made.config, Launch(), made.state)
     loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.config)})
-    return loop.run(), loop
+    loop.trackers.start(loop.progress.step, recipe, {"recipe": recipe})
+    outcome = loop.run()
+    accelerator.end_training()
+    return outcome, loop
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:
