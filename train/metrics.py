@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from model.files import write_text
+from model.files import explained, write_text
 from train.objectives.step import Sums
 
 SHOWN = {  # shorter in a line
@@ -153,7 +153,7 @@ class MetricsFile:
             write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as handle:
+        with explained(self.path), self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(record) + "\n")
 
 

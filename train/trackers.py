@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from model.files import read_json, write_json
+from model.files import explained, read_json, write_json
 from train.resume import TRACKERS
 
 PROJECT = "aerie"
@@ -42,7 +42,8 @@ class Trackers:
         """Logs values of a step, on the first process."""
         for tracker in self.accelerator.trackers:
             if tracker.name != "trackio" or step > self.reached:
-                tracker.log(values, step=step)
+                with explained(self.state.parent):
+                    tracker.log(values, step=step)
 
     def _id(self, made_of: str) -> tuple[bool, str]:
         """(whether an earlier sitting has opened the trackers, the run's id there)."""
