@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -84,9 +85,15 @@ class FeatureCache(Sequence[CachedRow]):
 
     def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(input_ids, turns) of each row of this view, in order, without reading its states."""
+        sound = -1
         for number in self.numbers:
             shard = self._shard_of(number)
-            yield self._reader(shard).tokens(number - self._first_rows[shard])
+            with _mending():
+                reader = self._reader(shard)
+                if shard != sound:
+                    reader.require_sound_tokens()
+                    sound = shard
+            yield reader.tokens(number - self._first_rows[shard])
 
     @property
     def token_bytes(self) -> int:
@@ -114,10 +121,8 @@ class FeatureCache(Sequence[CachedRow]):
             return FeatureCache(self.directory, self.contents, self.numbers[position])
         number = self.numbers[position]
         shard = self._shard_of(number)
-        try:
+        with _mending():
             row = self._reader(shard).row(number - self._first_rows[shard])
-        except UserError as error:
-            raise UserError(f"{error}; write what is broken anew with: {COMMAND} --verify") from error
         dtype = None if self.contents.storage is None else getattr(torch, self.contents.dtype)
         return CachedRow(row.input_ids, row.turns, row.last_hidden, row.taps, number, row.scales, dtype)
 
@@ -134,6 +139,15 @@ class FeatureCache(Sequence[CachedRow]):
             entry = self.contents.shards[shard]
             self._readers[shard] = ShardReader(self.directory / entry.file, entry.checksum)
         return self._readers[shard]
+
+
+@contextmanager
+def _mending() -> Iterator[None]:
+    """Adds to what is wrong with a shard the command that mends it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}; write what is broken anew with: {COMMAND} --verify") from error
 
 
 def _difference(key: str, found: Any, asked: Any) -> str | None:

@@ -78,7 +78,7 @@ def planned(sitting: Sitting, rank: int) -> tuple[CachePlan, Any, dict[str, Any]
     if rank == 0:
         lines = [tally.table(), *(f"{name}: {line}" for name, line in facts.items()), estimate(plan, sitting.share)]
         print("\n".join(lines), flush=True)
-    require_own_shards(plan, sitting.overwrite)
+    require_own_shards(plan, sitting.overwrite or stage.is_whole())  # in a cache of this recipe another's is damage
     require_space(plan, sitting.share)
     return plan, tokenizer, facts
 

@@ -4,14 +4,14 @@ Nothing here imports torch: whether a cache is whole is told in milliseconds.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from model.errors import UserError
-from model.files import read_json, write_json
+from model.files import digest, read_json, write_json
 from model.recipe import STRICT
 
 FILE = "index.json"
@@ -76,6 +76,7 @@ class CacheIndex:
     lengths: tuple[int, ...]  # tokens of each row
     shards: tuple[ShardEntry, ...]
     storage: Form | None = None  # bf16, fp8 or int8; None: dtype, which is that of the states as they are used
+    seal: str | None = None  # digest of everything else, which write_index adds; None in caches of before there was one
 
     @property
     def error(self) -> StorageError | None:
@@ -118,7 +119,10 @@ def read_index(directory: Path, sizes: bool = True) -> CacheIndex:
     if not path.is_file():
         state = "not whole (no index.json)" if directory.is_dir() else "no such feature cache"
         raise UserError(f"{directory}: {state}; build it with: {COMMAND}")
-    values = read_json(path)
+    try:
+        values = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; write it anew, and nothing else, with: {COMMAND} --verify") from error
     try:
         index = TypeAdapter(CacheIndex).validate_python(values)
     except ValidationError as error:
@@ -126,6 +130,11 @@ def read_index(directory: Path, sizes: bool = True) -> CacheIndex:
         place = ".".join(str(part) for part in problem["loc"])
         message = f"{path}: {place}: {problem['msg']}; rebuild with: {COMMAND} --overwrite"
         raise UserError(message) from error
+    if index.seal is not None and index.seal != _seal(index):
+        raise UserError(
+            f"{path}: its seal does not match what it says: the file is damaged; write it anew, and nothing else, "
+            f"with: {COMMAND} --verify"
+        )
     for shard in index.shards if sizes else ():
         found = _size(directory / shard.file)
         if found != shard.num_bytes:
@@ -135,8 +144,8 @@ def read_index(directory: Path, sizes: bool = True) -> CacheIndex:
 
 
 def write_index(directory: Path, index: CacheIndex) -> None:
-    """Writes index.json atomically."""
-    write_json(directory / FILE, TypeAdapter(CacheIndex).dump_python(index, mode="json"))
+    """Writes index.json atomically, sealed."""
+    write_json(directory / FILE, _values(replace(index, seal=_seal(index))))
 
 
 def is_complete(directory: Path) -> bool:
@@ -158,6 +167,15 @@ def pack(lengths: list[int], shard_tokens: int) -> Iterator[range]:
         tokens += length
     if lengths:
         yield range(first, len(lengths))
+
+
+def _seal(index: CacheIndex) -> str:
+    return digest(_values(replace(index, seal=None)))
+
+
+def _values(index: CacheIndex) -> dict[str, Any]:
+    values: dict[str, Any] = TypeAdapter(CacheIndex).dump_python(index, mode="json")
+    return values
 
 
 def _size(path: Path) -> int | None:

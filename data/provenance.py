@@ -32,22 +32,31 @@ class Stage:
 
     def is_whole(self) -> bool:
         """True when the output is finished and was made from these inputs."""
-        path = self.output / FILE
-        return path.is_file() and bool(read_json(path).get("inputs_digest") == digest(self.inputs))
+        return self._record().get("inputs_digest") == digest(self.inputs)
 
     def require_own_directory(self, overwrite: bool) -> None:
         """UserError when the directory holds another run's output and overwrite was not asked for."""
         path = self.output / FILE
         if overwrite or not path.is_file():
             return
-        found = read_json(path)
+        found = self._record()
+        if not found:
+            raise UserError(f"{path}: cannot be read; write it anew with --overwrite")
         if found.get("inputs_digest") == digest(self.inputs):
             return
         raise UserError(
             f"{self.output}: holds another {found.get('stage', 'output')} "
-            f"({_difference(found.get('inputs', {}), self.inputs)}); "
+            f"({differences(found.get('inputs', {}), self.inputs) or 'made by another version'}); "
             f"choose another --run, or replace it with --overwrite"
         )
+
+    def _record(self) -> dict[str, Any]:
+        """What provenance.json says; nothing where it is missing or broken, or its inputs are not those it digests."""
+        try:
+            record = read_json(self.output / FILE)
+            return record if record["inputs_digest"] == digest(record["inputs"]) else {}
+        except (UserError, KeyError, TypeError):
+            return {}
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Writes provenance.json, which marks the output as whole, and returns it."""
@@ -140,12 +149,10 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _difference(found: dict[str, Any], asked: dict[str, Any]) -> str:
-    """The first few keys whose values differ, 'key 1 -> 2'."""
-    rows = []
-    for key, old, new in _flat_difference(found, asked, ""):
-        rows.append(f"{key}: {_short(old)} there, {_short(new)} asked")
-    return "; ".join(rows[:3]) or "made by another version"
+def differences(found: dict[str, Any], asked: dict[str, Any]) -> str:
+    """'key: 1 there, 2 asked' of the first few keys whose values differ; '' when none does."""
+    rows = [f"{key}: {_short(old)} there, {_short(new)} asked" for key, old, new in _flat_difference(found, asked, "")]
+    return "; ".join(rows[:3])
 
 
 def _flat_difference(found: Any, asked: Any, prefix: str) -> list[tuple[str, Any, Any]]:

@@ -165,6 +165,16 @@ class ShardReader:
         span = slice(self.offsets[place], self.offsets[place + 1])
         return self._slice("input_ids", span).long(), self._slice("turns", span).clone()
 
+    def require_sound_tokens(self) -> None:
+        """UserError when token ids and turns are not those that the shard was made of; reads no state."""
+        hasher = hashlib.sha256()
+        ids, turns = (self._slice(name, slice(0, self.offsets[-1])).long() for name in ("input_ids", "turns"))
+        for first, last in zip(self.offsets, self.offsets[1:], strict=False):
+            length = torch.tensor([last - first])
+            hasher.update(torch.cat([length, ids[first:last], turns[first:last]]).numpy().tobytes())
+        if hasher.hexdigest()[:16] != self.rows:
+            raise UserError(f"{self.path}: its token ids do not match their digest")
+
     def row(self, place: int) -> StoredRow:
         """Row `place` of this shard; nothing in it shares memory with the file.
 

@@ -55,8 +55,31 @@ def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         with temporary.open("rb") as handle:
             os.fsync(handle.fileno())
         temporary.replace(path)
+        sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory survive a power cut, as far as its file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # not every network file system knows it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """Makes every file below a directory, and their names, survive a power cut."""
+    for place in [*path.rglob("*"), path]:
+        if place.is_dir():
+            sync_directory(place)
+        elif place.is_file():
+            with place.open("rb") as handle:
+                os.fsync(handle.fileno())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -92,6 +115,7 @@ def directory_atomically(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        sync_tree(temporary)
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             path.rename(old)
@@ -99,6 +123,7 @@ def directory_atomically(path: Path) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             temporary.rename(path)
+        sync_directory(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -68,12 +68,16 @@ class TrainConfig:
     measure_prompts: int = 0  # held-out prompts decoded at each evaluation: the best weights are then by measured tau
     measure_new_tokens: int = 64  # of each of them
     save_every: int = 500
+    keep_last: int = 2  # saves to go on from; with 2, a broken newest one costs the steps since the one before
+    keep_best: int = 1  # best-measured weights; further ones than the output stay in RUN/state/KIND/best
     trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
     profile_steps: tuple[int, int] | None = None  # (first step, how many): a torch.profiler trace
 
     def __post_init__(self) -> None:
         if min(self.epochs, self.batch_size, self.accumulation, self.loss_chunk_slots, self.log_every) < 1:
             raise ValueError("epochs, batch_size, accumulation, loss_chunk_slots and log_every must be at least 1")
+        if min(self.save_every, self.keep_last, self.keep_best) < 1:
+            raise ValueError("save_every, keep_last and keep_best must be at least 1")
         if self.learning_rate <= 0 or self.clip_norm <= 0:
             raise ValueError("learning_rate and clip_norm must be positive")
         if min(self.eval_depths, self.unroll_steps, self.measure_new_tokens) < 1 or self.measure_prompts < 0:

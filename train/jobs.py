@@ -9,6 +9,7 @@ from torch import nn
 
 from data.chat import end_of_turn_ids
 from data.frequency import CountedVocabulary
+from data.shards import rows_digest
 from data.tally import Tally
 from data.tokens import statistics, tokenize
 from model.checkpoint import Head, new_head
@@ -83,6 +84,7 @@ def draft_head_job(
         save_dtype=ends.lm_head.dtype,
         supply=source.supply,
         pools=source.pools,
+        rows=source.origin["rows"],
         measure=None if measure is None else measure(head),
     )
     return job, int(getattr(head.config, "draft_vocab_size", head.config.vocab_size))
@@ -118,6 +120,7 @@ def causal_lm_job(request: Request, frame: Frame) -> tuple[Job, int]:
         lengths=[len(row.input_ids) for row in rows.train],
         held_out=rows.held_out,
         save=frame.saver(),
+        rows=rows_digest(rows.train),
     )
     return job, len(tokenizer)
 
@@ -148,6 +151,7 @@ def distilled_lm_job(source: Source, frame: Frame) -> tuple[Job, int]:
         save_dtype=ends.lm_head.dtype,
         supply=supply,
         pools=source.pools,
+        rows=source.origin["rows"],
     )
     return job, module.num_columns
 

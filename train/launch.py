@@ -1,17 +1,20 @@
 """The Accelerator, with or without DeepSpeed, on CPUs and GPUs; and the whole fp32 weights of what it has sharded."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 
 from model.errors import UserError
 from train.config import TrainConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,35 @@ def quiet_deepspeed() -> None:
 
 def is_deepspeed(accelerator: Accelerator) -> bool:
     return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+
+def engine_of(accelerator: Accelerator) -> str:
+    """How the optimiser's states are laid out over the processes: 'plain float32', 'ZeRO-2 bf16'."""
+    plugin = accelerator.state.deepspeed_plugin if is_deepspeed(accelerator) else None
+    name = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
+    return f"{name} {accelerator.mixed_precision if accelerator.mixed_precision != 'no' else 'float32'}"
+
+
+def machine_of(device: torch.device) -> str:
+    """What decides the last bits of a sum: 'cpu, torch 2.13.0'."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, torch {torch.__version__}"
+
+
+def first_process_finds(accelerator: Accelerator, find: Callable[[], T]) -> T:
+    """What find returns on the first process, on all of them; its UserError, too."""
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = find()
+        except UserError as error:
+            outcome[1] = str(error)
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    found: T = outcome[0]
+    return found
 
 
 def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ over processes, clips and steps inside the last backward: nothing can be rescale
 
 import copy
 import math
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,18 +19,21 @@ from torch import nn
 
 from data.batches import Batch, Order, ShardPools, TokenisedRow, collate, prefetched
 from data.progress import bar
-from model.errors import UserError
-from train import resume
+from model.errors import UserError, warn
+from train import best, resume
 from train.config import TrainConfig
 from train.evaluate import evaluate
-from train.launch import full_weights, load_weights
+from train.launch import engine_of, first_process_finds, full_weights, load_weights, machine_of
 from train.metrics import Meter, MetricsFile, StepRecord, all_reduce, held_out_line, means, peak_memory_gib
 from train.objectives.step import Objective
 from train.optim import build_optimizer, learning_rate
-from train.signals import STATES, StopRequest
+from train.signals import CODES, StopRequest
 from train.timing import StepClock, profiler_window
+from train.trackers import Trackers
 
-Save = Callable[[Any, dict[str, Any]], None]  # (the module with its whole weights, facts) -> files
+METER = "meter-{}.json"  # in a save, one a process
+
+Save = Callable[[Any, Path, dict[str, Any]], None]  # (the module with its whole weights, directory, facts) -> files
 Supply = Callable[[Batch], Batch]  # puts the target's states into a batch on the device, where no cache has them
 Measure = Callable[[Any], dict[str, float]]  # measures by decoding, on every process; 'tau' then chooses the weights
 
@@ -56,6 +58,7 @@ class Job:
     measure: Measure | None = None
     overwrite: bool = False
     pools: ShardPools | None = None
+    rows: str | None = None  # digest of the training rows' token ids
 
 
 @dataclass(frozen=True)
@@ -78,27 +81,33 @@ def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
 class Loop:
     """One sitting of a run."""
 
-    def __init__(self, job: Job, accelerator: Accelerator, recipe: str) -> None:
-        """recipe is the digest of everything that decides the weights; states of another are refused."""
+    def __init__(self, job: Job, accelerator: Accelerator, made_of: dict[str, Any]) -> None:
+        """made_of is everything that decides the weights (JSON-ready); saves of something else are refused."""
         self.job, self.config, self.accelerator = job, job.config, accelerator
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
         config = self.config
         self.order = Order(job.lengths, config.seed, config.batch_size, config.accumulation, self.world, job.pools)
         self.total = total_steps(config, self.order.steps_per_epoch)
-        self.progress, folder = resume.find(job.state, resume.Progress(recipe, self.world), job.overwrite)
+        fresh = resume.Progress(
+            {**made_of, "rows": job.rows}, self.world, engine_of(accelerator), machine_of(self.device)
+        )
+        found = first_process_finds(accelerator, lambda: resume.find(job.state, fresh, job.overwrite))
+        self.progress = found.progress
         self.twin = (
             copy.deepcopy(job.module).to(self.device, job.save_dtype).eval()
         )  # never sharded: measured and saved
         self.module, self.optimizer = accelerator.prepare(job.module, build_optimizer(job.module, config))
         self.module.train()
-        self._restore(folder)
         self.meter, self.clock = Meter(), StepClock()
+        self._restore(found)
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
+        self.trackers = Trackers(accelerator, job.state, 0 if self.file is None else self.file.reached)
         self.held_out: dict[str, float] = {}
         self._write_line: Callable[[str], None] = print
         self._term_weights: dict[str, float] = {}
         self._grad_norm: Any = 0.0
         self._since = time.monotonic() - self.progress.seconds
+        self._saved_at = self.progress.step  # or begun, with nothing to save
 
     def run(self) -> Outcome:
         """Steps until the end, the budget or a signal; what was reached is then evaluated or saved."""
@@ -115,7 +124,11 @@ class Loop:
             for step, parts in zip(steps, prefetched(self._parts, steps), strict=True):
                 window.before(step)
                 waited = time.monotonic() - before
-                tokens, requests = self._step(step, parts, stop)
+                divisors, tokens, requests = self._agree(parts, stop)
+                if requests in CODES:
+                    ending = requests
+                    break
+                self._step(step, parts, divisors, tokens)
                 self.clock.add(tokens, time.monotonic() - before, waited)
                 shown.update(1)
                 if requests and self.progress.step < self.total:
@@ -141,9 +154,8 @@ class Loop:
         batch = batch.to(self.device)
         return batch if self.job.supply is None else self.job.supply(batch)
 
-    def _step(self, step: int, parts: list[Batch], stop: StopRequest) -> tuple[float, str]:
-        """One optimiser step: its tokens, and how the run should end here ('' when it should go on)."""
-        divisors, tokens, ending = self._agree(parts, stop)
+    def _step(self, step: int, parts: list[Batch], divisors: dict[str, float], tokens: float) -> None:
+        """One optimiser step, of so many tokens."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.total, self.config)
         factor = self.world * self.config.accumulation
@@ -160,17 +172,19 @@ class Loop:
         self._term_weights = {name: weight for name, (weight, _, _) in output.terms.items()}
         seconds = time.monotonic() - self._since
         self.progress = self.progress.moved(step=step + 1, tokens=self.progress.tokens + int(tokens), seconds=seconds)
-        return tokens, ending
 
     def _agree(self, parts: list[Batch], stop: StopRequest) -> tuple[dict[str, float], float, str]:
-        """Divisors of the terms and tokens of the whole step, and the ending that any process asks for."""
+        """Divisors of the terms and tokens of the whole step, and the ending that any process asks for.
+
+        A signal ends the run before the step, a spent budget after it.
+        """
         budget = self.config.max_seconds
         found = [self.job.objective.divisors(batch) for batch in parts]
         names = list(found[0])
         own = [
             sum(batch.num_tokens for batch in parts),
-            stop.received == signal.SIGUSR1,
-            stop.received is not None,
+            stop.state == "requeue",
+            stop.state == "interrupted",
             budget is not None and time.monotonic() - self._since > budget,
             *(sum(each[name] for each in found) for name in names),
         ]
@@ -191,12 +205,12 @@ class Loop:
             self._save_state()
 
     def _end(self, ending: str) -> Outcome:
-        self._log()
-        codes = dict(STATES.values())
-        if ending in codes:
-            self._save_state()
+        if ending in CODES:  # no log line: its sums are saved, and the line comes where it does in an unbroken run
+            if self.progress.step != self._saved_at:
+                self._save_state()
             self.say(f"stopped by a signal after step {self.progress.step:,}; the same command goes on from there")
-            return Outcome(ending, codes[ending], self.progress, self.total)
+            return Outcome(ending, CODES[ending], self.progress, self.total)
+        self._log()
         if ending == "budget":
             self.say(
                 f"train.max_seconds {self.config.max_seconds:g} is spent after step {self.progress.step:,} of "
@@ -205,8 +219,6 @@ class Loop:
         self._evaluate()
         if ending == "budget":
             self._save_state()
-        elif self.rank == 0:
-            resume.clear(self.job.state)
         self.accelerator.wait_for_everyone()
         return Outcome(ending, 0, self.progress, self.total, self.held_out)
 
@@ -235,7 +247,7 @@ class Loop:
         if self.file is not None:
             self.file.write(values)
         numbers = {f"{section}/{name}": value for name, value in values.items() if isinstance(value, float)}
-        self.accelerator.log(numbers, step=self.progress.step)
+        self.trackers.log(numbers, self.progress.step)
 
     def _evaluate(self) -> None:
         """Measures the weights on held-out rows, and keeps them where they are the best so far."""
@@ -257,19 +269,26 @@ class Loop:
             self._record({"kind": self.job.kind, "step": step, **held_out}, "held_out")
         elif step == self.total:
             self.say("no conversation is held out (data.held_out): the last weights are kept, unmeasured")
-        best = self.progress.best_score
-        if best is None or not rows or score > best:
-            self.progress = self.progress.moved(best_score=score, best_step=step)
-            if self.rank == 0:
-                self.job.save(self.twin, {"step": step, **self.held_out})
+        self._keep(score, unmeasured=not rows)
         self.accelerator.wait_for_everyone()
+
+    def _keep(self, score: float, unmeasured: bool) -> None:
+        """Keeps the weights in the twin if they are among the best; they become the output if they are the best."""
+        before = self.progress.moved(best=()) if unmeasured else self.progress
+        self.progress = before.ranked(score, self.config.keep_best)
+        step = self.progress.step
+        if self.rank != 0 or step not in [entry[1] for entry in self.progress.best]:
+            return
+        best.keep(self.job.state, step, lambda place: self.job.save(self.twin, place, {"step": step, **self.held_out}))
+        if step == self.progress.best_step:
+            best.publish(self.job.state, step, self.job.output)
 
     def _require_finite(self, name: str, value: float) -> None:
         """UserError when the weights are lost: nothing of them is kept, what was best before stays."""
         if math.isfinite(value):
             return
-        best = self.progress.best_step if self.progress.best_score is not None else None
-        kept = "nothing was kept" if best is None else f"the best weights kept are those of step {best:,}"
+        step = self.progress.best_step
+        kept = f"the best weights kept are those of step {step:,}" if step else "nothing was kept"
         raise UserError(
             f"train: {name} is {value} at step {self.progress.step:,}: the training diverged ({kept}); lower "
             f"train.learning_rate or train.clip_norm, and check head.rope_theta"
@@ -282,17 +301,31 @@ class Loop:
         return -self.held_out[name[1:]] if name.startswith("-") else self.held_out[name]
 
     def _save_state(self) -> None:
-        write = lambda folder: self.accelerator.save_state(str(folder))  # noqa: E731
-        self.progress = self.progress.moved(seconds=time.monotonic() - self._since)
-        resume.save(self.job.state, self.progress, write, self.rank, self.accelerator.wait_for_everyone)
+        def fill(folder: Path) -> None:
+            self.accelerator.save_state(str(folder))
+            self.meter.save(folder / METER.format(self.rank))
 
-    def _restore(self, folder: Path | None) -> None:
-        if folder is not None:
-            self.accelerator.load_state(str(folder))
-            if not self.job.output.exists():  # the best weights so far went with it
-                self.progress = self.progress.moved(best_score=None)
+        self.progress = self.progress.moved(seconds=time.monotonic() - self._since)
+        wait, keep_last = self.accelerator.wait_for_everyone, self.config.keep_last
+        resume.save(self.job.state, self.progress, fill, self.rank, wait, keep_last)
+        self._saved_at = self.progress.step
+        if self.rank == 0:
+            best.forget_others(self.job.state, self.progress)
+
+    def _restore(self, found: resume.Found) -> None:
+        """Brings weights, optimiser, random states, sums since the last log line and the output to the save's."""
+        if self.rank == 0:
+            for text in found.warnings:
+                warn(text)
+            for text in found.notes:
+                print(f"note: {text}", flush=True)
+        if found.folder is not None:
+            self.accelerator.load_state(str(found.folder))
+            self.meter.load(found.folder / METER.format(self.rank))
             if self.rank == 0:
-                print(f"going on from step {self.progress.step:,} of {self.total:,} ({folder})", flush=True)
+                self.progress = best.restore(self.job.state, self.progress, self.job.output)
+                print(f"going on from step {self.progress.step:,} of {self.total:,} ({found.folder})", flush=True)
         elif self.rank == 0 and self.job.state.is_dir():
             resume.clear(self.job.state)
+            best.clear(self.job.state)
         self.accelerator.wait_for_everyone()

@@ -13,25 +13,27 @@ import argparse
 import copy
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pipeline
 from data.index import COMMAND
-from data.inputs import changed_since, conversation_inputs, sampled_digest, target_inputs
+from data.inputs import changed_since, conversation_inputs
 from data.provenance import FILE, Stage, with_status
 from infer.methods import usual_tree
 from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
 from model.files import digest, read_json, write_text
-from model.hub import head_directory
 from model.recipe import as_dict
 from train.config import require_read
+from train.inputs import train_inputs
 from train.quiet import be_quiet
+from train.signals import answered
 
 if TYPE_CHECKING:
-    from train.loop import Job, Measure
+    from train.loop import Job, Measure, Outcome, Save
     from train.source import Source
 
 
@@ -78,6 +80,7 @@ def main() -> int:
         return _compare(setting, arguments.compare_objective)
     if _is_whole(setting) and arguments.init_to is None:
         if _rank() == 0:
+            _forget_saves(setting)
             print(f"train {recipe.head.kind}: whole, reused ({output})", flush=True)
         return 0
     setting.stage.require_own_directory(arguments.overwrite)
@@ -86,7 +89,7 @@ def main() -> int:
         raise UserError("--init-to: writes an untrained module without training; use it with --plan")
     if arguments.plan:
         return _plan(setting, arguments.init_to)
-    return with_status(setting.paths.status, "train", lambda: _train(setting))
+    return with_status(setting.paths.status, "train", lambda: answered(lambda: _train(setting)))
 
 
 def _is_whole(setting: Setting) -> bool:
@@ -145,28 +148,8 @@ def _require_no_foreign_files(setting: Setting) -> None:
 
 def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
     """Everything that the trained weights depend on, told without torch."""
-    logging_only = ("log_every", "save_every", "trackers", "profile_steps")
-    train = {name: value for name, value in as_dict(recipe.train).items() if name not in logging_only}
-    inputs: dict[str, Any] = {"target": target_inputs(recipe.target), "head": as_dict(recipe.head), "train": train}
-    online = recipe.features.mode == "online"
-    without_target = recipe.head.kind == "draft_lm" and recipe.train.distill is None
-    if without_target or online:
-        inputs |= {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data)}
-    if online:
-        section = as_dict(recipe.features)
-        inputs["features"] = {name: section[name] for name in ("mode", "after_blocks", "dtype")}
-    elif not without_target:
-        features = pipeline.RunPaths(Path(recipe.run)).features / FILE
-        inputs["features"] = read_json(features)["inputs_digest"] if features.is_file() else None
-        if recipe.features.after_blocks is not None:
-            inputs["after_blocks"] = list(recipe.features.after_blocks)
-        if recipe.features.shuffle_shards is not None:
-            inputs["shuffle_shards"] = recipe.features.shuffle_shards
-    if recipe.head.init_from is not None:
-        place = head_directory(recipe.head.init_from)
-        files = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in place.glob(kind))
-        inputs["init_from"] = {path.name: sampled_digest(path) for path in files}
-    return inputs
+    cache = pipeline.RunPaths(Path(recipe.run)).features
+    return train_inputs(recipe.head, recipe.target, recipe.data, recipe.features, recipe.train, cache)
 
 
 def _has_inputs(recipe: pipeline.Recipe) -> bool:
@@ -189,7 +172,7 @@ def _plan(setting: Setting, init_to: Path | None) -> int:
     if init_to is not None:
         if init_to.exists() and any(init_to.iterdir()):
             raise UserError(f"--init-to {init_to}: not empty; name a new directory")
-        _saver(setting, init_to)(job.module.to(job.save_dtype), {"step": 0})
+        job.save(job.module.to(job.save_dtype), init_to, {"step": 0})
         print(f"untrained module: {init_to}", flush=True)
     return 0
 
@@ -225,7 +208,7 @@ def _train(setting: Setting) -> tuple[str, int]:
     from train.launch import Launch, build_accelerator
     from train.loop import Loop
     from train.metrics import flat
-    from train.resume import numerics
+    from train.resume import decisive, training_alone
 
     recipe, stage = setting.recipe, setting.stage
     if recipe.threads is not None:
@@ -234,38 +217,58 @@ def _train(setting: Setting) -> tuple[str, int]:
     local_rank = os.environ.get("LOCAL_RANK")
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     launch = Launch(None if local_rank is None else int(local_rank), _world_size(), uses_deepspeed)
-    accelerator = build_accelerator(recipe.train, launch, setting.paths.root)
-    if accelerator.is_main_process:
-        setting.paths.root.mkdir(parents=True, exist_ok=True)
-        (stage.output / FILE).unlink(missing_ok=True)
-        write_text(_begun(setting), f"{stage.output}\n")
-    if recipe.train.trackers:
-        accelerator.init_trackers("aerie", config=flat(as_dict(recipe)))
-    if hasattr(job.objective, "ends"):
-        job.objective.ends = job.objective.ends.to(accelerator.device)
-    identity = {**stage.inputs, "train": numerics(stage.inputs["train"])}
-    outcome = Loop(job, accelerator, digest(identity)).run()
-    if accelerator.is_main_process and outcome.code == 0:
-        write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
-        progress = outcome.progress
-        _begun(setting).unlink(missing_ok=True)
-        record = stage.finish(
-            steps=progress.step,
-            total_steps=outcome.total_steps,
-            best_step=progress.best_step,
-            tokens=progress.tokens,
-            train_seconds=round(progress.seconds, 1),
-            ended=outcome.state,
-            processes=accelerator.num_processes,
-            held_out=outcome.held_out,
-        )
-        print(
-            f"train {job.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in {progress.seconds:,.0f} s "
-            f"({record['seconds']:,.0f} s with the start-up); best at step {progress.best_step:,}: {stage.output}",
-            flush=True,
-        )
-    accelerator.end_training()
+    curves = setting.paths.root / "trackers" / _state_name(recipe)
+    accelerator = build_accelerator(recipe.train, launch, curves)
+    with ExitStack() as alone:
+        if accelerator.is_main_process:
+            alone.enter_context(training_alone(job.state))
+        if hasattr(job.objective, "ends"):
+            job.objective.ends = job.objective.ends.to(accelerator.device)
+        loop = Loop(job, accelerator, {**stage.inputs, "train": as_dict(recipe.train)})
+        if accelerator.is_main_process:
+            write_text(_begun(setting), f"{stage.output}\n")
+            (stage.output / FILE).unlink(missing_ok=True)
+        loop.trackers.start(loop.progress.step, digest(decisive(loop.progress.made_of)), flat(as_dict(recipe)))
+        outcome = loop.run()
+        if accelerator.is_main_process and outcome.code == 0:
+            _finish(setting, outcome, accelerator.num_processes)
+        accelerator.end_training()
     return ("done" if outcome.code == 0 else outcome.state), outcome.code
+
+
+def _finish(setting: Setting, outcome: "Outcome", num_processes: int) -> None:
+    """Marks the output as whole; only then the saves are forgotten: a kill before costs the steps since the last."""
+    recipe, stage, progress = setting.recipe, setting.stage, outcome.progress
+    write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
+    record = stage.finish(
+        steps=progress.step,
+        total_steps=outcome.total_steps,
+        best_step=progress.best_step,
+        best_steps=[step for _, step in progress.best],
+        tokens=progress.tokens,
+        train_seconds=round(progress.seconds, 1),
+        ended=outcome.state,
+        processes=num_processes,
+        held_out=outcome.held_out,
+    )
+    _begun(setting).unlink(missing_ok=True)
+    _forget_saves(setting)
+    print(
+        f"train {recipe.head.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in {progress.seconds:,.0f} s "
+        f"({record['seconds']:,.0f} s with the start-up); best at step {progress.best_step:,}: {stage.output}",
+        flush=True,
+    )
+
+
+def _forget_saves(setting: Setting) -> None:
+    """Removes what a finished training would go on from; further best weights than the output stay (keep_best)."""
+    from train import best, resume
+
+    record, state = read_json(setting.stage.output / FILE), setting.paths.state(_state_name(setting.recipe))
+    if record.get("ended") == "finished" and state.is_dir():
+        resume.clear(state, is_over=True)
+        steps = record.get("best_steps", [])
+        best.clear(state, steps if len(steps) > 1 else ())
 
 
 def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
@@ -278,7 +281,7 @@ def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
 
     recipe, paths, output = setting.recipe, setting.paths, setting.stage.output
     state, metrics = paths.state(_state_name(recipe)), paths.root / "metrics.jsonl"
-    speaks, saver = _rank() == 0, partial(_saver, setting, output)
+    speaks, saver = _rank() == 0, partial(_saver, setting)
     frame = Frame(recipe.train, output, state, metrics, saver, setting.overwrite, speaks)
     request = Request(recipe.head, recipe.target, recipe.data, recipe.features)
     is_lm, distill = recipe.head.kind == "draft_lm", recipe.train.distill
@@ -346,19 +349,19 @@ def _openings(rows: Any, room: int) -> "Iterator[list[int]]":
             yield [int(token) for token in row.input_ids[:first]]
 
 
-def _saver(setting: Setting, directory: Path, **fixed: Any) -> Any:
-    """A function of (module with whole weights, facts) that writes directory."""
+def _saver(setting: Setting, **fixed: Any) -> "Save":
+    """A function of (module with whole weights, directory, facts) that writes the directory."""
     recipe = setting.recipe
     if recipe.head.kind == "draft_lm":
         from model.target import load_tokenizer
         from train.objectives.causal_lm import save_causal_lm
 
         tokenizer = load_tokenizer(recipe.target)
-        return lambda module, facts: save_causal_lm(module.lm, tokenizer, directory)
+        return lambda module, directory, facts: save_causal_lm(module.lm, tokenizer, directory)
     from model.checkpoint import save_head
 
     known = {"target_path": recipe.target.path, **fixed}
-    return lambda module, facts: save_head(_head_in(module), directory, **known, **facts)
+    return lambda module, directory, facts: save_head(_head_in(module), directory, **known, **facts)
 
 
 def _head_in(module: Any) -> Any:

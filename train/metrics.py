@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from model.files import write_text
+from model.files import explained, write_text
 from train.objectives.step import Sums
 
 SHOWN = {  # shorter in a line
@@ -67,6 +67,17 @@ class Meter:
         found = means(self.sums, device)
         self.sums = {}
         return found
+
+    def save(self, path: Path) -> None:
+        """Writes this process's sums, exactly."""
+        sums = {name: [float(value), float(count)] for name, (value, count) in self.sums.items()}
+        path.write_text(json.dumps(sums), encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        """Goes on from the sums that save wrote."""
+        pairs = json.loads(path.read_text(encoding="utf-8")).items()
+        double = lambda number: torch.tensor(number, dtype=torch.float64)  # noqa: E731
+        self.sums = {name: (double(value), double(count)) for name, (value, count) in pairs}
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -131,16 +142,18 @@ class MetricsFile:
 
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
+        self.reached = 0  # the last step of that kind that had a line
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
             return
         lines = path.read_text(encoding="utf-8").splitlines()
+        self.reached = max((_step(line, kind) for line in lines), default=0)
         kept = [line for line in lines if not _is_stale(line, kind, from_step)]
         if len(kept) != len(lines):
             write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as handle:
+        with explained(self.path), self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(record) + "\n")
 
 
@@ -187,8 +200,13 @@ def clock(seconds: float) -> str:
 
 
 def _is_stale(line: str, kind: str, from_step: int) -> bool:
+    return _step(line, kind) > from_step or _step(line, None) < 0
+
+
+def _step(line: str, kind: str | None) -> int:
+    """The step of a line, 0 where it is of another kind than asked for, -1 where a kill has cut it off."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
-        return True  # cut off by a kill
-    return bool(record.get("kind") == kind and record.get("step", 0) > from_step)
+        return -1
+    return int(record.get("step", 0)) if kind in (None, record.get("kind")) else 0

@@ -1,99 +1,211 @@
-"""`state/KIND/`: what a stopped run continues from. Whole or absent: written aside, renamed, then named in `latest`."""
+"""`state/KIND/`: the saves that a stopped run continues from, the newest named in `latest`, and what may continue them.
 
-import shutil
+Nothing here imports torch.
+"""
+
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model.errors import UserError
-from model.files import read_json, write_json, write_text
+from data.locks import Lock
+from data.provenance import differences
+from model.errors import NotWritable, UserError
+from model.files import write_text
+from train import saves
 
-LATEST, PROGRESS = "latest", "progress.json"
+LATEST = "latest"
+TRACKERS = "trackers.json"  # the run's id there (train.trackers)
 # What may change between two sittings of one run: it moves no weight, or only when the run ends.
 FREE = (
     "max_seconds",
     "log_every",
     "save_every",
+    "keep_last",
+    "keep_best",
     "trackers",
     "profile_steps",
     "loss_chunk_slots",
     "gradient_checkpointing",
 )
+DATA = {  # parts of made_of, and what a sentence calls them
+    "data": "data",
+    "conversations": "conversations",
+    "features": "feature cache",
+    "after_blocks": "features.after_blocks",
+    "shuffle_shards": "features.shuffle_shards",
+    "rows": "token ids of the rows",
+}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: optimiser steps and tokens done, seconds spent, the best held-out score so far."""
+    """Where a run is: optimiser steps and tokens done, seconds spent, the best held-out scores so far.
 
-    recipe: str  # digest of everything that decides the weights
+    made_of is everything that decides the weights, and the settings that do not (FREE), JSON-ready; engine and machine
+    say how and where it was computed.
+    """
+
+    made_of: dict[str, Any]
     world_size: int
+    engine: str = ""
+    machine: str = ""
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    best_score: float | None = None
-    best_step: int = 0
+    best: tuple[tuple[float, int], ...] = ()  # (score, step), best first
+
+    @property
+    def best_step(self) -> int:
+        """The step of the best weights, 0 before the first evaluation."""
+        return self.best[0][1] if self.best else 0
 
     def moved(self, **changes: Any) -> "Progress":
         return replace(self, **changes)
 
+    def ranked(self, score: float, keep: int) -> "Progress":
+        """With the weights of this step among the best, of which `keep` count; of equals the first is the best."""
+        others = [entry for entry in self.best if entry[1] != self.step]
+        ranked = sorted([*others, (score, self.step)], key=lambda entry: (-entry[0], entry[1]))
+        return replace(self, best=tuple(ranked[:keep]))
 
-def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, Path | None]:
-    """The saved progress and the folder of its states, or (fresh, None).
+    @classmethod
+    def of(cls, values: Any, place: Path) -> "Progress":
+        """The saved values; UserError when another version wrote them."""
+        try:
+            return cls(**{**values, "best": tuple((score, step) for score, step in values["best"])})
+        except (TypeError, KeyError, ValueError) as error:
+            raise UserError(f"{place}: was written by another version of this code") from error
 
-    UserError when the states belong to another recipe or another number of processes and overwrite was not asked for.
+
+@dataclass(frozen=True)
+class Found:
+    """What a run goes on from: the progress and the folder of its states (None: it starts), and what to say of it."""
+
+    progress: Progress
+    folder: Path | None = None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
+    """The newest whole save of this run.
+
+    UserError when there are saves and none is whole, or they are of another recipe, of other data, or of processes that
+    cannot share theirs with these, unless overwrite was asked for: then the run starts.
     """
-    if not (directory / LATEST).is_file():
-        return fresh, None
-    folder = directory / (directory / LATEST).read_text(encoding="utf-8").strip()
-    saved = Progress(**read_json(folder / PROGRESS))
-    if saved.recipe == fresh.recipe and saved.world_size == fresh.world_size:
-        return saved, folder
+    warnings: list[str] = []
+    found = _newest_whole(directory, warnings)
+    if found is None:
+        if warnings and not overwrite:
+            raise UserError(f"{warnings[0]}; no other save is whole: start anew with --overwrite")
+        return Found(fresh, warnings=tuple(f"{text}; starting anew" for text in warnings))
+    saved, folder = found
+    refusal = _refusal(saved, fresh, folder)
+    if refusal is None:
+        said = tuple(f"{text}; going on from {folder.name}, the newest whole save" for text in warnings)
+        if saved.machine != fresh.machine:
+            said += (
+                f"{folder}: saved with {saved.machine}, this is {fresh.machine}: it goes on, not bit for bit as there",
+            )
+        moved = {"made_of": fresh.made_of, "machine": fresh.machine}
+        return Found(saved.moved(**moved), folder, said, _adaptations(saved, fresh))
     if overwrite:
-        return fresh, None
-    if saved.recipe != fresh.recipe:
-        raise UserError(
-            f"{folder}: step {saved.step:,} of another recipe; choose another --run, or start anew with --overwrite"
-        )
-    raise UserError(
-        f"{folder}: saved by {saved.world_size} processes, now there are {fresh.world_size}; go on with "
-        f"--num_processes {saved.world_size}, or start anew with --overwrite"
-    )
+        return Found(fresh)
+    raise UserError(refusal)
 
 
 def save(
-    directory: Path, progress: Progress, write: Callable[[Path], None], rank: int, wait: Callable[[], None]
+    directory: Path,
+    progress: Progress,
+    fill: Callable[[Path], None],
+    rank: int = 0,
+    wait: Callable[[], None] = lambda: None,
+    keep_last: int = 1,
 ) -> None:
-    """Writes the states with write(folder), which all ranks call, and makes them the latest.
+    """Writes the states with fill(folder), which all ranks call, and makes them the latest of `keep_last` saves.
 
-    wait is a barrier over all ranks. The folder before is removed only when the new one is named in `latest`.
+    wait is a barrier over all ranks. Earlier saves are removed only when the new one is durable.
     """
-    folder = directory / f"step-{progress.step:08d}"
-    temporary = directory / f".{folder.name}.tmp"
+    folder = directory / saves.name_of(progress.step)
+    try:
+        saves.write(folder, asdict(progress), fill, rank, wait)
+    except NotWritable as error:
+        before = [each.name for each in saves.folders(directory) if each != folder]
+        kept = f"; {before[0]} is kept, and the same command goes on from there" if before else ""
+        raise NotWritable(f"{error}{kept}", error.is_full) from error
     if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    wait()
-    write(temporary)
-    wait()
-    if rank == 0:
-        write_json(temporary / PROGRESS, asdict(progress))
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
         write_text(directory / LATEST, folder.name + "\n")
-        for old in directory.glob("step-*"):
-            if old != folder:
-                shutil.rmtree(old)
+        older = [each for each in saves.folders(directory) if saves.step_of(each) <= progress.step]
+        for stale in {*saves.folders(directory)} - {*older[:keep_last]}:  # also broken ones of steps that are to come
+            saves.remove(stale)
+        saves.sweep(directory)
     wait()
 
 
-def clear(directory: Path) -> None:
-    """Forgets the states; profiler traces stay."""
+def training_alone(directory: Path) -> Lock:
+    """A lock on the saves; UserError when another process has it."""
+    lock = Lock(directory / ".lock")
+    if not lock.acquire(wait=False):
+        lock.release()
+        raise UserError(f"{directory}: another process is training there; wait for its end, or choose another --run")
+    return lock
+
+
+def clear(directory: Path, is_over: bool = False) -> None:
+    """Forgets the saves, and the trackers' run if the training is over; profiler traces and best weights stay."""
+    if is_over:
+        (directory / TRACKERS).unlink(missing_ok=True)
     (directory / LATEST).unlink(missing_ok=True)
-    for folder in [*directory.glob("step-*"), *directory.glob(".step-*.tmp")]:
-        shutil.rmtree(folder)
+    for folder in saves.folders(directory):
+        saves.remove(folder)
+    saves.sweep(directory)
 
 
-def numerics(train: dict[str, Any]) -> dict[str, Any]:
-    """The part of the section `train` that decides the weights."""
-    return {name: value for name, value in train.items() if name not in FREE}
+def _newest_whole(directory: Path, warnings: list[str]) -> tuple[Progress, Path] | None:
+    folders = saves.folders(directory)
+    latest = (directory / LATEST).read_text(encoding="utf-8").strip() if (directory / LATEST).is_file() else None
+    if latest is not None and not any(folder.name >= latest for folder in folders):
+        warnings.append(f"{directory / latest}: the newest save is missing")
+    for folder in folders:
+        try:
+            return Progress.of(saves.read(folder), folder), folder
+        except UserError as error:
+            warnings.append(str(error))
+    return None
+
+
+def _refusal(saved: Progress, fresh: Progress, folder: Path) -> str | None:
+    """Why these processes cannot go on from the save, and what can be done."""
+    anew = "start anew with --overwrite"
+    there, now = (decisive(progress.made_of) for progress in (saved, fresh))
+    data = [{word: each.get(name) for name, word in DATA.items()} for each in (there, now)]
+    others = [{name: value for name, value in each.items() if name not in DATA} for each in (there, now)]
+    if changed := differences(*others):
+        return f"{folder}: step {saved.step:,} of another recipe ({changed}); choose another --run, or {anew}"
+    if changed := differences(*data):
+        return f"{folder}: step {saved.step:,} on other data ({changed}); choose another --run, or {anew}"
+    if saved.world_size != fresh.world_size:
+        return (
+            f"{folder}: saved by {saved.world_size} processes, now there are {fresh.world_size}; go on with "
+            f"--num_processes {saved.world_size}, or {anew}"
+        )
+    if saved.engine != fresh.engine:
+        return f"{folder}: saved under {saved.engine}, now it is {fresh.engine}; go on as there, or {anew}"
+    return None
+
+
+def _adaptations(saved: Progress, fresh: Progress) -> tuple[str, ...]:
+    """A sentence for each setting that is another one now and may be."""
+    there, now = ({name: each.made_of.get("train", {}).get(name) for name in FREE} for each in (saved, fresh))
+    return tuple(
+        f"train.{name}: {there[name]} until now, {now[name]} from here on; it moves no weight"
+        for name in FREE
+        if differences({name: there[name]}, {name: now[name]})
+    )
+
+
+def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
+    """The part that decides the weights."""
+    train = {name: value for name, value in made_of.get("train", {}).items() if name not in FREE}
+    return {**made_of, "train": train}

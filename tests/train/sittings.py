@@ -1,5 +1,6 @@
 """Runs of the real loop in this process, on a tiny head and random rows."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from data.cache import CachedRow
 from model.checkpoint import save_head
+from model.recipe import as_dict
 from tests import tiny
 from train.config import TrainConfig
 from train.launch import Launch, build_accelerator
@@ -44,7 +46,7 @@ def job(directory: Path, settings: TrainConfig, rows: list[CachedRow] | None = N
         "output": directory / "head",
         "state": directory / "state",
         "metrics": directory / "metrics.jsonl",
-        "save": lambda head, facts: save_head(head, directory / "head", **facts),
+        "save": lambda head, place, facts: save_head(head, place, **facts),
         **changes,
     }
     return Job(**values)
@@ -56,8 +58,16 @@ def sitting(made: Job, recipe: str = "recipe") -> tuple[Outcome, Loop]:
     GradientState._reset_state()
     torch.manual_seed(int(torch.randint(1 << 30, ()).item()))  # nothing may depend on the global generator
     accelerator = build_accelerator(made.config, Launch(), made.state)
-    loop = Loop(made, accelerator, recipe)
-    return loop.run(), loop
+    loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.config)})
+    loop.trackers.start(loop.progress.step, recipe, {"recipe": recipe})
+    outcome = loop.run()
+    accelerator.end_training()
+    return outcome, loop
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:

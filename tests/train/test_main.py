@@ -4,11 +4,8 @@ import argparse
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -480,32 +477,6 @@ def test_whether_a_run_is_whole_is_told_without_torch(made: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(made / "recipe.yaml")], cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 0
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_run_cleanly_and_the_next_call_goes_on(made: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "train/main.py",
-        "--config",
-        str(made / "recipe.yaml"),
-        "--output",
-        str(tmp_path / "head"),
-    ]
-    command += ["--train.max_steps", "4000", "--train.epochs", "4000", "--train.eval_every", "0"]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert child.stdout is not None
-    first = next(line for line in child.stdout if line.startswith("step "))
-    time.sleep(0.2)
-    child.send_signal(signal.SIGINT)
-    rest, _ = child.communicate(timeout=60)
-    assert first and child.returncode == 130 and "stopped by a signal after step" in rest and "Traceback" not in rest
-    assert json.loads((made / "run/status.json").read_text())["state"] == "interrupted"
-    again = subprocess.run(
-        [*command, "--train.max_seconds", "1"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert again.returncode == 0 and "going on from step" in again.stdout
-    shutil.rmtree(made / "run/state")  # other trainings share the run
 
 
 @pytest.mark.parametrize(
