@@ -50,7 +50,7 @@ class Stage(Protocol):
 def prepare(root: Path) -> Path:
     """A directory with a target, conversations, questions and a recipe, which is returned."""
     tiny.target(root / "target")
-    tiny.write_conversations(root / "train.jsonl", 900)
+    tiny.write_conversations(root / "train.jsonl", 1400)
     questions = [
         {"question_id": n, "category": "count", "turns": [f"Please count {n + 2} boats."]} for n in range(PROMPTS)
     ]

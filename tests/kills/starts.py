@@ -95,8 +95,9 @@ class WarmPython:
         other.close()
         self._line.recv()
 
-    def start(self, words: list[str], log: Path) -> Running:
-        self._line.send(json.dumps({"words": words, "log": str(log)}))
+    def start(self, words: list[str], log: Path, below: Path | None = None, fatal: int | None = None) -> Running:
+        """fatal: the command kills itself just before its fatal-th change to the names below a directory."""
+        self._line.send(json.dumps({"words": words, "log": str(log), "below": str(below), "fatal": fatal}))
         ended: list[int] = []
 
         def poll() -> int | None:

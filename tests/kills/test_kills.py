@@ -13,7 +13,7 @@ import pytest
 
 from tests.kills.stages import Bench, Features, Stage, Training, prepare
 from tests.kills.starts import ColdPython, Python, WarmPython
-from tests.kills.trial import Tally, Undisturbed, table, trial
+from tests.kills.trial import Tally, Undisturbed, at_each_change, table, trial
 
 KILLS = {"features": 17, "training": 17, "bench": 16}
 COLD_KILLS = 3  # of each stage, of commands that are started from nothing
@@ -93,6 +93,19 @@ def test_fifty_kills_at_random_moments_leave_no_trace(
         print(f"\n{table(tallies)}\n{time.monotonic() - started:,.0f} s", flush=True)
     assert [found for tally in tallies for found in tally.differences] == []
     assert {tally.stage: tally.counted for tally in tallies} == KILLS and sum(KILLS.values()) == 50
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(3), ids=list(KILLS))
+def test_a_stage_that_dies_before_any_change_to_a_file_goes_on_to_the_same_bytes(
+    number: int, known: list[Undisturbed], warm: WarmPython, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = known[number].stage
+    kills, differences = at_each_change(stage, warm, tmp_path / "run")
+    with capsys.disabled():
+        print(f"\n{stage.name}: killed {kills} times, the n-th time before its n-th change to a file", flush=True)
+    assert differences == [] and kills > 20
 
 
 def _flip(path: Path) -> None:

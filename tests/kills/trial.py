@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.kills.stages import Stage, half_written
-from tests.kills.starts import Python, kill, watched
+from tests.kills.starts import Python, WarmPython, kill, watched
 
 NEW, MIDDLE, FULL = "before its first write", "between writes", "after its last write"
 UNBORN, ENDED = "before the command began", "after its end"  # these count for nothing
@@ -32,6 +32,12 @@ class Tally:
     @property
     def counted(self) -> int:
         return sum(self.kills[moment] for moment in COUNTED)
+
+    def add(self, differences: list[str]) -> None:
+        """Counts a run that has ended."""
+        self.runs += 1
+        self.equal += not differences
+        self.differences += differences
 
     def numbers(self) -> list[int]:
         """The cells of its line, without the name."""
@@ -90,14 +96,32 @@ def trial(known: Undisturbed, python: Python, run: Path, chance: random.Random, 
     while code is None:
         moment = chance.random() * known.seconds[python.name] if tally.counted < wanted else None
         code = _sitting(stage, python, run, moment, tally)
+    tally.add(compared(stage, run, code))
+
+
+def at_each_change(stage: Stage, python: WarmPython, run: Path) -> tuple[int, list[str]]:
+    """(kills, differences) of one run: its n-th sitting dies just before the n-th change that it makes to a file.
+
+    So a kill falls before and after each step of what a stage does at its beginning and at its end, where moments that
+    are drawn over its whole time seldom fall.
+    """
+    stage.begin(run)
+    kills, code = 0, -1
+    while code < 0:
+        started = python.start(stage.words(run), _log(run), run, kills + 1)
+        code = watched(started, None, partial(stage.glance, run)) or 0
+        kills += code < 0
+    return kills, compared(stage, run, code)
+
+
+def compared(stage: Stage, run: Path, code: int) -> list[str]:
+    """Where a run that has ended differs from the undisturbed one; one that does not is removed."""
     said = _log(run).read_text(encoding="utf-8", errors="replace")
     found = stage.differences(run) if code == 0 else [f"exit code {code}: {said[-600:].strip()}"]
-    tally.runs += 1
-    tally.equal += not found
-    tally.differences += [f"{run.name}: {each}" for each in found]
     if not found:
         shutil.rmtree(run)
         _log(run).unlink()
+    return [f"{run.name}: {each}" for each in found]
 
 
 def _sitting(stage: Stage, python: Python, run: Path, moment: float | None, tally: Tally) -> int | None:
