@@ -24,7 +24,7 @@ from data.provenance import FILE, Stage, with_status
 from infer.methods import usual_tree
 from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
-from model.files import digest, read_json, write_text
+from model.files import digest, read_json, remove_temporaries, write_text
 from model.hub import head_directory
 from model.recipe import as_dict
 from train.config import require_read
@@ -237,8 +237,9 @@ def _train(setting: Setting) -> tuple[str, int]:
     accelerator = build_accelerator(recipe.train, launch, setting.paths.root)
     if accelerator.is_main_process:
         setting.paths.root.mkdir(parents=True, exist_ok=True)
+        write_text(_begun(setting), f"{stage.output}\n")  # first: what lies there is this run's own from here on
         (stage.output / FILE).unlink(missing_ok=True)
-        write_text(_begun(setting), f"{stage.output}\n")
+        remove_temporaries(stage.output)
     if recipe.train.trackers:
         accelerator.init_trackers("aerie", config=flat(as_dict(recipe)))
     if hasattr(job.objective, "ends"):
@@ -248,7 +249,6 @@ def _train(setting: Setting) -> tuple[str, int]:
     if accelerator.is_main_process and outcome.code == 0:
         write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
         progress = outcome.progress
-        _begun(setting).unlink(missing_ok=True)
         record = stage.finish(
             steps=progress.step,
             total_steps=outcome.total_steps,
@@ -259,6 +259,7 @@ def _train(setting: Setting) -> tuple[str, int]:
             processes=accelerator.num_processes,
             held_out=outcome.held_out,
         )
+        _begun(setting).unlink(missing_ok=True)  # a kill before the record is there finds files of its own
         print(
             f"train {job.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in {progress.seconds:,.0f} s "
             f"({record['seconds']:,.0f} s with the start-up); best at step {progress.best_step:,}: {stage.output}",
