@@ -10,7 +10,7 @@ from infer.config import MethodConfig, PromptsConfig, SamplingConfig
 from infer.tasks import check_sources, prompt_inputs
 from model.config import TargetConfig
 from model.errors import UserError
-from model.files import file_digest, read_json, write_json
+from model.files import file_digest, read_json, remove_temporaries, write_json
 from model.head_files import CALIBRATOR, digests, find_weights
 from model.hub import head_directory, is_on_hub
 
@@ -29,6 +29,7 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
     if not same:
         for left in ("cycles.jsonl", "overhead.json", "suite.json"):
             (stage.output / left).unlink(missing_ok=True)
+    remove_temporaries(stage.output)
     write_json(job, stage.inputs)
 
 

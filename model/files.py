@@ -18,6 +18,7 @@ from model.errors import NotWritable, UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Writers of one file may be processes of the same number on two machines.
+    # Writers of one file may be processes of the same number on two machines. remove_temporaries knows the name.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         write(temporary)
@@ -80,6 +81,13 @@ def sync_tree(path: Path) -> None:
         elif place.is_file():
             with place.open("rb") as handle:
                 os.fsync(handle.fileno())
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Removes what killed processes were writing in a directory; nobody else may be writing there."""
+    for path in directory.glob(".*.tmp"):
+        if TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -25,7 +25,7 @@ from data.provenance import FILE, Stage, with_status
 from infer.methods import usual_tree
 from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
-from model.files import digest, read_json, write_text
+from model.files import digest, read_json, remove_temporaries, write_text
 from model.recipe import as_dict
 from train.config import require_read
 from train.inputs import train_inputs
@@ -228,6 +228,7 @@ def _train(setting: Setting) -> tuple[str, int]:
         if accelerator.is_main_process:
             write_text(_begun(setting), f"{stage.output}\n")
             (stage.output / FILE).unlink(missing_ok=True)
+            remove_temporaries(stage.output)
         loop.trackers.start(loop.progress.step, digest(decisive(loop.progress.made_of)), flat(as_dict(recipe)))
         outcome = loop.run()
         if accelerator.is_main_process and outcome.code == 0:
