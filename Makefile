@@ -68,6 +68,8 @@ bench: $(STAMP)
 	wait $$eagle3 || { code=$$?; tail -n 5 $(SEEDS)/eagle3.log >&2; exit $$code; }; \
 	tail -n 1 $(SEEDS)/eagle3.log
 	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml
+	@$(BIN)/python infer/main.py calibrate --config configs/bench/seeds.yaml --run $(SEEDS)/eagle3 --target $(SEEDS)/target \
+		--head $(SEEDS)/heads/eagle3 --calibrate.method eagle3 --calibrate.oracle_levels null
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py tune --config configs/bench/seeds.yaml
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds.yaml

@@ -136,8 +136,8 @@ class Target:
             ours = self.logits(self.features(ids).last_hidden).float().to(own.device)
         if not torch.isfinite(own).all():
             raise UserError(
-                f"{self.recipe.path}: its logits of the tokens {ids[0].tolist()} are not finite; its weights are broken, or "
-                f"target.dtype is too narrow for them (bfloat16, float32)"
+                f"{self.recipe.path}: its logits of the tokens {ids[0].tolist()} are not finite; its weights are "
+                f"broken, or target.dtype is too narrow for them (bfloat16, float32)"
             )
         error = (own - ours).abs().max().item()
         if not error <= 1e-3 * max(1.0, own.abs().max().item()):

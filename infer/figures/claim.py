@@ -22,7 +22,7 @@ MOST_WASTE = 0.5  # of the fixed tree's wasted draft forwards, both at the large
 LEAST_TAU = 0.97  # of the fixed tree's best over the depths
 LEAST_SPEED = 0.97  # modelled, of the vote's own best over the depths
 RULES = ("fixed", "vote")
-Place = tuple[str | None, str | None, Sampling, tuple[tuple[str, str], ...], str]
+Place = tuple[str | None, str | None, str | None, Sampling, tuple[tuple[str, str], ...], str]
 Answers = tuple[Record, ...]
 
 
@@ -41,7 +41,7 @@ class AtDepth:
 def claims(
     records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, Any] | None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """The claim for each head and sampling with fixed and voting trees of the same depths on the same prompts.
+    """The claim for each head, confidence and sampling with fixed and voting trees of the same depths and prompts.
 
     Ratios are of the vote: `waste` against the fixed tree's at the largest depth, `tau` against the fixed tree's best
     over the depths, `modelled` against the vote's own best, null where tune.json has no costs for this kind of head.
@@ -51,7 +51,7 @@ def claims(
         return []
     baselines = baselines_of(records)
     found = []
-    for (kind, path, sampling, prompts, _), rules in _by_rule(records, asked).items():
+    for (kind, path, calibrated, sampling, prompts, _), rules in _by_rule(records, asked).items():
         depths = sorted(set(rules.get("fixed", {})) & set(rules.get("vote", {})))
         if len(depths) > 1:
             answers = {rule: {depth: rules[rule][depth] for depth in depths} for rule in RULES}
@@ -64,8 +64,8 @@ def claims(
             }
             found.append(
                 {
-                    "head": kind, "head_path": path, "temperature": sampling[0], "top_k": sampling[1],
-                    "top_p": sampling[2], "prompts": len(prompts), "largest": depths[-1],
+                    "head": kind, "head_path": path, "calibrated": calibrated,
+                    "temperature": sampling[0], "top_k": sampling[1], "top_p": sampling[2], "prompts": len(prompts), "largest": depths[-1],
                     **{rule: [asdict(one) for one in each] for rule, each in spent.items()},
                     **held(spent["fixed"], spent["vote"]),
                 }
@@ -135,7 +135,8 @@ def _by_rule(records: Sequence[Record], asked: Asked) -> dict[Place, dict[str, d
             rule = rule_of(tree.settings)
             if rule in RULES and all(record.status == "ok" for record in members):
                 rest = digest([tree.k, tree.nodes, {**tree.settings, "stop": None}])
-                place = (first.head, first.head_path, first.sampling, tuple(sorted(point.prompts)), rest)
+                calibrated = tree.settings.get("calibrated")
+                place = (first.head, first.head_path, calibrated, first.sampling, tuple(sorted(point.prompts)), rest)
                 found.setdefault(place, {}).setdefault(rule, {}).setdefault(tree.levels, members)
     return found
 

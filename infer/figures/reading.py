@@ -11,8 +11,14 @@ def reading(summary: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]
     """The sentences, each true of these figures; the verdict on the outputs stands above them (infer/page.py)."""
     sentences = [*_rows(summary["rows"]), *_calibration(details.get("analysis")), *_tuning(details["tuning"])]
     for claim in details["deagle"]:
-        sentences.append(f"DEAGLE’s claim, on the {claim['head_path'] or claim['head']} head: {_kept(claim)}")
+        sentences.append(f"DEAGLE’s claim, on the {claimed_on(claim)}: {_kept(claim)}")
     return sentences
+
+
+def claimed_on(claim: Mapping[str, Any]) -> str:
+    """The head, and by which calibrator its confidence goes, where it goes by one."""
+    confidence = f" with {claim['calibrated']} confidence" if claim.get("calibrated") else ""
+    return f"{claim['head_path'] or claim['head']} head{confidence}"
 
 
 def claim_words(claim: Mapping[str, Any]) -> list[str]:
