@@ -65,7 +65,8 @@ def claims(
             found.append(
                 {
                     "head": kind, "head_path": path, "calibrated": calibrated,
-                    "temperature": sampling[0], "top_k": sampling[1], "top_p": sampling[2], "prompts": len(prompts), "largest": depths[-1],
+                    "temperature": sampling[0], "top_k": sampling[1], "top_p": sampling[2],
+                    "prompts": len(prompts), "largest": depths[-1],
                     **{rule: [asdict(one) for one in each] for rule, each in spent.items()},
                     **held(spent["fixed"], spent["vote"]),
                 }

@@ -7,7 +7,7 @@ import pytest
 
 from infer.config import Method
 from infer.figures.claim import claims
-from infer.figures.reading import claim_words, reading
+from infer.figures.reading import claim_words, claimed_on, reading
 from infer.records import Record
 from infer.suite import Asked, AskedCell, AskedPoint
 from tests.infer.figures.made_up import tree
@@ -106,3 +106,18 @@ def test_a_claim_needs_both_rules_at_two_depths_on_the_same_prompts() -> None:
     assert claims(records, Asked(asked.main, (*asked.points[:3], other)), TUNING) == []
     failed = [replace(one, status="error", message="x", ms=None) if one.row == 4 else one for one in records]
     assert claims(failed, asked, TUNING) == []
+
+
+def test_trees_by_calibrated_confidence_are_a_claim_of_their_own() -> None:
+    """They are compared with fixed trees by the same confidence, and say which."""
+    records, asked = bench()
+    moved = []
+    for one in records:
+        settings = {} if one.tree is None else {**one.tree.settings, "calibrated": "isotonic"}
+        shape = None if one.tree is None else replace(one.tree, settings=settings)
+        moved.append(replace(one, tree=shape, row=one.row + 4) if shape is not None else one)
+    points = (*asked.points, *(replace(point, row=point.row + 4) for point in asked.points))
+    own, calibrated = claims([*records, *(one for one in moved if one.tree)], replace(asked, points=points), TUNING)
+    assert (own["calibrated"], calibrated["calibrated"]) == (None, "isotonic")
+    assert own["tau"] == calibrated["tau"] and calibrated["prompts"] == 2
+    assert claimed_on(own) == "eagle1 head" and claimed_on(calibrated) == "eagle1 head with isotonic confidence"
