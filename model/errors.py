@@ -44,9 +44,9 @@ def warn(message: str) -> None:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """The process's exit code: main's own, 2 after a UserError (one line on stderr), 130 after Ctrl-C, 75 after SIGUSR1.
+    """The process's exit code: main's own, 2 after a UserError (one line on stderr), 130 after Ctrl-C.
 
-    141 where nobody reads what is printed any more (`| head`), as a shell tells it.
+    75 after SIGUSR1; 141 where nobody reads what is printed any more (`| head`), as a shell tells it.
     """
     try:
         code = main()
@@ -60,7 +60,11 @@ def exit_code(main: Callable[[], int]) -> int:
             raise
         return 141
     except Requeued:
-        print("stopped before the time limit: what is whole is kept; the same command goes on", file=sys.stderr, flush=True)
+        print(
+            "stopped before the time limit: what is whole is kept; the same command goes on",
+            file=sys.stderr,
+            flush=True,
+        )
         return REQUEUE
     except KeyboardInterrupt:
         print("interrupted: what is whole is kept; the same command goes on from there", file=sys.stderr, flush=True)
