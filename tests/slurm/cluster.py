@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,18 +91,19 @@ class Cluster:
     def log(self, number: str) -> str:
         return "".join(path.read_text() for path in (self.root / "logs").glob(f"*-{number}.log"))
 
-    def wait(self, *numbers: str, seconds: float = 300.0) -> None:
-        """Until the jobs are out of the queue."""
-        wanted = ",".join(numbers)
-        self.until(lambda: not self.run("squeue", "--noheader", f"--jobs={wanted}").strip(), wanted, seconds)
+    def wait(self, numbers: Iterable[str], seconds: float = 600.0) -> None:
+        """Until the jobs are out of the queue; AssertionError when that takes too long."""
+        end, wanted = time.monotonic() + seconds, set(numbers)
+        while left := wanted & set(self.run("squeue", "--noheader", "--format=%F").split()):
+            assert time.monotonic() < end, "\n".join(map(self.log, sorted(left)))
+            time.sleep(0.2)
 
-    def until(self, is_so: Any, what: str, seconds: float = 300.0) -> None:
-        """Until is_so(); AssertionError with the logs when that takes too long."""
+    def until(self, is_so: Callable[[], bool], number: str, seconds: float = 600.0) -> None:
+        """Until is_so(); AssertionError with the job's log when that takes too long or the job has failed before."""
         end = time.monotonic() + seconds
         while not is_so():
-            assert time.monotonic() < end, "\n".join(
-                [f"waited {seconds:g} s for {what}", *(path.read_text() for path in self.root.glob("logs/*.log"))]
-            )
+            assert time.monotonic() < end, f"waited {seconds:g} s\n{self.log(number)}"
+            assert self.job(number).get("state") not in ("failed", "done") or is_so(), self.log(number)
             time.sleep(0.1)
 
 
@@ -140,11 +141,11 @@ def started() -> Iterator[Cluster]:
         for number, command in enumerate(commands):
             stack.enter_context(_daemon(command, environment, root / f"daemon-{number}.log"))
             if number == 0:
-                _until_exists(Path(keys["socket"]))
+                _until(Path(keys["socket"]).exists, "munged's socket")
         cluster = Cluster(root, environment)
         stack.callback(_cancel_all, cluster)
         idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
-        cluster.until(lambda: _said(idle, environment) == "2", "two idle nodes", seconds=60)
+        _until(lambda: _said(idle, environment) == "2", "two idle nodes")
         yield cluster
 
 
@@ -166,17 +167,17 @@ def _daemon(command: list[str], environment: dict[str, str], log: Path) -> Itera
 
 def _cancel_all(cluster: Cluster) -> None:
     cluster.run("scancel", "--user=root")
-    cluster.until(lambda: not cluster.run("squeue", "--noheader").strip(), "the last jobs' end", seconds=60)
+    _until(lambda: not cluster.run("squeue", "--noheader").strip(), "the last jobs' end")
 
 
 def _said(command: list[str], environment: dict[str, str]) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def _until_exists(path: Path) -> None:
-    end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} does not appear"
+def _until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end, f"waited a minute for {what}"
         time.sleep(0.05)
 
 

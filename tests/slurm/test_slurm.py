@@ -61,19 +61,21 @@ def morning(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Morni
     jobs["alone"] = cluster.submit("train", recipe, "--run", root / "alone", AERIE_PROCESSES="2")
 
     distilled = root / "distilled/status.json"
-    cluster.until(lambda: state(distilled) == "running", "the target that answers")
+    cluster.until(lambda: state(distilled) == "running", jobs["distill"])
     signal_before_the_limit(cluster, jobs["distill"])
-    cluster.until(lambda: last_step(root / "run/metrics.jsonl") >= 5, "the first steps")
+    cluster.until(lambda: last_step(root / "run/metrics.jsonl") >= 5, jobs["train"])
     signal_before_the_limit(cluster, jobs["train"])
-    cluster.until(lambda: state(root / "run/status.json") != "running", "the ranks to stop")
+    cluster.until(lambda: state(root / "run/status.json") != "running", jobs["train"])
     seen = json.loads((root / "run/status.json").read_text())
-    cluster.wait(*jobs.values())
+    cluster.wait(jobs.values())
     return Morning(cluster, recipe, jobs, seen)
 
 
 def write_recipe(root: Path) -> Path:
     tiny.target(root / "target", num_blocks=2)
     rows = str(tiny.write_conversations(root / "train.jsonl", 60, seed=2))
+    asked = [json.dumps({"turns": [f"How many owls are {number} lamps?"]}) for number in (2, 3)]
+    (root / "questions.jsonl").write_text("".join(f"{line}\n" for line in asked))
     tree = {"levels": 3, "k": 2, "nodes": 6}
     train = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 2, "learning_rate": 2e-3, "warmup_steps": 1}
     values = {
@@ -91,7 +93,7 @@ def write_recipe(root: Path) -> Path:
             "max_turns": 1,
         },
         "bench": {
-            "prompts": {"path": rows, "num_prompts": 2, "max_new_tokens": 8, "turns": 1},
+            "prompts": {"path": str(root / "questions.jsonl"), "num_prompts": 2, "max_new_tokens": 8, "turns": 1},
             "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}],
         },
     }
