@@ -10,10 +10,13 @@ import pytest
 from data.provenance import with_status
 from model.errors import UserError, exit_code, stop_on_signals
 
+CLEANED: list[int] = []  # the signals after which a clean-up came to its end
+
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """The handlers of before come back."""
+    CLEANED.clear()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     stop_on_signals()
     yield
@@ -31,7 +34,8 @@ def stopped_by(number: signal.Signals) -> Callable[[], tuple[str, int]]:
             signal.raise_signal(number)
         finally:
             if number == signal.SIGUSR1:
-                signal.raise_signal(number)  # a batch script repeats it: the clean-up goes on
+                signal.raise_signal(number)  # a batch script repeats it
+            CLEANED.append(number)
         return "done", 0
 
     return run
@@ -53,3 +57,5 @@ def test_a_commands_end_is_its_exit_code_and_its_status(
     path = tmp_path / "status.json"
     assert exit_code(lambda: with_status(path, "features", run)) == code
     assert json.loads(path.read_text()) == {"stage": "features", "state": state, "code": code}
+    stopped = {"interrupted": [signal.SIGTERM], "requeue": [signal.SIGUSR1]}
+    assert stopped.get(state, []) == CLEANED

@@ -1,7 +1,6 @@
 """The batch scripts under a real SLURM of two nodes: what a cluster does to a job changes no byte of what it makes."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from data.main import main as features
+from model.errors import exit_code
 from tests import tiny
-from tests.slurm import CHECKOUT
 from tests.slurm.cluster import Cluster, missing, started
 
 pytestmark = pytest.mark.slow
@@ -56,8 +56,9 @@ def morning(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Morni
     jobs["distill"] = cluster.submit("distill", recipe, "--run", root / "distilled")
     jobs["mistake"] = cluster.submit("train", recipe, "--train.bath_size", 3)
     jobs["part"] = cluster.submit("features", recipe, options="--array=2-3")
-    features = [sys.executable, "data/main.py", "features", "--config", str(recipe), "--run", str(root / "alone")]
-    subprocess.run(features, cwd=CHECKOUT, env=cluster.environment, capture_output=True, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["data/main.py", "features", "--config", str(recipe), "--run", str(root / "alone")])
+        assert exit_code(features) == 0
     jobs["alone"] = cluster.submit("train", recipe, "--run", root / "alone", AERIE_PROCESSES="2")
 
     distilled = root / "distilled/status.json"
