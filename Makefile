@@ -90,7 +90,7 @@ else exit $$code; fi
 endef
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -rs
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak

@@ -44,9 +44,9 @@ def warn(message: str) -> None:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """The exit code: main's own, 2 after a UserError (one line on stderr), 130 after Ctrl-C, 75 after SIGUSR1.
+    """The process's exit code: main's own, 2 after a UserError (one line on stderr), 130 after Ctrl-C.
 
-    141 where nobody reads what is printed any more (`| head`), as a shell tells it.
+    75 after SIGUSR1; 141 where nobody reads what is printed any more (`| head`), as a shell tells it.
     """
     try:
         code = main()

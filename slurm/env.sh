@@ -81,7 +81,7 @@ end() {
     fi
     write_status "$state" "$code"
     if [[ $state == requeue ]]; then
-        # The first task of an array has the array's number: by that alone all of them would be requeued.
+        # One task of an array has the array's number: by that alone all of them would be requeued.
         scontrol requeue "$job" || echo "error: not requeued; the same command goes on from where this job stopped" >&2
     fi
     exit "$code"

@@ -1,0 +1,193 @@
+"""A real SLURM of two nodes on this machine, in its own directory: munged, slurmctld, and a slurmd a node."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.slurm import CHECKOUT
+
+DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun")
+# More CPUs than there are: jobs wait for each other on the cores, not in the queue. Requeued ones start at once.
+CONFIGURATION = """\
+ClusterName=aerie
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={root}/munge/socket,cred_expire=2
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool-%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min_interval=0
+KillWait=20
+NodeName=nest1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=nest2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why no SLURM can be started here; None where one can."""
+    absent = [name for name in DAEMONS if shutil.which(name, path=_path()) is None]
+    if absent:
+        return f"no {', '.join(absent)} (Debian: apt-get install slurm-wlm munge)"
+    return None if os.geteuid() == 0 else "slurmd must be started by root"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Submits the batch scripts of this checkout; logs and the jobs' status files are under root."""
+
+    root: Path
+    environment: dict[str, str]
+
+    def submit(self, script: str, *words: object, options: str = "", **environment: str) -> str:
+        """The number of the job."""
+        out = f"--output={self.root}/logs/%x-%j.log"
+        command = ["sbatch", "--parsable", "--cpus-per-task=1", out, *options.split(), f"slurm/{script}.sbatch"]
+        return self.run(*command, *map(str, words), **environment).strip()
+
+    def run(self, *command: str, **environment: str) -> str:
+        """What a command prints; AssertionError with all that it said where it fails."""
+        done = subprocess.run(
+            command,
+            cwd=CHECKOUT,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def job(self, number: str) -> dict[str, Any]:
+        """The newest status of a job, as its script wrote it; {} before that."""
+        found = list((self.root / "logs").glob(f"*-{number}.json"))
+        return json.loads(found[0].read_text()) if found else {}
+
+    def log(self, number: str) -> str:
+        return "".join(path.read_text() for path in (self.root / "logs").glob(f"*-{number}.log"))
+
+    def wait(self, numbers: Iterable[str], seconds: float = 600.0) -> None:
+        """Until the jobs are out of the queue; AssertionError when that takes too long."""
+        end, wanted = time.monotonic() + seconds, set(numbers)
+        while left := wanted & set(self.run("squeue", "--noheader", "--format=%F").split()):
+            assert time.monotonic() < end, "\n".join(map(self.log, sorted(left)))
+            time.sleep(0.2)
+
+    def until(self, is_so: Callable[[], bool], number: str, seconds: float = 600.0) -> None:
+        """Until is_so(); AssertionError with the job's log when that takes too long or the job has failed before."""
+        end = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < end, f"waited {seconds:g} s\n{self.log(number)}"
+            assert self.job(number).get("state") not in ("failed", "done") or is_so(), self.log(number)
+            time.sleep(0.1)
+
+
+@contextmanager
+def started() -> Iterator[Cluster]:
+    """A cluster whose two nodes are idle; it ends with its jobs."""
+    root = Path(tempfile.mkdtemp(prefix="aerie-slurm-"))
+    root.chmod(0o755)  # munged works as another user
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "AERIE"))}
+    environment = {
+        **kept,
+        "PATH": _path(),
+        "SLURM_CONF": str(root / "slurm.conf"),
+        "AERIE_LOGS": str(root / "logs"),
+        "AERIE_VENV": str(Path(sys.prefix)),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+        for name in ("state", "logs", "munge"):
+            (root / name).mkdir()
+        host = socket.gethostname().split(".")[0]
+        (root / "slurm.conf").write_text(CONFIGURATION.format(host=host, root=root, ports=_free_ports(3)))
+        shutil.chown(root / "munge", "munge", "munge")
+        as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
+        keys = {name: f"{root}/munge/{name}" for name in ("key", "socket", "pid", "log", "seed")}
+        subprocess.run([*as_munge, "mungekey", "--create", f"--keyfile={keys['key']}"], env=environment, check=True)
+        files = [f"--{name}-file={keys[name]}" for name in ("key", "pid", "log", "seed")]
+        commands = [
+            [*as_munge, "munged", "--foreground", f"--socket={keys['socket']}", *files],
+            ["slurmctld", "-D"],
+            *(["slurmd", "-D", "-N", name] for name in ("nest1", "nest2")),
+        ]
+        for number, command in enumerate(commands):
+            stack.enter_context(_daemon(command, environment, root / f"daemon-{number}.log"))
+            if number == 0:
+                _until(Path(keys["socket"]).exists, "munged's socket")
+        cluster = Cluster(root, environment)
+        stack.callback(_cancel_all, cluster)
+        idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+        _until(lambda: _said(idle, environment) == "2", "two idle nodes")
+        yield cluster
+
+
+@contextmanager
+def _daemon(command: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True) as process,
+    ):
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _cancel_all(cluster: Cluster) -> None:
+    cluster.run("scancel", "--user=root")
+    _until(lambda: not cluster.run("squeue", "--noheader").strip(), "the last jobs' end")
+
+
+def _said(command: list[str], environment: dict[str, str]) -> str:
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end, f"waited a minute for {what}"
+        time.sleep(0.05)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
