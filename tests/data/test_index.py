@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def test_no_rows_need_no_shard() -> None:
 
 
 def test_an_index_reads_back_as_it_was_written(directory: Path) -> None:
-    assert read_index(directory) == INDEX
+    found = read_index(directory)
+    assert replace(found, seal=None) == INDEX and found.seal is not None
     assert is_complete(directory)
     assert (INDEX.num_tokens, INDEX.num_bytes) == (15, 7)
 
@@ -63,6 +65,17 @@ def test_absent_and_unfinished_caches_are_named_with_the_command_that_builds_the
         read_index(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"not whole \(no index.json\)"):
         read_index(tmp_path)
+
+
+def test_a_changed_index_is_refused_unless_it_never_had_a_seal(directory: Path) -> None:
+    values = json.loads((directory / FILE).read_text())
+    values["splits"] = {"train": [0, 3], "held_out": [3, 3]}
+    (directory / FILE).write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"index.json: its seal does not match .*features --config RECIPE --verify"):
+        read_index(directory)
+    del values["seal"]
+    (directory / FILE).write_text(json.dumps(values))
+    assert read_index(directory).splits["train"] == (0, 3)
 
 
 def test_an_index_of_another_version_is_refused_with_its_key(directory: Path) -> None:
