@@ -66,7 +66,7 @@ def command(recipe: Path, launcher: str, name: str) -> list[str]:
 
 
 def stopped(words: list[str], number: signal.Signals) -> None:
-    """Sends the launcher and both processes, as a terminal or a scheduler does, a signal some steps later than the eighth."""
+    """Sends a signal to the launcher, which passes it on, or SIGKILL to both processes too, soon after step 8."""
     child = subprocess.Popen(
         words,
         cwd=ROOT,
@@ -79,9 +79,16 @@ def stopped(words: list[str], number: signal.Signals) -> None:
     assert child.stdout is not None
     for line in child.stdout:
         if re.match(rf"step 8/{STEPS} ", line):
-            os.killpg(child.pid, number)
+            for process in [child.pid, *(below(child.pid) if number == signal.SIGKILL else [])]:
+                os.kill(process, number)
             break
     child.communicate(timeout=300)
+
+
+def below(process: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [number for child in children for number in (int(child), *below(int(child)))]
 
 
 def results(directory: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
