@@ -92,6 +92,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(tmp_path: Path, undisturbed: Any, point: str) -> None:
     settings = config(**SHORT)
@@ -164,6 +165,7 @@ def test_an_output_that_was_removed_comes_back_with_its_score(tmp_path: Path) ->
     same(tmp_path / "whole", whole, tmp_path / "cut", sitting(job(tmp_path / "cut", settings)))
 
 
+@pytest.mark.slow
 def test_a_tracker_goes_on_in_the_same_run_and_has_no_step_twice(tmp_path: Path) -> None:
     settings = config(log_every=1, save_every=4, trackers=("tensorboard",))
     whole = sitting(job(tmp_path / "whole", settings))
