@@ -15,7 +15,7 @@ from typing import Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 GLANCE_SECONDS = 0.003  # how often the files of a running command are looked at
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 600.0
 
 
 class Running(Protocol):
@@ -114,4 +114,5 @@ class WarmPython:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._line.close()
-        self._process.wait(30)
+        self._process.kill()
+        self._process.wait()

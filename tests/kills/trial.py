@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.kills.stages import Stage, half_written
-from tests.kills.starts import Python, WarmPython, kill, watched
+from tests.kills.starts import Python, kill, watched
 
 NEW, MIDDLE, FULL = "before its first write", "between writes", "after its last write"
 UNBORN, ENDED = "before the command began", "after its end"  # these count for nothing
@@ -81,9 +81,9 @@ class Undisturbed:
             if place != run:
                 stage.begin(place)
             started = time.monotonic()
-            code = watched(python.start(stage.words(place), _log(place)), None, partial(stage.glance, place))
+            code = watched(python.start(stage.words(place), log_of(place)), None, partial(stage.glance, place))
             seconds[python.name] = time.monotonic() - started
-            assert code == 0, _log(place).read_text(encoding="utf-8")[-2000:]
+            assert code == 0, log_of(place).read_text(encoding="utf-8")[-2000:]
             assert stage.differences(place) == []
         return cls(stage, seconds)
 
@@ -99,35 +99,20 @@ def trial(known: Undisturbed, python: Python, run: Path, chance: random.Random, 
     tally.add(compared(stage, run, code))
 
 
-def at_each_change(stage: Stage, python: WarmPython, run: Path) -> tuple[int, list[str]]:
-    """(kills, differences) of one run: its n-th sitting dies just before the n-th change that it makes to a file.
-
-    So a kill falls before and after each step of what a stage does at its beginning and at its end, where moments that
-    are drawn over its whole time seldom fall.
-    """
-    stage.begin(run)
-    kills, code = 0, -1
-    while code < 0:
-        started = python.start(stage.words(run), _log(run), run, kills + 1)
-        code = watched(started, None, partial(stage.glance, run)) or 0
-        kills += code < 0
-    return kills, compared(stage, run, code)
-
-
 def compared(stage: Stage, run: Path, code: int) -> list[str]:
     """Where a run that has ended differs from the undisturbed one; one that does not is removed."""
-    said = _log(run).read_text(encoding="utf-8", errors="replace")
+    said = log_of(run).read_text(encoding="utf-8", errors="replace")
     found = stage.differences(run) if code == 0 else [f"exit code {code}: {said[-600:].strip()}"]
     if not found:
         shutil.rmtree(run)
-        _log(run).unlink()
+        log_of(run).unlink()
     return [f"{run.name}: {each}" for each in found]
 
 
 def _sitting(stage: Stage, python: Python, run: Path, moment: float | None, tally: Tally) -> int | None:
     """One start, killed after `moment` seconds: None, or its exit code where it has ended before."""
     before = stage.written(run), set(half_written(run)), _begun(run)
-    running = python.start(stage.words(run), _log(run))
+    running = python.start(stage.words(run), log_of(run))
     code = watched(running, moment, partial(stage.glance, run))
     if code is None:
         code = kill(running)
@@ -153,5 +138,6 @@ def _begun(run: Path) -> int | None:
     return status.stat().st_mtime_ns if status.is_file() else None
 
 
-def _log(run: Path) -> Path:
+def log_of(run: Path) -> Path:
+    """What the commands print that work there."""
     return run.with_name(f"{run.name}.log")
