@@ -164,7 +164,7 @@ def test_the_bench_waits_for_the_requeued_training_and_measures_its_head(morning
 def test_a_mistake_ends_a_job_in_one_line_before_any_step(morning: Morning) -> None:
     status, log = morning.cluster.job(morning.jobs["mistake"]), morning.cluster.log(morning.jobs["mistake"])
     assert (status["state"], status["code"], status["attempt"]) == ("failed", 2, 1)
-    assert len(log.splitlines()) == 1 and "did you mean 'batch_size'?" in log
+    assert len(log.splitlines()) == 1 and "did you mean 'train.batch_size'?" in log
 
 
 def test_a_part_of_an_array_is_refused_without_the_number_of_its_shares(morning: Morning) -> None:
