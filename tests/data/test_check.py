@@ -161,3 +161,18 @@ def test_a_shard_of_before_there_were_checksums_is_read_and_counted_as_unchecked
     found = check(plan.directory)
     assert found.problems == () and found.unsealed == 1
     assert plan.state_of(0, thorough=True) == "whole"
+
+
+def test_a_changed_token_id_is_found_where_no_state_is_read(plan: CachePlan) -> None:
+    path = plan.path_of(2)
+    with safe_open(path, framework="pt") as handle:
+        facts = handle.metadata()
+        tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
+    assert len(list(FeatureCache.open(plan.directory).tokens())) == len(plan.rows)
+    tensors["input_ids"][3] += 1
+    path.unlink()
+    save_file(tensors, path, metadata=facts)
+    with pytest.raises(
+        UserError, match=r"shard-00002\.safetensors: its token ids do not match their digest; .*--verify"
+    ):
+        list(FeatureCache.open(plan.directory).tokens())
