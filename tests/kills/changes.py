@@ -26,20 +26,19 @@ def from_the_start(stage: Stage, python: WarmPython, run: Path) -> tuple[int, li
 
 def to_the_end(stage: Stage, python: WarmPython, run: Path) -> tuple[int, list[str]]:
     """(kills, differences) of runs that died near their end once, then before the first, the second ... change on."""
-    almost, differences = run.with_name(f"{run.name}-almost"), []
     stage.begin(run)
     assert _sitting(stage, python, run, None) == 0
     total = int(re.findall(r"^changes: (\d+)$", log_of(run).read_text(encoding="utf-8"), re.MULTILINE)[-1])
-    differences += compared(stage, run, 0)
-    stage.begin(almost)
-    assert _sitting(stage, python, almost, total - TAIL) < 0 and not stage.is_whole(almost)
+    differences = compared(stage, run, 0)
+    stage.begin(run)
+    assert _sitting(stage, python, run, total - TAIL) < 0 and not stage.is_whole(run)
+    almost = run.rename(run.with_name(f"{run.name}-almost"))
     kills, code = 0, -1
-    while code < 0:
-        each = run.with_name(f"{run.name}-{kills + 1}")
-        shutil.copytree(almost, each, symlinks=True)
-        code = _sitting(stage, python, each, kills + 1)
+    while code < 0 and not differences:
+        shutil.copytree(almost, run, symlinks=True)  # under the same name, which a training writes down
+        code = _sitting(stage, python, run, kills + 1)
         kills += code < 0
-        differences += compared(stage, each, _sitting(stage, python, each, None) if code < 0 else code)
+        differences += compared(stage, run, _sitting(stage, python, run, None) if code < 0 else code)
     return kills, differences
 
 
