@@ -31,7 +31,8 @@ begin() {
     mkdir -p "${status_file%/*}"
     write_status running 0
     trap 'caught=USR1' USR1 # --signal=B:USR1@300: the time limit is near
-    trap 'caught=TERM' TERM # scancel, and the time limit: SLURM itself stops the step
+    # scancel, and the time limit: SLURM itself stops the step, and soon this script too.
+    trap 'caught=TERM; write_status interrupted 143' TERM
 }
 
 # plan SCRIPT ...: turns a mistake into one line and exit code 2 before any node works. A requeued job has been through it.
