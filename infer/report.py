@@ -10,6 +10,7 @@ from infer.calibration import pictures as calibration_pictures
 from infer.diversity import distinct_ngrams, pooled_prompt_lookup_tau
 from infer.figures import sections as suites
 from infer.figures.claim import claims
+from infer.figures.lengths import lengths
 from infer.page import render
 from infer.palette import standalone
 from infer.plots import pictures
@@ -69,6 +70,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
         drawn |= tuning_pictures.pictures(details["tuning"])
     pooled["sweeps"], details["sweeps"] = sweep_rows(records, asked, seed)
     details["deagle"] = claims(records, asked, details["tuning"], seed)
+    details["lengths"] = lengths(records, asked, details["tuning"], seed)
     drawn |= suites.pictures(suites.sections(pooled["rows"], details["by_task"], pooled["sweeps"]))
     samples = sample_answers(groups, pooled["rows"])
     page = render(pooled, details, drawn, samples, facts.commands)

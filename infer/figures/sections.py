@@ -12,6 +12,7 @@ from infer.figures.lines import Line, lines_of, numeric, values_of
 from infer.figures.pictures import context_picture, depth_picture, value_picture
 from infer.figures.policies import Policies, policy_tables
 from infer.figures.published import TASKS, Beside, beside
+from infer.figures.reasoning import Reasoning, reasoning_tables
 
 PREFIX = "sweep-"
 
@@ -35,6 +36,7 @@ class Sections:
     contexts: contexts.Contexts | None
     varied: tuple[tuple[str | None, Varied], ...]
     policies: tuple[Policies, ...]
+    reasoning: tuple[Reasoning, ...]
     beside: tuple[Beside, ...]
 
     @property
@@ -64,6 +66,7 @@ def sections(
         contexts.context_tables(sweeps),
         tuple(varied),
         tuple(policy_tables(rows)),
+        tuple(reasoning_tables(rows, by_task)),
         tuple(beside(rows, by_task)),
     )
 
