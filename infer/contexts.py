@@ -46,7 +46,8 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
             break
         for span in SPANS:
             above = contexts[place - 1] if span == "bucket" and place else 0
-            pairs, again = [], []
+            pairs = []
+            again: list[bool] = []
             for one, other in members.pairs:
                 mine, base = reached(one, above, length), reached(other, above, length)
                 if mine and base:
