@@ -12,9 +12,11 @@ import numpy as np
 
 from infer.aggregate import Group, identity, ratio_interval
 from infer.config import CONTEXT
+from infer.diversity import repeats
 from infer.records import FloatArray, Record
 
 SPANS = ("cumulative", "bucket")
+NGRAM = 4  # tokens whose return counts as repetition
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,35 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
     """Rows of `sweeps` for one row of the bench, up to the limit (what the target was trained for).
 
     A length counts the prompts at which both this row's answer and vanilla's get that far; without any it is left out.
-    A row that failed, and records of an older version without times of cycles, have none.
+    `repeated` is the share of the 4-grams there that the row's own answer has had before: long answers that loop are
+    easy to draft. A row that failed, and records of an older version without times of cycles, have no rows.
     """
     if members.failed or any(record.target_forwards and not record.cycle_ms for record in members.records):
         return []
+    said_before = {record.prompt_key: repeats(record.output_ids, NGRAM) for record in members.records}
     rows = []
     for place, length in enumerate(contexts):
         if limit is not None and length > limit:
             break
         for span in SPANS:
             above = contexts[place - 1] if span == "bucket" and place else 0
-            pairs = [
-                (mine, base) for one, other in members.pairs
-                if (mine := reached(one, above, length)) and (base := reached(other, above, length))
-            ]  # fmt: skip
+            pairs = []
+            again: list[bool] = []
+            for one, other in members.pairs:
+                mine, base = reached(one, above, length), reached(other, above, length)
+                if mine and base:
+                    pairs.append((mine, base))
+                    again += _between(said_before[one.prompt_key], one.prompt_tokens, above, length)
             if pairs:
-                rows.append({**identity(members), **_figures(pairs, seed), **_place(length, span)})
+                share = {"repeated": sum(again) / len(again) if again else None}
+                rows.append({**identity(members), **_figures(pairs, seed), **share, **_place(length, span)})
     return rows
+
+
+def _between(said_before: Sequence[bool], prompt_tokens: int, above: int, length: int) -> Sequence[bool]:
+    """Those of an answer's n-grams that end behind context length `above`, up to `length`."""
+    first = prompt_tokens + NGRAM  # the context length at which the first one ends
+    return said_before[max(above - first + 1, 0) : max(length - first + 1, 0)]
 
 
 def reached(record: Record, above: int, length: int) -> Reached | None:

@@ -14,6 +14,26 @@ def distinct_ngrams(answers: Iterable[Sequence[int]], size: int = 4) -> tuple[in
     return len(seen), total
 
 
+def repeats(answer: Sequence[int], size: int = 4) -> list[bool]:
+    """For each n-gram of one answer, by where it starts, whether the answer has had it before."""
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for start in range(len(answer) - size + 1):
+        ngram = tuple(answer[start : start + size])
+        found.append(ngram in seen)
+        seen.add(ngram)
+    return found
+
+
+def repeated_share(answers: Iterable[Sequence[int]], size: int = 4) -> float | None:
+    """The share of n-grams that their own answer has had before, pooled over the answers; null without any n-gram.
+
+    Other than `distinct_ngrams` it does not count what two answers share, nor does it grow with their number.
+    """
+    found = [again for answer in answers for again in repeats(answer, size)]
+    return sum(found) / len(found) if found else None
+
+
 def prompt_lookup_cycles(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],

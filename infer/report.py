@@ -10,6 +10,7 @@ from infer.calibration import pictures as calibration_pictures
 from infer.diversity import distinct_ngrams, pooled_prompt_lookup_tau
 from infer.figures import sections as suites
 from infer.figures.claim import claims
+from infer.figures.lengths import lengths
 from infer.figures.traces import traced
 from infer.page import render
 from infer.palette import standalone
@@ -70,6 +71,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
         drawn |= tuning_pictures.pictures(details["tuning"])
     pooled["sweeps"], details["sweeps"] = sweep_rows(records, asked, seed)
     details["deagle"] = claims(records, asked, details["tuning"], seed)
+    details["lengths"] = lengths(records, asked, details["tuning"], seed)
     details["traces"] = [asdict(one) for one in traced(groups)]
     drawn |= suites.pictures(suites.sections(pooled["rows"], details["by_task"], pooled["sweeps"], details["traces"]))
     samples = sample_answers(groups, pooled["rows"])

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infer.figures.claim import LEAST_SPEED, LEAST_TAU, MOST_WASTE
+from infer.figures.length_words import length_sentence, published_rules
 from infer.table import is_lossy, label, number
 
 
@@ -12,6 +13,8 @@ def reading(summary: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]
     sentences = [*_rows(summary["rows"]), *_calibration(details.get("analysis")), *_tuning(details["tuning"])]
     for claim in details["deagle"]:
         sentences.append(f"DEAGLE’s claim, on the {claimed_on(claim)}: {_kept(claim)}")
+    for comparison in details["lengths"]:
+        sentences += [length_sentence(comparison, rule) for rule in published_rules(comparison)]
     return sentences
 
 

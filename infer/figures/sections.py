@@ -12,6 +12,7 @@ from infer.figures.lines import Line, lines_of, numeric, values_of
 from infer.figures.pictures import context_picture, depth_picture, draft_picture, trace_picture, value_picture
 from infer.figures.policies import Policies, policy_tables
 from infer.figures.published import TASKS, Beside, beside
+from infer.figures.reasoning import Reasoning, reasoning_tables
 from infer.figures.traces import Traced, from_json
 
 PREFIX = "sweep-"
@@ -37,6 +38,7 @@ class Sections:
     varied: tuple[tuple[str | None, Varied], ...]
     policies: tuple[Policies, ...]
     traces: tuple[tuple[str, Traced], ...]
+    reasoning: tuple[Reasoning, ...]
     beside: tuple[Beside, ...]
 
     @property
@@ -72,6 +74,7 @@ def sections(
         tuple(varied),
         tuple(policy_tables(rows)),
         tuple((f"{PREFIX}trace-{place}", from_json(one)) for place, one in enumerate(traces)),
+        tuple(reasoning_tables(rows, by_task)),
         tuple(beside(rows, by_task)),
     )
 

@@ -47,6 +47,15 @@ def test_the_way_to_a_length_and_the_way_from_the_one_before() -> None:
     assert {row["sweep"] for row in rows} == {"context"} and rows[0]["method"] == "eagle2"
 
 
+def test_what_an_answer_says_again_is_counted_where_it_says_it() -> None:
+    loop = (*range(21), *range(20))  # the 4-grams that end at its 25th to 41st token have been before
+    _, members = group([answer(), fast(output_ids=loop)])
+    found = {(row["value"], row["span"]): row["repeated"] for row in context_rows(members, (103, 111, 131, 141), None)}
+    assert found[103, "cumulative"] is None  # no 4-gram ends there yet
+    assert found[111, "cumulative"] == 0.0 and found[141, "cumulative"] == pytest.approx(17 / 38)
+    assert found[131, "bucket"] == pytest.approx(7 / 20) and found[141, "bucket"] == 1.0
+
+
 def test_a_length_that_no_pair_reaches_or_that_the_target_does_not_know_is_left_out() -> None:
     short = fast(prompt_id="1", new_tokens=9, cycle_tokens=(4, 4), accepted=(3, 3), target_forwards=2,
                  cycle_ms=(16.0, 16.0), cycle_nodes=(6, 6))  # fmt: skip

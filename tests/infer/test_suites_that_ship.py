@@ -19,7 +19,7 @@ SUITES = {
     "deagle": "3 rows x 2 samplings x 320 prompts of mt_bench, humaneval, gsm8k, alpaca",
     "svip-mtbench": "10 rows x 1 samplings x 80 prompts of mt_bench",
     "svip-eagle2": "3 rows x 1 samplings x 80 prompts of mt_bench",
-    "svip-qwq": "4 rows x 1 samplings x 471 prompts of math500, gpqa_diamond, aime",
+    "svip-qwq": "4 rows x 2 samplings x 471 prompts of math500, gpqa_diamond, aime",
     "seeds": "17 rows x 2 samplings x 21 prompts",
 }
 
@@ -49,7 +49,7 @@ def test_every_suite_is_planned(
 @pytest.mark.parametrize("path", sorted((CONFIGS / "bench").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_row_and_every_point_of_a_suite_is_a_way_of_decoding(path: Path) -> None:
     bench = load(path).bench
-    assert bench is not None and (path.stem in SUITES or path.stem in ("embedded", "seeds-full"))
+    assert bench is not None and (path.stem in SUITES or path.stem in ("embedded", "seeds-full", "svip-embedded"))
     suite = suite_of(bench)
     for row, place in zip(suite.rows, suite.places, strict=True):
         assert (tree_of(row, place) is None) == (METHODS[row.method].tree is None)

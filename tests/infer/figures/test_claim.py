@@ -79,7 +79,7 @@ def test_the_words_say_it_whichever_way_it_comes_out() -> None:
     assert words[0].startswith("With room for 4 levels the vote wastes 4 draft forwards, the fixed tree 8: 0.50 times")
     assert "holds here" in words[0] and "50.0 %" in words[1] and "does NOT hold here" in words[1]
     assert "0.62 times as fast as the fixed tree of at most 4 levels (95 % 0.62–0.62, all below 1)" in words[3]
-    said = reading({"rows": []}, {"analysis": None, "tuning": None, "deagle": [claim]})
+    said = reading({"rows": []}, {"analysis": None, "tuning": None, "deagle": [claim], "lengths": []})
     assert said == [
         "DEAGLE’s claim, on the eagle1 head: with room for 4 levels it holds for wasted forwards and modelled speed; "
         "does not hold for tau (T 0, 2 prompts)."

@@ -14,6 +14,7 @@ from infer.suite import AskedCell
 from infer.sweeps import SUITE
 from model.files import write_json
 from model.recipe import as_dict
+from tests.infer.figures import test_lengths as chains
 from tests.infer.figures.test_claim import COSTS, GREEDY, bench
 from tests.infer.test_report import BROWSER, facts, laid_out, read_page
 
@@ -51,6 +52,23 @@ def test_the_page_has_every_section_that_was_measured(run: Path) -> None:
         assert text in words, text
     assert "ablation" not in words and "By context length" not in words  # were not measured
     assert (run / "report" / "sweep-depths.svg").is_file()
+
+
+def test_draft_lengths_stand_beside_constants_of_the_same_mean_and_by_task(tmp_path: Path) -> None:
+    records, asked = chains.bench()
+    records = [replace(one, task="units") if one.prompt_id == "b" else one for one in records]
+    points = tuple(replace(point, prompts=(("sums", "a"), ("units", "b"))) for point in asked.points)
+    main = (*asked.main, AskedCell(4, **GREEDY))
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "records.jsonl").write_text("".join(map(line_of, records)))
+    write_json(tmp_path / "bench" / SUITE, as_dict(replace(asked, main=main, points=points, by_task=True)))
+    report(tmp_path)
+    words = " ".join(" ".join(read_page(tmp_path / "report").words).split())
+    for text in ("Does a length that follows the draft pay? draft_lm head, T 0, 2 prompts", "costs were not measured",
+                 "SVIP (entropy) drafts 3.00 tokens in a cycle", "constant of the same mean, interpolated",
+                 "Against a constant length of the same mean: a larger tau (+0.75", "run tune", "20.0 %",
+                 "By task: draft_lm, chains, T 0", "tokens of an answer"):  # fmt: skip
+        assert text in words, text
 
 
 def test_sweeps_are_in_the_text_files_apart_from_the_rows(run: Path) -> None:

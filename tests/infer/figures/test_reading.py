@@ -7,7 +7,7 @@ import pytest
 from infer.figures.reading import reading
 from tests.infer.figures.made_up import point
 
-NOTHING: dict[str, Any] = {"analysis": None, "tuning": None, "deagle": []}
+NOTHING: dict[str, Any] = {"analysis": None, "tuning": None, "deagle": [], "lengths": []}
 
 
 def test_nothing_measured_is_nothing_said() -> None:

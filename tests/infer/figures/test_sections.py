@@ -12,6 +12,7 @@ from infer.figures.context_tables import context_tables
 from infer.figures.depths import depth_tables
 from infer.figures.policies import policy_tables
 from infer.figures.published import TASKS, beside, published
+from infer.figures.reasoning import PUBLISHED, PUBLISHED_TASKS, reasoning_tables
 from infer.figures.sections import PREFIX, pictures, sections, varied_tables
 from infer.records import Record
 from infer.stops.config import VoteConfig
@@ -90,6 +91,38 @@ def test_policies_are_compared_on_one_head_with_svips_figures_beside_chains() ->
     assert (svip.name, svip.levels, svip.published) == ("SVIP (entropy)", 4.0, 1.71)
     assert svip.row["accept_rate"] == 0.5
     assert [rule.published for rule in tables[1].rules] == [None, None]
+
+
+def parts(rows: list[dict[str, Any]], tasks: tuple[str, ...], speedups: tuple[float, ...]) -> list[dict[str, Any]]:
+    found = [
+        {**one, "row": place, "task": task, "speedup": speedup + place}
+        for place, one in enumerate(rows)
+        for task, speedup in zip(tasks, speedups, strict=True)
+    ]
+    return [{**one, "new_tokens": 50, "prompts": 2} if one["method"] == "vanilla" else one for one in found]
+
+
+def test_chains_stand_by_task_with_the_answers_lengths_and_the_published_figures() -> None:
+    rows = summary_rows(("sps", "sps-svip", "eagle2"))
+    speedups = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0)
+    (table,) = reasoning_tables(rows, parts(rows, PUBLISHED_TASKS, speedups))
+    assert table.title == "draft_lm, chains, T 0" and table.tasks == PUBLISHED_TASKS
+    assert table.lengths == (25.0,) * 7 and table.published_lengths[5] == 3900
+    constant, svip = table.rules
+    assert constant.published == PUBLISHED["constant"] and svip.published[-1] == 1.71
+    assert [part and part["speedup"] for part in svip.parts] == [each + 2 for each in speedups] and svip.mean == 5.0
+    for figures in PUBLISHED.values():
+        assert sum(figures[:7]) / 7 == pytest.approx(figures[7], abs=0.005)
+
+
+def test_other_tasks_have_no_published_figures_and_a_failed_part_no_mean() -> None:
+    rows = summary_rows(("sps", "sps-heuristic"))
+    found = parts(rows, ("sums", "aime"), (1.0, 2.0))
+    found[2]["status"] = "error"  # of sps, sums
+    (table,) = reasoning_tables(rows, found)
+    assert table.rules[0].parts[0] is None and table.rules[0].mean is None and table.rules[1].mean == 3.5
+    assert table.rules[1].published == (None, 1.34, None) and table.published_lengths == (None, 6200)
+    assert reasoning_tables(rows, []) == []
 
 
 def test_every_published_line_is_of_a_method_with_figures_of_its_own() -> None:
