@@ -144,14 +144,16 @@ def _encoded(messages: list[dict[str, str]], tokenizer: Any, target: "Target") -
 
 def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").split("\n")]  # not at U+2028
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"{path}: cannot read the prompts: {reason}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()][: config.num_prompts]
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if path.suffix != ".jsonl":
         name = config.task or path.stem
-        return [Prompt(str(number), name, line, (), config.system_prompt) for number, line in numbered]
+        return [
+            Prompt(str(number), name, line, (), config.system_prompt) for number, line in numbered[: config.num_prompts]
+        ]
     found = []
     for number, line in numbered:
         try:
@@ -160,7 +162,17 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
             raise UserError(f"{path}:{number}: not JSON ({error.msg})") from error
         asked = question("", row, number, f"{path}:{number}")
         found.append(_prompt(asked, config.task or str(row.get("category") or path.stem), config))
-    return found
+    return _of_each(found, config.num_prompts)
+
+
+def _of_each(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
+    """So many of the prompts in their order, as many of each task as there are: files often have one behind another."""
+    tasks: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        tasks.setdefault(prompt.task, []).append(prompt)
+    turns = [prompt for turn in zip_longest(*tasks.values()) for prompt in turn if prompt is not None]
+    chosen = {id(prompt) for prompt in turns[:count]}
+    return [prompt for prompt in prompts if id(prompt) in chosen]
 
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """`report`: summary.json and index.html from what was measured."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 import pipeline
@@ -25,8 +26,13 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
     measured = paths.bench / "provenance.json"
     if not measured.is_file():
+        records = paths.bench / "records.jsonl"
+        begun = (
+            f"only {sum(1 for _ in records.open('rb')):,} answers of a bench that" if records.is_file() else "nothing"
+        )
         raise UserError(
-            f"{paths.bench}: nothing was measured yet; run: python infer/main.py bench --config {arguments.config}"
+            f"{paths.bench}: {begun} was {'stopped' if records.is_file() else 'measured yet'}; run: "
+            f"python infer/main.py bench --config {arguments.config}"
         )
     facts = read_json(measured)
     provenance = head / "provenance.json"
@@ -45,7 +51,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
                 **{k: trained[k] for k in ("training_tokens", "steps", "seconds") if k in trained},
             },
             hardware=facts.get("hardware", {}),
-            commands=_commands(arguments.config, paths),
+            commands=_commands(arguments.config, paths, head),
         ),
         seed=recipe.seed,
     )
@@ -54,14 +60,13 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     return 0
 
 
-def _commands(config: Path, paths: pipeline.RunPaths) -> tuple[str, ...]:
-    """The commands whose outputs the run has, in their order."""
-    made = (
-        ("accelerate launch data/main.py features", paths.features),
-        ("accelerate launch train/main.py", paths.heads),
-        ("python infer/main.py calibrate", paths.calibration),
-        ("python infer/main.py bench", paths.bench),
-        ("python infer/main.py tune", paths.tune),
-    )
-    found = [f"{words} --config {config}" for words, place in made if place.exists()]
+def _commands(config: Path, paths: pipeline.RunPaths, head: Path) -> tuple[str, ...]:
+    """The commands that made the run, as each stage's provenance has them."""
+    found = []
+    for place in (paths.features, head, paths.calibration, paths.bench, paths.tune):
+        record = place / "provenance.json"
+        words = read_json(record).get("argv") if record.is_file() else None
+        if words:
+            launcher = "accelerate launch" if words[0] in ("data/main.py", "train/main.py") else "python"
+            found.append(f"{launcher} {shlex.join(words)}")
     return (*found, f"python infer/main.py report --config {config}")

@@ -10,6 +10,7 @@ from infer.commands.chosen import HEAD, Commands, recipe_of
 from infer.config import TUNABLE
 from infer.heads import heads_by_kind
 from infer.quiet import prepare
+from infer.tuning.apart import check_apart
 from infer.tuning.config import TuneConfig
 from model.errors import UserError
 from model.recipe import as_dict
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
         check_inputs(recipe.target, list(heads.values()), prompts)
     inputs = inputs_of(recipe.target, recipe.seed, list(heads.values()), {"tune": as_dict(section)}, section.prompts)
     stage = Stage("tune", paths.tune, {**inputs, "threads": recipe.threads})
+    check_apart(section)
     if arguments.plan:
         print(f"tune: {', '.join(heads)}, up to {section.levels} levels, k {section.k} -> {paths.tune / 'tuned.yaml'}")
         return 0

@@ -38,11 +38,12 @@ class Contexts:
 
 
 def chains_of(contexts: Contexts) -> list[Line]:
-    """The buckets' lines of chains, each point with its `draft_length`, tokens per cycle (SVIP, figure 6)."""
+    """The buckets' lines of chains at the first sampling, with `draft_length`, tokens per cycle (SVIP, figure 6)."""
+    chains = [line for line in contexts.bucket if line.points and line.points[0]["tree"]["shape"] == "chain"]
     return [
         Line(line.label, tuple({**p, "draft_length": p["draft_nodes"] / p["target_forwards"]} for p in line.points))
-        for line in contexts.bucket
-        if line.points and line.points[0]["tree"]["shape"] == "chain"
+        for line in chains
+        if line.points[0]["temperature"] == chains[0].points[0]["temperature"]
     ]
 
 

@@ -36,17 +36,19 @@ class Depths:
 
 
 def depth_tables(sweeps: Sequence[dict[str, Any]]) -> list[Depths]:
-    """The points of every sweep over the depth of dynamic trees, by head, sampling and prompts."""
+    """The points of every sweep over the depth of dynamic trees, by head, confidence, sampling and prompts."""
     groups: dict[tuple[Any, ...], dict[str, dict[int, dict[str, Any]]]] = {}
     for point in sweeps:
         if is_of_depth(point):
-            place = (point["head_path"] or point["head"], sampling_text(point), point["task"], point["prompts"])
+            calibrated = point["tree"].get("calibrated")
+            head = f"{point['head_path'] or point['head']} head" + (f", {calibrated} confidence" if calibrated else "")
+            place = (head, sampling_text(point), point["task"], point["prompts"])
             groups.setdefault(place, {}).setdefault(identity(point), {}).setdefault(point["value"], point)
     tables = []
     for (head, sampling, task, prompts), lines in groups.items():
         ordered = [tuple(by_depth[depth] for depth in sorted(by_depth)) for by_depth in lines.values()]
         where = "all tasks" if task == "all" else task
-        title = f"{head} head, T {sampling}, {prompts} prompt{'s' * (prompts != 1)} of {where}"
+        title = f"{head}, T {sampling}, {prompts} prompt{'s' * (prompts != 1)} of {where}"
         tables.append(Depths(title, tuple(Line(rule_words(points[0]), points) for points in ordered)))
     return tables
 

@@ -68,7 +68,7 @@ def draft_picture(name: str, contexts: Contexts) -> str:
     lengths, lines = list(contexts.lengths), chains_of(contexts)
     with rc_context(RC):
         titles = ["drafted tokens per cycle", "accepted share of the drafted tokens"]
-        figure, (length, rate) = stacked(titles, _legend(lines), panel=PANEL)
+        figure, (length, rate) = stacked(titles, _legend(lines), panel=PANEL, columns=1)
         for line, colour in zip(lines, SERIES, strict=False):
             _draw(length, line, colour, lengths, "draft_length")
             _draw(rate, line, colour, lengths, "accept_rate")

@@ -15,7 +15,7 @@ NAMES = {
     "probability_sum": "DDD (probability sum)",
     "marginal_gain": "OPT-Tree (marginal gain)",
 }
-# SVIP, table 3: mean speedup of QwQ 32B with a draft of 1.5B on MATH-500, GPQA and AIME
+# SVIP, table 3 (greedy): mean speedup of QwQ 32B with a draft of 1.5B on MATH-500, GPQA and AIME
 PUBLISHED = {"sps": 1.49, "sps-heuristic": 1.28, "sps-svip": 1.71}
 
 
@@ -58,5 +58,6 @@ def policy_tables(rows: Sequence[dict[str, Any]]) -> list[Policies]:
 
 def _policy(row: dict[str, Any]) -> Policy:
     rule = row["tree"]["stop"]["rule"]
-    published = PUBLISHED.get(row["method"]) if row["tree"]["shape"] == "chain" else None
+    greedy_chain = row["tree"]["shape"] == "chain" and not row["temperature"]
+    published = PUBLISHED.get(row["method"]) if greedy_chain else None
     return Policy(NAMES.get(rule, rule), row, row["draft_forwards"] / row["target_forwards"], published)

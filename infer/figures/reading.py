@@ -7,6 +7,8 @@ from infer.figures.claim import LEAST_SPEED, LEAST_TAU, MOST_WASTE
 from infer.figures.length_words import length_sentence, published_rules
 from infer.table import is_lossy, label, number
 
+CLOSE = 0.15  # how far a predicted speedup may be off
+
 
 def reading(summary: Mapping[str, Any], details: Mapping[str, Any]) -> list[str]:
     """The sentences, each true of these figures; the verdict on the outputs stands above them (infer/page.py)."""
@@ -99,14 +101,25 @@ def _tuning(tuning: Mapping[str, Any] | None) -> list[str]:
         f"({_tree(usual['tree'])}): {usual['speedup']:.2f} times."
     ]
     measured = tuning.get("measured")
+    ratio = (measured or {}).get("predicted_over_measured") or 0.0
     against = measured["against_published"] if measured else None
     if measured and against and against["chosen_against_it"] is not None:
         found.append(
             f"Measured on other prompts, the choice has {against['chosen_against_it']:.2f} times the speed of the "
-            f"published tree{_between(against['chosen_against_it_ci95'])}; predicted over measured speedup is "
-            f"{number(measured['predicted_over_measured'], 3)}."
+            f"published tree{_between(against['chosen_against_it_ci95'])}.{_best_of_grid(measured)} Predicted over "
+            f"measured speedup is {number(ratio, 3)}: {'' if abs(ratio - 1) <= CLOSE else 'NOT '}within "
+            f"{100 * CLOSE:g} %."
         )
     return found
+
+
+def _best_of_grid(measured: Mapping[str, Any]) -> str:
+    """The choice against the best of the grid, chosen on these very prompts; nothing where no grid was timed."""
+    best = measured.get("against_best_of_grid")
+    if not best or best["chosen_against_it"] is None:
+        return ""
+    times = f"{best['chosen_against_it']:.2f} times{_between(best['chosen_against_it_ci95'])}"
+    return f" Against the best of a grid it has {times}."
 
 
 def _kept(claim: Mapping[str, Any]) -> str:

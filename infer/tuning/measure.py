@@ -79,7 +79,8 @@ def names(methods: Sequence[MethodConfig]) -> list[str]:
         chain = tree.shape == "chain"
         shape = f"chain of {tree.levels}" if chain else f"{tree.levels} levels, k {tree.k}, {tree.nodes} nodes"
         rule = "" if tree.stop.rule == "constant" else f", {tree.stop.rule}"
-        found.append(f"{method.method}, {shape}{rule}")
+        by = f", {tree.calibrated} confidence" if tree.calibrated else ""
+        found.append(f"{method.method}, {shape}{rule}{by}")
     return found
 
 

@@ -1,13 +1,15 @@
-"""Stop rules with a threshold: each tried on held-out prompts, decoded for their counts and priced by the costs."""
+"""Stop rules and calibrated confidence: tried on held-out prompts, decoded for their counts, priced by the costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from infer.calibration.calibrator import calibrate_of, unchanged
 from infer.config import Method, TreeConfig
 from infer.decoders import drafting
 from infer.engine import SpeculativeDecoder
+from infer.methods import usual_method
 from infer.proposer import CachedDrafter
 from infer.stops.config import (
     ConfidenceConfig,
@@ -20,6 +22,7 @@ from infer.stops.config import (
 from infer.tuning.costs import Costs
 from infer.tuning.replay import Cycles
 from infer.tuning.search import Prediction, price
+from model.hub import head_directory
 from model.target import Target
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.45, 0.6)
@@ -56,18 +59,33 @@ def candidates(kind: str, tree: TreeConfig, levels: int) -> list[Candidate]:
     return [Candidate(method, replace(grown, stop=rule)) for method, rule in found]
 
 
+def by_calibrated_confidence(kind: str, tree: TreeConfig, rules: Sequence[Candidate], levels: int) -> list[Candidate]:
+    """The same rules, and trees of this k and nodes up to four levels deeper, by isotonic confidence.
+
+    Calibrated survival ranks nodes and ends trees otherwise; a chain without a rule is the same chain.
+    """
+    found = [replace(one, tree=replace(one.tree, calibrated="isotonic")) for one in rules]
+    if tree.shape != "chain":
+        deeper = range(tree.levels, min(tree.levels + 4, levels) + 1, 2)
+        method = usual_method(kind)
+        found += [Candidate(method, replace(tree, levels=depth, calibrated="isotonic")) for depth in deeper]
+    return found
+
+
 def priced(
     target: Target,
     drafter: CachedDrafter,
+    head: str,
     trees: Sequence[TreeConfig],
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     costs: Costs,
 ) -> list[Prediction]:
-    """What each tree would do, from greedy answers to prompts [1, T] and the costs: counts, no clock."""
+    """What each tree of this head would do, from greedy answers to prompts [1, T] and the costs: counts, no clock."""
     found = []
     for tree in trees:
-        decoder = SpeculativeDecoder(target, drafting(drafter, tree))
+        calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
+        decoder = SpeculativeDecoder(target, drafting(drafter, tree, calibrate))
         counted, nodes = _counted(decoder, prompts, max_new_tokens)
         each = price(counted, tree.k, nodes, costs) / max(counted.tokens, 1)
         found.append(Prediction(tree, counted.tau, each, costs.plain / each))

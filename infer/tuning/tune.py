@@ -14,9 +14,11 @@ from infer.engine import SpeculativeDecoder
 from infer.methods import usual_method, usual_tree
 from infer.tuning.costs import Costs, measure_costs
 from infer.tuning.recording import record
-from infer.tuning.rules import candidates, priced
+from infer.tuning.rules import by_calibrated_confidence, candidates, priced
 from infer.tuning.search import Prediction, predict, predictions
 from model.files import write_text
+from model.head_files import CALIBRATOR
+from model.hub import head_directory
 from model.recipe import as_dict
 from model.target import Target
 
@@ -59,14 +61,17 @@ def tune_head(
 def with_rules(target: Target, tuned: Tuned, prompts: Sequence[Tensor], max_new_tokens: int, levels: int) -> Tuned:
     """Stop rules for the best fixed tree, given room to grow to `levels`: the choice where one is worth it.
 
-    Every rule at every threshold on the first prompts, the fastest of them then on all.
+    Every rule at every threshold on the first prompts, by the head's own confidence and, where `calibrate` left a
+    calibrator beside it, by the calibrated one; the fastest of them then on all prompts.
     """
     drafter, best = Drafters(target).of(tuned.head), tuned.trees[0]
 
     def prices(trees: Sequence[TreeConfig], some: Sequence[Tensor]) -> list[Prediction]:
-        return priced(target, drafter, trees, some, max_new_tokens, tuned.costs)
+        return priced(target, drafter, tuned.head, trees, some, max_new_tokens, tuned.costs)
 
     tried = candidates(tuned.kind, best.tree, levels)
+    if (head_directory(tuned.head) / CALIBRATOR).is_file():
+        tried += by_calibrated_confidence(tuned.kind, best.tree, tried, levels)
     screened = zip(tried, prices([one.tree for one in tried], prompts[:SCREENING]), strict=True)
     kept = [one for one, _ in sorted(screened, key=lambda pair: pair[1].ms_per_token)[:FINALISTS]]
     rules = [(one.method, each) for one, each in zip(kept, prices([one.tree for one in kept], prompts), strict=True)]
@@ -124,7 +129,7 @@ def _as_method(method: Method, tree: TreeConfig) -> MethodConfig:
     """The method with those settings of the tree that differ from its published one."""
     published = METHODS[method].tree
     assert published is not None
-    belongs = {"levels", "stop"} if tree.shape == "chain" else {"levels", "k", "nodes", "stop"}
+    belongs = {"levels", "stop", "calibrated"} | (set() if tree.shape == "chain" else {"k", "nodes"})
     differing = {
         field.name: getattr(tree, field.name)
         for field in fields(tree)

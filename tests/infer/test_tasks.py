@@ -1,5 +1,6 @@
 """Measuring prompts load from Spec-Bench style files and from plain lines."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,16 @@ def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> 
     config = TargetConfig(path=str(tiny.target(tmp_path / "t", chat_template=None)))
     with pytest.raises(UserError, match=r"--target\.chat_template"):
         encode("x", load_tokenizer(config), Target.load(config))
+
+
+def test_a_file_of_several_categories_gives_as_many_of_each(tmp_path: Path) -> None:
+    """Spec-Bench's file has its tasks one behind another: the first rows alone would be one task."""
+    path = tmp_path / "question.jsonl"
+    names = [*["qa"] * 5, *["rag"] * 5, "math"]
+    rows = [{"question_id": number, "category": name, "turns": ["a\u2028b"]} for number, name in enumerate(names)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    found = load_prompts(PromptsConfig(path=str(path), num_prompts=5))
+    assert [(prompt.prompt_id, prompt.task) for prompt in found] == [
+        ("0", "qa"), ("1", "qa"), ("5", "rag"), ("6", "rag"), ("10", "math")
+    ]  # fmt: skip
+    assert found[0].text == "a\u2028b" and len(load_prompts(PromptsConfig(path=str(path), num_prompts=99))) == 11

@@ -57,6 +57,14 @@ def test_what_the_tree_was_tuned_to_is_said_and_its_measurement_where_there_is_o
     against = {"chosen_against_it": 1.2, "chosen_against_it_ci95": [1.1, 1.3]}
     tuning["measured"] = {"against_published": against, "predicted_over_measured": 1.05}
     assert reading({"rows": []}, {**NOTHING, "tuning": tuning})[1].endswith(
-        "1.20 times the speed of the published tree (95 % 1.10–1.30, all above 1); predicted over measured speedup is "
-        "1.050."
+        "1.20 times the speed of the published tree (95 % 1.10–1.30, all above 1). Predicted over measured speedup is "
+        "1.050: within 15 %."
+    )
+    best = {"chosen_against_it": 0.9, "chosen_against_it_ci95": [0.8, 0.95]}
+    tuning["measured"] = {
+        "against_published": against, "against_best_of_grid": best, "predicted_over_measured": 1.2
+    }  # fmt: skip
+    assert reading({"rows": []}, {**NOTHING, "tuning": tuning})[1].endswith(
+        "Against the best of a grid it has 0.90 times (95 % 0.80–0.95, all below 1). Predicted over measured speedup is "
+        "1.200: NOT within 15 %."
     )
