@@ -65,6 +65,6 @@ def test_what_the_tree_was_tuned_to_is_said_and_its_measurement_where_there_is_o
         "against_published": against, "against_best_of_grid": best, "predicted_over_measured": 1.2
     }  # fmt: skip
     assert reading({"rows": []}, {**NOTHING, "tuning": tuning})[1].endswith(
-        "Against the best of a grid it has 0.90 times (95 % 0.80–0.95, all below 1). Predicted over measured speedup is "
-        "1.200: NOT within 15 %."
+        "Against the best of a grid it has 0.90 times (95 % 0.80–0.95, all below 1). Predicted over measured speedup "
+        "is 1.200: NOT within 15 %."
     )
