@@ -11,7 +11,7 @@ from infer.tuning.costs import Costs
 from infer.tuning.measure import GRID, rows
 from infer.tuning.recording import Recording
 from infer.tuning.replay import Cycles, accepted, cycles, path_ranks
-from infer.tuning.rules import candidates
+from infer.tuning.rules import by_calibrated_confidence, candidates
 from infer.tuning.search import predict, predictions, price
 from infer.tuning.tune import method_of
 
@@ -114,3 +114,16 @@ def test_a_chain_has_one_child_a_node_whatever_its_k() -> None:
     narrow = predict(TreeConfig(shape="chain", levels=2, k=1, nodes=3), recording(), COSTS)
     assert predict(TreeConfig(shape="chain", levels=2, k=10, nodes=60), recording(), COSTS) == narrow
     assert narrow.tau == 3.0
+
+
+def test_calibrated_confidence_is_tried_with_every_rule_and_with_deeper_trees() -> None:
+    tree = TreeConfig(shape="dynamic", levels=5, k=2, nodes=12)
+    rules = candidates("eagle1", tree, 10)
+    found = by_calibrated_confidence("eagle1", tree, rules, 8)
+    assert [one.method for one in found[: len(rules)]] == [one.method for one in rules]
+    assert all(one.tree.calibrated == "isotonic" for one in found)
+    assert [(one.method, one.tree.levels) for one in found[len(rules) :]] == [("eagle2", 5), ("eagle2", 7)]
+    chain = TreeConfig(shape="chain", levels=5, k=1, nodes=6)
+    assert len(by_calibrated_confidence("eagle1", chain, candidates("eagle1", chain, 10), 10)) == len(
+        candidates("eagle1", chain, 10)
+    )
