@@ -15,7 +15,7 @@ from tests import tiny
 from tests.slurm.cluster import Cluster, missing, started
 
 pytestmark = pytest.mark.slow
-STEPS = 300
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
