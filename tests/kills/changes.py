@@ -12,7 +12,7 @@ from tests.kills.stages import Stage
 from tests.kills.starts import WarmPython, watched
 from tests.kills.trial import compared, log_of
 
-TAIL = 24  # changes before the end, at which the part begins that is tried change by change
+TAIL = {"features": 12, "training": 24, "bench": 12}  # changes before the end: there begins what is tried one by one
 
 
 def from_the_start(stage: Stage, python: WarmPython, run: Path) -> tuple[int, list[str]]:
@@ -31,7 +31,7 @@ def to_the_end(stage: Stage, python: WarmPython, run: Path) -> tuple[int, list[s
     total = int(re.findall(r"^changes: (\d+)$", log_of(run).read_text(encoding="utf-8"), re.MULTILINE)[-1])
     differences = compared(stage, run, 0)
     stage.begin(run)
-    assert _sitting(stage, python, run, total - TAIL) < 0 and not stage.is_whole(run)
+    assert _sitting(stage, python, run, total - TAIL[stage.name]) < 0 and not stage.is_whole(run)
     almost = run.rename(run.with_name(f"{run.name}-almost"))
     kills, code = 0, -1
     while code < 0 and not differences:
