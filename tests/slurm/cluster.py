@@ -18,7 +18,8 @@ from typing import Any
 from tests.slurm import CHECKOUT
 
 DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun")
-# More CPUs than there are: jobs wait for each other on the cores, not in the queue. Requeued ones start at once.
+# More CPUs than there are: jobs wait for each other on the cores, not in the queue. A requeued one waits cred_expire
+# seconds; less than five are taken for the default, 120.
 CONFIGURATION = """\
 ClusterName=aerie
 SlurmctldHost={host}(127.0.0.1)
@@ -26,7 +27,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={root}/munge/socket,cred_expire=2
+AuthInfo=socket={root}/munge/socket,cred_expire=5
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool-%n
 SlurmctldPidFile={root}/slurmctld.pid
