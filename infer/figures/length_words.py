@@ -15,10 +15,11 @@ def length_words(comparison: Mapping[str, Any]) -> list[str]:
         if equal is None:
             found.append(mine + "No constant of the sweep is as short or as long.")
         else:
-            found.append(f"{mine}As many at a constant length, {_between(equal)}: {_figures(equal)}. {_against(equal)}")
+            found.append(
+                f"{mine}As many at a constant length, {_between(equal)}: {_figures(equal)}. {_against(rule, equal)}"
+            )
         found.append(
-            f"The best constant on these prompts, {comparison['best']}: {_figures(best)}. {rule['name']} against it: "
-            f"{_against(best)}"
+            f"The best constant on these prompts, {comparison['best']}: {_figures(best)}. {_against(rule, best)}"
         )
     return found
 
@@ -51,9 +52,10 @@ def _figures(one: Mapping[str, Any]) -> str:
     return f"accept rate {number(one['accept_rate'])}, tau {one['tau']:.2f}{modelled}"
 
 
-def _against(other: Mapping[str, Any]) -> str:
-    """The differences, with their intervals."""
-    words = "" if other["accept_difference"] is None else f"accept rate {other['accept_difference']:+.2f}, "
+def _against(rule: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The rule's differences from the other, with their intervals."""
+    words = f"{rule['name']} against it: "
+    words += "" if other["accept_difference"] is None else f"accept rate {other['accept_difference']:+.2f}, "
     tau = f"tau {other['tau_difference']:+.2f} ({_interval(other['tau_ci95'], '+.2f')})"
     if other["speed"] is None:
         return f"{words}{tau}; costs were not measured (tune)."
