@@ -49,6 +49,11 @@ class Answer:
         return cls(**{**values, **ids})
 
 
+TOO_LONG_FOR_SERVER = "too long for the server's context"
+SERVER_SKIPS = (
+    TOO_LONG_FOR_SERVER,
+)  # another server, or other settings of it, may answer these: asked again on request
+
 Ask = Callable[[Request], Awaitable[Answer]]
 
 

@@ -3,7 +3,7 @@
 What goes wrong is of three kinds. A server that cannot be reached or is too busy (429, 503) is left alone for a while,
 and no row pays for it; when no server has answered for patience_s, the run stops and goes on when it is started again.
 A 5xx, a timeout and a cut connection may be the row's own doing: it is tried `retries` times, then it has failed. A
-refused request (400) fails its row at once, and a wrong address, model or key stops the run.
+refused request (400) fails its row at once, or skips it where it is too long for the server; and a wrong address, model or key stops the run.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data.distill.answer import Answer, Request, Unanswered
+from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.config import ServerConfig
 from model.errors import UserError, warn
 
@@ -122,11 +122,13 @@ class ServedTarget:
                 f"in /v1), distill.server.model, and the key in OPENAI_API_KEY"
             )
         if status in REFUSED:
-            if TOO_LONG.search(message):
-                raise Unanswered("skipped", "too long for the server's context")
             self._refusals += 1
+            is_long = TOO_LONG.search(message) is not None
             if not self._answered and self._refusals >= FIRST_REFUSALS:
-                raise UserError(f"{server.url}: refuses every request: HTTP {status}: {message}")
+                fix = "; lower distill.sampling.max_tokens, or give the server a longer context" if is_long else ""
+                raise UserError(f"{server.url}: refuses every request: HTTP {status}: {message}{fix}")
+            if is_long:
+                raise Unanswered("skipped", TOO_LONG_FOR_SERVER)
             raise Unanswered("failed", f"HTTP {status}: {message}")
         return _Setback(f"HTTP {status}", counts=True)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
-from data.distill.answer import Answer
+from data.distill.answer import SERVER_SKIPS, Answer
 from data.share import Share
 from model.errors import UserError
 from model.files import digest, write_atomically
@@ -177,7 +177,7 @@ def forget_others(directory: Path, inputs: dict[str, Any]) -> None:
 
 
 def forget_failed(directory: Path, inputs: dict[str, Any]) -> int:
-    """Takes failed rows out of all journals, so that they are asked again; how many there were.
+    """Takes failed rows, and those that a server has skipped, out of all journals: they are asked again. How many.
 
     No other job may be at work: UserError where one is.
     """
@@ -189,11 +189,16 @@ def forget_failed(directory: Path, inputs: dict[str, Any]) -> int:
             except OSError as error:
                 raise UserError(f"{path}: another process writes it; wait for it, or end it first") from error
             places = list(ended_rows(path, inputs))
-            kept = [place for place in places if place.status != "failed"]
+            kept = [place for place in places if not _is_open(place)]
             if len(kept) < len(places):
                 write_atomically(path, lambda new: _write_kept(handle, kept, new))  # noqa: B023 (it is called at once)
                 forgotten += len(places) - len(kept)
     return forgotten
+
+
+def _is_open(place: Place) -> bool:
+    """Whether the row may end otherwise when it is asked again."""
+    return place.status == "failed" or (place.status == "skipped" and place.read().why in SERVER_SKIPS)
 
 
 def _write_kept(handle: BinaryIO, kept: list[Place], new: Path) -> None:

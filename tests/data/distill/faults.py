@@ -119,7 +119,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _meet(self, number: int, asked: dict[str, Any], body: bytes) -> None:
         fault = self.script.fault(number)
-        if fault.isdecimal():
+        if fault == "long":
+            message = "This model's maximum context length is 9 tokens."
+            self._send(400, json.dumps({"error": {"message": message}}).encode())
+        elif fault.isdecimal():
             self._send(int(fault), json.dumps({"error": {"message": f"planted {fault}"}}).encode())
         elif fault == "cut":
             self._reset()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from data.distill.answer import Answer, Request, Unanswered
+from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.client import ServedTarget
 from data.distill.config import SamplingConfig, ServerConfig
 from model.errors import UserError
@@ -82,6 +82,20 @@ def test_a_refused_request_fails_at_once_and_one_that_is_too_long_is_skipped() -
         ended = ask([proxy.url], *(request(str(n)) for n in range(8)))
         assert [type(each) for each in ended].count(UserError) == 1
         assert any("refuses every request: HTTP 400: planted 400" in str(each) for each in ended)
+
+
+def test_a_server_that_finds_all_rows_too_long_stops_the_run_and_one_row_is_skipped() -> None:
+    with Proxy(0, Script(lambda _: "long")) as proxy:
+        ended = ask([proxy.url], *(request(str(n)) for n in range(8)))
+    stopped = [str(each) for each in ended if isinstance(each, UserError)]
+    assert len(stopped) == 1 and "refuses every request: HTTP 400: This model's maximum context length" in stopped[0]
+    assert "lower distill.sampling.max_tokens" in stopped[0]
+    with Proxy(0, Script(lambda number: "long" if number else "none", completion)) as proxy:
+        good, *others = ask([proxy.url], *(request(str(n)) for n in range(12)), concurrency=1)
+    assert isinstance(good, Answer) and {type(each) for each in others} == {Unanswered}
+    assert {(each.status, each.why) for each in others if isinstance(each, Unanswered)} == {
+        ("skipped", TOO_LONG_FOR_SERVER)
+    }
 
 
 @pytest.mark.parametrize("status", ["401", "404"])

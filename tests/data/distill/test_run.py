@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.distill.answer import Answer, Request, Unanswered
+from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.config import DistillConfig, GateConfig
 from data.distill.journal import Journal, Outcome, ended_rows, forget_failed, journals
 from data.distill.merge import merge
@@ -143,6 +143,14 @@ def test_failed_rows_are_asked_again_only_when_that_is_wished(tmp_path: Path) ->
     assert {o.status for o in ended_rows(journals(tmp_path)[0], INPUTS)} == {"done"}
     sit(tmp_path / "whole", rows, asking())
     assert merged(tmp_path, rows) == merged(tmp_path / "whole", rows)
+
+
+def test_rows_that_a_server_skipped_are_asked_again_and_the_recipes_own_are_not(tmp_path: Path) -> None:
+    with Journal(tmp_path, ONE, INPUTS) as journal:
+        journal.append(Outcome("0:0", "skipped", "rows: row 0", TOO_LONG_FOR_SERVER))
+        journal.append(Outcome("0:1", "skipped", "rows: row 1", "no problem was invented"))
+    assert forget_failed(tmp_path, INPUTS) == 1
+    assert [place.id for place in ended_rows(journals(tmp_path)[0], INPUTS)] == ["0:1"]
 
 
 def outcome(prompt: Prompt, answer: Any, **keys: Any) -> Outcome:
