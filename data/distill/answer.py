@@ -50,8 +50,10 @@ class Answer:
 
 
 TOO_LONG_FOR_SERVER = "too long for the server's context"
+FILTERED = "the server's content filter"
 SERVER_SKIPS = (
     TOO_LONG_FOR_SERVER,
+    FILTERED,
 )  # another server, or other settings of it, may answer these: asked again on request
 
 Ask = Callable[[Request], Awaitable[Answer]]

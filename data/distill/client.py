@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
+from data.distill.answer import FILTERED, TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.config import ServerConfig
 from model.errors import UserError, warn
 
@@ -24,6 +24,7 @@ FIRST_REFUSALS = 8  # so many refused requests before the first answer are the r
 TOO_LONG = re.compile(
     r"context length|maximum context|max(?:imum)?[ _]model[ _]len|too long|longer than", re.IGNORECASE
 )
+FINISHES = {"stop": "stop", "eos": "stop", "eos_token": "stop", "length": "length", "max_tokens": "length"}
 UNHEARD, UNHEARD_BUSY = 0, 5  # setbacks in a row that pass without a word
 UNREACHABLE = ("ConnectError", "ConnectTimeout")  # of httpx, by whichever name the client imports it
 
@@ -196,11 +197,18 @@ class _Malformed(Exception):
 
 
 def _read(reply: Any) -> Answer:
-    """The answer in a chat completion; _Malformed when there is none."""
+    """The answer in a chat completion; _Malformed when there is none that ended by itself or by its length.
+
+    Unanswered where a content filter ended it.
+    """
     choices = getattr(reply, "choices", None)
     if not choices or getattr(choices[0], "message", None) is None:
         raise _Malformed("the reply has no choices")
     choice = choices[0]
+    if choice.finish_reason == "content_filter":
+        raise Unanswered("skipped", FILTERED)
+    if choice.finish_reason not in FINISHES:
+        raise _Malformed(f"finish_reason {choice.finish_reason!r}")
     message, usage = choice.message, getattr(reply, "usage", None)
     reasoning = next(
         (text for name in ("reasoning_content", "reasoning") if isinstance(text := getattr(message, name, None), str)),
@@ -210,7 +218,7 @@ def _read(reply: Any) -> Answer:
     whole = (ids, prompt_ids) if isinstance(ids, list) and isinstance(prompt_ids, list) else None
     return Answer(
         content=message.content or "",
-        finish=str(choice.finish_reason or "unknown"),
+        finish=FINISHES[choice.finish_reason],
         num_tokens=int(getattr(usage, "completion_tokens", 0) or 0),
         reasoning=reasoning,
         token_ids=tuple(whole[0]) if whole else None,

@@ -47,7 +47,7 @@ class Interview:
             except Unanswered as error:
                 if (
                     error.status == "skipped" and answers
-                ):  # the conversation has outgrown the context: keep what is there
+                ):  # it has outgrown the context, or met a filter: keep what is there
                     break
                 raise
             answers.append(answer)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
+from data.distill.answer import FILTERED, TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.client import ServedTarget
 from data.distill.config import SamplingConfig, ServerConfig
 from model.errors import UserError
@@ -111,6 +111,28 @@ def test_a_server_that_is_gone_is_left_to_the_others() -> None:
         gone = f"http://127.0.0.1:{free_port()}/v1"
         answers = ask([gone, proxy.url], *(request(str(n)) for n in range(8)), retries=0)
     assert [each.content for each in answers if isinstance(each, Answer)] == [f"re: {n}" for n in range(8)]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "tool_calls", None])
+def test_an_answer_that_ended_otherwise_than_by_itself_or_its_length_is_asked_for_again(reason: str | None) -> None:
+    def reply(asked: dict[str, Any]) -> dict[str, Any]:
+        return completion(asked, finish_reason=reason if script.count == 1 else "stop")
+
+    script = Script(reply=reply)
+    with Proxy(0, script) as proxy:
+        assert ask([proxy.url], request()) == [Answer("re: Why?", "stop", 3)]
+    assert script.count == 2
+    with Proxy(0, Script(reply=lambda asked: completion(asked, finish_reason=reason))) as proxy:
+        [error] = ask([proxy.url], request(), retries=1)
+    assert isinstance(error, Unanswered)
+    assert (error.status, error.why) == ("failed", f"no usable answer (finish_reason {reason!r}), 2 times")
+
+
+def test_what_a_content_filter_ended_is_skipped_with_the_reason() -> None:
+    with Proxy(0, Script(reply=lambda asked: completion(asked, finish_reason="content_filter"))) as proxy:
+        [error] = ask([proxy.url], request())
+        assert isinstance(error, Unanswered) and (error.status, error.why) == ("skipped", FILTERED)
+        assert proxy.script.count == 1
 
 
 def test_without_any_server_the_run_stops_when_its_patience_is_over(capsys: pytest.CaptureFixture[str]) -> None:
