@@ -68,14 +68,13 @@ class ServedTarget:
             server = await self._free_server()
             setback = None
             try:
-                answer = _read(await server.client.chat.completions.create(**self._body(request)))
+                reply = await server.client.chat.completions.create(**self._body(request))
+                answer = self._take(server, reply)
             except (self._openai.APIError, json.JSONDecodeError, _Malformed) as error:
                 setback = self._judge(server, error)
             finally:
                 await self._release(server)
             if setback is None:
-                self._answered += 1
-                self._last_good, server.setbacks = _now(), 0
                 return answer
             if setback.counts:
                 failures += 1
@@ -100,6 +99,13 @@ class ServedTarget:
             **drawn,
             **({"extra_body": extra} if extra else {}),
         }
+
+    def _take(self, server: Server, reply: Any) -> Answer:
+        """The reply's answer; the server is up, whatever it said before."""
+        answer = _read(reply)
+        self._answered += 1
+        self._last_good, server.setbacks, server.down_until = _now(), 0, 0.0
+        return answer
 
     def _judge(self, server: Server, error: Exception) -> "_Setback":
         """What a failure means; raises what ends the row or the run."""
@@ -134,15 +140,19 @@ class ServedTarget:
         return _Setback(f"HTTP {status}", counts=True)
 
     def _leave_alone(self, server: Server, why: str, headers: Mapping[str, str] | None) -> "_Setback":
-        """Asks the server nothing for a while, longer each time."""
+        """Asks the server nothing for a while, longer each time; requests that fail together are one time."""
+        now = _now()
+        is_down = now < server.down_until
+        asked = (headers or {}).get("retry-after", "")
+        if re.fullmatch(r"\d+(\.\d+)?", asked):
+            server.down_until = max(server.down_until, now + min(float(asked), MAX_WAIT_S))
+        if is_down:
+            return _Setback(why, counts=False)
         if server.setbacks == (UNHEARD if headers is None else UNHEARD_BUSY):
             warn(f"{why}; it is asked again for up to {self.config.patience_s:g} s (distill.server.patience_s)")
         server.setbacks += 1
         wait = self._wait(server.setbacks, server.url)
-        asked = (headers or {}).get("retry-after", "")
-        if re.fullmatch(r"\d+(\.\d+)?", asked):
-            wait = max(wait, min(float(asked), MAX_WAIT_S))
-        server.down_until = max(server.down_until, _now() + wait)
+        server.down_until = max(server.down_until, now + wait)
         return _Setback(why, counts=False)
 
     def _wait(self, tries: int, key: str) -> float:

@@ -70,6 +70,25 @@ def test_no_row_pays_for_a_server_that_is_busy() -> None:
         assert ask([proxy.url], request(), retries=0) == [Answer("re: Why?", "stop", 3)]
 
 
+def test_requests_that_are_refused_together_are_one_setback_and_an_answer_ends_it() -> None:
+    async def run() -> list[tuple[int, bool]]:
+        served = ServedTarget(ServerConfig((proxy.url,), concurrency=12, backoff_s=0.3, timeout_s=30.0), "m", "key")
+        [server] = served.servers
+        try:
+            asked = [asyncio.create_task(served(request(str(n)))) for n in range(12)]
+            while script.count < 12 or server.under_way:
+                await asyncio.sleep(0.005)
+            seen = [(server.setbacks, server.down_until > asyncio.get_running_loop().time())]
+            await asyncio.gather(*asked)
+            return [*seen, (server.setbacks, server.down_until > 0.0)]
+        finally:
+            await served.close()
+
+    script = scripted(*["503"] * 12)
+    with Proxy(0, script) as proxy:
+        assert asyncio.run(run()) == [(1, True), (0, False)]
+
+
 def test_a_refused_request_fails_at_once_and_one_that_is_too_long_is_skipped() -> None:
     def fault(number: int) -> str:
         return "400" if number == 1 else "none"
