@@ -1,8 +1,8 @@
 """Answers from servers that speak OpenAI's chat completions: spread over the servers, and tried again.
 
-What goes wrong is of three kinds. A server that cannot be reached or is too busy (429, 503) is left alone for a while,
+What goes wrong is of three kinds. A server that cannot be reached or is too busy (429, 503, a gateway's 408, 502, 504) is left alone for a while,
 and no row pays for it; when no server has answered for patience_s, the run stops and goes on when it is started again.
-A 5xx, a timeout and a cut connection may be the row's own doing: it is tried `retries` times, then it has failed. A
+Another 5xx, a timeout and a cut connection may be the row's own doing: it is tried `retries` times, then it has failed. A
 refused request (400) fails its row at once, or skips it where it is too long for the server; and a wrong address, model or key stops the run.
 """
 
@@ -19,7 +19,7 @@ from data.distill.config import ServerConfig
 from model.errors import UserError, warn
 
 MAX_WAIT_S = 60.0
-BUSY, WRONG_SETUP, REFUSED = (429, 503), (401, 403, 404), (400, 413, 422)
+BUSY, WRONG_SETUP, REFUSED = (408, 429, 502, 503, 504), (401, 403, 404), (400, 413, 422)
 FIRST_REFUSALS = 8  # so many refused requests before the first answer are the recipe's doing, not the rows'
 TOO_LONG = re.compile(
     r"context length|maximum context|max(?:imum)?[ _]model[ _]len|too long|longer than", re.IGNORECASE
@@ -38,6 +38,7 @@ class Server:
     under_way: int = 0
     down_until: float = 0.0
     setbacks: int = 0  # in a row, of those that are the server's own
+    why: str = ""  # the last of them
 
 
 class ServedTarget:
@@ -142,7 +143,7 @@ class ServedTarget:
     def _leave_alone(self, server: Server, why: str, headers: Mapping[str, str] | None) -> "_Setback":
         """Asks the server nothing for a while, longer each time; requests that fail together are one time."""
         now = _now()
-        is_down = now < server.down_until
+        server.why, is_down = why, now < server.down_until
         asked = (headers or {}).get("retry-after", "")
         if re.fullmatch(r"\d+(\.\d+)?", asked):
             server.down_until = max(server.down_until, now + min(float(asked), MAX_WAIT_S))
@@ -189,7 +190,7 @@ class ServedTarget:
         assert self._last_good is not None
         if now - self._last_good > self.config.patience_s and not any(server.under_way for server in self.servers):
             raise UserError(
-                f"{', '.join(self.config.urls)}: no answer for {self.config.patience_s:g} s "
+                f"{', '.join(server.why or server.url for server in self.servers)}: no answer for {self.config.patience_s:g} s "
                 f"(distill.server.patience_s): start the server again, then the same command goes on"
             )
 

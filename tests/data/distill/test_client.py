@@ -65,8 +65,9 @@ def test_a_request_that_always_breaks_has_failed_in_the_end(fault: str, why: str
     assert isinstance(error, Unanswered) and (error.status, error.why) == ("failed", why)
 
 
-def test_no_row_pays_for_a_server_that_is_busy() -> None:
-    with Proxy(0, scripted(*["429"] * 7)) as proxy:
+@pytest.mark.parametrize("fault", ["408", "429", "502", "503", "504"])
+def test_no_row_pays_for_a_server_that_is_busy(fault: str) -> None:
+    with Proxy(0, scripted(*[fault] * 4)) as proxy:
         assert ask([proxy.url], request(), retries=0) == [Answer("re: Why?", "stop", 3)]
 
 
