@@ -1,9 +1,10 @@
 """Answers from servers that speak OpenAI's chat completions: spread over the servers, and tried again.
 
-What goes wrong is of three kinds. A server that cannot be reached or is too busy (429, 503, a gateway's 408, 502, 504) is left alone for a while,
-and no row pays for it; when no server has answered for patience_s, the run stops and goes on when it is started again.
-Another 5xx, a timeout and a cut connection may be the row's own doing: it is tried `retries` times, then it has failed. A
-refused request (400) fails its row at once, or skips it where it is too long for the server; and a wrong address, model or key stops the run.
+What goes wrong is of three kinds. A server that cannot be reached or is too busy (429, 503, a gateway's 408, 502 or
+504) is left alone for a while, and no row pays for it; when no server has answered for patience_s, the run stops and
+goes on when it is started again. Another 5xx, a timeout and a cut connection may be the row's own doing: it is tried
+`retries` times, then it has failed. A refused request (400) fails its row at once, or skips it where it is too long for
+the server; and a wrong address, model or key stops the run.
 """
 
 import asyncio
@@ -190,8 +191,9 @@ class ServedTarget:
         assert self._last_good is not None
         if now - self._last_good > self.config.patience_s and not any(server.under_way for server in self.servers):
             raise UserError(
-                f"{', '.join(server.why or server.url for server in self.servers)}: no answer for {self.config.patience_s:g} s "
-                f"(distill.server.patience_s): start the server again, then the same command goes on"
+                f"{', '.join(self.config.urls)}: no answer for {self.config.patience_s:g} s "
+                f"(distill.server.patience_s); {', '.join(server.why for server in self.servers if server.why)}: "
+                f"start the server again, then the same command goes on"
             )
 
 

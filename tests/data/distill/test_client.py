@@ -1,6 +1,7 @@
 """The client against a scripted server: what is tried again, what a row pays for, and what stops the run."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -72,22 +73,31 @@ def test_no_row_pays_for_a_server_that_is_busy(fault: str) -> None:
 
 
 def test_requests_that_are_refused_together_are_one_setback_and_an_answer_ends_it() -> None:
-    async def run() -> list[tuple[int, bool]]:
-        served = ServedTarget(ServerConfig((proxy.url,), concurrency=12, backoff_s=0.3, timeout_s=30.0), "m", "key")
-        [server] = served.servers
+    gate = threading.Event()
+
+    def reply(asked: dict[str, Any]) -> dict[str, Any]:
+        gate.wait(30.0)
+        return completion(asked)
+
+    async def run() -> tuple[int, int, float]:
+        settings = ServerConfig((proxy.url,), concurrency=12, backoff_s=60.0)  # half a minute's wait at least
+        served = ServedTarget(settings, "m", "key")
+        [server], clock = served.servers, asyncio.get_running_loop().time
         try:
             asked = [asyncio.create_task(served(request(str(n)))) for n in range(12)]
-            while script.count < 12 or server.under_way:
+            while script.count < 12 or server.under_way > 1:
                 await asyncio.sleep(0.005)
-            seen = [(server.setbacks, server.down_until > asyncio.get_running_loop().time())]
+            setbacks, until = server.setbacks, server.down_until
+            gate.set()
             await asyncio.gather(*asked)
-            return [*seen, (server.setbacks, server.down_until > 0.0)]
+            return setbacks, server.setbacks, until - clock()
         finally:
             await served.close()
 
-    script = scripted(*["503"] * 12)
+    script = Script(lambda number: "503" if 0 < number < 12 else "none", reply)
     with Proxy(0, script) as proxy:
-        assert asyncio.run(run()) == [(1, True), (0, False)]
+        before, after, early_s = asyncio.run(run())
+    assert (before, after) == (1, 0) and early_s > 0.0
 
 
 def test_a_refused_request_fails_at_once_and_one_that_is_too_long_is_skipped() -> None:
