@@ -57,7 +57,9 @@ def main() -> int:
             options.add_argument("--shard", default="1/1", metavar="I/N", help="this job's share of the rows (1/1)")
             options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
             options.add_argument(
-                "--retry-failed", action="store_true", help="ask failed rows, and those a server skipped, again"
+                "--retry-failed",
+                action="store_true",
+                help="ask failed rows, and those a server skipped, again; with --shard those of this job's share alone",
             )
         if name == "distill":
             options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")

@@ -8,6 +8,7 @@ from data.chat import target_end_ids
 from data.distill.answer import Ask
 from data.distill.client import ServedTarget
 from data.distill.job import Job
+from data.distill.journal import Journal
 from data.distill.overlap import Overlap
 from data.distill.prompts import Prompt, plan_line
 from data.distill.run import Interview
@@ -53,21 +54,22 @@ def distilled(
     prompts = job.prompts(questions, sitting.overwrite)
     print(f"distill: {plan_line(prompts)}", flush=True)
     if not sitting.merge:
-        waiting, begun = job.left(prompts, sitting.shard, sitting.retry_failed)
-        if waiting:
-            overlap = Overlap(questions, job.config.ngram)
+        with job.journal(sitting.shard) as journal:
+            rows = job.left(prompts, journal, sitting.retry_failed)
+            if rows[0]:
+                overlap = Overlap(questions, job.config.ngram)
 
-            async def ask() -> dict[str, int]:
-                if job.config.server is None:
-                    return await _asked(job, sitting.shard, (waiting, begun), make_local(thinking), thinking, overlap)
-                served = ServedTarget(job.config.server, job.config.server.model or target.path, api_key)
-                try:
-                    return await _asked(job, sitting.shard, (waiting, begun), served, thinking, overlap)
-                finally:
-                    await served.close()
+                async def ask() -> dict[str, int]:
+                    if job.config.server is None:
+                        return await _asked(job, journal, rows, make_local(thinking), thinking, overlap)
+                    served = ServedTarget(job.config.server, job.config.server.model or target.path, api_key)
+                    try:
+                        return await _asked(job, journal, rows, served, thinking, overlap)
+                    finally:
+                        await served.close()
 
-            counts = asyncio.run(ask())
-            print(f"distill {sitting.shard}: {', '.join(f'{n:,} {name}' for name, n in counts.items())}", flush=True)
+                counts = ", ".join(f"{n:,} {name}" for name, n in asyncio.run(ask()).items())
+                print(f"distill {sitting.shard}: {counts}", flush=True)
         if sitting.shard.count > 1:
             print(f"distill {sitting.shard}: its rows have ended; when all jobs' have: distill --merge", flush=True)
             return 0
@@ -76,12 +78,12 @@ def distilled(
 
 
 async def _asked(
-    job: Job, shard: Share, rows: tuple[Sequence[Prompt], int], ask: Ask, thinking: Thinking, overlap: Overlap
+    job: Job, journal: Journal, rows: tuple[Sequence[Prompt], int], ask: Ask, thinking: Thinking, overlap: Overlap
 ) -> dict[str, int]:
     server = job.config.server
     width = 1 if server is None else server.concurrency * len(server.urls)
     waiting, begun = rows
-    return await job.answer(waiting, begun, Interview(ask, thinking, job.config, overlap), shard, width)
+    return await job.answer(waiting, begun, Interview(ask, thinking, job.config, overlap), journal, width)
 
 
 def _finish(job: Job, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> None:

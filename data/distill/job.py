@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from data.distill.config import DistillConfig
-from data.distill.journal import FOLDER, Journal, forget_failed, forget_others
+from data.distill.journal import FOLDER, Journal, forget_others
 from data.distill.merge import Summary, all_rows, merge
 from data.distill.page import render
 from data.distill.prompts import Prompt, make_prompts, read_prompts, skip_counts, write_prompts
 from data.distill.run import Interview, answer_all
 from data.distill.thinking import Thinking
 from data.inputs import named_inputs
-from data.provenance import Stage
+from data.provenance import FILE, Stage
 from data.share import Share
 from model.errors import UserError
 from model.files import digest, read_json, write_json, write_text
@@ -75,21 +75,28 @@ class Job:
         write_json(record, {"inputs_digest": digest(self.prompt_inputs), "inputs": self.prompt_inputs, **facts})
         return made
 
-    def left(self, prompts: Sequence[Prompt], shard: Share, retry_failed: bool) -> tuple[list[Prompt], int]:
-        """This job's rows that have not ended yet, and how many have; failed ones may be taken up again."""
-        if retry_failed:
-            forget_failed(self.directory, self.answer_inputs)
-        ended = {place.id for place in all_rows(self.directory, self.answer_inputs)}
-        own = [prompt for position, prompt in enumerate(prompts) if position in shard]
+    def journal(self, shard: Share) -> Journal:
+        """The journal of one share, to be opened."""
+        return Journal(self.directory, shard, self.answer_inputs)
+
+    def left(self, prompts: Sequence[Prompt], journal: Journal, retry_failed: bool) -> tuple[list[Prompt], int]:
+        """The rows of a share that have not ended yet, and how many have; its failed ones may be taken up again.
+
+        The journal is the share's, open, so that no other process ends these rows between this look and the asking.
+        """
+        places = all_rows(self.directory, self.answer_inputs)
+        ended = {place.id for place in places if not (retry_failed and place.is_open)}
+        own = [prompt for position, prompt in enumerate(prompts) if position in journal.shard]
         waiting = [prompt for prompt in own if prompt.id not in ended]
         return waiting, len(own) - len(waiting)
 
     async def answer(
-        self, waiting: Sequence[Prompt], begun: int, interview: Interview, shard: Share, width: int
+        self, waiting: Sequence[Prompt], begun: int, interview: Interview, journal: Journal, width: int
     ) -> dict[str, int]:
-        """Asks the rows that are left; how many ended as what."""
-        with Journal(self.directory, shard, self.answer_inputs) as journal:
-            return await answer_all(waiting, interview, journal, width, begun)
+        """Asks the rows that are left; how many ended as what. What was whole is so again when it is merged anew."""
+        if self.stage.is_whole():
+            (self.directory / FILE).unlink()
+        return await answer_all(waiting, interview, journal, width, begun)
 
     def finish(self, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> Summary:
         """Merges the journals; writes conversations, outcomes, summary and provenance. UserError if rows are left."""

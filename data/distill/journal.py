@@ -1,6 +1,7 @@
 """The record of a run: one line per input row, appended when the row has ended, so that a killed job goes on.
 
-A line is whole or it is the file's torn last one, which is cut off when the file is opened again.
+A line is whole or it is the file's torn last one, which is cut off when the file is opened again. Nothing else is ever
+rewritten: a failed row that is asked again gets a second line, which counts in place of the first.
 """
 
 import fcntl
@@ -12,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from data.distill.answer import SERVER_SKIPS, Answer
 from data.share import Share
 from model.errors import UserError
-from model.files import digest, write_atomically
+from model.files import digest
 
 Status = Literal["done", "skipped", "failed"]
 SYNC_SECONDS = 5.0  # what a crash of the machine may cost; a killed process loses nothing
@@ -77,7 +78,7 @@ class Journal:
 
     def __init__(self, directory: Path, shard: Share, inputs: dict[str, Any]) -> None:
         """inputs decide the answers (JSON-ready): a journal made from others is refused."""
-        self.path = directory / FOLDER / file_of(shard)
+        self.path, self.shard = directory / FOLDER / file_of(shard), shard
         self._inputs = inputs
         self._synced = time.monotonic()
 
@@ -90,10 +91,6 @@ class Journal:
             self._file.close()
             raise UserError(f"{self.path}: another process writes it; wait for it, or end it first") from error
         _cut_torn_line(self._file, self.path)
-        if self._file.tell() == 0:
-            self._write(
-                json.dumps({"journal": 1, "inputs_digest": digest(self._inputs), "inputs": self._inputs}) + "\n"
-            )
         return self
 
     def __exit__(
@@ -103,7 +100,10 @@ class Journal:
         self._file.close()
 
     def append(self, outcome: Outcome) -> None:
-        """Writes one row's end."""
+        """Writes one row's end; before the first, what the answers are made from."""
+        if self._file.tell() == 0:
+            header = {"journal": 1, "inputs_digest": digest(self._inputs), "inputs": self._inputs}
+            self._write(json.dumps(header) + "\n")
         self._write(outcome.line())
 
     def _write(self, line: str) -> None:
@@ -127,6 +127,11 @@ class Place:
     status: Status
     path: Path
     offset: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the row may end otherwise when it is asked again: it has failed, or a server has skipped it."""
+        return self.status == "failed" or (self.status == "skipped" and self.read().why in SERVER_SKIPS)
 
     def read(self) -> Outcome:
         """The row; UserError when its line is damaged."""
@@ -174,41 +179,6 @@ def forget_others(directory: Path, inputs: dict[str, Any]) -> None:
             header = handle.readline()
         if header.endswith(b"\n") and json.loads(header).get("inputs_digest") != digest(inputs):
             path.unlink()
-
-
-def forget_failed(directory: Path, inputs: dict[str, Any]) -> int:
-    """Takes failed rows, and those that a server has skipped, out of all journals: they are asked again. How many.
-
-    No other job may be at work: UserError where one is.
-    """
-    forgotten = 0
-    for path in journals(directory):
-        with path.open("rb") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(f"{path}: another process writes it; wait for it, or end it first") from error
-            places = list(ended_rows(path, inputs))
-            kept = [place for place in places if not _is_open(place)]
-            if len(kept) < len(places):
-                write_atomically(path, lambda new: _write_kept(handle, kept, new))  # noqa: B023 (it is called at once)
-                forgotten += len(places) - len(kept)
-    return forgotten
-
-
-def _is_open(place: Place) -> bool:
-    """Whether the row may end otherwise when it is asked again."""
-    return place.status == "failed" or (place.status == "skipped" and place.read().why in SERVER_SKIPS)
-
-
-def _write_kept(handle: BinaryIO, kept: list[Place], new: Path) -> None:
-    """Copies the header and these rows of an open journal."""
-    handle.seek(0)
-    with new.open("wb") as file:
-        file.write(handle.readline())
-        for place in kept:
-            handle.seek(place.offset)
-            file.write(handle.readline())
 
 
 def _cut_torn_line(handle: Any, path: Path) -> None:

@@ -36,7 +36,7 @@ class Summary:
     as_tokens: int = 0  # of those, rows of token ids
     answers: int = 0
     answer_tokens: int = 0
-    repeats: int = 0  # lines about rows that another job had ended already: not used
+    repeats: int = 0  # lines about rows that another job had ended already: not used (failed rows asked again apart)
     lengths: list[int] = field(default_factory=list)  # tokens of each kept answer
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)  # token id -> how often it stands in kept answers
@@ -64,7 +64,7 @@ class Summary:
 
 
 def all_rows(directory: Path, inputs: dict[str, Any]) -> Iterator[Place]:
-    """The rows of every job, in the journals' order; a row that two jobs have ended comes twice."""
+    """The rows of every job, in the journals' order; one that two jobs ended, or asked again, comes twice."""
     for path in journals(directory):
         yield from ended_rows(path, inputs)
 
@@ -92,8 +92,11 @@ def merge(
     places: dict[str, Place] = {}
     summary = Summary(vocab_size=len(thinking.tokenizer))
     for place in all_rows(directory, inputs):
-        summary.repeats += place.id in places
-        places.setdefault(place.id, place)
+        before = places.get(place.id)
+        if before is None or before.is_open:
+            places[place.id] = place
+        else:
+            summary.repeats += 1
     require_complete(prompts, places, directory)
     ordered = [places[prompt.id] for prompt in prompts]
 

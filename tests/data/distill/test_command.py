@@ -132,6 +132,24 @@ def test_a_job_that_finds_no_prompts_leaves_the_others_journals_alone(
     assert len(outcomes(tmp_path / "run")) == ROWS
 
 
+def test_rows_that_shares_retried_are_merged_although_the_stage_was_whole(
+    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("distill", "--config", recipe) == 0
+    before = (tmp_path / "run/distilled/outcomes.jsonl").read_bytes()
+    journal = tmp_path / "run/distilled/journal/shard-00001-of-00001.jsonl"
+    header, *lines = journal.read_text().splitlines(keepends=True)
+    failed = json.dumps({"id": "0:2", "status": "failed", "place": "x", "why": "HTTP 500"}) + "\n"
+    journal.write_text("".join([header, *(failed if '"id": "0:2"' in line else line for line in lines)]))
+    assert command("distill", "--config", recipe, "--shard", "1/2", "--retry-failed") == 0
+    assert command("distill", "--config", recipe, "--is-whole") == 0  # its share holds no failed row
+    assert command("distill", "--config", recipe, "--shard", "2/2", "--retry-failed") == 0
+    assert command("distill", "--config", recipe, "--is-whole") == 1
+    assert command("distill", "--config", recipe, "--merge") == 0
+    assert (tmp_path / "run/distilled/outcomes.jsonl").read_bytes() == before
+    assert command("distill", "--config", recipe, "--is-whole") == 0
+
+
 @pytest.mark.slow
 def test_a_draft_head_changes_nothing_but_the_speed(
     command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -10,11 +10,12 @@ import pytest
 
 from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.config import DistillConfig, GateConfig
-from data.distill.journal import Journal, Outcome, ended_rows, forget_failed, journals
+from data.distill.job import Job
+from data.distill.journal import Journal, Outcome, ended_rows, journals
 from data.distill.merge import merge
 from data.distill.overlap import Overlap
 from data.distill.prompts import Prompt
-from data.distill.run import Interview, answer_all
+from data.distill.run import Interview
 from data.share import Share
 from model.errors import UserError
 from tests.data.chat_targets import NO_SYSTEM
@@ -28,16 +29,14 @@ def interview(ask: Any, settings: DistillConfig | None = None, questions: tuple[
     return Interview(ask, thinking(), settings or config(), Overlap(questions, 8))
 
 
-def sit(directory: Path, rows: list[Prompt], ask: Any, shard: Share = ONE, width: int = 4) -> None:
+def sit(
+    directory: Path, rows: list[Prompt], ask: Any, shard: Share = ONE, width: int = 4, retry_failed: bool = False
+) -> None:
     """One sitting: what no journal has ended yet is asked."""
-    ended = {place.id for path in journals(directory) for place in ended_rows(path, INPUTS)}
-    waiting = [row for place, row in enumerate(rows) if place in shard and row.id not in ended]
-
-    async def run() -> None:
-        with Journal(directory, shard, INPUTS) as journal:
-            await answer_all(waiting, interview(ask), journal, width)
-
-    asyncio.run(run())
+    job = Job(directory, config(), {}, INPUTS)
+    with job.journal(shard) as journal:
+        waiting, begun = job.left(rows, journal, retry_failed)
+        asyncio.run(job.answer(waiting, begun, interview(ask), journal, width))
 
 
 def merged(directory: Path, rows: list[Prompt]) -> bytes:
@@ -112,7 +111,8 @@ def test_a_row_that_two_jobs_ended_counts_once(tmp_path: Path) -> None:
 
 
 def test_a_journal_has_one_writer_and_one_identity(tmp_path: Path) -> None:
-    with Journal(tmp_path, ONE, INPUTS), pytest.raises(UserError, match="another process writes it"):
+    with Journal(tmp_path, ONE, INPUTS) as journal, pytest.raises(UserError, match="another process writes it"):
+        journal.append(Outcome("0:0", "skipped", "rows: row 0", "x"))
         Journal(tmp_path, ONE, INPUTS).__enter__()
     with pytest.raises(UserError, match="made with another target; choose another --run"):
         list(ended_rows(journals(tmp_path)[0], {"target": "other"}))
@@ -127,30 +127,90 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         list(ended_rows(path, INPUTS))
 
 
-def test_failed_rows_are_asked_again_only_when_that_is_wished(tmp_path: Path) -> None:
-    rows = prompts(5)
+def failing(*numbers: int) -> Any:
+    """Answers all but the questions with these numbers."""
 
-    def moody(request: Request) -> Answer:
-        if "Question 2" in request.messages[-1]["content"]:
+    def answer(request: Request) -> Answer:
+        if any(f"Question {number}," in request.messages[-1]["content"] for number in numbers):
             raise Unanswered("failed", "HTTP 500")
         return echo(request)
 
-    sit(tmp_path, rows, asking(moody))
+    return asking(answer)
+
+
+def statuses(directory: Path) -> list[tuple[str, str]]:
+    """(id, status) of every line of all journals."""
+    return [(place.id, place.status) for path in journals(directory) for place in ended_rows(path, INPUTS)]
+
+
+def test_failed_rows_are_asked_again_only_when_that_is_wished(tmp_path: Path) -> None:
+    rows = prompts(5)
+    sit(tmp_path, rows, failing(2, 3))
+    before = journals(tmp_path)[0].read_bytes()
     sit(tmp_path, rows, asking())
-    assert [o.id for o in ended_rows(journals(tmp_path)[0], INPUTS) if o.status == "failed"] == ["0:2"]
-    assert forget_failed(tmp_path, INPUTS) == 1
-    sit(tmp_path, rows, asking())
-    assert {o.status for o in ended_rows(journals(tmp_path)[0], INPUTS)} == {"done"}
+    assert journals(tmp_path)[0].read_bytes() == before
+    sit(tmp_path, rows, failing(3), retry_failed=True)
+    assert [status for row, status in statuses(tmp_path) if row == "0:2"] == ["failed", "done"]
+    summary = merge(tmp_path, rows, INPUTS, GateConfig(), thinking())
+    assert (summary.status, summary.repeats) == ({"done": 4, "failed": 1}, 0)
+    sit(tmp_path, rows, asking(), retry_failed=True)
+    assert journals(tmp_path)[0].read_bytes().startswith(before)
     sit(tmp_path / "whole", rows, asking())
     assert merged(tmp_path, rows) == merged(tmp_path / "whole", rows)
 
 
+def test_jobs_that_retry_together_ask_their_own_shares_failed_rows_again(tmp_path: Path) -> None:
+    """Each while the other is at work, and although another job, of all rows, had met the failures."""
+    rows = prompts(8)
+    sit(tmp_path, rows, failing(1, 2, 4, 5))
+    with Journal(tmp_path, Share(1, 2), INPUTS):
+        sit(tmp_path, rows, asking(), Share(2, 2), retry_failed=True)
+        assert sorted(row for row, status in statuses(tmp_path)[8:]) == ["0:1", "0:5"]
+    sit(tmp_path, rows, asking(), Share(1, 2), retry_failed=True)
+    assert len(statuses(tmp_path)) == 12
+    sit(tmp_path / "whole", rows, asking())
+    assert merged(tmp_path, rows) == merged(tmp_path / "whole", rows)
+
+
+def test_a_retry_that_is_killed_loses_no_row(tmp_path: Path) -> None:
+    rows = prompts(6)
+    sit(tmp_path, rows, failing(1, 2, 4))
+    with pytest.raises(Killed):
+        sit(tmp_path, rows, dying(2), retry_failed=True, width=1)
+    assert merge(tmp_path, rows, INPUTS, GateConfig(), thinking()).status == {"done": 4, "failed": 2}
+    sit(tmp_path, rows, asking(), retry_failed=True)
+    assert merge(tmp_path, rows, INPUTS, GateConfig(), thinking()).status == {"done": 6}
+
+
 def test_rows_that_a_server_skipped_are_asked_again_and_the_recipes_own_are_not(tmp_path: Path) -> None:
+    rows = prompts(2)
     with Journal(tmp_path, ONE, INPUTS) as journal:
         journal.append(Outcome("0:0", "skipped", "rows: row 0", TOO_LONG_FOR_SERVER))
         journal.append(Outcome("0:1", "skipped", "rows: row 1", "no problem was invented"))
-    assert forget_failed(tmp_path, INPUTS) == 1
-    assert [place.id for place in ended_rows(journals(tmp_path)[0], INPUTS)] == ["0:1"]
+    sit(tmp_path, rows, asking(), retry_failed=True)
+    assert statuses(tmp_path) == [("0:0", "skipped"), ("0:1", "skipped"), ("0:0", "done")]
+
+
+def test_what_is_left_is_found_while_no_other_process_ends_rows(tmp_path: Path) -> None:
+    """A second process of the same share sees what the first has ended, or is refused."""
+    rows, job = prompts(3), Job(tmp_path, config(), {}, INPUTS)
+    with job.journal(ONE) as journal:
+        assert job.left(rows, journal, False) == (rows, 0)
+        with pytest.raises(UserError, match="another process writes it"), job.journal(ONE) as other:
+            job.left(rows, other, False)
+    sit(tmp_path, rows, asking())
+    with job.journal(ONE) as journal:
+        assert job.left(rows, journal, False) == ([], 3)
+
+
+def test_a_job_that_is_refused_leaves_no_mark_on_the_journals(tmp_path: Path) -> None:
+    rows = prompts(3)
+    sit(tmp_path, rows, asking())
+    other = Job(tmp_path, config(), {}, {"target": "other"})
+    with pytest.raises(UserError, match="made with another target"), other.journal(Share(1, 2)) as journal:
+        other.left(rows, journal, False)
+    sit(tmp_path, rows, asking(), Share(1, 2))
+    assert len(merged(tmp_path, rows)) > 0
 
 
 def outcome(prompt: Prompt, answer: Any, **keys: Any) -> Outcome:
