@@ -104,19 +104,18 @@ def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
     shard = Share.of(arguments.shard)
+    _be_quiet()
     try:
-        target = target_inputs(recipe.target)
+        target, questions = target_inputs(recipe.target), _evaluation_questions(recipe)
     except UserError:
         if arguments.is_whole:
-            return 1  # the stage before has not written the target yet
+            return 1  # the stage before has not written the target, or the evaluation's questions, yet
         raise
-    job = Job.of(pipeline.RunPaths(Path(recipe.run)).distilled, recipe.distill, target, _evaluation(recipe))
+    job = Job.of(pipeline.RunPaths(Path(recipe.run)).distilled, recipe.distill, target, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
         return 0 if arguments.is_whole else _reuse("distill", job.stage, Path(recipe.run), arguments.plan)
     if arguments.is_whole:
         return 1
-    _be_quiet()
-    questions = _evaluation_questions(recipe)
     if arguments.plan:
         from data.distill.prompts import make_prompts, plan_line
 
@@ -294,22 +293,22 @@ def _local(recipe: pipeline.Recipe, thinking: Any) -> Any:
     return LocalTarget(decode, thinking, min((limit for limit in limits if limit is not None), default=None))
 
 
-def _evaluation(recipe: pipeline.Recipe) -> list[Any]:
-    """Where the evaluation questions of the recipe's own sections come from, JSON-ready."""
-    sections = (recipe.bench, recipe.calibrate)
-    return [as_dict(section.prompts) for section in sections if section is not None]
-
-
 def _evaluation_questions(recipe: pipeline.Recipe) -> list[str]:
-    """All turns of the evaluation questions: those that the recipe measures with, and those of distill.exclude."""
+    """All turns of the evaluation questions: of the sets that the recipe measures with, and of distill.exclude.
+
+    They are whole sets, whatever part of them is measured, how far the answers go and what system prompt they have.
+    """
     from infer.task_config import PromptsConfig, TaskConfig
     from infer.tasks import load_prompts
 
     assert recipe.distill is not None
     tasks = tuple(TaskConfig(each.name, each.path, each.revision) for each in recipe.distill.exclude)
     wanted = [section.prompts for section in (recipe.bench, recipe.calibrate) if section is not None]
-    wanted = [replace(prompts, num_prompts=None, turns=None) for prompts in wanted]
-    wanted += [PromptsConfig(tasks=tasks, num_prompts=None)] if tasks else []
+    wanted += [PromptsConfig(tasks=tasks)] if tasks else []
+    wanted = [
+        replace(each, tasks=tuple(replace(task, num_prompts=None) for task in each.tasks), num_prompts=None, turns=None)
+        for each in wanted
+    ]
     return [turn for prompts in wanted for prompt in load_prompts(prompts) for turn in prompt.turns]
 
 

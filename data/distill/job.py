@@ -33,15 +33,15 @@ class Job:
     answer_inputs: dict[str, Any]
 
     @classmethod
-    def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], evaluation: list[Any]) -> "Job":
-        """target is data.inputs.target_inputs', evaluation names where the evaluation questions come from.
+    def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Iterable[str]) -> "Job":
+        """target is data.inputs.target_inputs', questions are the texts that are held out, wherever they come from.
 
         How the answers are carried (URLs, concurrency, this process) does not change what they are.
         """
         section = as_dict(config)
-        parts = {name: section[name] for name in ("sources", "exclude", "ngram", "max_turns", "seed")}
+        parts = {name: section[name] for name in ("sources", "ngram", "max_turns", "seed")}
         files = named_inputs([source.path for source in config.sources])
-        prompts = {**parts, "files": files, "evaluation": evaluation}
+        prompts = {**parts, "files": files, "held_out": digest(sorted(set(questions)))}
         carried = section["server"] or {}
         asked = {"model": carried.get("model"), "extra_body": carried.get("extra_body") or {}}
         answers = {"prompts": digest(prompts), "target": target, "sampling": section["sampling"], "server": asked}

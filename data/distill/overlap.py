@@ -15,14 +15,17 @@ def words(text: str) -> list[str]:
 
 
 class Overlap:
-    """Hashes of the runs of `size` words of evaluation questions; questions shorter than that count as a whole."""
+    """Hashes of the runs of `size` words of evaluation questions; questions shorter than that count as a whole.
+
+    The same text counts once, and in any order.
+    """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
         self.size = size
         counts: Counter[bytes] = Counter()
         self.num_questions = 0
         short: set[bytes] = set()
-        for question in questions:
+        for question in set(questions):
             self.num_questions += 1
             found = words(question)
             counts.update(set(self._runs(found)))

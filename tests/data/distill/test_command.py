@@ -191,6 +191,35 @@ def test_the_recipes_own_measuring_prompts_are_never_asked(
     assert [row.status for row in outcomes(tmp_path / "run")] == ["done"] * 3 + ["skipped"] * 2 + ["done"]
 
 
+def test_the_texts_held_out_are_part_of_what_the_answers_are_made_from_and_how_they_are_measured_is_not(
+    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = (["Please count 3 boats.", "Why?"], ["Please count 7 boats."])
+    questions = [{"question_id": n, "category": "a", "turns": each} for n, each in enumerate(turns)]
+    held_out = write_rows(tmp_path / "bench.jsonl", questions)
+    values = yaml.safe_load(recipe.read_text())
+
+    def measured(**prompts: object) -> Path:
+        bench = {"prompts": prompts, "rows": [{"method": "vanilla"}]}
+        return tiny.recipe(tmp_path / "measured.yaml", {**values, "bench": bench})
+
+    assert command("distill", "--config", measured(path=str(held_out), num_prompts=2)) == 0
+    as_tasks = [{"name": "ours", "path": str(write_rows(tmp_path / "moved.jsonl", questions[::-1])), "num_prompts": 1}]
+    for prompts in (
+        {"path": str(held_out), "num_prompts": 1, "max_new_tokens": 7, "turns": 1, "system_prompt": "Be brief."},
+        {"tasks": as_tasks},
+    ):
+        assert command("distill", "--config", measured(**prompts), "--is-whole") == 0
+    questions[1]["turns"] = ["Please count 4 boats."]
+    write_rows(held_out, questions)
+    assert command("distill", "--config", measured(path=str(held_out)), "--is-whole") == 1
+    capsys.readouterr()
+    assert command("distill", "--config", measured(path=str(held_out))) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    held_out.unlink()
+    assert command("distill", "--config", measured(path=str(held_out)), "--is-whole") == 1
+
+
 def test_a_prompt_that_leaves_no_room_is_skipped(command: Command, recipe: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "questions.jsonl", [{"prompt": "Please. " * 300}, {"prompt": "Why?"}])
     assert command("distill", "--config", recipe) == 0
