@@ -19,7 +19,7 @@ from data.distill.answer import FILTERED, TOO_LONG_FOR_SERVER, Answer, Request, 
 from data.distill.config import ServerConfig
 from model.errors import UserError, warn
 
-MAX_WAIT_S = 60.0
+MAX_WAIT_S, CONNECT_S = 60.0, 10.0
 BUSY, WRONG_SETUP, REFUSED = (408, 429, 502, 503, 504), (401, 403, 404), (400, 413, 422)
 FIRST_REFUSALS = 8  # so many refused requests before the first answer are the recipe's doing, not the rows'
 TOO_LONG = re.compile(
@@ -49,13 +49,16 @@ class ServedTarget:
         """UserError without the `openai` package."""
         self.config, self.model = config, model
         self._openai = openai = _library()
+        # a server that takes no connection is down long before an answer with its thinking is late
+        timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
         self.servers = [
-            Server(url, openai.AsyncOpenAI(base_url=url, api_key=api_key, timeout=config.timeout_s, max_retries=0))
+            Server(url, openai.AsyncOpenAI(base_url=url, api_key=api_key, timeout=timeout, max_retries=0))
             for url in config.urls
         ]
         self._changed = asyncio.Condition()
         self._last_good: float | None = None
         self._answered = self._refusals = 0
+        self._lacks_ids = False  # an answer came without the token ids that were asked for
         self.retries = 0  # of all requests, for the record
 
     async def close(self) -> None:
@@ -106,6 +109,13 @@ class ServedTarget:
         """The reply's answer; the server is up, whatever it said before."""
         answer = _read(reply)
         self._answered += 1
+        if self.config.token_ids and answer.token_ids is None and not self._lacks_ids:
+            self._lacks_ids = True
+            warn(
+                f"{server.url}: sends no token ids (distill.server.token_ids asks for them): answers are tokenised "
+                f"again from their text, which may not give the target's own tokens; serve with what knows "
+                f"return_token_ids, or set it to false"
+            )
         self._last_good, server.setbacks, server.down_until = _now(), 0, 0.0
         return answer
 

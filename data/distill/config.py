@@ -58,7 +58,7 @@ class ServerConfig:
     urls: tuple[str, ...]  # base URLs, ending in /v1
     model: str | None = None  # the name that they serve; null: target.path
     concurrency: int = 64  # requests under way at each URL
-    timeout_s: float = 1800.0  # of one request; an answer with its thinking can take long
+    timeout_s: float = 1800.0  # of one request, once connected; an answer with its thinking can take long
     retries: int = 5  # of one request after a 500, a cut connection or a timeout; then its row has failed
     backoff_s: float = 1.0  # before the first retry, doubled up to a minute
     patience_s: float = (

@@ -36,7 +36,8 @@ class Job:
     def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Iterable[str]) -> "Job":
         """target is data.inputs.target_inputs', questions are the texts that are held out, wherever they come from.
 
-        How the answers are carried (URLs, concurrency, this process) does not change what they are.
+        How the answers are carried (URLs, concurrency, this process) does not change what they are; whether a
+        server is asked for their token ids does.
         """
         section = as_dict(config)
         parts = {name: section[name] for name in ("sources", "ngram", "max_turns", "seed")}
@@ -44,6 +45,7 @@ class Job:
         prompts = {**parts, "files": files, "held_out": digest(sorted(set(questions)))}
         carried = section["server"] or {}
         asked = {"model": carried.get("model"), "extra_body": carried.get("extra_body") or {}}
+        asked["token_ids"] = carried.get("token_ids", False)
         answers = {"prompts": digest(prompts), "target": target, "sampling": section["sampling"], "server": asked}
         return cls(directory, config, prompts, answers)
 

@@ -1,11 +1,15 @@
 """The client against a scripted server: what is tried again, what a row pays for, and what stops the run."""
 
 import asyncio
+import socket
 import threading
+import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from data.distill import client
 from data.distill.answer import FILTERED, TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.client import ServedTarget
 from data.distill.config import SamplingConfig, ServerConfig
@@ -165,6 +169,24 @@ def test_what_a_content_filter_ended_is_skipped_with_the_reason() -> None:
         assert proxy.script.count == 1
 
 
+def test_a_server_that_takes_no_connection_is_down_long_before_an_answer_is_late(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "CONNECT_S", 0.2)
+    with socket.socket() as full, ExitStack() as others:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # nobody accepts: the next connections are neither taken nor refused
+        for _ in range(3):
+            waiting = others.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}/v1"
+        started = time.monotonic()
+        [error] = ask([url], request(), timeout_s=20.0, patience_s=0.1, retries=0)
+    assert isinstance(error, UserError) and time.monotonic() - started < 10.0
+    assert f"{url}: cannot be reached" in capsys.readouterr().err
+
+
 def test_without_any_server_the_run_stops_when_its_patience_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}/v1"
     [error] = ask([url], request(), patience_s=0.3)
@@ -192,7 +214,18 @@ def test_a_request_says_how_to_sample_and_greedy_ones_say_no_more_than_that() ->
     assert sampled == {**greedy, "temperature": 1.0, **extra}
 
 
-def test_thinking_and_token_ids_are_read_where_servers_put_them() -> None:
+def test_token_ids_that_were_asked_for_and_did_not_come_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with Proxy(0, scripted()) as proxy:
+        found = ask([proxy.url], *(request(str(n)) for n in range(4)), token_ids=True)
+        said = capsys.readouterr().err.splitlines()
+        ask([proxy.url], request())
+    assert [isinstance(each, Answer) for each in found] == [True] * 4
+    assert len(said) == 1 and said[0].startswith(f"warning: {proxy.url}: sends no token ids")
+    assert "tokenised again from their text" in said[0]
+    assert capsys.readouterr().err == ""
+
+
+def test_thinking_and_token_ids_are_read_where_servers_put_them(capsys: pytest.CaptureFixture[str]) -> None:
     def reply(asked: dict[str, Any]) -> dict[str, Any]:
         key = "reasoning_content" if asked["messages"][0]["content"] == "1" else "reasoning"
         message = {"role": "assistant", "content": "four", key: "two and two"}
@@ -200,5 +233,6 @@ def test_thinking_and_token_ids_are_read_where_servers_put_them() -> None:
         return {**made, "prompt_token_ids": [1, 2]}
 
     with Proxy(0, Script(reply=reply)) as proxy:
-        found = ask([proxy.url], request("1"), request("2"))
+        found = ask([proxy.url], request("1"), request("2"), token_ids=True)
+    assert capsys.readouterr().err == ""
     assert found == [Answer("four", "length", 3, "two and two", (7, 8, 3), (1, 2))] * 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
-from data.distill.config import DistillConfig, GateConfig
+from data.distill.config import DistillConfig, GateConfig, ServerConfig, SourceConfig
 from data.distill.job import Job
 from data.distill.journal import Journal, Outcome, ended_rows, journals
 from data.distill.merge import merge
@@ -201,6 +201,19 @@ def test_what_is_left_is_found_while_no_other_process_ends_rows(tmp_path: Path) 
     sit(tmp_path, rows, asking())
     with job.journal(ONE) as journal:
         assert job.left(rows, journal, False) == ([], 3)
+
+
+def test_asking_for_token_ids_is_part_of_what_answers_are_made_from_and_how_they_are_carried_is_not(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rows.jsonl").touch()
+
+    def inputs(**server: Any) -> dict[str, Any]:
+        section = config(sources=(SourceConfig(str(tmp_path / "rows.jsonl")),), server=ServerConfig(**server))
+        return Job.of(tmp_path, section, INPUTS, ("b", "a")).stage.inputs
+
+    one, two = ("http://one/v1",), ("http://one/v1", "http://two/v1")
+    assert inputs(urls=one) == inputs(urls=two, concurrency=3, timeout_s=5.0) != inputs(urls=one, token_ids=True)
 
 
 def test_a_job_that_is_refused_leaves_no_mark_on_the_journals(tmp_path: Path) -> None:
