@@ -97,7 +97,7 @@ class Job:
     ) -> dict[str, int]:
         """Asks the rows that are left; how many ended as what. What was whole is so again when it is merged anew."""
         if self.stage.is_whole():
-            (self.directory / FILE).unlink()
+            (self.directory / FILE).unlink(missing_ok=True)  # jobs may do so together
         return await answer_all(waiting, interview, journal, width, begun)
 
     def finish(self, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> Summary:
