@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 WORD = re.compile(r"\w+")
 COMMON_SHARE, COMMON_LEAST = 0.1, 5  # runs in so many of the questions are their instructions, not their content
+LEAST_WORDS = 3  # questions of fewer words ("Go on.") are looked for as the whole text only
 
 
 def words(text: str) -> list[str]:
@@ -15,36 +16,34 @@ def words(text: str) -> list[str]:
 
 
 class Overlap:
-    """Hashes of the runs of `size` words of evaluation questions; questions shorter than that count as a whole.
+    """Hashes of the runs of `size` words of evaluation questions, but for runs that many of them share.
 
-    The same text counts once, and in any order.
+    A question that has no such run of its own (it is shorter, or all its runs are shared) counts as a run of its own
+    length, so that sentences before and behind it do not hide it.
     """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
         self.size = size
-        counts: Counter[bytes] = Counter()
-        self.num_questions = 0
-        short: set[bytes] = set()
-        for question in set(questions):
-            self.num_questions += 1
-            found = words(question)
-            counts.update(set(self._runs(found)))
-            if found and len(found) < size:
-                short.add(_hash(found))
-        least = max(COMMON_LEAST, COMMON_SHARE * self.num_questions)
-        self._hashes = {key for key, count in counts.items() if count < least}
-        self._short = short
+        asked = [words(question) for question in questions]
+        counts = Counter(key for found in asked for key in set(_runs(found, size)))
+        least = max(COMMON_LEAST, COMMON_SHARE * len(asked))
+        self._hashes: dict[int, set[bytes]] = {size: {key for key, count in counts.items() if count < least}}
+        self._whole = {_hash(found) for found in asked if found}
+        for found in asked:
+            if len(found) >= LEAST_WORDS and self._hashes[size].isdisjoint(_runs(found, size)):
+                self._hashes.setdefault(len(found), set()).add(_hash(found))
 
     def __contains__(self, text: str) -> bool:
-        """Whether the text has a run in common with a question, or is a short question itself."""
+        """Whether the text has a run in common with a question, or has a whole question in it."""
         found = words(text)
-        if _hash(found) in self._short:
+        if _hash(found) in self._whole:
             return True
-        return any(key in self._hashes for key in self._runs(found))
+        return any(key in hashes for size, hashes in self._hashes.items() for key in _runs(found, size))
 
-    def _runs(self, found: list[str]) -> Iterator[bytes]:
-        for start in range(len(found) - self.size + 1):
-            yield _hash(found[start : start + self.size])
+
+def _runs(found: list[str], size: int) -> Iterator[bytes]:
+    for start in range(len(found) - size + 1):
+        yield _hash(found[start : start + size])
 
 
 def _hash(found: list[str]) -> bytes:

@@ -35,7 +35,7 @@ def test_rows_that_cannot_be_asked_are_skipped_with_their_reason(tmp_path: Path)
     rows = [
         {"messages": [{"role": "user", "content": "Why?"}]},
         {"messages": [{"role": "assistant", "content": "Because."}]},
-        {"messages": [{"role": "user", "content": "why"}]},
+        {"messages": [{"role": "user", "content": " WHY? "}]},
         {"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "3"}]},
         {"messages": [{"role": "narrator", "content": "x"}]},
         "text",
@@ -67,6 +67,24 @@ def test_instructions_that_many_evaluation_questions_share_are_no_overlap(tmp_pa
     assert made(tmp_path, rows, questions, kind="prompts")[0].skip is None
     with pytest.raises(UserError, match="no row can be asked"):
         made(tmp_path, rows, questions[:1], kind="prompts")
+
+
+def test_a_whole_question_is_found_though_many_share_all_of_its_words(tmp_path: Path) -> None:
+    questions = (*(f"{LONG} question {n} about {n * n}" for n in range(20)), LONG)
+    found = made(
+        tmp_path, [{"prompt": LONG}, {"prompt": f"Prove it. {LONG}!"}, {"prompt": LONG[4:]}], questions, kind="prompts"
+    )
+    near = "overlaps an evaluation question"
+    assert [prompt.skip for prompt in found] == [near, near, None]
+
+
+def test_added_sentences_do_not_hide_a_short_evaluation_question(tmp_path: Path) -> None:
+    near, questions = "overlaps an evaluation question", ("Simplify $\\sqrt{180}$.", "Go on.")
+    row = {"input persona": "A tiler", "synthesized text": "Problem: Simplify $\\sqrt{180}$!"}
+    other = {"input persona": "A tiler", "synthesized text": "Problem: Simplify $\\sqrt{181}$!"}
+    assert [prompt.skip for prompt in made(tmp_path, [row, other], questions, kind="personas")] == [near, None]
+    rows = [{"prompt": text} for text in ("Go on!", "Go on with it.", "Please simplify: sqrt 180?")]
+    assert [prompt.skip for prompt in made(tmp_path, rows, questions, kind="prompts")] == [near, None, near]
 
 
 def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
