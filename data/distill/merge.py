@@ -9,13 +9,12 @@ from typing import Any, TextIO
 
 from data.distill.config import GateConfig
 from data.distill.journal import Outcome, Place, ended_rows, journals
-from data.distill.overlap import words
-from data.distill.prompts import Prompt
+from data.distill.prompts import Prompt, asked_key
 from data.distill.quality import FLAWS, flaws
 from data.distill.rows import answer_ids, training_rows
 from data.distill.thinking import Thinking
 from model.errors import UserError
-from model.files import digest, write_atomically
+from model.files import write_atomically
 
 EXAMPLES = 3  # rows shown for each flaw and of those without
 SHOWN = 600  # characters of each text
@@ -146,7 +145,7 @@ def _all_flaws(outcome: Outcome, gate: GateConfig, asked: set[str]) -> list[str]
     """The row's flaws, "repeated" among them where an invented problem is in asked, to which it is added."""
     found = flaws(outcome, gate)
     if outcome.invented is not None and outcome.turns:
-        key = digest(words(outcome.turns[0]))
+        key = asked_key(outcome.system, outcome.turns[:1])
         found += ["repeated"] if key in asked else []
         asked.add(key)
     return found

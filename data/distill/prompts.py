@@ -15,7 +15,7 @@ from typing import Any
 from data.chat import LONE_SURROGATE
 from data.distill import personas
 from data.distill.config import DistillConfig, SamplingConfig, SourceConfig
-from data.distill.overlap import Overlap, words
+from data.distill.overlap import Overlap
 from data.shapes import UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
 from data.sources import RawRow, read_rows
 from model.errors import UserError
@@ -75,6 +75,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     with path.open(encoding="utf-8") as handle:
         rows = [json.loads(line) for line in handle]
     return [Prompt(**{**row, "turns": tuple(row.get("turns", ()))}) for row in rows]
+
+
+def asked_key(system: str | None, turns: Iterable[str]) -> str:
+    """What makes two prompts the same: system prompt and questions, but for case and the width of blanks."""
+    return digest([" ".join(text.casefold().split()) for text in (system or "", *turns)])
 
 
 def sampling_of(prompt: Prompt, config: SamplingConfig) -> SamplingConfig:
@@ -174,7 +179,7 @@ def _of_persona(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> 
 
 def _why_not(prompt: Prompt, seen: set[str], overlap: Overlap) -> str | None:
     """Why the prompt is not asked: asked already, or near an evaluation question; null: it is asked."""
-    key = digest([words(turn) for turn in (*prompt.turns, prompt.invent or "")])
+    key = asked_key(prompt.system, (*prompt.turns, prompt.invent or ""))
     if key in seen:
         return DUPLICATE
     seen.add(key)

@@ -87,6 +87,12 @@ def test_added_sentences_do_not_hide_a_short_evaluation_question(tmp_path: Path)
     assert [prompt.skip for prompt in made(tmp_path, rows, questions, kind="prompts")] == [near, None, near]
 
 
+def test_signs_and_system_prompts_tell_prompts_apart(tmp_path: Path) -> None:
+    asked = [("3 + 4", "a"), ("3 - 4", "a"), ("3  +\n4", "a"), ("3 + 4", "b"), ("3 + 4", None)]
+    found = made(tmp_path, [{"prompt": text, "system": system} for text, system in asked], kind="prompts")
+    assert [prompt.skip is None for prompt in found] == [True, True, False, True, True]
+
+
 def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
     assert made(tmp_path, [{"prompt": "So \ud83d what?"}], kind="prompts")[0].turns == ("So \ufffd what?",)
 

@@ -98,7 +98,7 @@ def outcomes() -> list[Outcome]:
         row(Answer("", "length", 9)),
         row(Answer("I cannot help with that.", "stop", 9)),
         replace(good, invented=problem, turns=("2 + 2?",)),
-        replace(good, invented=problem, turns=("2 + 2 ?",)),
+        replace(good, invented=problem, turns=("2  + 2?",)),
         Outcome("", "skipped", "x", "an empty question"),
         Outcome("", "failed", "x", "HTTP 500, 6 times"),
     ]
@@ -114,6 +114,12 @@ def test_flaws_are_counted_and_the_recipe_says_what_is_dropped(tmp_path: Path) -
     assert summary["why"] == {"skipped: an empty question": 1, "failed: HTTP 500, 6 times": 1}
     other = replace(GATE, cut="keep", empty="keep", refusal="drop", repeated="keep")
     assert merged(tmp_path / "b", outcomes(), other)[1] == ["0:0", "0:1", "0:3", "0:4"]
+
+
+def test_invented_problems_that_differ_in_a_sign_are_no_repeats(tmp_path: Path) -> None:
+    first, second = (replace(outcomes()[3], id=str(n), turns=(f"2 {sign} 2?",)) for n, sign in enumerate("+-"))
+    summary, kept, _ = merged(tmp_path, [first, second])
+    assert kept == ["0", "1"] and summary["flaws"] == {}
 
 
 def test_the_page_says_it_all_and_escapes_what_it_was_told(tmp_path: Path) -> None:
