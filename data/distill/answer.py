@@ -22,6 +22,7 @@ class Answer:
     """One answer. finish is 'stop' when it ended with an end-of-turn token; another reason means that it is cut.
 
     reasoning is the thinking where something told it apart from the content (data/distill/thinking.py does the rest).
+    raw is the text before thinking was told apart in it, letter for letter; null where nothing was, or a server did.
     token_ids are the answer's, its end-of-turn token included, and prompt_token_ids what the target read before it.
     """
 
@@ -31,6 +32,7 @@ class Answer:
     reasoning: str | None = None
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    raw: str | None = None
 
     @property
     def is_cut(self) -> bool:

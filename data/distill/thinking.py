@@ -29,16 +29,18 @@ class Thinking:
         self.is_opened = self.prompt(question).rstrip().endswith(OPEN)
 
     def read(self, answer: Answer) -> Answer:
-        """The answer with thinking in tags told apart from its content."""
+        """The answer with thinking in tags told apart from its content, where the prompt or the answer begins it.
+
+        A closing tag in another answer is part of its content.
+        """
         text = answer.content
-        if answer.reasoning is not None:
+        begins = text.lstrip().startswith(OPEN)
+        if answer.reasoning is not None or not (begins or self.is_opened):
             return answer
-        if CLOSE in text:
-            thought, _, content = text.partition(CLOSE)
-            return replace(answer, reasoning=thought.partition(OPEN)[2] or thought.replace(OPEN, ""), content=content)
-        if answer.is_cut and (self.is_opened or text.lstrip().startswith(OPEN)):
-            return replace(answer, reasoning=text.partition(OPEN)[2] or text, content="")
-        return answer
+        thought, closed, content = text.partition(CLOSE)
+        if not closed and not answer.is_cut:
+            return answer
+        return replace(answer, reasoning=thought.partition(OPEN)[2] if begins else thought, content=content, raw=text)
 
     def message(self, answer: Answer) -> Message:
         """The answer as a turn of the conversation, its thinking where the template looks for it."""
@@ -47,13 +49,22 @@ class Thinking:
         if self._place == "field" or self._place is None:
             content = {"role": "assistant", "content": answer.content.lstrip("\n")}
             return content if self._place is None else {**content, "reasoning_content": answer.reasoning.strip("\n")}
-        return {"role": "assistant", "content": self.spelt(answer, opened=False)}
+        if answer.raw is not None:
+            begins = answer.raw.lstrip().startswith(OPEN)
+            return {"role": "assistant", "content": answer.raw if begins else f"{OPEN}\n{answer.raw}"}
+        return {"role": "assistant", "content": self._spelt(answer, opened=False)}
 
-    def spelt(self, answer: Answer, opened: bool | None = None) -> str:
-        """The answer as the target wrote it after the generation prompt, which may have opened the tag."""
+    def spelt(self, answer: Answer) -> str:
+        """The answer as the target wrote it after the generation prompt, which may have opened the tag.
+
+        Where a server told the thinking apart, its blanks are lost and stand here as they usually are.
+        """
+        return self._spelt(answer, self.is_opened) if answer.raw is None else answer.raw
+
+    def _spelt(self, answer: Answer, opened: bool) -> str:
         if answer.reasoning is None:
             return answer.content
-        start = "" if (self.is_opened if opened is None else opened) else f"{OPEN}\n"
+        start = "" if opened else f"{OPEN}\n"
         thought = answer.reasoning.strip("\n")
         if answer.is_cut and not answer.content:
             return f"{start}{thought}"
@@ -90,7 +101,7 @@ class Thinking:
         answer = Answer(PROBE_CONTENT, "stop", 0, reasoning=PROBE_THOUGHT)
         forms: dict[str, Message] = {
             "field": {"role": "assistant", "content": PROBE_CONTENT, "reasoning_content": PROBE_THOUGHT},
-            "content": {"role": "assistant", "content": self.spelt(answer, opened=False)},
+            "content": {"role": "assistant", "content": self._spelt(answer, opened=False)},
         }
         for name, message in forms.items():
             messages = [{"role": "user", "content": "?"}, message]

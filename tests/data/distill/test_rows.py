@@ -81,6 +81,37 @@ def test_thinking_in_tags_is_told_apart_and_spelt_again_as_it_was() -> None:
     assert of(IN_TAGS).read(served) == served
 
 
+@pytest.mark.parametrize(
+    ("template", "text", "is_text"),
+    [
+        (chat_targets.THINK_OPENING, "2 + 2\n</think>\n\nfour", True),
+        (chat_targets.THINK_OPENING, "2 + 2</think>four", False),
+        (chat_targets.THINK_DROPPING, "<think>\n2 + 2\n</think>\n\nfour", True),
+        (chat_targets.THINK_DROPPING, "<think>\n\n2 + 2\n</think>\nfour", False),
+        (IN_TAGS, "<think>2 + 2</think>four", True),
+        (THINK_LESS, "<think>2 + 2</think>four", False),
+    ],
+)
+def test_what_is_learnt_is_what_the_target_wrote_and_not_how_thinking_is_usually_spelt(
+    template: str, text: str, is_text: bool, tmp_path: Path
+) -> None:
+    reader = of(template)
+    read = Answer.of(json.loads(json.dumps(reader.read(Answer(text, "stop", 9)).as_dict())))
+    assert (read.reasoning or "").strip() == "2 + 2" and read.content.strip() == "four"
+    rows = training_rows(done(read), reader)
+    assert ("messages" in rows[0]) == is_text
+    [learnt] = supervised(rows, reader, tmp_path)
+    assert learnt.endswith(f"{text}<|im_end|>")
+
+
+def test_a_closing_tag_in_an_answer_without_thinking_is_content(tmp_path: Path) -> None:
+    reader, text = of(IN_TAGS), "DeepSeek ends its thoughts with </think>, Llama has none."
+    assert reader.read(Answer(text, "stop", 9)) == Answer(text, "stop", 9)
+    assert supervised(training_rows(done(reader.read(Answer(text, "stop", 9))), reader), reader, tmp_path) == [
+        f"{text}<|im_end|>"
+    ]
+
+
 def test_rows_that_the_template_gives_back_stay_text(tmp_path: Path) -> None:
     reader = thinking()
     rows = training_rows(done(Answer("one.", "stop", 2), Answer("two.", "stop", 2)), reader)
