@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.aggregate import VANILLA
-from infer.figures.policies import policy_tables
+from infer.figures.policies import policy_tables, published_method
 
 # QwQ 32B Preview with a draft of 1.5B; the last is the mean of the seven columns
 PUBLISHED_TASKS = (*(f"math500-level{level}" for level in range(1, 6)), "gpqa_diamond", "aime")
 PUBLISHED = {
-    "constant": (1.45, 1.50, 1.52, 1.56, 1.56, 1.25, 1.58, 1.49),
-    "heuristic": (1.29, 1.26, 1.27, 1.30, 1.33, 1.18, 1.34, 1.28),
-    "entropy": (1.65, 1.68, 1.75, 1.78, 1.82, 1.52, 1.77, 1.71),
+    "sps": (1.45, 1.50, 1.52, 1.56, 1.56, 1.25, 1.58, 1.49),
+    "sps-heuristic": (1.29, 1.26, 1.27, 1.30, 1.33, 1.18, 1.34, 1.28),
+    "sps-svip": (1.65, 1.68, 1.75, 1.78, 1.82, 1.52, 1.77, 1.71),
 }
 PUBLISHED_LENGTHS = (1300, 1300, 1600, 2500, 3600, 3900, 6200)  # tokens of a mean answer
 
@@ -64,7 +64,7 @@ def reasoning_tables(rows: Sequence[dict[str, Any]], by_task: Sequence[dict[str,
 def _by_task(name: str, row: dict[str, Any], parts: Sequence[dict[str, Any] | None]) -> ByTask:
     speedups = [part["speedup"] for part in parts if part is not None and part["speedup"] is not None]
     mean = sum(speedups) / len(speedups) if len(speedups) == len(parts) else None
-    figures = PUBLISHED.get(row["tree"]["stop"]["rule"], ())
+    figures = PUBLISHED.get(published_method(row) or "", ())
     known = dict(zip((*PUBLISHED_TASKS, ""), figures, strict=False))
     tasks = [None if part is None else part["task"] for part in parts]
     published = tuple(None if task is None else known.get(task) for task in tasks)

@@ -109,10 +109,26 @@ def test_chains_stand_by_task_with_the_answers_lengths_and_the_published_figures
     assert table.title == "draft_lm, chains, T 0" and table.tasks == PUBLISHED_TASKS
     assert table.lengths == (25.0,) * 7 and table.published_lengths[5] == 3900
     constant, svip = table.rules
-    assert constant.published == PUBLISHED["constant"] and svip.published[-1] == 1.71
+    assert constant.published == PUBLISHED["sps"] and svip.published[-1] == 1.71
     assert [part and part["speedup"] for part in svip.parts] == [each + 2 for each in speedups] and svip.mean == 5.0
     for figures in PUBLISHED.values():
         assert sum(figures[:7]) / 7 == pytest.approx(figures[7], abs=0.005)
+
+
+def test_published_figures_stand_beside_the_papers_own_methods_alone() -> None:
+    """A rule that another method shares, a variant and another temperature have none."""
+    rows = summary_rows(("sps", "sps-svip"))
+    shared = {**rows[1], "method": "eagle-chain"}
+    variant = {**rows[1], "tree": {**rows[1]["tree"], "variant": "levels 8"}}
+    assert rows[1]["tree"]["stop"]["rule"] == "constant"
+    for first, other in ((shared, rows[2]), (variant, rows[2])):
+        changed = [rows[0], first, other]
+        (table,) = reasoning_tables(changed, parts(changed, PUBLISHED_TASKS, (1.0,) * 7))
+        assert [rule.published[-1] for rule in table.rules] == [None, 1.71]
+        assert [rule.published for rule in policy_tables(changed)[0].rules] == [None, 1.71]
+    warm = [{**one, "temperature": 1.0} for one in rows]
+    (table,) = reasoning_tables(warm, parts(warm, PUBLISHED_TASKS, (1.0,) * 7))
+    assert {figure for rule in table.rules for figure in rule.published} == {None}
 
 
 def test_other_tasks_have_no_published_figures_and_a_failed_part_no_mean() -> None:
