@@ -49,7 +49,9 @@ def distilled(
     questions are the evaluation's. One job alone merges at the end; several leave it to a call with `merge`.
     """
     tokenizer = load_tokenizer(target)
-    thinking = Thinking(tokenizer, target_end_ids(target, tokenizer))
+    server = job.config.server
+    arguments = None if server is None else server.template_arguments
+    thinking = Thinking(tokenizer, target_end_ids(target, tokenizer), arguments)
     job.stage.require_own_directory(sitting.overwrite)
     prompts = job.prompts(questions, sitting.overwrite)
     print(f"distill: {plan_line(prompts)}", flush=True)

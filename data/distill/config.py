@@ -75,6 +75,13 @@ class ServerConfig:
             raise ValueError(f"{wrong}: a base URL looks like http://host:8000/v1")
         if min(self.concurrency, self.timeout_s, self.backoff_s, self.patience_s) <= 0 or self.retries < 0:
             raise ValueError("concurrency, timeout_s, backoff_s and patience_s are positive, retries not negative")
+        if not isinstance(self.extra_body.get("chat_template_kwargs") or {}, dict):
+            raise ValueError("extra_body.chat_template_kwargs is an object, such as {enable_thinking: false}")
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the servers render the chat template with, beside the messages."""
+        return dict(self.extra_body.get("chat_template_kwargs") or {})
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Where an answer's thinking stands: told apart from the content, and put where the target's chat template has it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,13 @@ PROBE_THOUGHT, PROBE_CONTENT = "thoughtprobe", "contentprobe"
 class Thinking:
     """Reads and places thinking as one tokenizer's chat template does."""
 
-    def __init__(self, tokenizer: Any, end_ids: set[int]) -> None:
-        """end_ids are the target's end-of-turn tokens. UserError for a tokenizer without chat template."""
+    def __init__(self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None) -> None:
+        """end_ids are the target's end-of-turn tokens, template_arguments what its server renders prompts with.
+
+        UserError for a tokenizer without chat template.
+        """
         self.tokenizer = tokenizer
+        self.template_arguments = dict(template_arguments or {})
         self.end_ids = end_ids
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
@@ -72,8 +76,11 @@ class Thinking:
         return f"{start}{thought}\n{CLOSE}\n\n{content}"
 
     def gives_back(self, messages: Sequence[Message], answer: Answer) -> bool:
-        """Whether the template renders the answer, the last of the messages, as the target wrote it."""
-        text = self._rendered(messages, False)
+        """Whether the template renders the answer, the last of the messages, as the target read and wrote it.
+
+        Training renders text without the server's arguments, so here it is rendered without them too.
+        """
+        text = self._rendered(messages, False, {})
         return text.startswith(self.prompt(messages[:-1]) + self.spelt(answer))
 
     def prompt(self, messages: Sequence[Message]) -> str:
@@ -113,10 +120,13 @@ class Thinking:
                 return name
         return None
 
-    def _rendered(self, messages: Sequence[Message], opens_answer: bool) -> str:
+    def _rendered(
+        self, messages: Sequence[Message], opens_answer: bool, arguments: Mapping[str, Any] | None = None
+    ) -> str:
+        given = {**(self.template_arguments if arguments is None else arguments), "tokenize": False}
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=opens_answer
+                list(messages), **{**given, "add_generation_prompt": opens_answer}
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             message = (str(error) or type(error).__name__).splitlines()[0]

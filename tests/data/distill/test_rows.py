@@ -9,9 +9,11 @@ import pytest
 from data.chat import end_of_turn_ids
 from data.config import DataConfig
 from data.distill.answer import Answer
+from data.distill.config import ServerConfig
 from data.distill.journal import Outcome
 from data.distill.rows import training_rows
 from data.distill.thinking import Thinking
+from data.shapes import Message
 from data.tally import Tally
 from data.tokens import TokenisedData, tokenize
 from model.errors import UserError
@@ -166,6 +168,26 @@ def test_answers_that_the_template_would_trim_are_kept_as_tokens(tmp_path: Path)
     rows = training_rows(done(Answer(" four\n", "stop", 3)), reader)
     assert supervised(rows, reader, tmp_path) == [" four\n<|eot_id|>"]
     assert "messages" in training_rows(done(Answer("four", "stop", 3)), reader)[0]
+
+
+def test_prompts_are_rendered_with_the_servers_arguments_and_rows_of_text_are_not(tmp_path: Path) -> None:
+    switched = IN_TAGS.replace("assistant\\n'", "assistant\\n' + ('' if thinks | default(true) else '<think></think>')")
+    plain = of(switched)
+    reader = Thinking(plain.tokenizer, plain.end_ids, {"thinks": False, "add_generation_prompt": False})
+    question: list[Message] = [{"role": "user", "content": "a?"}]
+    assert reader.prompt(question) == f"{plain.prompt(question)}<think></think>"
+    answer = Answer("four", "stop", 2)
+    assert "messages" in training_rows(done(answer), plain)[0]
+    rows = training_rows(done(answer), reader)
+    assert supervised(rows, reader, tmp_path) == ["four<|im_end|>"]
+    assert "<think></think>" in reader.tokenizer.decode(rows[0]["input_ids"])
+
+
+def test_the_servers_template_arguments_are_an_object() -> None:
+    server = ServerConfig(("http://host/v1",), extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert server.template_arguments == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="chat_template_kwargs is an object"):
+        ServerConfig(("http://host/v1",), extra_body={"chat_template_kwargs": "off"})
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
