@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from infer.figures.length_words import length_words
+from infer.figures.length_words import length_words, measured_constants
 from infer.figures.reading import claim_words, claimed_on, reading
 from infer.figures.sections import sections
 from infer.palette import DARK, LIGHT
@@ -74,7 +74,7 @@ def render(
     environment.globals.update(
         tree_text=tree_text, sampling_text=sampling_text, identical_text=identical_text, interval=interval,
         ms_per_cycle=ms_per_cycle, label=label, nothing=NOTHING, tints=TINTS, claim_words=claim_words,
-        claimed_on=claimed_on, length_words=length_words,
+        claimed_on=claimed_on, length_words=length_words, measured_constants=measured_constants,
     )  # fmt: skip
     rows = summary["rows"]
     kept = [row for row in rows if row["status"] == "ok" and row["tree"] is not None]

@@ -7,8 +7,8 @@ from infer.table import number
 
 
 def length_words(comparison: Mapping[str, Any]) -> list[str]:
-    """Two sentences for each rule as published: against the same mean length, and against the best constant."""
-    found = []
+    """Two sentences for each rule as published: against the same mean length, against the best constant measured."""
+    found, constants = [], measured_constants(comparison)
     for rule in published_rules(comparison):
         equal, best = rule["equal"], rule["best"]
         mine = f"{rule['name']} drafts {rule['length']:.2f} tokens in a cycle, {_figures(rule)}. "
@@ -19,7 +19,7 @@ def length_words(comparison: Mapping[str, Any]) -> list[str]:
                 f"{mine}As many at a constant length, {_between(equal)}: {_figures(equal)}. {_against(rule, equal)}"
             )
         found.append(
-            f"The best constant on these prompts, {comparison['best']}: {_figures(best)}. {_against(rule, best)}"
+            f"The best of {constants} on these prompts, {comparison['best']}: {_figures(best)}. {_against(rule, best)}"
         )
     return found
 
@@ -30,9 +30,17 @@ def length_sentence(comparison: Mapping[str, Any], rule: Mapping[str, Any]) -> s
     return (
         f"{rule['name']} on the {comparison['head_path'] or comparison['head']} head, T {comparison['temperature']:g}, "
         f"{comparison['prompts']} prompts: drafts of {rule['length']:.2f} tokens on average. Against a constant length "
-        f"of the same mean: {equal}. Against the best constant on these prompts, {comparison['best']}: "
-        f"{_verdict(rule['best'])}."
+        f"of the same mean: {equal}. Against the best of {measured_constants(comparison)} on these prompts, "
+        f"{comparison['best']}: {_verdict(rule['best'])}."
     )
+
+
+def measured_constants(comparison: Mapping[str, Any]) -> str:
+    """The constant lengths among which the best was looked for: 'gamma 1 to 8', 'gamma 1, 2 and 4'."""
+    gammas = [one["gamma"] for one in comparison["constants"]]
+    if len(gammas) > 2 and gammas == list(range(gammas[0], gammas[-1] + 1)):
+        return f"gamma {gammas[0]} to {gammas[-1]}"
+    return f"gamma {', '.join(map(str, gammas[:-1]))} and {gammas[-1]}"
 
 
 def published_rules(comparison: Mapping[str, Any]) -> list[Mapping[str, Any]]:

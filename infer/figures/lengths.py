@@ -1,7 +1,7 @@
 """Is a length that follows the draft worth more than a constant one? SVIP's question, with the length held equal.
 
 A rule that drafts less has the higher accept rate for that alone. So it stands here against drafting as many tokens on
-average at a constant length, and against the best constant. Source: SVIP (arXiv 2411.18462), figures 6 and 7a.
+average at a constant length, and against the best measured constant. Source: SVIP (arXiv 2411.18462), figures 6 and 7a.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,9 +47,9 @@ def lengths(
     `constants` and `rules` say what each drafts, has accepted, yields and how often its answers repeat themselves;
     `modelled` is the speedup that the costs in tune.json predict of its cycles, null without costs of such a head. Each
     rule has `equal`, the constant length of the same mean between its neighbours `below` and `above`, null where no
-    constant is that short or long, and `best`: the constant of the largest modelled speed, of the largest speed by the
-    clock without costs. Differences are the rule's minus the constant's, speeds are ratios, intervals are of 95 %,
-    prompts drawn in pairs; the best is chosen on the same prompts, which flatters it.
+    constant is that short or long, and `best`: of the measured constants the one of the largest modelled speed, of the
+    largest speed by the clock without costs. Differences are the rule's minus the constant's, speeds are ratios,
+    intervals are of 95 %, prompts drawn in pairs; the best is chosen on the same prompts, which flatters it.
     """
     if asked is None:
         return []

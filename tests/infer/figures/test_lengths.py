@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from infer.config import Method
-from infer.figures.length_words import length_sentence, length_words
+from infer.figures.length_words import length_sentence, length_words, measured_constants
 from infer.figures.lengths import lengths
 from infer.figures.reading import reading
 from infer.records import Record
@@ -125,6 +125,22 @@ def test_only_chains_with_good_answers_to_the_same_prompts_are_compared() -> Non
     assert len(lengths(twice, asked, TUNING)[0]["rules"]) == 1
     (old,) = lengths([replace(one, cycle_nodes=()) for one in records], asked, TUNING)
     assert old["rules"][0]["modelled"] is None  # records of an older version
+
+
+def test_the_best_constant_is_one_of_those_that_were_measured() -> None:
+    records, asked = bench()
+    records += answers(5, "sps", {"a": [(3, 3), (3, 1)], "b": [(3, 2), (3, 2)]}, 3)
+    third = replace(asked.points[0], row=5, value=3)
+    for points, named in (
+        (asked.points, "gamma 1, 2 and 4"),
+        (asked.points[1:], "gamma 2 and 4"),
+        ((*asked.points, third), "gamma 1 to 4"),
+    ):
+        (found,) = lengths(records, replace(asked, points=points), TUNING)
+        best = found["best"]
+        assert measured_constants(found) == named
+        assert f"The best of {named} on these prompts, {best}: accept rate" in length_words(found)[1]
+        assert f"Against the best of {named} on these prompts, {best}: " in length_sentence(found, found["rules"][0])
 
 
 @pytest.mark.parametrize(
