@@ -14,6 +14,7 @@ from data.config import DataConfig, FeaturesConfig, SyntheticConfig
 from data.distill.config import DistillConfig
 from infer.config import USUAL, BenchConfig, CalibrateConfig, MethodConfig, TreeChanges, name_rule
 from infer.guess_config import OPTIONS
+from infer.task_config import PromptsConfig
 from infer.tuning.config import TuneConfig
 from model import recipe as yaml_recipe
 from model.config import HeadConfig, TargetConfig
@@ -55,6 +56,14 @@ class Recipe:
             tree = name_rule(calibrate["tree"], calibrate.get("method") or usual)
             values = {**values, "calibrate": {**calibrate, "tree": tree}}
         return values
+
+    @property
+    def measuring(self) -> tuple[PromptsConfig, ...]:
+        """The prompts that its sections measure with, those that a tree is tuned on among them."""
+        sections = (self.bench, self.calibrate, self.tune)
+        asked = tuple(section.prompts for section in sections if section is not None)
+        measure = None if self.tune is None else self.tune.measure
+        return asked if measure is None else (*asked, measure)
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,7 @@ def _evaluation_questions(recipe: pipeline.Recipe) -> list[str]:
 
     assert recipe.distill is not None
     tasks = tuple(TaskConfig(each.name, each.path, each.revision) for each in recipe.distill.exclude)
-    wanted = [section.prompts for section in (recipe.bench, recipe.calibrate) if section is not None]
+    wanted = [*recipe.measuring]
     wanted += [PromptsConfig(tasks=tasks)] if tasks else []
     wanted = [
         replace(each, tasks=tuple(replace(task, num_prompts=None) for task in each.tasks), num_prompts=None, turns=None)

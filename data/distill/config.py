@@ -127,7 +127,7 @@ class DistillConfig:
     decoder: Literal["auto", "vanilla"] = "auto"  # in process; auto: with the run's draft head where there is one
     sampling: SamplingConfig = SamplingConfig()
     max_turns: int | None = None  # questions of a conversation at most
-    exclude: tuple[EvaluationConfig, ...] = ()  # beside the recipe's own bench and calibrate prompts
+    exclude: tuple[EvaluationConfig, ...] = ()  # beside the recipe's own prompts of bench, calibrate and tune
     ngram: int = 13  # words in a row that a prompt may not share with an evaluation question
     gate: GateConfig = GateConfig()
     seed: int = 0

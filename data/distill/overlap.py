@@ -19,12 +19,12 @@ class Overlap:
     """Hashes of the runs of `size` words of evaluation questions, but for runs that many of them share.
 
     A question that has no such run of its own (it is shorter, or all its runs are shared) counts as a run of its own
-    length, so that sentences before and behind it do not hide it.
+    length, so that sentences before and behind it do not hide it. A question that is named twice counts once.
     """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
         self.size = size
-        asked = [words(question) for question in questions]
+        asked = [list(found) for found in dict.fromkeys(tuple(words(question)) for question in questions)]
         counts = Counter(key for found in asked for key in set(_runs(found, size)))
         least = max(COMMON_LEAST, COMMON_SHARE * len(asked))
         self._hashes: dict[int, set[bytes]] = {size: {key for key, count in counts.items() if count < least}}

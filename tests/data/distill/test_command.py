@@ -179,16 +179,20 @@ def test_the_recipes_own_measuring_prompts_are_never_asked(
         "prompts": {"path": str(write_rows(tmp_path / "bench.jsonl", questions)), "num_prompts": 1},
         "rows": [{"method": "vanilla"}],
     }
+    for number, name in ((1, "prompts"), (2, "measure")):
+        own = [{"question_id": number, "category": "a", "turns": [f"Please count {number} boats."]}]
+        path = str(write_rows(tmp_path / f"{name}.jsonl", own))
+        values.setdefault("tune", {})[name] = {"path": path, "num_prompts": 1}
     other = [{"turns": ["Please count 4 boats."]}]
     values["distill"]["exclude"] = [{"name": "ours", "path": str(write_rows(tmp_path / "ours.jsonl", other))}]
     path = tiny.recipe(tmp_path / "measured.yaml", values)
     assert command("distill", "--config", path, "--plan") == 0
     assert (
-        "6 rows, 4 to ask with up to 4 requests; 2 skipped: overlaps an evaluation question" in capsys.readouterr().out
+        "6 rows, 2 to ask with up to 2 requests; 4 skipped: overlaps an evaluation question" in capsys.readouterr().out
     )
     assert not (tmp_path / "run").exists()
     assert command("distill", "--config", path) == 0
-    assert [row.status for row in outcomes(tmp_path / "run")] == ["done"] * 3 + ["skipped"] * 2 + ["done"]
+    assert [row.status for row in outcomes(tmp_path / "run")] == ["done", *["skipped"] * 4, "done"]
 
 
 def test_the_texts_held_out_are_part_of_what_the_answers_are_made_from_and_how_they_are_measured_is_not(

@@ -69,6 +69,12 @@ def test_instructions_that_many_evaluation_questions_share_are_no_overlap(tmp_pa
         made(tmp_path, rows, questions[:1], kind="prompts")
 
 
+def test_a_question_that_several_sections_name_is_found_all_the_same(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Prove it. {LONG[4:]}"}, {"prompt": "Why so?"}]
+    found = made(tmp_path, rows, (f"Say: {LONG}",) * 6, kind="prompts")
+    assert [prompt.skip for prompt in found] == ["overlaps an evaluation question", None]
+
+
 def test_a_whole_question_is_found_though_many_share_all_of_its_words(tmp_path: Path) -> None:
     questions = (*(f"{LONG} question {n} about {n * n}" for n in range(20)), LONG)
     found = made(
