@@ -18,7 +18,7 @@ from model.files import write_json
 from model.target import Target
 
 TUNED = "tuned.yaml"
-CONTENDER = 1.25  # stop rules are tried for heads whose best fixed tree takes less than so many times the best's time
+CONTENDER = 1.25  # stop rules are tried for heads whose best fixed tree is at most so many times slower than the best's
 
 
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> Tuned:
@@ -29,13 +29,12 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
     for kind, head in heads.items():
         found.append(tune_head(target, kind, head, prompts, new, config.levels, config.k))
         print(_line(found[-1]), flush=True)
-    fastest = min(one.predicted.ms_per_token for one in found)
-    for place, one in enumerate(found):
-        if one.predicted.ms_per_token < CONTENDER * fastest:
-            found[place] = with_rules(target, one, prompts, new, config.levels)
-            if found[place].choice != one.choice:
-                print(_line(found[place]), flush=True)
-    best = min(found, key=lambda one: one.predicted.ms_per_token)
+    fastest = max(one.predicted.speedup for one in found)
+    contenders = [place for place, one in enumerate(found) if one.predicted.speedup * CONTENDER > fastest]
+    for place in contenders:
+        found[place] = with_rules(target, found[place], prompts, new, config.levels)
+        print(_line(found[place]), flush=True)
+    best = max((found[place] for place in contenders), key=lambda one: one.predicted.speedup)
     write_choice(output / TUNED, best, describe(target)["device"])
     write_json(output / "tune.json", {"chosen": best.kind, "heads": [facts(one) for one in found]})
     return best

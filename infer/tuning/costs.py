@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from data.progress import bar
 from infer.config import TreeConfig
 from infer.decoders import drafting
 from infer.engine import SpeculativeDecoder, Statistics
 from infer.proposer import CachedDrafter
+from infer.tuning.turns import cycle_ms, in_turns
 
-TOKENS = 48  # new tokens of one timed answer
 SHALLOW, DEEP = 2, 8  # two depths give the first level's cost and that of each further one
 WIDTHS = (1, 2, 4, 8, 10)
 NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 60)
@@ -52,18 +51,8 @@ def measure_costs(
     shapes = _shapes()
     target = vanilla.target
     decoders = [vanilla, *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in shapes)]
-    for decoder in decoders:
-        decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
-    found: list[list[Statistics]] = [[] for _ in decoders]
-    with bar(repetitions * len(prompts), "turns", "costs") as progress:
-        for turn in range(repetitions):
-            for prompt in prompts:
-                for offset in range(len(decoders)):
-                    place = (turn + offset) % len(decoders)
-                    answer = decoders[place].generate(prompt, max_new_tokens=TOKENS, do_sample=False, timed=True)
-                    found[place].append(answer.statistics)
-                progress.update()
-    return _fitted(found[0], dict(zip(shapes, found[1:], strict=True)))
+    plain, *found = in_turns(decoders, prompts, repetitions, "costs")
+    return _fitted(plain, dict(zip(shapes, found, strict=True)))
 
 
 def _shapes() -> list[TreeConfig]:
@@ -100,8 +89,7 @@ def _fitted(plain: Sequence[Statistics], found: dict[TreeConfig, list[Statistics
     verify[1] = statistics.median(_each(one, "verify") for one in plain)
     verify = dict(zip(sorted(verify), _rising([verify[count] for count in sorted(verify)]), strict=True))
     rest = [_each(one, "commit") + _each(one, "other") for members in found.values() for one in members]
-    whole = [(one.ms["wall"] - one.ms["prefill"]) / one.target_forwards for one in plain]
-    return Costs(draft, verify, statistics.median(rest), statistics.median(whole))
+    return Costs(draft, verify, statistics.median(rest), statistics.median(cycle_ms(one) for one in plain))
 
 
 def _rising(values: Sequence[float]) -> list[float]:

@@ -1,5 +1,6 @@
 """Stop rules and calibrated confidence: tried on held-out prompts, decoded for their counts, priced by the costs."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from infer.calibration.calibrator import calibrate_of, unchanged
 from infer.config import Method, TreeConfig
 from infer.decoders import drafting
-from infer.engine import SpeculativeDecoder
+from infer.engine import SpeculativeDecoder, Statistics
 from infer.methods import usual_method
 from infer.proposer import CachedDrafter
 from infer.stops.config import (
@@ -22,11 +23,13 @@ from infer.stops.config import (
 from infer.tuning.costs import Costs
 from infer.tuning.replay import Cycles
 from infer.tuning.search import Prediction, price
+from infer.tuning.turns import TOKENS, cycle_ms, in_turns
 from model.hub import head_directory
 from model.target import Target
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.45, 0.6)
 ENTROPY_THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.7)  # h; the published one is 0.3
+REPETITIONS = 2  # of each finalist's timed answers
 CHECKS = (3, 5, 7)  # depths at which a shallow tree's probability sum is looked at
 
 
@@ -84,17 +87,46 @@ def priced(
     """What each tree of this head would do, from greedy answers to prompts [1, T] and the costs: counts, no clock."""
     found = []
     for tree in trees:
-        calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
-        decoder = SpeculativeDecoder(target, drafting(drafter, tree, calibrate))
-        counted, nodes = _counted(decoder, prompts, max_new_tokens)
+        decoder = _decoder(target, drafter, head, tree)
+        answers = [decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).statistics for ids in prompts]
+        counted, nodes = _counted(answers, max_new_tokens)
         each = price(counted, tree.k, nodes, costs) / max(counted.tokens, 1)
         found.append(Prediction(tree, counted.tau, each, costs.plain / each))
     return found
 
 
-def _counted(decoder: SpeculativeDecoder, prompts: Sequence[Tensor], max_new_tokens: int) -> tuple[Cycles, float]:
+def timed(
+    target: Target,
+    drafter: CachedDrafter,
+    head: str,
+    found: Sequence[Prediction],
+    prompts: Sequence[Tensor],
+    costs: Costs,
+) -> list[Prediction]:
+    """The predictions at the pace of their trees' own cycles, timed in turn with vanilla's on prompts [1, T].
+
+    The costs do not know what a stop rule and a calibrator take themselves, nor what trees that change from cycle to
+    cycle do to a forward. tau stays: it comes from more prompts.
+    """
+    decoders = [SpeculativeDecoder(target), *(_decoder(target, drafter, head, one.tree) for one in found)]
+    plain, *others = in_turns(decoders, prompts, REPETITIONS, "finalists")
+    pace = costs.plain / statistics.median(cycle_ms(one) for one in plain)
+    predictions = []
+    for one, answers in zip(found, others, strict=True):
+        counted, nodes = _counted(answers, TOKENS)
+        took = sum(cycle_ms(answer) * answer.target_forwards for answer in answers)
+        each = one.ms_per_token * pace * took / price(counted, one.tree.k, nodes, costs)
+        predictions.append(Prediction(one.tree, one.tau, each, costs.plain / each))
+    return predictions
+
+
+def _decoder(target: Target, drafter: CachedDrafter, head: str, tree: TreeConfig) -> SpeculativeDecoder:
+    calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
+    return SpeculativeDecoder(target, drafting(drafter, tree, calibrate))
+
+
+def _counted(answers: Sequence[Statistics], max_new_tokens: int) -> tuple[Cycles, float]:
     """The cycles of a decoder's answers, and the mean of the nodes that a drafting cycle verifies."""
-    answers = [decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False).statistics for ids in prompts]
     forwards = sum(one.target_forwards for one in answers)
     drafted = sum(one.draft_nodes for one in answers)
     trees = sum(one.target_forwards - _idle(one.cycle_tokens, max_new_tokens) for one in answers)

@@ -14,7 +14,7 @@ from infer.engine import SpeculativeDecoder
 from infer.methods import usual_method, usual_tree
 from infer.tuning.costs import Costs, measure_costs
 from infer.tuning.recording import record
-from infer.tuning.rules import by_calibrated_confidence, candidates, priced
+from infer.tuning.rules import by_calibrated_confidence, candidates, priced, timed
 from infer.tuning.search import Prediction, predict, predictions
 from model.files import write_text
 from model.head_files import CALIBRATOR
@@ -25,6 +25,7 @@ from model.target import Target
 COST_PROMPTS = 2
 SCREENING = 7  # prompts that every rule is tried on
 FINALISTS = 2  # rules that are tried on all prompts
+TIMED = 6  # prompts that the best tree, the finalists and the published tree are timed on
 SHOWN = 20
 WORTH = 1.03  # a rule must be that much faster than a fixed tree: the best of twenty on few prompts flatters itself
 
@@ -62,7 +63,8 @@ def with_rules(target: Target, tuned: Tuned, prompts: Sequence[Tensor], max_new_
     """Stop rules for the best fixed tree, given room to grow to `levels`: the choice where one is worth it.
 
     Every rule at every threshold on the first prompts, by the head's own confidence and, where `calibrate` left a
-    calibrator beside it, by the calibrated one; the fastest of them then on all prompts.
+    calibrator beside it, by the calibrated one; the fastest of them then on all prompts. What is left, and the
+    published tree, are timed as they are.
     """
     drafter, best = Drafters(target).of(tuned.head), tuned.trees[0]
 
@@ -74,12 +76,17 @@ def with_rules(target: Target, tuned: Tuned, prompts: Sequence[Tensor], max_new_
         tried += by_calibrated_confidence(tuned.kind, best.tree, tried, levels)
     screened = zip(tried, prices([one.tree for one in tried], prompts[:SCREENING]), strict=True)
     kept = [one for one, _ in sorted(screened, key=lambda pair: pair[1].ms_per_token)[:FINALISTS]]
-    rules = [(one.method, each) for one, each in zip(kept, prices([one.tree for one in kept], prompts), strict=True)]
+    finalists = prices([one.tree for one in kept], prompts)
+    best, published, *finalists = timed(
+        target, drafter, tuned.head, [best, tuned.published, *finalists], prompts[:TIMED], tuned.costs
+    )
+    rules = [(one.method, each) for one, each in zip(kept, finalists, strict=True)]
     rules.sort(key=_speed)
+    tuned = replace(tuned, rules=rules, published=published, predicted=best)
     if rules and rules[0][1].ms_per_token * WORTH < best.ms_per_token:
         method, predicted = rules[0]
-        return replace(tuned, rules=rules, choice=_as_method(method, predicted.tree), predicted=predicted)
-    return replace(tuned, rules=rules)
+        return replace(tuned, choice=_as_method(method, predicted.tree), predicted=predicted)
+    return tuned
 
 
 def method_of(kind: str, tree: TreeConfig) -> MethodConfig:
