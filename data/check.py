@@ -103,14 +103,14 @@ def _wrong(reader: ShardReader, entry: ShardEntry | None, contents: CacheIndex |
             yield f"{name}: holds other rows than index.json says: the index is stale"
             return
     for place in range(len(reader.offsets) - 1):
-        problem = _wrong_row(reader, place)
+        problem = _wrong_row(reader, place, torch.float32 if contents is None else getattr(torch, contents.dtype))
         if problem is not None:
             number = "" if entry is None else f" (row {entry.first_row + place:,} of the cache, counted from 0)"
             yield f"{problem}{number}"
             return
 
 
-def _wrong_row(reader: ShardReader, place: int) -> str | None:
+def _wrong_row(reader: ShardReader, place: int, dtype: torch.dtype) -> str | None:
     try:
         row = reader.row(place)
     except UserError as error:
@@ -118,6 +118,6 @@ def _wrong_row(reader: ShardReader, place: int) -> str | None:
     parts = [(row.last_hidden, slice(0, 1)), *([] if row.taps is None else [(row.taps, slice(1, None))])]
     for states, columns in parts:
         scales = None if row.scales is None else row.scales[:, columns]
-        if not torch.isfinite(decode(states, scales, torch.float32)).all():
+        if not torch.isfinite(decode(states, scales, dtype)).all():
             return f"{reader.path.name}: row {place + 1} of the shard has states that are not finite"
     return None

@@ -66,7 +66,7 @@ def encode(states: Tensor, num_states: int, storage: Storage) -> Encoded:
     """The states [..., S * D] as they are stored; on their own device, so that less goes over the bus."""
     if not storage.is_scaled:
         values = states.to(storage.values)
-        return Encoded(values, None, torch.isfinite(values).all(-1))
+        return Encoded(values, None, _finite(values, None, storage))
     apart = states.float().unflatten(-1, (num_states, -1))  # [..., S, D]
     largest = LARGEST[storage.values]
     smallest = torch.finfo(torch.float32).tiny  # of a state of zeros
@@ -75,7 +75,8 @@ def encode(states: Tensor, num_states: int, storage: Storage) -> Encoded:
     if storage.values == torch.int8:
         values = values.round_()
     values = values.clamp_(-largest, largest).to(storage.values)
-    return Encoded(values.flatten(-2), scales, torch.isfinite(scales).all(-1))
+    values = values.flatten(-2)
+    return Encoded(values, scales, _finite(values, scales, storage))
 
 
 def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -84,6 +85,11 @@ def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         return values.to(dtype)
     apart = values.float().unflatten(-1, (scales.shape[-1], -1))  # [..., S, D]
     return (apart * scales[..., None]).to(dtype).flatten(-2)
+
+
+def _finite(values: Tensor, scales: Tensor | None, storage: Storage) -> Tensor:
+    """[...] bool: what is read again is finite, which a float32 scale alone does not tell of float16."""
+    return torch.isfinite(decode(values, scales, storage.dtype)).all(-1)
 
 
 def measured_error(

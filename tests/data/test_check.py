@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from safetensors.torch import save_file
 from data.cache import FeatureCache
 from data.check import check
 from data.features import extract
-from data.index import FILE, read_index
+from data.index import FILE, read_index, write_index
 from data.plan import CachePlan
-from data.shards import state_of
+from data.shards import ShardBuffer, state_of
+from data.storage import Storage, encode
 from data.tokens import TokenisedData
 from model.errors import UserError
 from model.target import Target
@@ -111,6 +113,24 @@ def test_a_change_of_any_byte_is_found(plan: CachePlan) -> None:
         assert state_of(path, digest, plan.origin, thorough=True) == "damaged", place
         flip(path, place)
     assert state_of(path, digest, plan.origin, thorough=True) == "whole"
+
+
+def test_states_that_the_indexs_dtype_cannot_hold_are_found(target: Target, tmp_path: Path) -> None:
+    made = caches.plan(tmp_path / "features", target, DATA, dtype="float16", storage="int8")
+    extract(target, made, PartialState(), {})
+    assert check(made.directory).problems == ()
+    rows = made.rows_of(0)
+    buffer = ShardBuffer(rows, made.hidden_size, 0, Storage(torch.float32, "int8"))  # as was written before
+    for place, row in enumerate(rows):
+        buffer.put(place, encode(torch.full((len(row.input_ids), made.hidden_size), 8e4), 1, buffer.storage), None)
+    seal = buffer.save(made.path_of(0), made.origin)
+    contents = read_index(made.directory, sizes=False)
+    write_index(
+        made.directory, replace(contents, shards=(replace(contents.shards[0], checksum=seal), *contents.shards[1:]))
+    )
+    assert check(made.directory).problems == (
+        "shard-00000.safetensors: row 1 of the shard has states that are not finite (row 0 of the cache, counted from 0)",
+    )
 
 
 def test_a_stale_index_is_found_and_a_lost_one_costs_no_shard(plan: CachePlan, target: Target, tmp_path: Path) -> None:

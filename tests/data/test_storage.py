@@ -63,6 +63,15 @@ def test_values_that_are_not_finite_are_told_by_token_and_zeros_stay_zeros(form:
     assert decode(stored.values, stored.scales, torch.float32)[3].eq(0).all()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_that_its_dtype_cannot_hold_is_not_finite_though_its_scale_is(form: Form) -> None:
+    made = states(width=8) / 1e12
+    made[9, 3], made[4, 3] = 80_000.0, 60_000.0  # float16 ends at 65,504
+    stored = encode(made, 3, Storage(torch.float16, form))
+    assert (~stored.finite).nonzero().flatten().tolist() == [9]
+    assert torch.isfinite(decode(stored.values, stored.scales, torch.float16)).all(-1).equal(stored.finite)
+
+
 def test_a_few_huge_dimensions_do_not_hide_what_int8_does_to_the_others() -> None:
     made, ends = states(num_states=1), tiny.ends(hidden_size=64)
     errors = {form: measured_error(made, None, 0, Storage(torch.float32, form), ends.logits) for form in FORMS}
