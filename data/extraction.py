@@ -37,7 +37,8 @@ def write(sitting: Sitting, state: Any) -> tuple[str, int]:
     share, clock = sitting.share, Clock()
     plan, tokenizer, facts = planned(sitting, state.process_index)
     target = Target.load(sitting.target, state.device)
-    index = extract(target, plan, state, text_fingerprint(tokenizer, sitting.data), share, clock)
+    fingerprint = text_fingerprint(tokenizer, sitting.data)
+    index = extract(target, plan, state, fingerprint, share, clock, sitting.overwrite, sitting.stage)
     speed = f"; {clock.line()}" if clock.tokens else ""
     if index is not None:
         record = sitting.stage.finish(

@@ -18,8 +18,9 @@ from data import index, provenance
 from data.config import DataConfig
 from data.index import CacheIndex, ShardEntry, StorageError
 from data.locks import Lock
-from data.plan import PATTERN, CachePlan, disk_full
+from data.plan import PATTERN, CachePlan, disk_full, require_own_shards
 from data.progress import bar
+from data.provenance import Stage
 from data.shards import ShardBuffer, ShardReader, name_of
 from data.share import Share
 from data.storage import SAMPLE_TOKENS, encode, measured_error
@@ -54,12 +55,16 @@ def extract(
     fingerprint: dict[str, Any],
     share: Share | None = None,
     clock: Clock | None = None,
+    overwrite: bool = False,
+    stage: Stage | None = None,
 ) -> CacheIndex | None:
     """The index, written by the main process once every shard exists (None on the others, and while some are missing).
 
     state is accelerate's PartialState; a process makes those shards of its part of the share that are not whole, byte
-    for byte. fingerprint is stored, with the keys target, after_blocks, dtype, storage and rows added. UserError when a
-    state is not finite, the disk is full, or another recipe's job is writing there.
+    for byte. fingerprint is stored, with the keys target, after_blocks, dtype, storage and rows added. What another
+    recipe has left there is replaced with `overwrite`, or where `stage` says that the directory is this recipe's; that
+    is looked at under the lock, as another job may have ended since the plan was made. UserError when a state is not
+    finite, the disk is full, or another recipe's job is writing there or has written.
     """
     share = share or Share()
     rank, world = state.process_index, state.num_processes
@@ -67,7 +72,7 @@ def extract(
         lock = Lock(plan.directory / WRITING / "cache")
     with lock:
         if rank == 0:
-            _begin(plan, lock)
+            _begin(plan, lock, overwrite, stage)
         state.wait_for_everyone()
         lock.acquire(shared=True)
         part = share.part(len(plan.shards), rank, world)
@@ -235,10 +240,11 @@ def _pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _begin(plan: CachePlan, lock: Lock) -> None:
+def _begin(plan: CachePlan, lock: Lock, overwrite: bool, stage: Stage | None) -> None:
     """Removes what an interrupted, a larger or another run left: temporary files, surplus shards, the index.
 
-    Beside another writer nothing is removed: UserError when it is writing another cache there.
+    Beside another writer nothing is removed: UserError when it is writing another cache there. UserError, too, when
+    there is another recipe's cache that may not be replaced.
     """
     recipe = plan.directory / WRITING / "recipe"
     own = digest([plan.origin, plan.rows_digests])
@@ -250,6 +256,9 @@ def _begin(plan: CachePlan, lock: Lock) -> None:
                 f"another --run"
             )
         return
+    if stage is not None:
+        stage.require_own_directory(overwrite)
+    require_own_shards(plan, overwrite or (stage is not None and stage.is_whole()))
     kept = {plan.path_of(shard) for shard in range(len(plan.shards)) if plan.state_of(shard) != "foreign"}
     stale = [path for path in plan.directory.glob(PATTERN.replace("{:05d}", "*")) if path not in kept]
     stale += [plan.directory / index.FILE, plan.directory / provenance.FILE]

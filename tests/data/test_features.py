@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from data.chat import Row
 from data.features import batches, extract
 from data.index import FILE
 from data.plan import CachePlan, require_own_shards
+from data.provenance import Stage
 from data.tokens import TokenisedData
 from model.errors import UserError
 from model.target import Target
@@ -41,8 +43,8 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
 
 
-def run(target: Target, plan: CachePlan) -> None:
-    extract(target, plan, PartialState(), {})
+def run(target: Target, plan: CachePlan, **options: Any) -> None:
+    extract(target, plan, PartialState(), {}, **options)
 
 
 def test_the_cache_holds_the_states_of_a_direct_forward(target: Target, tmp_path: Path) -> None:
@@ -154,6 +156,27 @@ def test_shards_of_other_rows_are_refused_unless_they_may_be_overwritten(target:
     with pytest.raises(UserError, match=r"shard-00000\.safetensors was made from other rows or by another target"):
         require_own_shards(other, overwrite=False)
     require_own_shards(other, overwrite=True)
+
+
+def test_what_another_recipe_finished_while_the_target_was_loaded_is_not_removed(
+    target: Target, tmp_path: Path
+) -> None:
+    stage = Stage("features", tmp_path, {"rows": "these"})
+    plan = caches.plan(tmp_path, target, DATA)
+    require_own_shards(plan, overwrite=False)  # as before the target is loaded
+    other = caches.plan(tmp_path, target, TokenisedData(caches.rows(14, seed=5), []))
+    run(target, other)
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=r"was made from other rows or by another target"):
+        run(target, plan)
+    for path in tmp_path.glob("shard*"):
+        path.unlink()
+    Stage("features", tmp_path, {"rows": "others"}).finish()
+    with pytest.raises(UserError, match="holds another features"):
+        run(target, plan, stage=stage)
+    assert {name for name in before if not name.startswith("shard")} < set(contents(tmp_path))
+    run(target, plan, overwrite=True, stage=stage)
+    assert len(FeatureCache.open(tmp_path)) == len(ROWS)
 
 
 def test_a_target_whose_states_are_not_finite_is_refused_with_the_row_and_writes_no_shard(tmp_path: Path) -> None:
