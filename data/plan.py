@@ -155,11 +155,15 @@ def disk_full(plan: CachePlan, shard: int, todo: Sequence[int]) -> UserError:
 
 
 def require_own_shards(plan: CachePlan, overwrite: bool) -> None:
-    """UserError when an interrupted run of another recipe left shards and overwrite was not asked for."""
-    foreign = [plan.path_of(shard).name for shard in range(len(plan.shards)) if plan.state_of(shard) == "foreign"]
-    if foreign and not overwrite:
+    """UserError when another recipe left sound shards, also beyond this plan's, and overwrite was not asked for."""
+    if overwrite:
+        return
+    planned = {plan.path_of(shard): digest for shard, digest in enumerate(plan.rows_digests)}
+    found = sorted(plan.directory.glob(PATTERN.replace("{:05d}", "*")))
+    foreign = (path.name for path in found if state_of(path, planned.get(path, ""), plan.origin) == "foreign")
+    if first := next(foreign, None):
         raise UserError(
-            f"{plan.directory}: {foreign[0]} was made from other rows or by another target; choose another --run, or "
+            f"{plan.directory}: {first} was made from other rows or by another target; choose another --run, or "
             f"replace it with --overwrite"
         )
 

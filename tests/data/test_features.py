@@ -144,8 +144,9 @@ def test_each_process_makes_its_own_shards_and_the_first_writes_the_index_when_a
 def test_a_smaller_run_removes_the_surplus_shards_and_the_index_fits(target: Target, tmp_path: Path) -> None:
     caches.cache(tmp_path, target, DATA)
     fewer = TokenisedData(DATA.train[:3], DATA.held_out)
-    assert len(caches.cache(tmp_path, target, fewer)) == 6
     plan = caches.plan(tmp_path, target, fewer)
+    run(target, plan, overwrite=True)
+    assert len(FeatureCache.open(tmp_path)) == 6
     assert sorted(contents(tmp_path)) == [FILE, *(plan.path_of(shard).name for shard in range(len(plan.shards)))]
 
 
@@ -156,6 +157,21 @@ def test_shards_of_other_rows_are_refused_unless_they_may_be_overwritten(target:
     with pytest.raises(UserError, match=r"shard-00000\.safetensors was made from other rows or by another target"):
         require_own_shards(other, overwrite=False)
     require_own_shards(other, overwrite=True)
+
+
+def test_sound_shards_beyond_the_plan_are_refused_and_torn_ones_removed(target: Target, tmp_path: Path) -> None:
+    larger, plan = (caches.plan(tmp_path, target, TokenisedData(rows, [])) for rows in (ROWS, ROWS[:3]))
+    run(target, larger)
+    (tmp_path / FILE).unlink()  # as if it had been interrupted
+    last = larger.path_of(len(larger.shards) - 1)
+    for path in set(tmp_path.glob("shard*")) - {last}:
+        path.unlink()
+    with pytest.raises(UserError, match=f"{last.name} was made from other rows"):
+        run(target, plan)
+    assert larger.state_of(len(larger.shards) - 1, thorough=True) == "whole"
+    last.write_bytes(last.read_bytes()[:-4])
+    run(target, plan)
+    assert not last.exists() and len(FeatureCache.open(tmp_path)) == 3
 
 
 def test_what_another_recipe_finished_while_the_target_was_loaded_is_not_removed(
