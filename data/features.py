@@ -24,7 +24,7 @@ from data.provenance import Stage
 from data.shards import ShardBuffer, ShardReader, name_of
 from data.share import Share
 from data.storage import SAMPLE_TOKENS, encode, measured_error
-from model.errors import NotWritable, UserError
+from model.errors import NotWritable, UserError, warn
 from model.files import digest, explained, write_text
 from model.recipe import as_dict
 from model.target import Target, TargetOutput
@@ -90,7 +90,7 @@ def extract(
             return None
         made = _index(plan, {**fingerprint, "target": target.fingerprint()})
         index.write_index(plan.directory, made)
-        if lock.acquire(wait=False):  # nobody else is at work
+        if lock.acquire(wait=False) is True:  # nobody else is at work
             _forget_locks(plan)
     return made
 
@@ -248,7 +248,8 @@ def _begin(plan: CachePlan, lock: Lock, overwrite: bool, stage: Stage | None) ->
     """
     recipe = plan.directory / WRITING / "recipe"
     own = digest([plan.origin, plan.rows_digests])
-    if not lock.acquire(wait=False):
+    held = lock.acquire(wait=False)
+    if not held:
         lock.acquire(shared=True)
         if not recipe.is_file() or recipe.read_text(encoding="utf-8") != own:
             raise UserError(
@@ -262,7 +263,13 @@ def _begin(plan: CachePlan, lock: Lock, overwrite: bool, stage: Stage | None) ->
     kept = {plan.path_of(shard) for shard in range(len(plan.shards)) if plan.state_of(shard) != "foreign"}
     stale = [path for path in plan.directory.glob(PATTERN.replace("{:05d}", "*")) if path not in kept]
     stale += [plan.directory / index.FILE, plan.directory / provenance.FILE]
-    stale += [*plan.directory.glob(".*.tmp"), *plan.directory.glob(".tmp*")]  # ours, and those of safetensors
+    if held == "unknown":
+        warn(
+            f"{plan.directory}: this file system knows no locks: another writer is not noticed, and temporary files "
+            f"stay; write from one job at a time"
+        )
+    else:
+        stale += [*plan.directory.glob(".*.tmp"), *plan.directory.glob(".tmp*")]  # ours, and those of safetensors
     with explained(plan.directory):
         for path in stale:
             path.unlink(missing_ok=True)

@@ -7,9 +7,9 @@ import errno
 import fcntl
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Literal
 
-UNKNOWN = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # file systems without locks
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
 
 
 class Lock:
@@ -20,16 +20,17 @@ class Lock:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file: IO[bytes] = path.open("ab")
 
-    def acquire(self, shared: bool = False, wait: bool = True) -> bool:
-        """True when this process has it now, or the file system knows no locks."""
+    def acquire(self, shared: bool = False, wait: bool = True) -> bool | Literal["unknown"]:
+        """Whether this process has it now; "unknown", which is true as a condition, where there are no locks."""
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         try:
             fcntl.flock(self.file, kind)
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in UNKNOWN:
+            if error.errno not in WITHOUT_LOCKS:
                 raise
+            return "unknown"
         return True
 
     def forget(self) -> None:

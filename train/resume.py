@@ -10,7 +10,7 @@ from typing import Any
 
 from data.locks import Lock
 from data.provenance import differences
-from model.errors import NotWritable, UserError
+from model.errors import NotWritable, UserError, warn
 from model.files import write_text
 from train import saves
 
@@ -146,9 +146,12 @@ def save(
 def training_alone(directory: Path) -> Lock:
     """A lock on the saves; UserError when another process has it."""
     lock = Lock(directory / ".lock")
-    if not lock.acquire(wait=False):
+    held = lock.acquire(wait=False)
+    if not held:
         lock.release()
         raise UserError(f"{directory}: another process is training there; wait for its end, or choose another --run")
+    if held == "unknown":
+        warn(f"{directory}: this file system knows no locks: start no second training there")
     return lock
 
 

@@ -1,5 +1,7 @@
 """Laws of several writers, and of disks that cannot be written: what is whole never depends on who made it, or when."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import threading
@@ -188,6 +190,24 @@ def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) ->
         assert second.acquire(shared=True, wait=False)
         with Lock(tmp_path / "lock") as third:
             assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)
+
+
+def test_without_locks_no_temporary_file_is_removed_and_one_warning_says_so(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    plan = caches.plan(tmp_path / "features", target, DATA)
+    others = plan.directory / ".shard-00002.safetensors.1-00000000.tmp"
+    write_text(others, "under way on another node")
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", unsupported)
+        extract(target, plan, PartialState(), {})
+    assert others.is_file() and check(plan.directory).problems == ()
+    assert capsys.readouterr().err.count("warning: ") == 1
+    extract(target, plan, PartialState(), {})
+    assert not others.exists() and capsys.readouterr().err.count("warning: ") == 0
 
 
 def test_what_a_cache_reads_is_what_was_written_while_it_is_written_anew(target: Target, tmp_path: Path) -> None:
