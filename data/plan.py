@@ -21,6 +21,8 @@ from model.files import digest
 from model.target import check_taps
 
 PATTERN = "shard-{:05d}.safetensors"
+ROW_BYTES = 16  # its border and its checksum, int64 each
+HEADER_BYTES = 1024  # of a shard, and more than its header, first border and error take
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class CachePlan:
         return self.directory / PATTERN.format(shard)
 
     def bytes_of(self, shard: int) -> int:
-        return self.tokens_of(shard) * self.token_bytes
+        """Bytes of the file, rounded up by less than a kilobyte."""
+        return self.tokens_of(shard) * self.token_bytes + len(self.shards[shard]) * ROW_BYTES + HEADER_BYTES
 
     def state_of(self, shard: int, thorough: bool = False) -> State:
         return state_of(self.path_of(shard), self.rows_digests[shard], self.origin, thorough)
@@ -149,8 +152,8 @@ def disk_full(plan: CachePlan, shard: int, todo: Sequence[int]) -> UserError:
     needed = sum(map(plan.bytes_of, todo))
     return UserError(
         f"{plan.path_of(shard)}: the disk is full: this shard takes {plan.bytes_of(shard):,} bytes and "
-        f"{_free_bytes(plan.directory):,} are free; what is left takes {needed:,} bytes in {len(todo):,} shards: free "
-        f"that much, and the same command goes on from there (what is written is kept)"
+        f"{_free_bytes(plan.directory):,} are free; what is left of this process's part takes {needed:,} bytes in "
+        f"{len(todo):,} shards: free that much, and the same command goes on from there (what is written is kept)"
     )
 
 

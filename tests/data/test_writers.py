@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from data.cache import FeatureCache
 from data.check import check
 from data.features import WRITING, extract
 from data.locks import Lock
-from data.plan import CachePlan
+from data.plan import HEADER_BYTES, CachePlan
 from data.share import Share
 from data.tokens import TokenisedData
 from model.errors import NotWritable, UserError
@@ -59,6 +60,14 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
         for path in plan.directory.glob("shard*"):
             assert times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns  # never made twice
     assert made is not None and contents(plan) == whole
+
+
+@pytest.mark.parametrize("features", [{}, {"after_blocks": (0, 1, 3), "storage": "int8"}])
+def test_a_shard_takes_the_bytes_that_were_planned(target: Target, tmp_path: Path, features: dict[str, Any]) -> None:
+    plan = caches.plan(tmp_path / "features", target, DATA, **features)
+    extract(target, plan, PartialState(), {})
+    over = [plan.bytes_of(shard) - plan.path_of(shard).stat().st_size for shard in range(len(plan.shards))]
+    assert min(over) >= 0 and max(over) < HEADER_BYTES
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/", "/4", "a/b", "1/0", "-1/4"])
@@ -164,7 +173,7 @@ def test_a_full_disk_stops_with_the_bytes_that_are_needed_and_loses_nothing(
         extract(target, plan, PartialState(), {})
     left = plan.missing()
     assert 0 < len(left) < len(plan.shards)
-    assert f"what is left takes {sum(map(plan.bytes_of, left)):,} bytes in {len(left)} shards" in str(stopped.value)
+    assert f"what is left of this process's part takes {sum(map(plan.bytes_of, left)):,} bytes in {len(left)} shards" in str(stopped.value)
     assert len(check(plan.directory).problems) == 1  # no index
     assert not [path for path in plan.directory.rglob("*") if "tmp" in path.name]
     filler.unlink()
