@@ -201,6 +201,18 @@ def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) ->
             assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)
 
 
+def test_a_lock_on_a_file_that_its_last_holder_removed_is_taken_on_the_file_that_others_see(tmp_path: Path) -> None:
+    path = tmp_path / "folder/lock"
+    with Lock(path) as first, Lock(path) as second:
+        assert first.acquire()
+        first.forget()
+        path.parent.rmdir()
+        first.release()
+        assert second.acquire()
+        with Lock(path) as third:
+            assert not third.acquire(wait=False)
+
+
 def test_without_locks_no_temporary_file_is_removed_and_one_warning_says_so(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
