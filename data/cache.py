@@ -107,6 +107,10 @@ class FeatureCache(Sequence[CachedRow]):
         """The name of the shard that holds a row of this view."""
         return self.contents.shards[self._shard_of(self.numbers[position])].file
 
+    def close(self) -> None:
+        """Unmaps this view's files: read again, they are mapped and compared with their checksums anew."""
+        self._readers.clear()
+
     def __len__(self) -> int:
         return len(self.numbers)
 
