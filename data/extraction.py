@@ -31,6 +31,11 @@ class Sitting:
     share: Share
     overwrite: bool
 
+    def may_replace(self) -> bool:
+        """Whether another recipe's shards may be replaced; UserError when the directory is another run's."""
+        self.stage.require_own_directory(self.overwrite)
+        return self.overwrite or self.stage.is_whole()  # in a cache of this recipe another's is damage
+
 
 def write(sitting: Sitting, state: Any) -> tuple[str, int]:
     """(state, exit code) of writing a share of the cache; state is accelerate's PartialState."""
@@ -38,7 +43,7 @@ def write(sitting: Sitting, state: Any) -> tuple[str, int]:
     plan, tokenizer, facts = planned(sitting, state.process_index)
     target = Target.load(sitting.target, state.device)
     fingerprint = text_fingerprint(tokenizer, sitting.data)
-    index = extract(target, plan, state, fingerprint, share, clock, sitting.overwrite, sitting.stage)
+    index = extract(target, plan, state, fingerprint, share, clock, sitting.may_replace)
     speed = f"; {clock.line()}" if clock.tokens else ""
     if index is not None:
         record = sitting.stage.finish(
@@ -79,7 +84,7 @@ def planned(sitting: Sitting, rank: int) -> tuple[CachePlan, Any, dict[str, Any]
     if rank == 0:
         lines = [tally.table(), *(f"{name}: {line}" for name, line in facts.items()), estimate(plan, sitting.share)]
         print("\n".join(lines), flush=True)
-    require_own_shards(plan, sitting.overwrite or stage.is_whole())  # in a cache of this recipe another's is damage
+    require_own_shards(plan, sitting.may_replace())
     require_space(plan, sitting.share)
     return plan, tokenizer, facts
 

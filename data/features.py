@@ -20,7 +20,6 @@ from data.index import CacheIndex, ShardEntry, StorageError
 from data.locks import Lock
 from data.plan import PATTERN, CachePlan, disk_full, require_own_shards
 from data.progress import bar
-from data.provenance import Stage
 from data.shards import ShardBuffer, ShardReader, name_of
 from data.share import Share
 from data.storage import SAMPLE_TOKENS, encode, measured_error
@@ -55,15 +54,14 @@ def extract(
     fingerprint: dict[str, Any],
     share: Share | None = None,
     clock: Clock | None = None,
-    overwrite: bool = False,
-    stage: Stage | None = None,
+    may_replace: Callable[[], bool] = lambda: False,
 ) -> CacheIndex | None:
     """The index, written by the main process once every shard exists (None on the others, and while some are missing).
 
     state is accelerate's PartialState; a process makes those shards of its part of the share that are not whole, byte
-    for byte. fingerprint is stored, with the keys target, after_blocks, dtype, storage and rows added. What another
-    recipe has left there is replaced with `overwrite`, or where `stage` says that the directory is this recipe's; that
-    is looked at under the lock, as another job may have ended since the plan was made. UserError when a state is not
+    for byte. fingerprint is stored, with the keys target, after_blocks, dtype, storage and rows added. may_replace
+    says whether another recipe's shards are replaced (or raises): it is asked under the lock, as another job may have
+    ended since the plan was made. UserError when a state is not
     finite, the disk is full, or another recipe's job is writing there or has written.
     """
     share = share or Share()
@@ -72,7 +70,7 @@ def extract(
         lock = Lock(plan.directory / WRITING / "cache")
     with lock:
         if rank == 0:
-            _begin(plan, lock, overwrite, stage)
+            _begin(plan, lock, may_replace)
         state.wait_for_everyone()
         lock.acquire(shared=True)
         part = share.part(len(plan.shards), rank, world)
@@ -240,7 +238,7 @@ def _pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _begin(plan: CachePlan, lock: Lock, overwrite: bool, stage: Stage | None) -> None:
+def _begin(plan: CachePlan, lock: Lock, may_replace: Callable[[], bool]) -> None:
     """Removes what an interrupted, a larger or another run left: temporary files, surplus shards, the index.
 
     Beside another writer nothing is removed: UserError when it is writing another cache there. UserError, too, when
@@ -257,9 +255,7 @@ def _begin(plan: CachePlan, lock: Lock, overwrite: bool, stage: Stage | None) ->
                 f"another --run"
             )
         return
-    if stage is not None:
-        stage.require_own_directory(overwrite)
-    require_own_shards(plan, overwrite or (stage is not None and stage.is_whole()))
+    require_own_shards(plan, may_replace())
     kept = {plan.path_of(shard) for shard in range(len(plan.shards)) if plan.state_of(shard) != "foreign"}
     stale = [path for path in plan.directory.glob(PATTERN.replace("{:05d}", "*")) if path not in kept]
     stale += [plan.directory / index.FILE, plan.directory / provenance.FILE]

@@ -1,7 +1,7 @@
 """Laws of the extraction: the cache is the target's own states, whatever the batches, interruptions and processes."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,15 @@ from torch import Tensor
 
 from data.cache import FeatureCache
 from data.chat import Row
+from data.config import DataConfig, FeaturesConfig
+from data.extraction import Sitting
 from data.features import batches, extract
 from data.index import FILE
 from data.plan import CachePlan, require_own_shards
 from data.provenance import Stage
+from data.share import Share as JobShare
 from data.tokens import TokenisedData
+from model.config import HeadConfig, TargetConfig
 from model.errors import UserError
 from model.target import Target
 from tests.data import caches
@@ -145,7 +149,7 @@ def test_a_smaller_run_removes_the_surplus_shards_and_the_index_fits(target: Tar
     caches.cache(tmp_path, target, DATA)
     fewer = TokenisedData(DATA.train[:3], DATA.held_out)
     plan = caches.plan(tmp_path, target, fewer)
-    run(target, plan, overwrite=True)
+    run(target, plan, may_replace=lambda: True)
     assert len(FeatureCache.open(tmp_path)) == 6
     assert sorted(contents(tmp_path)) == [FILE, *(plan.path_of(shard).name for shard in range(len(plan.shards)))]
 
@@ -178,6 +182,8 @@ def test_what_another_recipe_finished_while_the_target_was_loaded_is_not_removed
     target: Target, tmp_path: Path
 ) -> None:
     stage = Stage("features", tmp_path, {"rows": "these"})
+    nothing = TargetConfig(""), DataConfig(("rows.jsonl",)), FeaturesConfig(), HeadConfig()
+    sitting = Sitting(*nothing, stage, JobShare(), overwrite=False)
     plan = caches.plan(tmp_path, target, DATA)
     require_own_shards(plan, overwrite=False)  # as before the target is loaded
     other = caches.plan(tmp_path, target, TokenisedData(caches.rows(14, seed=5), []))
@@ -189,9 +195,9 @@ def test_what_another_recipe_finished_while_the_target_was_loaded_is_not_removed
         path.unlink()
     Stage("features", tmp_path, {"rows": "others"}).finish()
     with pytest.raises(UserError, match="holds another features"):
-        run(target, plan, stage=stage)
+        run(target, plan, may_replace=sitting.may_replace)
     assert {name for name in before if not name.startswith("shard")} < set(contents(tmp_path))
-    run(target, plan, overwrite=True, stage=stage)
+    run(target, plan, may_replace=replace(sitting, overwrite=True).may_replace)
     assert len(FeatureCache.open(tmp_path)) == len(ROWS)
 
 

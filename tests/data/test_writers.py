@@ -173,7 +173,10 @@ def test_a_full_disk_stops_with_the_bytes_that_are_needed_and_loses_nothing(
         extract(target, plan, PartialState(), {})
     left = plan.missing()
     assert 0 < len(left) < len(plan.shards)
-    assert f"what is left of this process's part takes {sum(map(plan.bytes_of, left)):,} bytes in {len(left)} shards" in str(stopped.value)
+    assert (
+        f"what is left of this process's part takes {sum(map(plan.bytes_of, left)):,} bytes in {len(left)} shards"
+        in str(stopped.value)
+    )
     assert len(check(plan.directory).problems) == 1  # no index
     assert not [path for path in plan.directory.rglob("*") if "tmp" in path.name]
     filler.unlink()
