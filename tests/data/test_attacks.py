@@ -21,6 +21,7 @@ from data import main as data_main
 from data.cache import FeatureCache
 from data.features import WRITING
 from data.locks import Lock
+from data.plan import HEADER_BYTES, ROW_BYTES
 from model.errors import UserError, exit_code
 from tests import tiny
 from tests.disks import mounted
@@ -249,11 +250,11 @@ def test_a_full_disk_names_the_bytes_and_keeps_what_is_whole(
 ) -> None:
     whole, filler = contents(recipe), small_disk / "filler"
     cache = FeatureCache.open(cache_of(recipe))
-    planned = sum(cache.lengths) * cache.token_bytes  # without headers
+    planned = sum(cache.lengths) * cache.token_bytes + len(cache) * ROW_BYTES + len(cache.shards) * HEADER_BYTES
     tight = write_recipe(made, small_disk / "run")
     for room, said in (
-        (planned // 2, f"the cache needs 0.8 MiB more ({planned:,} bytes) and the disk has 0.4 MiB free"),
-        (planned + 12288, "the disk is full: this shard takes "),
+        (planned // 2, f"the cache needs 0.9 MiB more ({planned:,} bytes) and the disk has 0.4 MiB free"),
+        (planned + 8192, "the disk is full: this shard takes "),
     ):
         filler.unlink(missing_ok=True)
         filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - room))
