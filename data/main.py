@@ -87,7 +87,7 @@ def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         Stage("tokenizer", root / "tokenizer", inputs),
     ]
     if all(stage.is_whole() for stage in stages):
-        return _reuse("synthetic", stages[0], root, arguments.plan)
+        return _reuse("synthetic", stages[0], None if arguments.plan else pipeline.RunPaths(root).status)
     for stage in stages:
         _require_own(stage, arguments.overwrite)
     if arguments.plan:
@@ -105,6 +105,7 @@ def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
     shard = Share.of(arguments.shard)
     _be_quiet()
+    status = _status(recipe, "distill", shard)
     try:
         target, questions = target_inputs(recipe.target), _evaluation_questions(recipe)
     except UserError:
@@ -113,7 +114,7 @@ def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         raise
     job = Job.of(pipeline.RunPaths(Path(recipe.run)).distilled, recipe.distill, target, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
-        return 0 if arguments.is_whole else _reuse("distill", job.stage, Path(recipe.run), arguments.plan)
+        return 0 if arguments.is_whole else _reuse("distill", job.stage, None if arguments.plan else status)
     if arguments.is_whole:
         return 1
     if arguments.plan:
@@ -127,7 +128,7 @@ def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     sitting.require_sense()
     key = os.environ.get("OPENAI_API_KEY") or "none"
     return with_status(
-        _status(recipe, "distill", shard if shard.count > 1 else None),
+        status,
         f"distill {shard}" if shard.count > 1 else "distill",
         lambda: (
             "done",
@@ -156,7 +157,8 @@ def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
 
 def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     """Writes RUN/features, or reuses it; with --plan only says what would be written."""
-    root = Path(recipe.run)
+    share = Share.of(arguments.shard or "1/1")
+    status = _status(recipe, "features", share)
     if recipe.features.mode == "online":
         if not arguments.is_whole:
             print(
@@ -171,24 +173,23 @@ def features(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         if arguments.is_whole:
             return 1  # the stage before has not written the target yet
         raise
-    stage = Stage("features", pipeline.RunPaths(root).features, inputs)
+    stage = Stage("features", pipeline.RunPaths(Path(recipe.run)).features, inputs)
     if stage.is_whole() and is_complete(stage.output) and not arguments.verify:
-        return 0 if arguments.is_whole else _reuse("features", stage, root, arguments.plan or arguments.estimate)
+        is_asked = arguments.plan or arguments.estimate
+        return 0 if arguments.is_whole else _reuse("features", stage, None if is_asked else status)
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
-    share = Share.of(arguments.shard or "1/1")
     words = (recipe.target, recipe.data, recipe.features, recipe.head, stage, share, arguments.overwrite)
     if arguments.plan or arguments.estimate:
         return _plan_features(recipe, words, arguments.estimate)
-    status = _status(recipe, "features", None if arguments.shard is None else share)
     return with_status(status, "features", lambda: _write_features(recipe, words))
 
 
-def _status(recipe: pipeline.Recipe, stage: str, share: Share | None) -> Path:
+def _status(recipe: pipeline.Recipe, stage: str, share: Share) -> Path:
     """The run's status.json, or one of a share's own: jobs that work side by side do not write one file."""
     path = pipeline.RunPaths(Path(recipe.run)).status
-    return path if share is None else path.with_name(f"status-{stage}-{share.index}-of-{share.count}.json")
+    return path if share.count == 1 else path.with_name(f"status-{stage}-{share.index}-of-{share.count}.json")
 
 
 def check(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
@@ -373,10 +374,11 @@ def _require_own(stage: Stage, overwrite: bool) -> None:
         )
 
 
-def _reuse(name: str, stage: Stage, root: Path, plan_only: bool) -> int:
+def _reuse(name: str, stage: Stage, status: Path | None) -> int:
+    """Says so, and in the status file if there is to be one."""
     print(f"{name}: whole, reused ({stage.output})", flush=True)
-    if not plan_only:
-        write_status(pipeline.RunPaths(root).status, name, "done")
+    if status is not None:
+        write_status(status, name, "done")
     return 0
 
 

@@ -213,6 +213,13 @@ def test_shares_fill_one_cache_and_only_the_last_makes_it_whole(
     assert command("features", "--config", recipe, "--is-whole") == 0
     assert command("check", "--config", recipe) == 0
     assert "24 rows, " in capsys.readouterr().out
+    (run / "status.json").unlink()
+    assert command("features", "--config", recipe, "--shard", "1/3") == 0
+    assert "features: whole, reused" in capsys.readouterr().out
+    assert json.loads((run / "status-features-1-of-3.json").read_text())["state"] == "done"
+    assert not (run / "status.json").exists()
+    assert command("features", "--config", recipe, "--shard", "1/1") == 0
+    assert status(run)["state"] == "done"
 
 
 def test_a_flipped_byte_is_named_by_check_and_mended_by_verify(
