@@ -89,8 +89,11 @@ end() {
 }
 
 write_status() {
+    local name=${SLURM_JOB_NAME//[[:cntrl:]]/ } # JSON holds no control characters, and escapes these two:
+    name=${name//\\/\\\\}
+    name=${name//\"/\\\"}
     printf '{"job": "%s", "name": "%s", "nodes": "%s", "attempt": %d, "state": "%s", "code": %d}\n' \
-        "$job" "$SLURM_JOB_NAME" "$SLURM_JOB_NODELIST" $((${SLURM_RESTART_COUNT:-0} + 1)) "$1" "$2" >"$status_file.tmp"
+        "$job" "$name" "$SLURM_JOB_NODELIST" $((${SLURM_RESTART_COUNT:-0} + 1)) "$1" "$2" >"$status_file.tmp"
     mv "$status_file.tmp" "$status_file"
 }
 
@@ -102,11 +105,12 @@ step() {
     # shellcheck disable=SC2086
     srun --kill-on-bad-exit=1 $1 bash -c 'source slurm/env.sh && "$@"' bash "${@:2}" &
     started=$!
-    wait $started # a signal interrupts it
-    while [[ -n $caught ]] && kill -0 $started 2>/dev/null; do
+    # By turns: a signal that came just before the wait for its end would be seen only then.
+    while kill -0 $started 2>/dev/null; do
         # srun hands it to every process on every node; one that is still loading misses it, so again and again.
-        [[ $caught != USR1 ]] || ((seconds++ % 10)) || kill -USR1 $started
-        sleep 1
+        [[ $caught != USR1 ]] || ((seconds++ % 10)) || kill -USR1 $started 2>/dev/null
+        sleep 1 &
+        wait $! # a signal interrupts it
     done
     wait $started
     code=$?
