@@ -3,6 +3,8 @@
 import json
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from data.locks import Lock
 from model.files import explained, write_text
 from train.objectives.step import Sums
 
@@ -138,23 +141,32 @@ class StepRecord:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line. A run that goes on from a step forgets what came after it."""
+    """metrics.jsonl: one JSON object a line. A run that goes on from a step forgets what came after it.
+
+    Several heads of one run may be trained at once: they take turns, so that none forgets the others' lines.
+    """
 
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
         self.reached = 0  # the last step of that kind that had a line
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_file():
-            return
-        lines = path.read_text(encoding="utf-8").splitlines()
-        self.reached = max((_step(line, kind) for line in lines), default=0)
-        kept = [line for line in lines if not _is_stale(line, kind, from_step)]
-        if len(kept) != len(lines):
-            write_text(path, "".join(line + "\n" for line in kept))
+        with self._turn():
+            if not path.is_file():
+                return
+            lines = path.read_text(encoding="utf-8").splitlines()
+            self.reached = max((_step(line, kind) for line in lines), default=0)
+            kept = [line for line in lines if not _is_stale(line, kind, from_step)]
+            if len(kept) != len(lines):
+                write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        with explained(self.path), self.path.open("a", encoding="utf-8") as handle:
+        with self._turn(), self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(record) + "\n")
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with explained(self.path), Lock(self.path.with_name(f".{self.path.name}.lock")) as lock:
+            lock.acquire()
+            yield
 
 
 def held_out_line(step: int, total_steps: int, rows: int, values: dict[str, float]) -> str:

@@ -1,6 +1,7 @@
 """Means are sums divided once; the metrics file forgets what a resumed run repeats."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_a_run_that_goes_on_forgets_its_own_later_lines_and_half_lines(tmp_path:
         ("eagle1", 30),
     ]
     assert kept[-1]["again"]
+
+
+def test_a_run_that_goes_on_keeps_what_another_heads_training_writes_meanwhile(tmp_path: Path) -> None:
+    path, lines = tmp_path / "metrics.jsonl", 200
+    other = MetricsFile(path, "draft_lm", 0)
+
+    def train() -> None:
+        for step in range(1, lines + 1):
+            other.write({"kind": "draft_lm", "step": step})
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        while not training.done():
+            MetricsFile(path, "eagle1", 10).write({"kind": "eagle1", "step": 20})
+        training.result()
+    MetricsFile(path, "eagle1", 10)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(1, lines + 1)]
 
 
 def test_peak_memory_is_this_processs_in_gib() -> None:
