@@ -16,7 +16,8 @@ from train import saves
 
 LATEST = "latest"
 TRACKERS = "trackers.json"  # the run's id there (train.trackers)
-# What may change between two sittings of one run: it moves no weight, or only when the run ends.
+# What may change between two sittings of one run: it moves no weight (ROUNDING: by rounding only), or only when the run
+# ends.
 FREE = (
     "max_seconds",
     "log_every",
@@ -28,6 +29,7 @@ FREE = (
     "loss_chunk_slots",
     "gradient_checkpointing",
 )
+ROUNDING = ("loss_chunk_slots",)  # the same gradients, summed in another order
 DATA = {  # parts of made_of, and what a sentence calls them
     "data": "data",
     "conversations": "conversations",
@@ -202,7 +204,8 @@ def _adaptations(saved: Progress, fresh: Progress) -> tuple[str, ...]:
     """A sentence for each setting that is another one now and may be."""
     there, now = ({name: each.made_of.get("train", {}).get(name) for name in FREE} for each in (saved, fresh))
     return tuple(
-        f"train.{name}: {there[name]} until now, {now[name]} from here on; it moves no weight"
+        f"train.{name}: {there[name]} until now, {now[name]} from here on; "
+        f"it moves {'weights by rounding only' if name in ROUNDING else 'no weight'}"
         for name in FREE
         if differences({name: there[name]}, {name: now[name]})
     )

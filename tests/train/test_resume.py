@@ -223,10 +223,11 @@ def test_what_moves_no_weight_is_taken_over_with_a_sentence(tmp_path: Path, caps
     settings = config(save_every=4)
     whole = sitting(job(tmp_path / "whole", settings))
     cut(tmp_path / "cut", settings)
-    continued = sitting(job(tmp_path / "cut", config(save_every=2, keep_last=3)))
+    continued = sitting(job(tmp_path / "cut", config(save_every=2, keep_last=3, loss_chunk_slots=512)))
     same(tmp_path / "whole", whole, tmp_path / "cut", continued)
     said = capsys.readouterr().out
     assert "note: train.save_every: 4 until now, 2 from here on; it moves no weight" in said
+    assert "note: train.loss_chunk_slots: 4096 until now, 512 from here on; it moves weights by rounding only" in said
     assert "note: train.keep_last: 2 until now, 3 from here on" in said
     assert len(saves.folders(tmp_path / "cut/state")) == 3
     assert all(hasattr(settings, name) for name in resume.FREE)
