@@ -1,6 +1,7 @@
 """The batch scripts under a real SLURM of two nodes: what a cluster does to a job changes no byte of what it makes."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ def morning(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Morni
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["data/main.py", "features", "--config", str(recipe), "--run", str(root / "alone")])
         assert exit_code(features) == 0
+    shutil.copytree(root / "alone", root / "cancelled")
     jobs["alone"] = cluster.submit("train", recipe, "--run", root / "alone", AERIE_PROCESSES="2")
 
     distilled = root / "distilled/status.json"
@@ -68,6 +70,12 @@ def morning(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Morni
     signal_before_the_limit(cluster, jobs["train"])
     cluster.until(lambda: state(root / "run/status.json") != "running", jobs["train"])
     seen = json.loads((root / "run/status.json").read_text())
+    again = ("train", recipe, "--run", root / "cancelled")
+    jobs["cancelled"] = cluster.submit(*again, AERIE_PROCESSES="2")
+    cluster.until(lambda: last_step(root / "cancelled/metrics.jsonl") >= 5, jobs["cancelled"])
+    cluster.run("scancel", jobs["cancelled"])
+    cluster.wait([jobs["cancelled"]])
+    jobs["continued"] = cluster.submit(*again, AERIE_PROCESSES="2")
     cluster.wait(jobs.values())
     return Morning(cluster, recipe, jobs, seen)
 
@@ -145,6 +153,21 @@ def test_a_training_that_is_signalled_on_two_nodes_is_requeued_and_ends_with_the
         provenance = json.loads((run / "heads/eagle1/provenance.json").read_text())
         assert (provenance["processes"], provenance["steps"]) == (2, STEPS)
     weights = [run / "heads/eagle1/model.safetensors" for run in (morning.run, morning.alone)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_cancelled_training_goes_on_with_the_same_line_and_ends_with_the_weights_of_an_undisturbed_one(
+    morning: Morning,
+) -> None:
+    cancelled, continued = (morning.cluster.job(morning.jobs[name]) for name in ("cancelled", "continued"))
+    assert (cancelled["attempt"], cancelled["state"], cancelled["code"]) == (1, "interrupted", 143)
+    log = morning.cluster.log(morning.jobs["continued"])
+    assert (continued["attempt"], continued["state"]) == (1, "done"), log
+    begun = int(log.split("going on from step ")[1].split(" ")[0])
+    assert 5 <= begun < STEPS
+    run = morning.recipe.parent / "cancelled"
+    assert state(run / "status.json") == "done"
+    weights = [each / "heads/eagle1/model.safetensors" for each in (run, morning.alone)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
