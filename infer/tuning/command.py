@@ -18,7 +18,7 @@ from model.files import write_json
 from model.target import Target
 
 TUNED = "tuned.yaml"
-CONTENDER = 1.25  # stop rules are tried for heads whose best fixed tree is at most so many times slower than the best's
+CONTENDER = 1.1  # stop rules are tried for heads whose best fixed tree is at most so many times slower than the best's
 
 
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> Tuned:
