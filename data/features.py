@@ -4,11 +4,13 @@ A shard is written, by a thread, while the next one is computed. Its content dep
 not on which process makes it; so any number of processes and jobs, and after them any other number, fill one cache.
 """
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,15 +248,17 @@ def _begin(plan: CachePlan, lock: Lock, may_replace: Callable[[], bool]) -> None
     """
     recipe = plan.directory / WRITING / "recipe"
     own = digest([plan.origin, plan.rows_digests])
-    held = lock.acquire(wait=False)
-    if not held:
+    while not (held := lock.acquire(wait=False)):
         lock.acquire(shared=True)
-        if not recipe.is_file() or recipe.read_text(encoding="utf-8") != own:
+        theirs = _text(recipe)
+        if theirs == own:
+            return
+        if theirs:
             raise UserError(
                 f"{plan.directory}: another process is writing another cache there; wait for its end, or choose "
                 f"another --run"
             )
-        return
+        time.sleep(random.uniform(0.01, 0.1))  # it has just ended, or was killed before it said what it writes
     require_own_shards(plan, may_replace())
     kept = {plan.path_of(shard) for shard in range(len(plan.shards)) if plan.state_of(shard) != "foreign"}
     stale = [path for path in plan.directory.glob(PATTERN.replace("{:05d}", "*")) if path not in kept]
@@ -270,6 +274,14 @@ def _begin(plan: CachePlan, lock: Lock, may_replace: Callable[[], bool]) -> None
         for path in stale:
             path.unlink(missing_ok=True)
     write_text(recipe, own)
+
+
+def _text(path: Path) -> str:
+    """What a file holds; nothing where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
 
 
 def _forget_locks(plan: CachePlan) -> None:

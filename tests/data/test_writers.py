@@ -144,6 +144,25 @@ def test_a_writer_of_another_recipe_is_refused_while_one_is_at_work(
         assert (plan.directory / WRITING / "cache").exists()  # somebody is still at work
 
 
+def test_a_writer_begins_where_another_has_just_ended_or_never_said_what_it_writes(
+    target: Target, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    plan = caches.plan(tmp_path / "features", target, DATA, after_blocks=(1,))
+    ending = Lock(plan.directory / WRITING / "cache")
+    ending.acquire(shared=True)
+    waited = threading.Event()
+
+    def end() -> None:
+        waited.wait(0.3)
+        ending.release()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    extract(target, plan, PartialState(), {})
+    thread.join()
+    assert contents(plan) == whole
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB in memory."""
