@@ -14,13 +14,14 @@ from data.distill.prompts import Prompt, make_prompts, read_prompts, skip_counts
 from data.distill.run import Interview, answer_all
 from data.distill.thinking import Thinking
 from data.inputs import named_inputs
+from data.locks import Lock
 from data.provenance import FILE, Stage
 from data.share import Share
 from model.errors import UserError
 from model.files import digest, read_json, write_json, write_text
 from model.recipe import as_dict
 
-PROMPTS, RECORD = "prompts.jsonl", "prompts.json"
+PROMPTS, RECORD, LOCK = "prompts.jsonl", "prompts.json", ".prompts.lock"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,15 @@ class Job:
         """The input rows, made once and then read; UserError when those that are there are another recipe's.
 
         overwrite: then theirs are replaced, and answers that were not made from this job's inputs are deleted.
+        Jobs that start together do so one after the other: none deletes what another has begun.
         """
+        with Lock(self.directory / LOCK) as lock:
+            lock.acquire()
+            found = self._prompts(questions, overwrite)
+            lock.forget()
+        return found
+
+    def _prompts(self, questions: Iterable[str], overwrite: bool) -> list[Prompt]:
         record = self.directory / RECORD
         if record.is_file() and (self.directory / PROMPTS).is_file():
             if read_json(record)["inputs_digest"] == digest(self.prompt_inputs):
@@ -71,7 +80,7 @@ class Job:
                     f"replace them, and the answers to them, with --overwrite"
                 )
             shutil.rmtree(self.directory / FOLDER, ignore_errors=True)
-        made = make_prompts(self.config, questions)  # several jobs may do so at once: they write the same
+        made = make_prompts(self.config, questions)
         write_prompts(self.directory / PROMPTS, made)
         facts = {"rows": len(made), "skipped": dict(skip_counts(made))}
         write_json(record, {"inputs_digest": digest(self.prompt_inputs), "inputs": self.prompt_inputs, **facts})

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 
 from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.config import DistillConfig, GateConfig, ServerConfig, SourceConfig
-from data.distill.job import Job
+from data.distill.job import LOCK, Job
 from data.distill.journal import Journal, Outcome, ended_rows, journals
 from data.distill.merge import merge
 from data.distill.overlap import Overlap
 from data.distill.prompts import Prompt
 from data.distill.run import Interview
+from data.locks import Lock
 from data.share import Share
 from model.errors import UserError
 from tests.data.chat_targets import NO_SYSTEM
@@ -305,3 +307,19 @@ def test_a_row_of_the_journal_comes_back_as_it_was() -> None:
     answer = Answer("b", "stop", 3, reasoning="r", token_ids=(1, 2), prompt_token_ids=(0,))
     row = Outcome("0:1", "done", "x: row 1", None, "s", ("a",), (answer,), Answer("p", "length", 1))
     assert Outcome.of(json.loads(row.line())) == row
+
+
+def test_jobs_that_start_together_make_their_prompts_one_after_the_other(tmp_path: Path) -> None:
+    source = tmp_path / "questions.jsonl"
+    source.write_text('{"prompt": "a?"}\n')
+    section = DistillConfig((SourceConfig(path=str(source), kind="prompts"),))
+    job = Job.of(tmp_path / "distilled", section, {"target": "tiny"}, ())
+    with ThreadPoolExecutor(1) as pool, Lock(job.directory / LOCK) as first:
+        first.acquire()
+        second = pool.submit(job.prompts, (), True)
+        with pytest.raises(TimeoutError):
+            second.result(0.2)
+        assert not (job.directory / "prompts.jsonl").exists()
+        first.release()
+        assert [row.turns for row in second.result(30.0)] == [("a?",)]
+    assert not (job.directory / LOCK).exists()
