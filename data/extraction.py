@@ -44,7 +44,7 @@ def write(sitting: Sitting, state: Any) -> tuple[str, int]:
     target = Target.load(sitting.target, state.device)
     fingerprint = text_fingerprint(tokenizer, sitting.data)
     index = extract(target, plan, state, fingerprint, share, clock, sitting.may_replace)
-    speed = f"; {clock.line()}" if clock.tokens else ""
+    speed = f"; {clock.line(state.num_processes)}" if clock.tokens else ""
     if index is not None:
         record = sitting.stage.finish(
             **facts, tokens=index.num_tokens, bytes=index.num_bytes, batch_tokens=sitting.features.batch_tokens

@@ -41,12 +41,13 @@ class Clock:
     forward_seconds: float = 0.0
     tokens: int = 0
 
-    def line(self) -> str:
-        """Says what the writer adds, or nothing where nothing was made."""
+    def line(self, num_processes: int = 1) -> str:
+        """Says what the writer adds, or nothing where nothing was made; this process stands for so many."""
         if not self.forward_seconds:
             return ""
         added = self.seconds / self.forward_seconds - 1
-        return f"{self.tokens / self.seconds:,.0f} tok/s, {added:.1%} above the target's bare forwards"
+        each = "" if num_processes == 1 else f" in each of {num_processes} processes"
+        return f"{self.tokens / self.seconds:,.0f} tok/s{each}, {added:.1%} above the target's bare forwards"
 
 
 def extract(
