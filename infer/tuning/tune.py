@@ -50,10 +50,11 @@ def tune_head(
     """The fastest fixed tree for a head on this machine, predicted from prompts [1, T] that nothing is measured on."""
     drafter = Drafters(target).of(head)
     plain = SpeculativeDecoder(target)
+    if kind == "draft_lm":  # its methods are chains
+        k = 1
     recording = record(SpeculativeDecoder(target, drafting(drafter, TreeConfig())), prompts, levels, k, max_new_tokens)
     costs = measure_costs(plain, drafter, prompts[:COST_PROMPTS])
-    widths = [1] if kind == "draft_lm" else None  # its methods are chains
-    trees = predictions(recording, costs, widths=widths)
+    trees = predictions(recording, costs)
     usual = usual_tree(kind)
     published = predict(replace(usual, levels=min(usual.levels, levels), k=min(usual.k, k)), recording, costs)
     return Tuned(kind, head, costs, trees[:SHOWN], [], published, method_of(kind, trees[0].tree), trees[0])
