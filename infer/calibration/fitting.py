@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import isotonic_regression, minimize_scalar
+from scipy.optimize import minimize_scalar
 from scipy.special import log_expit, logit
+from sklearn.isotonic import IsotonicRegression
 
 from infer.calibrate import brier, ece, is_held_out, reliability
 from infer.calibration.calibrator import FLOOR, Calibrator, Kind
@@ -38,12 +39,8 @@ def fit_temperature(confidence: FloatArray, acceptance: FloatArray) -> float:
 
 def fit_isotonic(confidence: FloatArray, acceptance: FloatArray) -> tuple[FloatArray, FloatArray]:
     """The knots of the never falling curve with the least squared error: both ends of each of its level pieces."""
-    places, inverse, counts = np.unique(confidence, return_inverse=True, return_counts=True)
-    means = np.bincount(inverse, weights=acceptance) / counts
-    heights = isotonic_regression(means, weights=counts).x.clip(0.0, 1.0)
-    keep = np.ones(places.size, dtype=bool)
-    keep[1:-1] = (heights[1:-1] != heights[:-2]) | (heights[1:-1] != heights[2:])
-    return places[keep], heights[keep]
+    curve = IsotonicRegression(y_min=0.0, y_max=1.0).fit(confidence, acceptance)
+    return curve.X_thresholds_, curve.y_thresholds_
 
 
 def calibrated(calibrator: Calibrator, kind: Kind, confidence: FloatArray) -> FloatArray:
