@@ -16,7 +16,7 @@ from data.chat import LONE_SURROGATE
 from data.distill import personas
 from data.distill.config import DistillConfig, SamplingConfig, SourceConfig
 from data.distill.overlap import Overlap
-from data.shapes import UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
+from data.shapes import LISTS, UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
 from data.sources import RawRow, read_rows
 from model.errors import UserError
 from model.files import digest, write_text
@@ -131,6 +131,9 @@ def _whole(text: str) -> str:
 def _of_conversation(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
     messages = to_messages(row, None)
     if messages is None:
+        named = next((name for name in LISTS if name in row), None)
+        if named is not None:
+            raise UnusableRow("no user turn", f"{named!r} is {type(row[named]).__name__}; expected a list of turns")
         raise UnusableRow(UNKNOWN_KEYS, explain_keys(row, None))
     roles = {message["role"] for message in messages}
     if "tool" in roles or row.get("tools"):
@@ -156,19 +159,28 @@ def _of_prompt(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> P
         raise UserError(
             f"{plain.place}: sampling is {type(sampling).__name__}; expected an object such as {{top_p: 1}}"
         )
-    plain = replace(plain, sampling=dict(sampling) if sampling else None, system=row.get("system") or plain.system)
-    if source.field is None and isinstance(row.get("turns"), list | tuple):
-        turns = [str(turn) for turn in row["turns"]]
-    else:
-        names = (source.field,) if source.field else QUESTION_FIELDS
-        name = next((name for name in names if isinstance(row.get(name), str)), None)
-        if name is None:
-            keys = ", ".join(map(str, row))
-            raise UnusableRow(UNKNOWN_KEYS, f"has keys {keys}; a prompt stands under {' or '.join(names)}, or in turns")
-        turns = [row[name]]
+    system = row.get("system") or plain.system
+    if system is not None and not isinstance(system, str):
+        raise UnusableRow("system is not text", f"'system' is {type(system).__name__}; expected text")
+    turns = _questions(row, source.field)
+    wrong = [turn for turn in turns if not isinstance(turn, str)]
+    if wrong:
+        raise UnusableRow("turn is not text", f"a question is {type(wrong[0]).__name__}; expected text")
     if not turns or not all(turn.strip() for turn in turns):
         raise UnusableRow("an empty question", "")
-    return replace(plain, turns=tuple(turns))
+    return replace(plain, turns=turns, system=system, sampling=dict(sampling) if sampling else None)
+
+
+def _questions(row: Mapping[str, Any], field: str | None) -> tuple[Any, ...]:
+    """What stands where the row's questions belong, text or not; nothing where all of it is null."""
+    if field is None and isinstance(row.get("turns"), list | tuple):
+        return tuple(row["turns"])
+    names = (field,) if field else (*QUESTION_FIELDS, "turns")
+    if not any(name in row for name in names):
+        where = field or f"{' or '.join(QUESTION_FIELDS)}, or in turns"
+        raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row)) or 'none'}; a prompt stands under {where}")
+    found = [row[name] for name in names if row.get(name) is not None]
+    return (next((value for value in found if isinstance(value, str)), found[0]),) if found else ()
 
 
 def _of_persona(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:

@@ -52,6 +52,34 @@ def test_rows_that_cannot_be_asked_are_skipped_with_their_reason(tmp_path: Path)
     assert plan_line(found).startswith("6 rows, 1 to ask with up to 1 requests; 1 skipped: ")
 
 
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": None}, "an empty question"),
+        ({"turns": []}, "an empty question"),
+        ({"prompt": 5}, "turn is not text"),
+        ({"turns": "Why?"}, None),
+        ({"turns": ["Why?", None]}, "turn is not text"),
+        ({"turns": [None, {"role": "user", "content": "Why?"}]}, "turn is not text"),
+        ({"turns": None, "question": "Why?"}, None),
+        ({"prompt": "Why?", "system": 5}, "system is not text"),
+        ({"prompt": "Why?", "system": ["Be brief."]}, "system is not text"),
+        ({"prompt": "Why?", "system": None}, None),
+    ],
+)
+def test_a_row_of_a_prompt_file_that_holds_no_text_is_skipped_wherever_it_stands(
+    tmp_path: Path, row: dict[str, Any], why: str | None
+) -> None:
+    for rows in ([row, {"prompt": "And then?"}], [{"prompt": "And then?"}, row]):
+        found = {str(prompt.turns): prompt.skip for prompt in made(tmp_path, rows, kind="prompts")}
+        assert found == {"('And then?',)": None, "()" if why else "('Why?',)": why}
+
+
+def test_a_conversation_without_turns_is_skipped_wherever_it_stands(tmp_path: Path) -> None:
+    found = made(tmp_path, [{"messages": None}, {"messages": [{"role": "user", "content": "Why?"}]}])
+    assert [prompt.skip for prompt in found] == ["no user turn", None]
+
+
 def test_no_prompt_shares_a_run_of_words_with_an_evaluation_question(tmp_path: Path) -> None:
     rows = [{"prompt": text} for text in (f"Well, {LONG.upper()}!", "one two three four five six seven, eh", "Why so?")]
     found = made(tmp_path, rows, (f"Say: {LONG}", "why so"), kind="prompts")
@@ -139,8 +167,10 @@ def test_a_row_of_a_prompt_file_may_change_the_sampling_and_no_more(tmp_path: Pa
 
 
 def test_a_first_row_of_no_known_shape_is_refused_with_its_keys(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"row 1 has keys text2; a prompt stands under question"):
-        made(tmp_path, [{"text2": "Why?"}], kind="prompts", field="question")
+    with pytest.raises(UserError, match=r"row 1 has keys text2, turns; a prompt stands under question$"):
+        made(tmp_path, [{"text2": "Why?", "turns": ["Why?"]}], kind="prompts", field="question")
+    with pytest.raises(UserError, match=r"row 1 has keys text2; a prompt stands under prompt or .* text, or in turns$"):
+        made(tmp_path, [{"text2": "Why?"}], kind="prompts")
     with pytest.raises(UserError, match=r"row 1 has keys body; expected conversations, messages"):
         made(tmp_path, [{"body": "Why?"}])
 
