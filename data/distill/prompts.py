@@ -195,7 +195,8 @@ def _why_not(prompt: Prompt, seen: set[str], overlap: Overlap) -> str | None:
     if key in seen:
         return DUPLICATE
     seen.add(key)
-    return OVERLAPS if any(turn in overlap for turn in prompt.turns) else None
+    sent = (prompt.system, prompt.invent, *prompt.turns)
+    return OVERLAPS if any(text is not None and text in overlap for text in sent) else None
 
 
 READERS = {"conversations": _of_conversation, "prompts": _of_prompt, "personas": _of_persona}

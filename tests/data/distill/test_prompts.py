@@ -89,6 +89,15 @@ def test_no_prompt_shares_a_run_of_words_with_an_evaluation_question(tmp_path: P
     assert made(tmp_path, [later, {"messages": [{"role": "user", "content": "?!"}]}], (LONG,))[0].skip == near
 
 
+def test_system_prompts_and_personas_are_looked_through_as_questions_are(tmp_path: Path) -> None:
+    near = "overlaps an evaluation question"
+    rows = [{"prompt": "Well?", "system": f"Know that {LONG}"}, {"prompt": "Well?", "system": "Know that."}]
+    assert [prompt.skip for prompt in made(tmp_path, rows, (LONG,), kind="prompts")] == [near, None]
+    personas = [{"persona": f"One who says {LONG}"}, {"persona": "A baker"}]
+    found = made(tmp_path, personas, (LONG,), kind="personas", ask="problem")
+    assert [prompt.skip for prompt in found] == [near, None]
+
+
 def test_instructions_that_many_evaluation_questions_share_are_no_overlap(tmp_path: Path) -> None:
     rows = [{"prompt": f"Prove it. {LONG}"}]
     questions = tuple(f"{LONG} question {n} about {n * n}" for n in range(20))
