@@ -8,7 +8,7 @@ from typing import Any
 
 from data.distill.config import DistillConfig
 from data.distill.journal import FOLDER, Journal, forget_others
-from data.distill.merge import Summary, all_rows, merge
+from data.distill.merge import Summary, all_rows, merge, require_kept
 from data.distill.page import render
 from data.distill.prompts import Prompt, make_prompts, read_prompts, skip_counts, write_prompts
 from data.distill.run import Interview, answer_all
@@ -110,10 +110,16 @@ class Job:
         return await answer_all(waiting, interview, journal, width, begun)
 
     def finish(self, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> Summary:
-        """Merges the journals; writes conversations, outcomes, summary and provenance. UserError if rows are left."""
+        """Merges the journals; writes conversations, outcomes, summary and provenance.
+
+        UserError if rows are left. Where none is kept, too: behind its summary, and with the conversations as they were.
+        """
         stage = self.stage
         summary = merge(self.directory, prompts, self.answer_inputs, self.config.gate, thinking)
         write_json(self.directory / "summary.json", summary.as_dict())
         write_text(self.directory / "summary.html", render(summary, self.config, title, thinking.tokenizer))
+        if not summary.kept:
+            (self.directory / FILE).unlink(missing_ok=True)  # what was whole had another summary
+        require_kept(summary, self.directory)
         stage.finish(summary=summary.as_dict())
         return summary

@@ -1,8 +1,9 @@
-"""All jobs' journals -> conversations to train on, one line per input row, and a summary; or a refusal that counts."""
+"""All jobs' journals -> conversations to train on, one line per input row, and a summary."""
 
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +20,10 @@ from model.files import write_atomically
 EXAMPLES = 3  # rows shown for each flaw and of those without
 SHOWN = 600  # characters of each text
 CONVERSATIONS, OUTCOMES = "conversations.jsonl", "outcomes.jsonl"
+
+
+class _NothingKept(Exception):
+    """Leaves conversations that are there as they are."""
 
 
 @dataclass
@@ -86,7 +91,8 @@ def merge(
 ) -> Summary:
     """Writes conversations.jsonl and outcomes.jsonl in the order of the prompts, and returns the summary.
 
-    The same rows give the same bytes, however many jobs and sittings they took. One row at a time is in memory.
+    The same rows give the same bytes, however many jobs and sittings they took. One row at a time is in memory. Where
+    no row is kept, conversations.jsonl stays as it is.
     """
     places: dict[str, Place] = {}
     summary = Summary(vocab_size=len(thinking.tokenizer))
@@ -105,14 +111,21 @@ def merge(
             outcomes.open("w", encoding="utf-8", errors="replace") as ends,
         ):
             _write_rows(ordered, gate, thinking, summary, (rows, ends))
+        if not summary.kept:
+            raise _NothingKept
 
-    write_atomically(
-        directory / CONVERSATIONS,
-        lambda rows: write_atomically(directory / OUTCOMES, lambda ends: write(rows, ends)),
-    )
-    if not summary.kept:
-        raise UserError(f"{directory}: no row is left to train on: {_reasons(summary)}")
+    def write_both(outcomes: Path) -> None:
+        with suppress(_NothingKept):
+            write_atomically(directory / CONVERSATIONS, lambda rows: write(rows, outcomes))
+
+    write_atomically(directory / OUTCOMES, write_both)
     return summary
+
+
+def require_kept(summary: Summary, directory: Path) -> None:
+    """UserError with the reasons when no row is left to train on."""
+    if not summary.kept:
+        raise UserError(f"{directory}: no row is left to train on: {_reasons(summary)}; see summary.html there")
 
 
 def _write_rows(

@@ -1,5 +1,6 @@
 """The gate: flaws are found where they are and nowhere else, counted, and dropped or kept as the recipe says."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from data.distill.answer import Answer
-from data.distill.config import GateConfig
+from data.distill.config import Action, GateConfig
+from data.distill.job import Job
 from data.distill.journal import Journal, Outcome
 from data.distill.merge import merge
 from data.distill.page import histogram, render
@@ -131,9 +133,22 @@ def test_the_page_says_it_all_and_escapes_what_it_was_told(tmp_path: Path) -> No
         assert f"<tr><td>{flaw}</td>" in page
 
 
-def test_nothing_left_to_train_on_is_refused_with_the_reasons(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no row is left to train on: 1 with flaw 'cut'"):
-        merged(tmp_path, [row(Answer("half an", "length", 9))])
+def test_nothing_left_to_train_on_is_refused_behind_the_summary_and_what_was_there_stays(tmp_path: Path) -> None:
+    def finish(cut: Action) -> None:
+        job = Job(tmp_path, config(gate=replace(GATE, cut=cut)), {}, {})
+        job.finish([Prompt("0:1", "x", ("a",))], thinking(), "target")
+
+    with Journal(tmp_path, Share(), {}) as journal:
+        journal.append(row(Answer("half an", "length", 9)))
+    finish("keep")
+    before = (tmp_path / "conversations.jsonl").read_bytes()
+    with pytest.raises(UserError, match="no row is left to train on: 1 with flaw 'cut'; see summary.html"):
+        finish("drop")
+    assert (tmp_path / "conversations.jsonl").read_bytes() == before != b""
+    assert json.loads((tmp_path / "summary.json").read_text())["flaws"] == {"cut": 1}
+    assert "0 of 1 input rows are kept" in (tmp_path / "summary.html").read_text()
+    assert '"kept": false' in (tmp_path / "outcomes.jsonl").read_text()
+    assert not (tmp_path / "provenance.json").exists() and not list(tmp_path.glob(".*.tmp"))
 
 
 def test_the_histogram_holds_every_length_once() -> None:
