@@ -149,8 +149,11 @@ def ended_rows(path: Path, inputs: dict[str, Any]) -> Iterator[Place]:
         header = handle.readline()
         if not header.endswith(b"\n"):
             return
-        if json.loads(header).get("inputs_digest") != digest(inputs):
-            found = json.loads(header).get("inputs", {})
+        made_from = _made_from(header)
+        if made_from is None:
+            raise _damaged(path, 0, "replace the journal, and the answers in it, with --overwrite")
+        if made_from["inputs_digest"] != digest(inputs):
+            found = made_from["inputs"]
             other = sorted(key for key in {*found, *inputs} if found.get(key) != inputs.get(key))
             raise UserError(
                 f"{path}: holds answers made with another {' and '.join(other) or 'version'}; choose another --run, or "
@@ -168,16 +171,30 @@ def ended_rows(path: Path, inputs: dict[str, Any]) -> Iterator[Place]:
             offset += len(line)
 
 
-def _damaged(path: Path, offset: int) -> UserError:
-    return UserError(f"{path}: byte {offset:,}: no whole row; delete the line, its row is then asked again")
+def _made_from(header: bytes) -> dict[str, Any] | None:
+    """A journal's first line; None where it is damaged. A row there says nothing of what the answers are made from."""
+    try:
+        found = json.loads(header)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("inputs"), dict):
+        return None
+    return found if isinstance(found.get("inputs_digest"), str) else None
+
+
+def _damaged(path: Path, offset: int, fix: str = "delete the line, its row is then asked again") -> UserError:
+    return UserError(f"{path}: byte {offset:,}: no whole row; {fix}")
 
 
 def forget_others(directory: Path, inputs: dict[str, Any]) -> None:
-    """Deletes the journals that were made from other inputs."""
+    """Deletes the journals that were made from other inputs, and those that do not say from which."""
     for path in journals(directory):
         with path.open("rb") as handle:
             header = handle.readline()
-        if header.endswith(b"\n") and json.loads(header).get("inputs_digest") != digest(inputs):
+        if not header.endswith(b"\n"):
+            continue
+        made_from = _made_from(header)
+        if made_from is None or made_from["inputs_digest"] != digest(inputs):
             path.unlink()
 
 

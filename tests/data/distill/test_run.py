@@ -12,7 +12,7 @@ import pytest
 from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
 from data.distill.config import DistillConfig, GateConfig, ServerConfig, SourceConfig
 from data.distill.job import LOCK, Job
-from data.distill.journal import Journal, Outcome, ended_rows, journals
+from data.distill.journal import Journal, Outcome, ended_rows, forget_others, journals
 from data.distill.merge import merge
 from data.distill.overlap import Overlap
 from data.distill.prompts import Prompt
@@ -127,6 +127,20 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path.write_text("".join([*lines[:2], "{damaged}\n", *lines[3:]]))
     with pytest.raises(UserError, match=r"jsonl: byte \d+: no whole row; delete the line"):
         list(ended_rows(path, INPUTS))
+
+
+@pytest.mark.parametrize("header", [b"{damaged}\n", b"\xff\n", b"5\n", b'{"inputs_digest": "a"}\n', b""])
+def test_a_journal_that_does_not_say_what_it_was_made_from_is_named_and_may_be_replaced(
+    tmp_path: Path, header: bytes
+) -> None:
+    sit(tmp_path, prompts(3), asking(), Share(1, 2))
+    sit(tmp_path, prompts(3), asking(), Share(2, 2))
+    path, sound = journals(tmp_path)
+    path.write_bytes(b"".join([header, *path.read_bytes().splitlines(keepends=True)[1:]]))
+    with pytest.raises(UserError, match=r"shard-00001-of-00002\.jsonl: byte 0: .* with --overwrite$"):
+        list(ended_rows(path, INPUTS))
+    forget_others(tmp_path, INPUTS)
+    assert journals(tmp_path) == [sound] and len(statuses(tmp_path)) == 1
 
 
 def failing(*numbers: int) -> Any:
