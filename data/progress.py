@@ -26,14 +26,18 @@ class _Lines:
         self.stream.flush()
 
 
-def bar(total: int | None, unit: str, description: str, rank: int = 0, stream: TextIO | None = None) -> "tqdm[Any]":
+def bar(
+    total: int | None, unit: str, description: str, rank: int = 0, stream: TextIO | None = None, done: int = 0
+) -> "tqdm[Any]":
     """A tqdm bar on stream (standard error), silent off rank 0; close it, or use it as a context.
 
-    unit is a word such as "tok" or "row"; the rate is shown in it per second. In a log file a line comes every ten
+    unit is a word such as "tok" or "row"; the rate is shown in it per second. done of the total were there before and
+    are no part of the rate. In a log file a line comes every ten
     seconds and at the end, without carriage returns.
     """
     stream = stream or sys.stderr
-    shared: dict[str, Any] = {"total": total, "unit": f" {unit}", "unit_scale": True, "desc": description}
+    shared: dict[str, Any] = {"total": total, "initial": done, "unit": f" {unit}", "unit_scale": True}
+    shared["desc"] = description
     if stream.isatty():
         return tqdm(disable=rank != 0, dynamic_ncols=True, file=stream, **shared)
     layout = FORMAT if total else OPEN_FORMAT

@@ -91,8 +91,7 @@ async def answer_all(
     counts = {"done": 0, "skipped": 0, "failed": 0}
     waiting = iter(prompts)
     started, tokens = time.monotonic(), 0
-    with bar(begun + len(prompts), "row", "distill") as shown:
-        shown.update(begun)
+    with bar(begun + len(prompts), "row", "distill", done=begun) as shown:
 
         async def work() -> None:
             nonlocal tokens

@@ -1,6 +1,8 @@
 """Laws of the progress bar."""
 
 import io
+import re
+import time
 
 from data.progress import bar
 
@@ -42,3 +44,14 @@ def test_an_unknown_total_still_counts() -> None:
         progress.update(3)
         progress.refresh()
     assert "read: 3.00 row" in log.getvalue()
+
+
+def test_what_was_done_before_is_no_part_of_the_rate() -> None:
+    log = io.StringIO()
+    with bar(1000, "row", "distill", stream=log, done=900) as progress:
+        time.sleep(0.02)
+        progress.update(1)
+        assert progress.n == 901 and progress.format_dict["initial"] == 900
+        progress.refresh()
+    rates = re.findall(r"distill:  90% of 1\.00k row, +([\d.]+) row/s", log.getvalue())
+    assert rates and all(float(rate) <= 50 for rate in rates)
