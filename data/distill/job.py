@@ -112,7 +112,7 @@ class Job:
     def finish(self, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> Summary:
         """Merges the journals; writes conversations, outcomes, summary and provenance.
 
-        UserError if rows are left. Where none is kept, too: behind its summary, and with the conversations as they were.
+        UserError if rows are left; where none is kept, too, behind its summary, and conversations stay as they were.
         """
         stage = self.stage
         summary = merge(self.directory, prompts, self.answer_inputs, self.config.gate, thinking)

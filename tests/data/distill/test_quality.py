@@ -142,7 +142,7 @@ def test_nothing_left_to_train_on_is_refused_behind_the_summary_and_what_was_the
         journal.append(row(Answer("half an", "length", 9)))
     finish("keep")
     before = (tmp_path / "conversations.jsonl").read_bytes()
-    with pytest.raises(UserError, match="no row is left to train on: 1 with flaw 'cut'; see summary.html"):
+    with pytest.raises(UserError, match=r"no row is left to train on: 1 with flaw 'cut'; see summary\.html"):
         finish("drop")
     assert (tmp_path / "conversations.jsonl").read_bytes() == before != b""
     assert json.loads((tmp_path / "summary.json").read_text())["flaws"] == {"cut": 1}
