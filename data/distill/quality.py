@@ -15,6 +15,8 @@ RUN = 10  # words of a run whose repetition counts
 LEAST_RUNS = 40  # shorter answers repeat themselves by chance
 LEAST_LETTERS = 20  # so many letters tell a script
 LONGEST_PERIOD = 200  # words of a loop's round
+SYMBOLS_OF_A_WORD = 3  # a line of 80 or 100 dashes is no loop, and so many zeros are none
+LAST = re.compile(r"[^\W_]+|[\W_]+")  # of a text that is read backwards
 OPENING = 200  # characters in which a refusal shows
 SORRY = r"\bi(?:['’]?m| am) (?:\w+ )?(?:sorry|afraid)\b.{0,80}\b(?:can(?:no|['’])t|unable|not able|won['’]t)"
 UNABLE = r"\bi (?:can(?:no|['’])t|won['’]t|am (?:unable|not able) to) (?:\w+ ){0,2}(?:help|assist|provide|comply)\b"
@@ -42,9 +44,11 @@ def flaws(outcome: Outcome, config: GateConfig) -> list[str]:
 
 
 def is_loop(text: str, config: GateConfig) -> bool:
-    """Whether the text ends in the same words over and over, or mostly says what it has said before."""
+    """Whether the text ends in the same words or symbols over and over, or mostly says what it has said before."""
     found = words(text)
     if _ends_in_rounds(found, config.loop_times, config.loop_words):
+        return True
+    if _ends_in_rounds(_last_symbols(text), config.loop_times, config.loop_words * SYMBOLS_OF_A_WORD):
         return True
     runs = [tuple(found[start : start + RUN]) for start in range(len(found) - RUN + 1)]
     return len(runs) >= LEAST_RUNS and 1.0 - len(set(runs)) / len(runs) >= config.repeated_share
@@ -75,6 +79,12 @@ def scripts(text: str) -> Counter[str]:
 def is_refusal(answer: Answer) -> bool:
     """Whether the answer opens as English refusals do."""
     return REFUSAL.search(answer.content.strip()[:OPENING]) is not None
+
+
+def _last_symbols(text: str) -> str:
+    """What stands behind the text's last word, or the letters and digits of that word, without blanks."""
+    last = LAST.match(text.rstrip()[::-1])
+    return "".join(last[0][::-1].split()) if last else ""
 
 
 def _ends_in_rounds(found: Sequence[str], times: int, least: int) -> bool:

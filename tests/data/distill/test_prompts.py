@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from data.distill.config import DistillConfig, SamplingConfig, SourceConfig
+from data.distill.overlap import words
 from data.distill.personas import problem_in
 from data.distill.prompts import Prompt, make_prompts, plan_line, read_prompts, sampling_of, write_prompts
 from model.errors import UserError
@@ -128,6 +129,26 @@ def test_added_sentences_do_not_hide_a_short_evaluation_question(tmp_path: Path)
     assert [prompt.skip for prompt in made(tmp_path, [row, other], questions, kind="personas")] == [near, None]
     rows = [{"prompt": text} for text in ("Go on!", "Go on with it.", "Please simplify: sqrt 180?")]
     assert [prompt.skip for prompt in made(tmp_path, rows, questions, kind="prompts")] == [near, None, near]
+
+
+def test_text_without_blanks_is_looked_through_by_its_characters(tmp_path: Path) -> None:
+    near, questions = "overlaps an evaluation question", ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？")
+    texts = (
+        "请仔细回答：一列火车以每小时六十公里的速度行驶，多久到达？谢谢",
+        "一列火车每天行驶三十公里",
+        "天空为什么是蓝色的？",
+        "为什么",
+    )
+    found = made(tmp_path, [{"prompt": text} for text in texts], questions, kind="prompts")
+    assert [prompt.skip for prompt in found] == [near, None, None, near]
+    thai = made(
+        tmp_path,
+        [{"prompt": "ช่วยตอบ กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทยใช่ไหม นะ"}, {"prompt": "ไทย"}],
+        ("กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทยใช่ไหม",),
+        kind="prompts",
+    )
+    assert [prompt.skip for prompt in thai] == [near, None]
+    assert words("GPT4在2024年 ok ひらがな") == [*"gpt4 在 2024 年 ok ひ ら が な".split()]
 
 
 def test_signs_and_system_prompts_tell_prompts_apart(tmp_path: Path) -> None:

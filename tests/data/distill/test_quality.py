@@ -54,6 +54,19 @@ def test_loops_at_the_end_and_answers_that_say_the_same_all_over() -> None:
     assert flaws(row(Answer(PROSE, "stop", 9, reasoning="wait " * 60)), GATE) == ["loop"]
 
 
+@pytest.mark.parametrize("part", ["!", "! ", "?!", "🙂", "_", "0", "ha", "—\n"])
+def test_symbols_and_letters_without_end_are_loops(part: str) -> None:
+    assert said(f"{PROSE} {part * 500}") == said(f"{PROSE} {part * 500} \n") == ["loop"]
+    assert said(f"{PROSE} {part * 20}") == said(f"{PROSE} {part * 20} {PROSE[:100]}") == []
+
+
+def test_loops_without_blanks_are_found() -> None:
+    question = "灯塔看守人数什么？"
+    assert said("我们再想一想" * 200, question=question) == ["loop"]
+    assert said("灯塔看守人每晚数经过的船只并把数字写进一本书里，冬天很少，春天很多。", question=question) == []
+    assert said(f"{PROSE}\n{'=' * 100}") == said(f"The number is 1{'0' * 100}") == []
+
+
 def test_answers_in_another_script_than_the_question() -> None:
     chinese = "灯塔看守人每晚数经过的船只并把数字写进一本书里，冬天很少，春天很多。"
     russian = "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."
