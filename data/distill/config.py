@@ -92,7 +92,7 @@ class GateConfig:
     cut: Action = "drop"  # does not end within max_tokens; kept, it is trained on without an end-of-turn token
     empty: Action = "drop"  # nothing behind the thinking
     loop: Action = "drop"
-    language: Action = "drop"  # in another script than its question
+    language: Action = "drop"  # its thinking or its content, in another script than its question
     refusal: Action = "keep"  # the target does say so, and a draft head has to follow it
     repeated: Action = "drop"  # the same first question as an earlier row's (problems that the target invents repeat)
     loop_times: int = 5  # so often the same words in a row, at the answer's end

@@ -34,7 +34,7 @@ def flaws(outcome: Outcome, config: GateConfig) -> list[str]:
             found.add("empty")
         if any(is_loop(part, config) for part in (answer.reasoning or "", answer.content)):
             found.add("loop")
-        if is_foreign(question, answer.content, config.foreign_share):
+        if any(is_foreign(question, part, config.foreign_share) for part in (answer.reasoning or "", answer.content)):
             found.add("language")
         if is_refusal(answer):
             found.add("refusal")

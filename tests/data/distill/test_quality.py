@@ -72,6 +72,9 @@ def test_answers_in_another_script_than_the_question() -> None:
     russian = "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."
     assert said(chinese) == said(russian) == ["language"]
     assert said(chinese, question="他数什么？") == []
+    assert flaws(row(Answer(PROSE, "stop", 9, reasoning=chinese)), GATE) == ["language"]
+    assert flaws(row(Answer(PROSE * 9, "stop", 9, reasoning=chinese)), replace(GATE, loop="keep"))[-1] == "language"
+    assert flaws(row(Answer(PROSE, "stop", 9, reasoning=PROSE)), GATE) == []
     assert said(f"{PROSE} In Chinese: 灯塔。") == [] and said("Ω and Σ are Greek letters, like α and β.") == []
 
 
