@@ -32,14 +32,14 @@ class Stage:
 
     def is_whole(self) -> bool:
         """True when the output is finished and was made from these inputs."""
-        return self._record().get("inputs_digest") == digest(self.inputs)
+        return sound_record(self.output).get("inputs_digest") == digest(self.inputs)
 
     def require_own_directory(self, overwrite: bool) -> None:
         """UserError when the directory holds another run's output and overwrite was not asked for."""
         path = self.output / FILE
         if overwrite or not path.is_file():
             return
-        found = self._record()
+        found = sound_record(self.output)
         if not found:
             raise UserError(f"{path}: cannot be read; write it anew with --overwrite")
         if found.get("inputs_digest") == digest(self.inputs):
@@ -49,14 +49,6 @@ class Stage:
             f"({differences(found.get('inputs', {}), self.inputs) or 'made by another version'}); "
             f"choose another --run, or replace it with --overwrite"
         )
-
-    def _record(self) -> dict[str, Any]:
-        """What provenance.json says; nothing where it is missing or broken, or its inputs are not those it digests."""
-        try:
-            record = read_json(self.output / FILE)
-            return record if record["inputs_digest"] == digest(record["inputs"]) else {}
-        except (UserError, KeyError, TypeError):
-            return {}
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Writes provenance.json, which marks the output as whole, and returns it."""
@@ -70,6 +62,15 @@ class Stage:
         }
         write_json(self.output / FILE, record)
         return record
+
+
+def sound_record(directory: Path) -> dict[str, Any]:
+    """What its provenance.json says; nothing where it is missing or broken, or its inputs are not those it digests."""
+    try:
+        record: dict[str, Any] = read_json(directory / FILE)
+        return record if record["inputs_digest"] == digest(record["inputs"]) else {}
+    except (UserError, KeyError, TypeError):
+        return {}
 
 
 def environment() -> dict[str, Any]:

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig, FeaturesConfig
+from data.index import COMMAND
 from data.inputs import conversation_inputs, sampled_digest, target_inputs
-from data.provenance import FILE
+from data.provenance import FILE, sound_record
 from model.config import HeadConfig, TargetConfig
-from model.files import read_json
+from model.errors import UserError
 from model.hub import head_directory
 from model.recipe import as_dict
 from train.config import TrainConfig
@@ -34,8 +35,8 @@ def train_inputs(
         asked = as_dict(features)
         inputs["features"] = {name: asked[name] for name in ("mode", "after_blocks", "dtype")}
     elif not without_target:
-        made = cache / FILE
-        inputs["features"] = read_json(made)["inputs_digest"] if made.is_file() else None
+        made = cache_record(cache)
+        inputs["features"] = None if made is None else made["inputs_digest"]
         if features.after_blocks is not None:
             inputs["after_blocks"] = list(features.after_blocks)
         if features.shuffle_shards is not None:
@@ -45,3 +46,12 @@ def train_inputs(
         files = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in place.glob(kind))
         inputs["init_from"] = {path.name: sampled_digest(path) for path in files}
     return inputs
+
+
+def cache_record(cache: Path) -> dict[str, Any] | None:
+    """What a feature cache's provenance.json says, None without one; UserError where it is damaged."""
+    if not (cache / FILE).is_file():
+        return None
+    if record := sound_record(cache):
+        return record
+    raise UserError(f"{cache / FILE}: cannot be read; write it anew with: {COMMAND} --overwrite")

@@ -28,7 +28,7 @@ from model.errors import UserError, exit_code
 from model.files import digest, read_json, remove_temporaries, write_text
 from model.recipe import as_dict
 from train.config import require_read
-from train.inputs import train_inputs
+from train.inputs import cache_record, train_inputs
 from train.quiet import be_quiet
 from train.signals import answered
 
@@ -116,12 +116,10 @@ def _changed_since_cached(setting: Setting) -> str | None:
 
 def _cache_made_of(setting: Setting) -> dict[str, Any] | None:
     """What the feature cache that this run reads was made of; None without one."""
-    recipe, made = setting.recipe, setting.paths.features / FILE
+    recipe = setting.recipe
     without_target = recipe.head.kind == "draft_lm" and recipe.train.distill is None
-    if without_target or recipe.features.mode == "online" or not made.is_file():
-        return None
-    inputs: dict[str, Any] = read_json(made)["inputs"]
-    return inputs
+    made = None if without_target or recipe.features.mode == "online" else cache_record(setting.paths.features)
+    return None if made is None else made["inputs"]
 
 
 def _begun(setting: Setting) -> Path:

@@ -1,0 +1,67 @@
+"""What a later command makes of a training that ended early, and of a cache or a directory that is not what it was."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import PartialState
+
+from data import main as data_main
+from model.errors import exit_code
+from tests import tiny
+from train import main as train_main
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with a target, conversations, a recipe and its feature cache."""
+    root = tmp_path_factory.mktemp("made")
+    tiny.target(root / "target")
+    tiny.write_conversations(root / "train.jsonl", 40)
+    values = {
+        "run": str(root / "run"),
+        "threads": 1,
+        "target": {"path": str(root / "target"), "dtype": "float32"},
+        "data": {"conversations": [str(root / "train.jsonl")], "max_length": 128, "held_out": 0.2},
+        "tree": {"levels": 4},
+        "train": {"max_steps": 3, "batch_size": 8, "warmup_steps": 1, "eval_every": 0},
+    }
+    tiny.recipe(root / "recipe.yaml", values)
+    assert _call(data_main, "features", "--config", root / "recipe.yaml") == 0
+    yield root
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A run of its own, with the feature cache."""
+    shutil.copytree(made / "run/features", tmp_path / "run/features")
+    return tmp_path / "run"
+
+
+def _call(module: Any, *words: object) -> int:
+    """The exit code of a command run in this process."""
+    before, sys.argv = sys.argv, ["main.py", *map(str, words)]
+    try:
+        return exit_code(module.main)
+    finally:
+        sys.argv = before
+        PartialState._reset_state()
+
+
+def test_a_damaged_record_of_the_cache_is_one_line_that_mends_it(
+    made: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, record = ("--config", made / "recipe.yaml", "--run", run), run / "features/provenance.json"
+    whole = json.loads(record.read_text())
+    for damage in ({"stage": "features"}, {**whole, "inputs": {}}, []):
+        record.write_text(json.dumps(damage))
+        assert _call(train_main, *words, "--plan") == 2
+        said = f"error: {record}: cannot be read; write it anew with: python data/main.py features --config RECIPE --o"
+        error = capsys.readouterr().err
+        assert error.startswith(said) and len(error.splitlines()) == 1
+    assert _call(data_main, "features", *words, "--overwrite") == 0
+    assert _call(train_main, *words, "--plan") == 0
