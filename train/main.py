@@ -27,8 +27,9 @@ from model import recipe as yaml_recipe
 from model.errors import UserError, exit_code
 from model.files import digest, read_json, remove_temporaries, write_text
 from model.recipe import as_dict
+from train import resume
 from train.config import require_read
-from train.inputs import cache_record, train_inputs
+from train.inputs import cache_record, cache_states, reads_cache, train_inputs
 from train.quiet import be_quiet
 from train.signals import answered
 
@@ -117,8 +118,8 @@ def _changed_since_cached(setting: Setting) -> str | None:
 def _cache_made_of(setting: Setting) -> dict[str, Any] | None:
     """What the feature cache that this run reads was made of; None without one."""
     recipe = setting.recipe
-    without_target = recipe.head.kind == "draft_lm" and recipe.train.distill is None
-    made = None if without_target or recipe.features.mode == "online" else cache_record(setting.paths.features)
+    cached = reads_cache(recipe.head, recipe.features, recipe.train)
+    made = cache_record(setting.paths.features) if cached else None
     return None if made is None else made["inputs"]
 
 
@@ -206,7 +207,6 @@ def _train(setting: Setting) -> tuple[str, int]:
     from train.launch import Launch, build_accelerator
     from train.loop import Loop
     from train.metrics import flat
-    from train.resume import decisive, training_alone
 
     recipe, stage = setting.recipe, setting.stage
     if recipe.threads is not None:
@@ -219,20 +219,28 @@ def _train(setting: Setting) -> tuple[str, int]:
     accelerator = build_accelerator(recipe.train, launch, curves)
     with ExitStack() as alone:
         if accelerator.is_main_process:
-            alone.enter_context(training_alone(job.state))
+            alone.enter_context(resume.training_alone(job.state))
         if hasattr(job.objective, "ends"):
             job.objective.ends = job.objective.ends.to(accelerator.device)
-        loop = Loop(job, accelerator, {**stage.inputs, "train": as_dict(recipe.train)})
+        loop = Loop(job, accelerator, _made_of(setting))
         if accelerator.is_main_process:
             write_text(_begun(setting), f"{stage.output}\n")
             (stage.output / FILE).unlink(missing_ok=True)
             remove_temporaries(stage.output)
-        loop.trackers.start(loop.progress.step, digest(decisive(loop.progress.made_of)), flat(as_dict(recipe)))
+        loop.trackers.start(loop.progress.step, digest(resume.decisive(loop.progress.made_of)), flat(as_dict(recipe)))
         outcome = loop.run()
         if accelerator.is_main_process and outcome.code == 0:
             _finish(setting, outcome, accelerator.num_processes)
         accelerator.end_training()
     return ("done" if outcome.code == 0 else outcome.state), outcome.code
+
+
+def _made_of(setting: Setting) -> dict[str, Any]:
+    """What a save says that its weights depend on: the stage's inputs, all settings, and the cache's very bits."""
+    recipe = setting.recipe
+    cached = reads_cache(recipe.head, recipe.features, recipe.train)
+    states = cache_states(setting.paths.features) if cached else None
+    return {**setting.stage.inputs, "train": as_dict(recipe.train), resume.STATES: states}
 
 
 def _finish(setting: Setting, outcome: "Outcome", num_processes: int) -> None:
@@ -261,7 +269,7 @@ def _finish(setting: Setting, outcome: "Outcome", num_processes: int) -> None:
 
 def _forget_saves(setting: Setting) -> None:
     """Removes what a finished training would go on from; further best weights than the output stay (keep_best)."""
-    from train import best, resume
+    from train import best
 
     record, state = read_json(setting.stage.output / FILE), setting.paths.state(_state_name(setting.recipe))
     if record.get("ended") == "finished" and state.is_dir():

@@ -30,6 +30,7 @@ FREE = (
     "gradient_checkpointing",
 )
 ROUNDING = ("loss_chunk_slots",)  # the same gradients, summed in another order
+STATES = "states"  # part of made_of: a digest of the feature cache's bits, None where it has none or there is no cache
 DATA = {  # parts of made_of, and what a sentence calls them
     "data": "data",
     "conversations": "conversations",
@@ -201,9 +202,14 @@ def _refusal(saved: Progress, fresh: Progress, folder: Path) -> str | None:
 
 
 def _adaptations(saved: Progress, fresh: Progress) -> tuple[str, ...]:
-    """A sentence for each setting that is another one now and may be."""
+    """A sentence for all that is another now and may be."""
     there, now = ({name: each.made_of.get("train", {}).get(name) for name in FREE} for each in (saved, fresh))
-    return tuple(
+    states = [each.made_of.get(STATES) for each in (saved, fresh)]
+    other_states = (
+        "feature cache: made anew from the same inputs, and not with the same bits (another features.batch_tokens or "
+        "machine); from here on it moves weights by rounding only",
+    )
+    return (other_states if None not in states and states[0] != states[1] else ()) + tuple(
         f"train.{name}: {there[name]} until now, {now[name]} from here on; "
         f"it moves {'weights by rounding only' if name in ROUNDING else 'no weight'}"
         for name in FREE
@@ -212,6 +218,6 @@ def _adaptations(saved: Progress, fresh: Progress) -> tuple[str, ...]:
 
 
 def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
-    """The part that decides the weights."""
+    """The part that decides the weights, but for rounding."""
     train = {name: value for name, value in made_of.get("train", {}).items() if name not in FREE}
-    return {**made_of, "train": train}
+    return {name: value for name, value in made_of.items() if name != STATES} | {"train": train}

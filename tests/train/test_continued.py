@@ -11,9 +11,14 @@ import pytest
 from accelerate import PartialState
 
 from data import main as data_main
+from data.provenance import Stage
 from model.errors import exit_code
 from tests import tiny
 from train import main as train_main
+
+
+class Killed(BaseException):
+    """Ends a command as SIGKILL would: nothing catches it."""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,13 @@ def _call(module: Any, *words: object) -> int:
         PartialState._reset_state()
 
 
+def _killed_at_its_end(*words: object) -> None:
+    """A training that dies before its record is written."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Stage, "finish", lambda self, **facts: (_ for _ in ()).throw(Killed))
+        _call(train_main, *words)
+
+
 def test_a_damaged_record_of_the_cache_is_one_line_that_mends_it(
     made: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,3 +77,18 @@ def test_a_damaged_record_of_the_cache_is_one_line_that_mends_it(
         assert error.startswith(said) and len(error.splitlines()) == 1
     assert _call(data_main, "features", *words, "--overwrite") == 0
     assert _call(train_main, *words, "--plan") == 0
+
+
+def test_a_cache_made_anew_with_other_bits_is_taken_over_with_a_sentence(
+    made: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", made / "recipe.yaml", "--run", run)
+    note = "note: feature cache: made anew from the same inputs, and not with the same bits"
+    _killed_at_its_end(*words, "--train.save_every", "1")
+    for batch_tokens, said in ((8192, False), (64, True)):
+        shutil.rmtree(run / "features")
+        assert _call(data_main, "features", *words, "--features.batch_tokens", batch_tokens) == 0
+        capsys.readouterr()
+        _killed_at_its_end(*words, "--train.save_every", "1")
+        out = capsys.readouterr().out
+        assert "going on from step 2 of 3" in out and (note in out) == said
