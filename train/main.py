@@ -30,6 +30,7 @@ from model.recipe import as_dict
 from train import resume
 from train.config import require_read
 from train.inputs import cache_record, cache_states, reads_cache, train_inputs
+from train.output import Output
 from train.quiet import be_quiet
 from train.signals import answered
 
@@ -49,6 +50,10 @@ class Setting:
     @property
     def paths(self) -> pipeline.RunPaths:
         return pipeline.RunPaths(Path(self.recipe.run))
+
+    @property
+    def output(self) -> Output:
+        return Output(self.stage, self.paths.root, self.paths.state(_state_name(self.recipe)))
 
 
 def main() -> int:
@@ -84,8 +89,8 @@ def main() -> int:
             _forget_saves(setting)
             print(f"train {recipe.head.kind}: whole, reused ({output})", flush=True)
         return 0
-    setting.stage.require_own_directory(arguments.overwrite)
-    _require_no_foreign_files(setting)
+    if not arguments.overwrite:
+        setting.output.require_own()
     if arguments.init_to is not None and not arguments.plan:
         raise UserError("--init-to: writes an untrained module without training; use it with --plan")
     if arguments.plan:
@@ -123,26 +128,10 @@ def _cache_made_of(setting: Setting) -> dict[str, Any] | None:
     return None if made is None else made["inputs"]
 
 
-def _begun(setting: Setting) -> Path:
-    """Names the output of a training that is under way: what lies there without provenance is this run's own."""
-    return setting.paths.root / "state" / f"{_state_name(setting.recipe)}.begun"
-
-
 def _state_name(recipe: pipeline.Recipe) -> str:
     """The name of a training's states: a run may hold the small LM that is its target, and one that drafts for it."""
     kind, distill = recipe.head.kind, recipe.train.distill
     return kind if distill is None else f"{kind}-{distill}"
-
-
-def _require_no_foreign_files(setting: Setting) -> None:
-    """UserError for an output directory with files that no training of this run has put there."""
-    output, begun = setting.stage.output, _begun(setting)
-    if setting.overwrite or (output / FILE).is_file() or not output.is_dir() or not any(output.iterdir()):
-        return
-    if not (begun.is_file() and begun.read_text(encoding="utf-8").strip() == str(output)):
-        raise UserError(
-            f"{output}: holds files that no run has made; name another output, or replace them with --overwrite"
-        )
 
 
 def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
@@ -224,8 +213,7 @@ def _train(setting: Setting) -> tuple[str, int]:
             job.objective.ends = job.objective.ends.to(accelerator.device)
         loop = Loop(job, accelerator, _made_of(setting))
         if accelerator.is_main_process:
-            write_text(_begun(setting), f"{stage.output}\n")
-            (stage.output / FILE).unlink(missing_ok=True)
+            setting.output.begin()
             remove_temporaries(stage.output)
         loop.trackers.start(loop.progress.step, digest(resume.decisive(loop.progress.made_of)), flat(as_dict(recipe)))
         outcome = loop.run()
@@ -258,7 +246,7 @@ def _finish(setting: Setting, outcome: "Outcome", num_processes: int) -> None:
         processes=num_processes,
         held_out=outcome.held_out,
     )
-    _begun(setting).unlink(missing_ok=True)
+    setting.output.end()
     _forget_saves(setting)
     print(
         f"train {recipe.head.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in {progress.seconds:,.0f} s "

@@ -92,3 +92,15 @@ def test_a_cache_made_anew_with_other_bits_is_taken_over_with_a_sentence(
         _killed_at_its_end(*words, "--train.save_every", "1")
         out = capsys.readouterr().out
         assert "going on from step 2 of 3" in out and (note in out) == said
+
+
+def test_a_moved_run_and_one_by_another_name_are_continued(made: Path, run: Path) -> None:
+    words, moved = ("--config", made / "recipe.yaml", "--run"), run.parent / "moved"
+    _killed_at_its_end(*words, run)
+    run.rename(moved)
+    assert _call(train_main, *words, moved / "../moved", "--plan") == 0
+    assert _call(train_main, *words, moved, "--output", moved / "heads/../heads/eagle1", "--plan") == 0
+    (moved / "state/eagle1.begun").write_text(f"{moved / 'heads/eagle1'}\n")
+    assert _call(train_main, *words, moved, "--plan") == 0
+    (moved / "heads/eagle1").rename(moved / "heads/other")
+    assert _call(train_main, *words, moved, "--output", moved / "heads/other", "--plan") == 2

@@ -15,6 +15,7 @@ from data.provenance import Stage
 from model.errors import exit_code
 from tests import tiny
 from train import main as train_main
+from train import output
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -171,7 +172,8 @@ def test_a_kill_between_any_two_files_of_the_command_leaves_a_run_that_goes_on(
         if left[0] == 0:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_main, "write_text", killed)  # names the output, later writes its recipe
+    for module in (output, train_main):  # the first names the output, the second later writes its recipe
+        monkeypatch.setattr(module, "write_text", killed)
     for place in (1, 2):
         left[0] = place
         assert call(train_main, "--config", recipe) == 130
