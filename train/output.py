@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.provenance import FILE, Stage
+from data.provenance import FILE, Stage, sound_record
 from model.errors import UserError
-from model.files import write_text
+from model.files import digest, write_text
+from train import resume, saves
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Output:
 
     def require_own(self) -> None:
         """UserError for a directory with another training's output, or with files that no training of this run made."""
+        if self._is_unfinished():
+            return
         self.stage.require_own_directory(overwrite=False)
         output = self.stage.output
         if (output / FILE).is_file() or not output.is_dir() or not any(output.iterdir()) or self._is_begun():
@@ -47,3 +50,11 @@ class Output:
         name = self.begun.read_text(encoding="utf-8").strip()
         places = (self.run / name, Path(name))  # the second as an earlier version wrote it
         return self.stage.output.resolve() in [place.resolve() for place in places]
+
+    def _is_unfinished(self) -> bool:
+        """Whether a budget ended this very training, but for settings that move no weight, and its saves are there."""
+        record = sound_record(self.stage.output)
+        if record.get("ended") != "budget" or not saves.folders(self.state):
+            return False
+        then, now = (digest(resume.decisive(inputs)) for inputs in (record["inputs"], self.stage.inputs))
+        return then == now

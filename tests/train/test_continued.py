@@ -104,3 +104,17 @@ def test_a_moved_run_and_one_by_another_name_are_continued(made: Path, run: Path
     assert _call(train_main, *words, moved, "--plan") == 0
     (moved / "heads/eagle1").rename(moved / "heads/other")
     assert _call(train_main, *words, moved, "--output", moved / "heads/other", "--plan") == 2
+
+
+def test_a_run_that_its_budget_ended_goes_on_with_another_and_as_no_other_run(
+    made: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", made / "recipe.yaml", "--run", run)
+    assert _call(train_main, *words, "--train.max_seconds", "0") == 0
+    assert _call(train_main, *words, "--train.max_seconds", "60", "--train.seed", "5") == 2
+    assert "holds another train (train.max_seconds: 0.0 there, 60.0 asked; train.seed" in capsys.readouterr().err
+    assert _call(train_main, *words, "--train.max_seconds", "60") == 0
+    out = capsys.readouterr().out
+    assert "note: train.max_seconds: 0.0 until now, 60.0 from here on" in out and "going on from step 1 of 3" in out
+    record = json.loads((run / "heads/eagle1/provenance.json").read_text())
+    assert (record["ended"], record["steps"]) == ("finished", 3)
