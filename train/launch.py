@@ -82,9 +82,11 @@ def engine_of(accelerator: Accelerator) -> str:
 
 
 def machine_of(device: torch.device) -> str:
-    """What decides the last bits of a sum: 'cpu, torch 2.13.0'."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{name}, torch {torch.__version__}"
+    """What decides the last bits of a sum: 'cpu with 2 threads, torch 2.13.0'."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"{device.type} with {threads} {'thread' if threads == 1 else 'threads'}, torch {torch.__version__}"
 
 
 def first_process_finds(accelerator: Accelerator, find: Callable[[], T]) -> T:

@@ -137,7 +137,10 @@ def _state_name(recipe: pipeline.Recipe) -> str:
 def stage_inputs(recipe: pipeline.Recipe) -> dict[str, Any]:
     """Everything that the trained weights depend on, told without torch."""
     cache = pipeline.RunPaths(Path(recipe.run)).features
-    return train_inputs(recipe.head, recipe.target, recipe.data, recipe.features, recipe.train, cache)
+    inputs = train_inputs(recipe.head, recipe.target, recipe.data, recipe.features, recipe.train, cache)
+    if recipe.train.measure_prompts:  # measured tau, which is that of this tree, chooses the weights
+        inputs["tree"] = as_dict(recipe.tree)
+    return inputs
 
 
 def _has_inputs(recipe: pipeline.Recipe) -> bool:

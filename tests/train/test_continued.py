@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import PartialState
 
 from data import main as data_main
@@ -118,3 +119,31 @@ def test_a_run_that_its_budget_ended_goes_on_with_another_and_as_no_other_run(
     assert "note: train.max_seconds: 0.0 until now, 60.0 from here on" in out and "going on from step 1 of 3" in out
     record = json.loads((run / "heads/eagle1/provenance.json").read_text())
     assert (record["ended"], record["steps"]) == ("finished", 3)
+
+
+def test_another_tree_is_another_training_where_it_measures_the_best_weights(
+    made: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, other = ("--config", made / "recipe.yaml", "--run", run), ("--tree.levels", "3")
+    measured = (*words, "--train.measure_prompts", "1", "--train.measure_new_tokens", "4")
+    _killed_at_its_end(*measured, "--train.save_every", "1")
+    assert _call(train_main, *measured, *other) == 2
+    assert "step 2 of another recipe (tree.levels: 4 there, 3 asked); choose another --run" in capsys.readouterr().err
+    assert _call(train_main, *measured) == 0
+    assert _call(train_main, *measured, *other, "--is-whole") == 1
+    assert _call(train_main, *words, "--overwrite") == 0
+    assert _call(train_main, *words, *other, "--is-whole") == 0
+
+
+def test_another_number_of_threads_goes_on_and_says_that_bits_may_differ(
+    made: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", made / "recipe.yaml", "--run", run)
+    _killed_at_its_end(*words, "--train.save_every", "1")
+    try:
+        assert _call(train_main, *words, "--threads", "2") == 0
+    finally:
+        torch.set_num_threads(1)
+    said = f"saved with cpu with 1 thread, torch {torch.__version__}, this is cpu with 2 threads, torch"
+    error = capsys.readouterr().err
+    assert said in error and "it goes on, not bit for bit as there" in error
