@@ -116,10 +116,9 @@ class Loop:
         with (
             StopRequest() as stop,
             profiler_window(self.config, self.job.state, self.rank) as window,
-            bar(self.total, "step", f"train {self.job.kind}", self.rank) as shown,
+            bar(self.total, "step", f"train {self.job.kind}", self.rank, done=self.progress.step) as shown,
         ):
             self._write_line = shown.write
-            shown.update(self.progress.step)
             before = time.monotonic()
             for step, parts in zip(steps, prefetched(self._parts, steps), strict=True):
                 window.before(step)

@@ -253,7 +253,7 @@ def _finish(setting: Setting, outcome: "Outcome", num_processes: int) -> None:
     _forget_saves(setting)
     print(
         f"train {recipe.head.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in {progress.seconds:,.0f} s "
-        f"({record['seconds']:,.0f} s with the start-up); best at step {progress.best_step:,}: {stage.output}",
+        f"({record['seconds']:,.0f} s since the command began); best at step {progress.best_step:,}: {stage.output}",
         flush=True,
     )
 
