@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from data.batches import Batch, TokenisedRow, collate
+from model.errors import UserError
 from model.layers import UnrollMemory
 from train.objectives.step import Objective, Sums
 
@@ -69,12 +70,31 @@ def evaluate(
     batch_size: int,
     process: tuple[int, int],
     load: Callable[[Batch], Batch],
-    reduce: Callable[[Sums], dict[str, float]],
+    reduce: Callable[[Sums, UserError | None], dict[str, float]],
 ) -> dict[str, float]:
     """Held-out measures over all processes; process is (rank, world_size).
 
-    load brings a batch to the device with its features, reduce sums over processes and divides.
+    load brings a batch to the device with its features, reduce sums over processes and divides; it is told the error
+    of a process that cannot read its rows, so that all can raise one.
     """
+    totals: Sums = {}
+    failure: UserError | None = None
+    try:
+        totals = _totals(module, objective, rows, batch_size, process, load)
+    except UserError as error:
+        failure = error
+    return objective.summarise(reduce(totals, failure))
+
+
+def _totals(
+    module: Any,
+    objective: Objective,
+    rows: Sequence[TokenisedRow],
+    batch_size: int,
+    process: tuple[int, int],
+    load: Callable[[Batch], Batch],
+) -> Sums:
+    """The sums over this process's rows."""
     rank, world_size = process
     # With fewer rows than processes each process takes them all: the means are the same, and none has nothing to add.
     own = range(rank, len(rows), world_size) if len(rows) >= world_size else range(len(rows))
@@ -85,7 +105,7 @@ def evaluate(
         for name, (value, count) in objective.evaluate(module, load(batch)).items():
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + value.double(), before[1] + count.double())
-    return objective.summarise(reduce(totals))
+    return totals
 
 
 def shifted(x: Tensor, by: int) -> Tensor:

@@ -24,8 +24,18 @@ from train import best, resume
 from train.config import TrainConfig
 from train.evaluate import evaluate
 from train.launch import engine_of, first_process_finds, full_weights, load_weights, machine_of
-from train.metrics import Meter, MetricsFile, StepRecord, all_reduce, held_out_line, means, peak_memory_gib
-from train.objectives.step import Objective
+from train.metrics import (
+    Meter,
+    MetricsFile,
+    StepRecord,
+    all_reduce,
+    held_out_line,
+    means,
+    peak_memory_gib,
+    raise_any,
+    raise_together,
+)
+from train.objectives.step import Objective, Sums
 from train.optim import build_optimizer, learning_rate
 from train.signals import CODES, StopRequest
 from train.timing import StepClock, profiler_window
@@ -120,10 +130,10 @@ class Loop:
         ):
             self._write_line = shown.write
             before = time.monotonic()
-            for step, parts in zip(steps, prefetched(self._parts, steps), strict=True):
+            for step, (parts, error) in zip(steps, prefetched(self._read, steps), strict=True):
                 window.before(step)
                 waited = time.monotonic() - before
-                divisors, tokens, requests = self._agree(parts, stop)
+                divisors, tokens, requests = self._agree(parts, stop, error)
                 if requests in CODES:
                     ending = requests
                     break
@@ -141,6 +151,13 @@ class Loop:
         """Prints a line above the bar, on the first process."""
         if self.rank == 0:
             self._write_line(text)
+
+    def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
+        """A step's parts, or why there are none: every process is told before one raises, so that all end alike."""
+        try:
+            return self._parts(step), None
+        except UserError as error:
+            return [collate([], ())], error
 
     def _parts(self, step: int) -> list[Batch]:
         epoch = self.order.epoch_of(step)
@@ -172,15 +189,18 @@ class Loop:
         seconds = time.monotonic() - self._since
         self.progress = self.progress.moved(step=step + 1, tokens=self.progress.tokens + int(tokens), seconds=seconds)
 
-    def _agree(self, parts: list[Batch], stop: StopRequest) -> tuple[dict[str, float], float, str]:
+    def _agree(
+        self, parts: list[Batch], stop: StopRequest, error: UserError | None
+    ) -> tuple[dict[str, float], float, str]:
         """Divisors of the terms and tokens of the whole step, and the ending that any process asks for.
 
-        A signal ends the run before the step, a spent budget after it.
+        A signal ends the run before the step, a spent budget after it. UserError where any process has an error.
         """
         budget = self.config.max_seconds
         found = [self.job.objective.divisors(batch) for batch in parts]
         names = list(found[0])
         own = [
+            error is not None,
             sum(batch.num_tokens for batch in parts),
             stop.state == "requeue",
             stop.state == "interrupted",
@@ -188,7 +208,8 @@ class Loop:
             *(sum(each[name] for each in found) for name in names),
         ]
         place = self.device if self.world > 1 else "cpu"
-        tokens, *rest = all_reduce(torch.tensor(own, dtype=torch.float64, device=place)).tolist()
+        num_errors, tokens, *rest = all_reduce(torch.tensor(own, dtype=torch.float64, device=place)).tolist()
+        raise_any(error, num_errors)
         endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
         return dict(zip(names, rest[3:], strict=True)), tokens, endings[0] if endings else ""
 
@@ -255,9 +276,8 @@ class Loop:
         step, score = self.progress.step, 0.0
         if rows:
             process = (self.rank, self.world)
-            reduce = lambda sums: means(sums, self.device)  # noqa: E731
             size = self.config.batch_size
-            self.held_out = evaluate(self.twin, self.job.objective, rows, size, process, self._load, reduce)
+            self.held_out = evaluate(self.twin, self.job.objective, rows, size, process, self._load, self._means)
             if self.job.measure is not None:
                 self.held_out |= self.job.measure(self.twin)
             for name, value in self.held_out.items():
@@ -270,6 +290,11 @@ class Loop:
             self.say("no conversation is held out (data.held_out): the last weights are kept, unmeasured")
         self._keep(score, unmeasured=not rows)
         self.accelerator.wait_for_everyone()
+
+    def _means(self, sums: Sums, error: UserError | None) -> dict[str, float]:
+        """Held-out means over all processes; UserError where any of them has an error."""
+        raise_together(error, self.device)
+        return means(sums, self.device)
 
     def _keep(self, score: float, unmeasured: bool) -> None:
         """Keeps the weights in the twin if they are among the best; they become the output if they are the best."""

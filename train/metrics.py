@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 
 from data.locks import Lock
+from model.errors import UserError
 from model.files import explained, write_text
 from train.objectives.step import Sums
 
@@ -30,6 +31,19 @@ def all_reduce(values: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(values)
     return values
+
+
+def raise_together(error: UserError | None, device: torch.device) -> None:
+    """Every process must call it; where one has an error all raise: it its own, the others that another failed."""
+    raise_any(error, float(all_reduce(torch.tensor(float(error is not None), device=device))))
+
+
+def raise_any(error: UserError | None, num_errors: float) -> None:
+    """Raises this process's own error, or, where others have num_errors, one that sends the reader to theirs."""
+    if error is not None:
+        raise error
+    if num_errors:
+        raise UserError("train: another process failed; the line that it printed says why")
 
 
 def most_of_all(count: int, device: torch.device) -> int:

@@ -295,7 +295,7 @@ def test_predicted_tau_is_counted_by_drafting() -> None:
             2,
             (0, 1),
             lambda batch: batch,
-            lambda sums: means(sums, torch.device("cpu")),
+            lambda sums, _: means(sums, torch.device("cpu")),
         )
     assert 0 < sum(runs) < STEPS * len(runs)
     assert found["predicted_tau"] == pytest.approx(1 + sum(runs) / len(runs), abs=1e-6)

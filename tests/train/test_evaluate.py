@@ -88,7 +88,7 @@ def test_predicted_tau_is_one_plus_the_mean_run_of_hits() -> None:
                     alive *= hit
                     run += alive
                 runs.append(run)
-    reduce = lambda sums: means(sums, torch.device("cpu"))  # noqa: E731
+    reduce = lambda sums, _: means(sums, torch.device("cpu"))  # noqa: E731
     found = evaluate(head, Eagle1Objective(ENDS, config), rows, 2, (0, 1), lambda batch: batch, reduce)
     assert 0 < sum(runs) < STEPS * len(runs)  # neither all hits nor none
     assert found["predicted_tau"] == pytest.approx(1 + sum(runs) / len(runs), abs=1e-6)
