@@ -210,6 +210,8 @@ def read(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     paths, train = pipeline.RunPaths(Path(recipe.run)), recipe.train
     if arguments.steps < 1:
         raise UserError(f"--steps: must be at least 1, not {arguments.steps}")
+    if arguments.step_ms is not None and not 0 < arguments.step_ms < float("inf"):
+        raise UserError(f"--step-ms: must be a positive number of milliseconds, not {arguments.step_ms:g}")
     if arguments.plan:
         print(f"read: {arguments.steps:,} steps of {paths.features}")
         return 0
@@ -224,7 +226,7 @@ def read(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     pools = None if at_once is None else ShardPools(rows.shards, at_once)
     order = Order(rows.lengths, train.seed, train.batch_size, train.accumulation, 1, pools)
     trained = last_step(paths.root / "metrics.jsonl", recipe.head.kind)
-    step_ms = arguments.step_ms or (None if trained is None else trained[0])
+    step_ms = arguments.step_ms if trained is None else arguments.step_ms or trained[0]
     print(measure(rows, order, arguments.steps, None if step_ms is None else step_ms / 1000).text(), flush=True)
     if trained is not None:
         print(f"read: the last steps that were really trained waited {trained[1]:.1%} of their time")

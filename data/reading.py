@@ -23,15 +23,18 @@ class Reading:
     warm_seconds: float
     step_seconds: float | None = None  # of the training step that was imitated by sleeping
     waited_seconds: float = 0.0  # of all those steps, for their batches
+    is_cold: bool = True  # whether the system could be asked to forget the pages before
 
     def text(self) -> str:
-        """Two lines."""
+        """One line to three."""
         rates = [
             f"{name} {self.num_bytes / seconds / 1e9:.2f} GB/s ({self.num_tokens / seconds:,.0f} tok/s)"
             for name, seconds in (("first read", self.cold_seconds), ("again", self.warm_seconds))
         ]
         read = f"{self.num_steps:,} steps, {self.num_tokens:,} tokens, {size(self.num_bytes)}"
         lines = [f"read: {read}: {', '.join(rates)}; one thread, checksums compared"]
+        if not self.is_cold:
+            lines.append("read: this system cannot be asked to forget files: the first read may come from memory")
         if self.step_seconds is not None:
             total = self.num_steps * self.step_seconds + self.waited_seconds
             lines.append(
@@ -49,7 +52,7 @@ def measure(cache: FeatureCache, order: Order, num_steps: int, step_seconds: flo
     """
     steps = range(min(num_steps, order.steps_per_epoch))
     numbers = [number for step in steps for number in order.rows(step)]
-    _drop_pages(cache, numbers)
+    is_cold = _drop_pages(cache, numbers)
     seconds = []
     tokens = 0
     for _ in ("first read", "again"):
@@ -69,14 +72,18 @@ def measure(cache: FeatureCache, order: Order, num_steps: int, step_seconds: flo
         warm_seconds=seconds[1],
         step_seconds=step_seconds,
         waited_seconds=waited,
+        is_cold=is_cold,
     )
 
 
 def last_step(metrics: Path, kind: str) -> tuple[float, float] | None:
     """(milliseconds without waiting, share of the whole that was waited) of a training's last record, or None."""
     found = None
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
-        record = json.loads(line)
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:  # a training that was killed, or is writing now, leaves a torn line
+            continue
         if record.get("kind") == kind and "step_ms" in record:
             waited = float(record["data_wait_share"])
             found = (float(record["step_ms"]) * (1.0 - waited), waited)
@@ -98,12 +105,15 @@ def _waited(cache: FeatureCache, order: Order, steps: Sequence[int], step_second
     return waited
 
 
-def _drop_pages(cache: FeatureCache, numbers: Sequence[int]) -> None:
-    """Asks the system to forget the shards of these rows, so that they come from the disk."""
+def _drop_pages(cache: FeatureCache, numbers: Sequence[int]) -> bool:
+    """Asks the system to forget the shards of these rows, so that they come from the disk; False where it cannot."""
     cache.close()  # pages of a mapped file stay
+    if not hasattr(os, "posix_fadvise"):  # macOS
+        return False
     for name in {cache.file_of(number) for number in numbers}:
         descriptor = os.open(cache.directory / name, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+    return True

@@ -272,6 +272,9 @@ def test_reading_is_measured_beside_the_steps_of_the_last_training(
     assert command("read", "--config", recipe, "--steps", "2", "--features.shuffle_shards", "1") == 0
     out = capsys.readouterr().out
     assert "beside steps of 10 ms, " in out and "really trained waited 50.0%" in out
+    for step_ms in ("-5", "0", "nan", "inf"):
+        assert command("read", "--config", recipe, "--step-ms", step_ms) == 2
+        assert f"--step-ms: must be a positive number of milliseconds, not {step_ms}" in refusal(capsys)
 
 
 def test_show_marks_the_answers(command: Command, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from data.batches import Order
 from data.cache import FeatureCache
-from data.reading import measure
+from data.reading import last_step, measure
 from data.tokens import TokenisedData
 from tests.data import caches
 
@@ -34,3 +34,22 @@ def test_no_shard_is_mapped_when_its_pages_are_dropped(tmp_path: Path, monkeypat
     files = {cache.file_of(row) for step in range(2) for row in Order(cache.lengths, 0, 4, 1, 1, None).rows(step)}
     assert dropped == [False] * 2 * len(files)
     assert reading.num_steps == 2 and len(list(FeatureCache.open(tmp_path / "features"))) == 17
+
+
+def test_where_the_system_cannot_forget_files_the_reading_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    data = TokenisedData(train=caches.rows(8), held_out=caches.rows(1, seed=1))
+    cache = caches.cache(tmp_path / "features", caches.load_target(tmp_path / "target"), data).split("train")
+    order = Order(cache.lengths, 0, 4, 1, 1, None)
+    assert "from memory" not in measure(cache, order, 2, None).text()
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert "the first read may come from memory" in measure(cache, order, 2, None).text()
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "eagle1", "step_ms": 4', b'{"kind": "\xc3'])
+def test_a_torn_line_of_the_metrics_is_passed_over(tmp_path: Path, torn: bytes) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(b'{"kind": "eagle1", "step_ms": 100, "data_wait_share": 0.25}\n' + torn)
+    assert last_step(metrics, "eagle1") == (75.0, 0.25)
