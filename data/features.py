@@ -20,7 +20,7 @@ from data import index, provenance
 from data.config import DataConfig
 from data.index import CacheIndex, ShardEntry, StorageError
 from data.locks import Lock
-from data.plan import PATTERN, CachePlan, disk_full, require_own_shards
+from data.plan import CachePlan, disk_full, require_own_shards
 from data.progress import bar
 from data.shards import ShardBuffer, ShardReader, name_of
 from data.share import Share
@@ -31,6 +31,7 @@ from model.recipe import as_dict
 from model.target import Target, TargetOutput
 
 WRITING = ".writing"  # the folder of locks, while a cache is being made
+RECIPE = "recipe"  # in it, what is written there: changed by whoever holds the lock alone
 
 
 @dataclass
@@ -73,9 +74,9 @@ def extract(
         lock = Lock(plan.directory / WRITING / "cache")
     with lock:
         if rank == 0:
-            _begin(plan, lock, may_replace)
+            _join(plan, lock, may_replace)
         state.wait_for_everyone()
-        lock.acquire(shared=True)
+        lock.acquire(shared=True)  # beside rank 0, which holds it: nobody can begin another cache in between
         part = share.part(len(plan.shards), rank, world)
         who = f"features (process 1 of {world})" if world > 1 else "features"
         with bar(sum(plan.tokens_of(shard) for shard in part), "tok", who, rank) as progress:
@@ -241,14 +242,25 @@ def _pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _begin(plan: CachePlan, lock: Lock, may_replace: Callable[[], bool]) -> None:
+def _join(plan: CachePlan, lock: Lock, may_replace: Callable[[], bool]) -> None:
+    """Leaves the lock shared, and the recipe file saying that this cache is written; errors are those of _begin.
+
+    The kernel makes a lock shared by freeing it first, so another writer may begin, and even end, just then.
+    """
+    own, said = digest([plan.origin, plan.rows_digests]), ""
+    while said != own:
+        _begin(plan, lock, may_replace, own)
+        lock.acquire(shared=True)
+        said = _text(plan.directory / WRITING / RECIPE)
+
+
+def _begin(plan: CachePlan, lock: Lock, may_replace: Callable[[], bool], own: str) -> None:
     """Removes what an interrupted, a larger or another run left: temporary files, surplus shards, the index.
 
     Beside another writer nothing is removed: UserError when it is writing another cache there. UserError, too, when
-    there is another recipe's cache that may not be replaced.
+    there is another recipe's cache that may not be replaced. own is what the recipe file is to say.
     """
-    recipe = plan.directory / WRITING / "recipe"
-    own = digest([plan.origin, plan.rows_digests])
+    recipe = plan.directory / WRITING / RECIPE
     while not (held := lock.acquire(wait=False)):
         lock.acquire(shared=True)
         theirs = _text(recipe)
@@ -261,16 +273,14 @@ def _begin(plan: CachePlan, lock: Lock, may_replace: Callable[[], bool]) -> None
             )
         time.sleep(random.uniform(0.01, 0.1))  # it has just ended, or was killed before it said what it writes
     require_own_shards(plan, may_replace())
-    kept = {plan.path_of(shard) for shard in range(len(plan.shards)) if plan.state_of(shard) != "foreign"}
-    stale = [path for path in plan.directory.glob(PATTERN.replace("{:05d}", "*")) if path not in kept]
-    stale += [plan.directory / index.FILE, plan.directory / provenance.FILE]
+    stale = [*plan.stale(), plan.directory / index.FILE, plan.directory / provenance.FILE]
     if held == "unknown":
         warn(
             f"{plan.directory}: this file system knows no locks: another writer is not noticed, and temporary files "
             f"stay; write from one job at a time"
         )
     else:
-        stale += [*plan.directory.glob(".*.tmp"), *plan.directory.glob(".tmp*")]  # ours, and those of safetensors
+        stale += plan.temporaries()
     with explained(plan.directory):
         for path in stale:
             path.unlink(missing_ok=True)

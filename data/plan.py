@@ -77,6 +77,15 @@ class CachePlan:
         numbers = range(len(self.shards)) if among is None else among
         return [shard for shard in numbers if self.state_of(shard) != "whole"]
 
+    def stale(self) -> list[Path]:
+        """The shards that a writer removes before it begins: another recipe's, and those beyond the plan."""
+        kept = {self.path_of(shard) for shard in range(len(self.shards)) if self.state_of(shard) != "foreign"}
+        return [path for path in self.directory.glob(PATTERN.replace("{:05d}", "*")) if path not in kept]
+
+    def temporaries(self) -> list[Path]:
+        """Shards half written, by a writer that was killed or is at work: ours, and those of safetensors."""
+        return [*self.directory.glob(".*.tmp"), *self.directory.glob(".tmp*")]
+
 
 def plan_cache(
     directory: Path,
@@ -137,9 +146,15 @@ def estimate(plan: CachePlan, share: Share) -> str:
 
 
 def require_space(plan: CachePlan, share: Share) -> None:
-    """UserError when the missing shards of this share do not fit on the disk."""
+    """UserError when the missing shards of this share do not fit on the disk, even once the stale files are gone.
+
+    Whether those may go is asked before (require_own_shards).
+    """
     needed = sum(map(plan.bytes_of, plan.missing(share.part(len(plan.shards)))))
-    free = _free_bytes(plan.directory)
+    if needed <= _free_bytes(plan.directory):
+        return
+    freed = sum(map(_bytes_on_disk, [*plan.stale(), *plan.temporaries()]))
+    free = _free_bytes(plan.directory) + freed
     if needed > free:
         raise UserError(
             f"{plan.directory}: the cache needs {size(needed)} more ({needed:,} bytes) and the disk has {size(free)} "
@@ -182,6 +197,15 @@ def _dtype(config: FeaturesConfig, target_dtype: str, hf_config: Any) -> torch.d
         )
     assert isinstance(found, torch.dtype)
     return found
+
+
+def _bytes_on_disk(path: Path) -> int:
+    """What removing the file frees: nothing where it has another name, or another process has removed it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return 0
+    return found.st_blocks * 512 if found.st_nlink == 1 else 0
 
 
 def _free_bytes(directory: Path) -> int:

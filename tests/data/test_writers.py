@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from data.cache import FeatureCache
 from data.check import check
 from data.features import WRITING, extract
 from data.locks import Lock
-from data.plan import HEADER_BYTES, CachePlan
+from data.plan import HEADER_BYTES, CachePlan, require_space
 from data.share import Share
 from data.tokens import TokenisedData
 from model.errors import NotWritable, UserError
@@ -163,6 +164,32 @@ def test_a_writer_begins_where_another_has_just_ended_or_never_said_what_it_writ
     assert contents(plan) == whole
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_writer_that_is_overtaken_while_its_lock_becomes_shared_is_refused(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    plan = caches.plan(tmp_path / "features", target, DATA, after_blocks=(1,))
+    other = caches.plan(tmp_path / "features", target, DATA, after_blocks=(2,))
+    acquire, left = Lock.acquire, [1]
+
+    def overtaken(lock: Lock, shared: bool = False, wait: bool = True) -> object:
+        if shared and lock.path.name == "cache" and left:
+            left.clear()
+            fcntl.flock(lock.file, fcntl.LOCK_UN)  # as the kernel does before it takes the shared one
+            extract(target, other, PartialState(), {}, Share() if ends else Share(1, 2))
+            if not ends:
+                acquire(at_work, shared=True)
+        return acquire(lock, shared, wait)
+
+    with Lock(tmp_path / "features" / WRITING / "cache") as at_work, monkeypatch.context() as patched:
+        patched.setattr(Lock, "acquire", overtaken)
+        said = "made from other rows or by another target" if ends else "another process is writing another cache there"
+        with pytest.raises(UserError, match=said):
+            extract(target, plan, PartialState(), {})
+    part = Share() if ends else Share(1, 2)
+    assert {other.state_of(shard) for shard in part.part(len(other.shards))} == {"whole"}
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB in memory."""
@@ -201,6 +228,21 @@ def test_a_full_disk_stops_with_the_bytes_that_are_needed_and_loses_nothing(
     filler.unlink()
     extract(target, plan, PartialState(), {})
     assert contents(plan) == whole
+
+
+def test_what_is_replaced_counts_as_free(small_disk: Path, target: Target, whole: dict[str, bytes]) -> None:
+    plan = caches.plan(small_disk / "features", target, DATA, after_blocks=(1,))
+    extract(target, caches.plan(small_disk / "features", target, DATA, after_blocks=(2,)), PartialState(), {})
+    require_space(plan, Share())
+    filler = small_disk / "filler"
+    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - plan.bytes_of(0)))
+    require_space(plan, Share())
+    extract(target, plan, PartialState(), {}, may_replace=lambda: True)
+    assert contents(plan) == whole
+    plan.path_of(0).unlink()
+    filler.write_bytes(b"0" * (filler.stat().st_size + shutil.disk_usage(small_disk).free))
+    with pytest.raises(UserError, match=r"the cache needs .* more"):  # what stays does not
+        require_space(plan, Share())
 
 
 def test_a_read_only_directory_is_refused_in_one_line(small_disk: Path, target: Target) -> None:
