@@ -209,7 +209,7 @@ class Loop:
         ]
         place = self.device if self.world > 1 else "cpu"
         num_errors, tokens, *rest = all_reduce(torch.tensor(own, dtype=torch.float64, device=place)).tolist()
-        raise_any(error, num_errors)
+        raise_any(error, num_errors, self.device)
         endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
         return dict(zip(names, rest[3:], strict=True)), tokens, endings[0] if endings else ""
 

@@ -4,7 +4,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,19 @@ def all_reduce(values: torch.Tensor) -> torch.Tensor:
 
 def raise_together(error: UserError | None, device: torch.device) -> None:
     """Every process must call it; where one has an error all raise: it its own, the others that another failed."""
-    raise_any(error, float(all_reduce(torch.tensor(float(error is not None), device=device))))
+    raise_any(error, float(all_reduce(torch.tensor(float(error is not None), device=device))), device)
 
 
-def raise_any(error: UserError | None, num_errors: float) -> None:
-    """Raises this process's own error, or, where others have num_errors, one that sends the reader to theirs."""
-    if error is not None:
-        raise error
-    if num_errors:
-        raise UserError("train: another process failed; the line that it printed says why")
+def raise_any(error: UserError | None, num_errors: float, device: torch.device) -> None:
+    """Raises, where any of all processes has an error, this one's own or one that sends the reader to another's line.
+
+    Every process must call it with the same number.
+    """
+    if not num_errors:
+        return
+    with suppress(RuntimeError):  # who leaves first closes the connections: all must know by then
+        all_reduce(torch.zeros(1, device=device))
+    raise error or UserError("train: another process failed; the line that it printed says why")
 
 
 def most_of_all(count: int, device: torch.device) -> int:
