@@ -233,10 +233,9 @@ def _read(reply: Any) -> Answer:
     if choice.finish_reason not in FINISHES:
         raise _Malformed(f"finish_reason {choice.finish_reason!r}")
     message, usage = choice.message, getattr(reply, "usage", None)
-    reasoning = next(
-        (text for name in ("reasoning_content", "reasoning") if isinstance(text := getattr(message, name, None), str)),
-        None,
-    )
+    sent = [getattr(message, name, None) for name in ("reasoning_content", "reasoning")]
+    thoughts = [text for text in sent if isinstance(text, str)]
+    reasoning = next((text for text in thoughts if text.strip()), thoughts[0] if thoughts else None)
     ids, prompt_ids = getattr(choice, "token_ids", None), getattr(reply, "prompt_token_ids", None)
     whole = (ids, prompt_ids) if isinstance(ids, list) and isinstance(prompt_ids, list) else None
     return Answer(

@@ -35,9 +35,12 @@ class Thinking:
     def read(self, answer: Answer) -> Answer:
         """The answer with thinking in tags told apart from its content, where the prompt or the answer begins it.
 
-        A closing tag in another answer is part of its content.
+        A closing tag in another answer is part of its content. Blank thinking that a server sent is none, unless the
+        prompt opens it: then the target has closed it at once.
         """
         text = answer.content
+        if _is_blank(answer) and (not self.is_opened or CLOSE in text):
+            answer = replace(answer, reasoning=None)
         begins = text.lstrip().startswith(OPEN)
         if answer.reasoning is not None or not (begins or self.is_opened):
             return answer
@@ -48,7 +51,7 @@ class Thinking:
 
     def message(self, answer: Answer) -> Message:
         """The answer as a turn of the conversation, its thinking where the template looks for it."""
-        if not answer.reasoning:
+        if not answer.reasoning or _is_blank(answer):
             return {"role": "assistant", "content": answer.content}
         if self._place == "field" or self._place is None:
             content = {"role": "assistant", "content": answer.content.lstrip("\n")}
@@ -66,7 +69,7 @@ class Thinking:
         return self._spelt(answer, self.is_opened) if answer.raw is None else answer.raw
 
     def _spelt(self, answer: Answer, opened: bool) -> str:
-        if answer.reasoning is None:
+        if answer.reasoning is None or (_is_blank(answer) and not opened):
             return answer.content
         start = "" if opened else f"{OPEN}\n"
         thought = answer.reasoning.strip("\n")
@@ -132,3 +135,8 @@ class Thinking:
             message = (str(error) or type(error).__name__).splitlines()[0]
             raise UnusableRow(f"the chat template refuses it: {message[:120]}", "") from error
         return str(text)
+
+
+def _is_blank(answer: Answer) -> bool:
+    """Whether a server sent thinking with nothing in it."""
+    return answer.raw is None and answer.reasoning is not None and not answer.reasoning.strip()

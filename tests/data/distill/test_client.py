@@ -227,12 +227,13 @@ def test_token_ids_that_were_asked_for_and_did_not_come_are_told_once(capsys: py
 
 def test_thinking_and_token_ids_are_read_where_servers_put_them(capsys: pytest.CaptureFixture[str]) -> None:
     def reply(asked: dict[str, Any]) -> dict[str, Any]:
-        key = "reasoning_content" if asked["messages"][0]["content"] == "1" else "reasoning"
-        message = {"role": "assistant", "content": "four", key: "two and two"}
+        first = asked["messages"][0]["content"]
+        keys = {"1": {"reasoning_content": "two and two"}, "3": {"reasoning_content": "", "reasoning": "two and two"}}
+        message = {"role": "assistant", "content": "four", **keys.get(first, {"reasoning": "two and two"})}
         made = completion(asked, message=message, token_ids=[7, 8, 3], finish_reason="length")
         return {**made, "prompt_token_ids": [1, 2]}
 
     with Proxy(0, Script(reply=reply)) as proxy:
-        found = ask([proxy.url], request("1"), request("2"), token_ids=True)
+        found = ask([proxy.url], request("1"), request("2"), request("3"), token_ids=True)
     assert capsys.readouterr().err == ""
-    assert found == [Answer("four", "length", 3, "two and two", (7, 8, 3), (1, 2))] * 2
+    assert found == [Answer("four", "length", 3, "two and two", (7, 8, 3), (1, 2))] * 3

@@ -106,6 +106,25 @@ def test_what_is_learnt_is_what_the_target_wrote_and_not_how_thinking_is_usually
     assert learnt.endswith(f"{text}<|im_end|>")
 
 
+@pytest.mark.parametrize("blank", ["", "\n"])
+@pytest.mark.parametrize("template", [IN_TAGS, THINK_LESS, chat_targets.THINK_DROPPING])
+def test_blank_thinking_of_a_server_is_none_and_no_tag_is_learnt(blank: str, template: str, tmp_path: Path) -> None:
+    reader, sent = of(template), Answer("four", "stop", 2, reasoning=blank)
+    assert reader.read(sent) == Answer("four", "stop", 2)
+    assert reader.message(sent) == {"role": "assistant", "content": "four"} and reader.spelt(sent) == "four"
+    [learnt] = supervised(training_rows(done(reader.read(sent)), reader), reader, tmp_path)
+    assert learnt.endswith("four<|im_end|>") and "think" not in learnt
+    tagged = reader.read(Answer("<think>2 + 2</think>four", "stop", 9, reasoning=blank))
+    assert (tagged.reasoning, tagged.content) == ("2 + 2", "four")
+
+
+def test_blank_thinking_that_the_prompt_has_opened_was_closed_by_the_target() -> None:
+    reader, sent = of(chat_targets.THINK_OPENING), Answer("four", "stop", 2, reasoning="")
+    assert reader.spelt(reader.read(sent)) == "\n</think>\n\nfour"
+    untold = reader.read(Answer("2 + 2\n</think>\n\nfour", "stop", 9, reasoning=""))
+    assert (untold.reasoning, reader.spelt(untold)) == ("2 + 2\n", "2 + 2\n</think>\n\nfour")
+
+
 def test_a_closing_tag_in_an_answer_without_thinking_is_content(tmp_path: Path) -> None:
     reader, text = of(IN_TAGS), "DeepSeek ends its thoughts with </think>, Llama has none."
     assert reader.read(Answer(text, "stop", 9)) == Answer(text, "stop", 9)
