@@ -4,7 +4,7 @@ What goes wrong is of three kinds. A server that cannot be reached or is too bus
 504) is left alone for a while, and no row pays for it; when no server has answered for patience_s, the run stops and
 goes on when it is started again. Another 5xx, a timeout and a cut connection may be the row's own doing: it is tried
 `retries` times, then it has failed. A refused request (400) fails its row at once, or skips it where it is too long for
-the server; and a wrong address, model or key stops the run.
+the server; but when all are refused, the run stops, as it does for a wrong address, model or key.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from model.errors import UserError, warn
 
 MAX_WAIT_S, CONNECT_S = 60.0, 10.0
 BUSY, WRONG_SETUP, REFUSED = (408, 429, 502, 503, 504), (401, 403, 404), (400, 413, 422)
-FIRST_REFUSALS = 8  # so many refused requests before the first answer are the recipe's doing, not the rows'
+FIRST_REFUSALS = 8  # so many refused requests, and no answer to any other, are the recipe's doing, not the rows'
 TOO_LONG = re.compile(
     r"context length|maximum context|max(?:imum)?[ _]model[ _]len|too long|longer than", re.IGNORECASE
 )
@@ -45,8 +45,8 @@ class Server:
 class ServedTarget:
     """Asks the target at its servers; close it at the end."""
 
-    def __init__(self, config: ServerConfig, model: str, api_key: str) -> None:
-        """UserError without the `openai` package."""
+    def __init__(self, config: ServerConfig, model: str, api_key: str, has_answered: bool = False) -> None:
+        """has_answered: in an earlier sitting, so that refusals are the rows' doing. UserError without `openai`."""
         self.config, self.model = config, model
         self._openai = openai = _library()
         # a server that takes no connection is down long before an answer with its thinking is late
@@ -57,7 +57,8 @@ class ServedTarget:
         ]
         self._changed = asyncio.Condition()
         self._last_good: float | None = None
-        self._answered = self._refusals = 0
+        self._has_answered, self._refusals = has_answered, 0
+        self._pending = 0  # requests that may still be answered, whether under way or not
         self._lacks_ids = False  # an answer came without the token ids that were asked for
         self.retries = 0  # of all requests, for the record
 
@@ -68,6 +69,18 @@ class ServedTarget:
 
     async def __call__(self, request: Request) -> Answer:
         """The answer; Unanswered for a row that has none, UserError when the run cannot go on."""
+        try:
+            self._pending += 1
+            try:
+                return await self._answer(request)
+            finally:
+                self._pending -= 1
+                await self._tell()
+        except _Refused as refusal:
+            await self._require_an_answer(refusal)
+            raise refusal.end from None
+
+    async def _answer(self, request: Request) -> Answer:
         failures = 0
         while True:
             server = await self._free_server()
@@ -108,7 +121,7 @@ class ServedTarget:
     def _take(self, server: Server, reply: Any) -> Answer:
         """The reply's answer; the server is up, whatever it said before."""
         answer = _read(reply)
-        self._answered += 1
+        self._has_answered = True
         if self.config.token_ids and answer.token_ids is None and not self._lacks_ids:
             self._lacks_ids = True
             warn(
@@ -142,14 +155,23 @@ class ServedTarget:
             )
         if status in REFUSED:
             self._refusals += 1
-            is_long = TOO_LONG.search(message) is not None
-            if not self._answered and self._refusals >= FIRST_REFUSALS:
-                fix = "; lower distill.sampling.max_tokens, or give the server a longer context" if is_long else ""
-                raise UserError(f"{server.url}: refuses every request: HTTP {status}: {message}{fix}")
-            if is_long:
-                raise Unanswered("skipped", TOO_LONG_FOR_SERVER)
-            raise Unanswered("failed", f"HTTP {status}: {message}")
+            said = f"{server.url}: refuses every request: HTTP {status}: {message}"
+            if TOO_LONG.search(message):
+                fix = "lower distill.sampling.max_tokens, or give the server a longer context"
+                raise _Refused(Unanswered("skipped", TOO_LONG_FOR_SERVER), f"{said}; {fix}")
+            raise _Refused(Unanswered("failed", f"HTTP {status}: {message}"), said)
         return _Setback(f"HTTP {status}", counts=True)
+
+    async def _require_an_answer(self, refusal: "_Refused") -> None:
+        """Behind the first refusals holds a row back until another is answered; UserError when none can be any more."""
+
+        def is_settled() -> bool:
+            return self._has_answered or self._refusals < FIRST_REFUSALS or not self._pending
+
+        async with self._changed:
+            await self._changed.wait_for(is_settled)
+        if not self._has_answered and self._refusals >= FIRST_REFUSALS:
+            raise UserError(refusal.of_all)
 
     def _leave_alone(self, server: Server, why: str, headers: Mapping[str, str] | None) -> "_Setback":
         """Asks the server nothing for a while, longer each time; requests that fail together are one time."""
@@ -193,9 +215,13 @@ class ServedTarget:
                     continue
 
     async def _release(self, server: Server) -> None:
+        server.under_way -= 1
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Wakes all that wait for a change."""
         async with self._changed:
-            server.under_way -= 1
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _check_patience(self, now: float) -> None:
         assert self._last_good is not None
@@ -213,6 +239,14 @@ class _Setback:
 
     why: str
     counts: bool
+
+
+class _Refused(Exception):
+    """A request that the server does not take: the end of its row, and what to say if the server takes none."""
+
+    def __init__(self, end: Unanswered, of_all: str) -> None:
+        super().__init__(of_all)
+        self.end, self.of_all = end, of_all
 
 
 class _Malformed(Exception):

@@ -64,7 +64,8 @@ def distilled(
                 async def ask() -> dict[str, int]:
                     if job.config.server is None:
                         return await _asked(job, journal, rows, make_local(thinking), thinking, overlap)
-                    served = ServedTarget(job.config.server, job.config.server.model or target.path, api_key)
+                    model = job.config.server.model or target.path
+                    served = ServedTarget(job.config.server, model, api_key, job.has_answers())
                     try:
                         return await _asked(job, journal, rows, served, thinking, overlap)
                     finally:

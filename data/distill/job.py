@@ -101,6 +101,10 @@ class Job:
         waiting = [prompt for prompt in own if prompt.id not in ended]
         return waiting, len(own) - len(waiting)
 
+    def has_answers(self) -> bool:
+        """Whether any row has been answered, in whichever share and sitting."""
+        return any(place.status == "done" for place in all_rows(self.directory, self.answer_inputs))
+
     async def answer(
         self, waiting: Sequence[Prompt], begun: int, interview: Interview, journal: Journal, width: int
     ) -> dict[str, int]:

@@ -31,12 +31,14 @@ def request(text: str = "Why?", **sampling: Any) -> Request:
     return Request(({"role": "user", "content": text},), SamplingConfig(max_tokens=9, **sampling), 11)
 
 
-def ask(urls: list[str], *requests: Request, **settings: Any) -> list[Answer | BaseException]:
+def ask(
+    urls: list[str], *requests: Request, has_answered: bool = False, **settings: Any
+) -> list[Answer | BaseException]:
     """The requests' answers, or what they ended with; all are under way at once."""
 
     async def run() -> list[Any]:
         keys = {"concurrency": 2, "retries": 2, "backoff_s": 0.02, "timeout_s": 5.0, **settings}
-        served = ServedTarget(ServerConfig(tuple(urls), **keys), "m", "key")
+        served = ServedTarget(ServerConfig(tuple(urls), **keys), "m", "key", has_answered)
         try:
             return await asyncio.gather(*(served(each) for each in requests), return_exceptions=True)
         finally:
@@ -130,6 +132,25 @@ def test_a_server_that_finds_all_rows_too_long_stops_the_run_and_one_row_is_skip
     assert {(each.status, each.why) for each in others if isinstance(each, Unanswered)} == {
         ("skipped", TOO_LONG_FOR_SERVER)
     }
+
+
+@pytest.mark.parametrize("fault", ["400", "long"])
+def test_quick_refusals_do_not_stop_a_server_that_has_others_to_answer(fault: str) -> None:
+    slow = Script(lambda number: fault if number < 10 else "slow", completion, slow_s=0.3)
+    with Proxy(0, slow) as proxy:
+        ended = ask([proxy.url], *(request(str(n)) for n in range(14)), concurrency=14)
+    assert [sum(isinstance(each, kind) for each in ended) for kind in (Answer, Unanswered)] == [4, 10]
+    again = Script(lambda number: "500" if number == 0 else fault if number < 10 else "none", completion)
+    with Proxy(0, again) as proxy:  # the first is not under way while it waits for its second try
+        ended = ask([proxy.url], *(request(str(n)) for n in range(10)), concurrency=10, backoff_s=0.4)
+    assert sum(isinstance(each, Answer) for each in ended) == 1
+    assert not any(isinstance(each, UserError) for each in ended)
+
+
+def test_a_server_that_has_answered_before_may_refuse_all_that_is_asked_again() -> None:
+    with Proxy(0, Script(lambda _: "long")) as proxy:
+        ended = ask([proxy.url], *(request(str(n)) for n in range(20)), has_answered=True)
+    assert [each.why for each in ended if isinstance(each, Unanswered)] == [TOO_LONG_FOR_SERVER] * 20
 
 
 @pytest.mark.parametrize("status", ["401", "404"])

@@ -203,8 +203,11 @@ def test_rows_that_a_server_skipped_are_asked_again_and_the_recipes_own_are_not(
     with Journal(tmp_path, ONE, INPUTS) as journal:
         journal.append(Outcome("0:0", "skipped", "rows: row 0", TOO_LONG_FOR_SERVER))
         journal.append(Outcome("0:1", "skipped", "rows: row 1", "no problem was invented"))
+    job = Job(tmp_path, config(), {}, INPUTS)
+    assert not job.has_answers()
     sit(tmp_path, rows, asking(), retry_failed=True)
     assert statuses(tmp_path) == [("0:0", "skipped"), ("0:1", "skipped"), ("0:0", "done")]
+    assert job.has_answers()
 
 
 def test_what_is_left_is_found_while_no_other_process_ends_rows(tmp_path: Path) -> None:
