@@ -2,9 +2,12 @@
 
 What goes wrong is of three kinds. A server that cannot be reached or is too busy (429, 503, a gateway's 408, 502 or
 504) is left alone for a while, and no row pays for it; when no server has answered for patience_s, the run stops and
-goes on when it is started again. Another 5xx, a timeout and a cut connection may be the row's own doing: it is tried
-`retries` times, then it has failed. A refused request (400) fails its row at once, or skips it where it is too long for
-the server; but when all are refused, the run stops, as it does for a wrong address, model or key.
+goes on when it is started again. But a server that is busy for one row twice, and has answered something else between,
+is not busy: that counts against the row. A server that is busy several times in a row is first asked a question of no
+row, so that this is found out where no other row is left. Another 5xx, a timeout and a cut connection may be the row's
+own doing: it is tried `retries` times, then it has failed. A refused request (400) fails its row at once, or skips it
+where it is too long for the server; but when all are refused, the run stops, as it does for a wrong address, model or
+key.
 """
 
 import asyncio
@@ -20,8 +23,10 @@ from data.distill.config import ServerConfig
 from model.errors import UserError, warn
 
 MAX_WAIT_S, CONNECT_S = 60.0, 10.0
-BUSY, WRONG_SETUP, REFUSED = (408, 429, 502, 503, 504), (401, 403, 404), (400, 413, 422)
+TOO_MANY_REQUESTS = 429  # the only busy answer that is never a row's doing
+BUSY, WRONG_SETUP, REFUSED = (408, TOO_MANY_REQUESTS, 502, 503, 504), (401, 403, 404), (400, 413, 422)
 FIRST_REFUSALS = 8  # so many refused requests, and no answer to any other, are the recipe's doing, not the rows'
+DOUBTED = 3  # times in a row that a server was too busy, before it is asked whether it answers at all
 TOO_LONG = re.compile(
     r"context length|maximum context|max(?:imum)?[ _]model[ _]len|too long|longer than", re.IGNORECASE
 )
@@ -40,6 +45,9 @@ class Server:
     down_until: float = 0.0
     setbacks: int = 0  # in a row, of those that are the server's own
     why: str = ""  # the last of them
+    answers: int = 0
+    is_doubted: bool = False  # too busy DOUBTED times in a row, which may be the rows' doing
+    is_probed: bool = False  # asked whether it is, and nothing else meanwhile
 
 
 class ServedTarget:
@@ -81,15 +89,17 @@ class ServedTarget:
             raise refusal.end from None
 
     async def _answer(self, request: Request) -> Answer:
-        failures = 0
+        failures, met = 0, dict[str, int]()  # URL -> its answers when it was last too busy for this row
         while True:
             server = await self._free_server()
             setback = None
             try:
+                if server.is_probed and not await self._is_up(server):
+                    continue
                 reply = await server.client.chat.completions.create(**self._body(request))
                 answer = self._take(server, reply)
             except (self._openai.APIError, json.JSONDecodeError, _Malformed) as error:
-                setback = self._judge(server, error)
+                setback = self._judge(server, error, met)
             finally:
                 await self._release(server)
             if setback is None:
@@ -129,13 +139,34 @@ class ServedTarget:
                 f"again from their text, which may not give the target's own tokens; serve with what knows "
                 f"return_token_ids, or set it to false"
             )
-        self._last_good, server.setbacks, server.down_until = _now(), 0, 0.0
+        self._count_answer(server)
         return answer
 
-    def _judge(self, server: Server, error: Exception) -> "_Setback":
-        """What a failure means; raises what ends the row or the run."""
+    def _count_answer(self, server: Server) -> None:
+        self._last_good, server.setbacks, server.down_until = _now(), 0, 0.0
+        server.answers, server.is_doubted = server.answers + 1, False
+
+    async def _is_up(self, server: Server) -> bool:
+        """Whether a server that is doubted may be asked: it answers a question of no row, or refuses it."""
+        question = [{"role": "user", "content": "Hi"}]
+        try:
+            reply = await server.client.chat.completions.create(model=self.model, messages=question, max_tokens=1)
+            if getattr(reply, "choices", None):
+                self._count_answer(server)
+        except (self._openai.APIError, json.JSONDecodeError) as error:
+            if getattr(error, "status_code", None) in REFUSED:
+                self._count_answer(server)
+            else:
+                self._judge(server, error, {})
+        finally:
+            server.is_probed = False
+            await self._tell()
+        return server.down_until <= _now()
+
+    def _judge(self, server: Server, error: Exception, met: dict[str, int]) -> "_Setback":
+        """What a failure means; raises what ends the row or the run. met: the row's."""
         if isinstance(error, self._openai.APIStatusError):
-            return self._judge_status(server, error.status_code, error)
+            return self._judge_status(server, error.status_code, error, met)
         if type(error.__cause__).__name__ in UNREACHABLE:
             return self._leave_alone(server, f"{server.url}: cannot be reached", None)
         if isinstance(error, self._openai.APITimeoutError):
@@ -144,10 +175,17 @@ class ServedTarget:
             return _Setback("the connection was cut", counts=True)
         return _Setback(f"no usable answer ({_first_line(error)})", counts=True)
 
-    def _judge_status(self, server: Server, status: int, error: Any) -> "_Setback":
+    def _judge_status(self, server: Server, status: int, error: Any, met: dict[str, int]) -> "_Setback":
         message = _first_line(error)
         if status in BUSY:
-            return self._leave_alone(server, f"{server.url}: HTTP {status}", error.response.headers)
+            can_be_row = status != TOO_MANY_REQUESTS
+            if can_be_row and server.answers > met.get(server.url, server.answers):
+                met[server.url] = server.answers
+                return _Setback(f"HTTP {status}", counts=True)
+            met[server.url] = server.answers
+            setback = self._leave_alone(server, f"{server.url}: HTTP {status}", error.response.headers)
+            server.is_doubted = can_be_row and server.setbacks >= DOUBTED
+            return setback
         if status in WRONG_SETUP:
             raise UserError(
                 f"{server.url}: HTTP {status} for model {self.model!r}: {message}; check distill.server.urls (they end "
@@ -201,11 +239,16 @@ class ServedTarget:
                 now = _now()
                 if self._last_good is None:
                     self._last_good = now
-                roomy = [server for server in self.servers if server.under_way < self.config.concurrency]
+                roomy = [
+                    server
+                    for server in self.servers
+                    if server.under_way < self.config.concurrency and not server.is_probed
+                ]
                 ready = [server for server in roomy if server.down_until <= now]
                 if ready:
                     chosen = min(ready, key=lambda server: server.under_way)
                     chosen.under_way += 1
+                    chosen.is_probed = chosen.is_doubted
                     return chosen
                 self._check_patience(now)
                 wait = min((server.down_until - now for server in roomy), default=None)

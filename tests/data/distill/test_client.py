@@ -78,6 +78,53 @@ def test_no_row_pays_for_a_server_that_is_busy(fault: str) -> None:
         assert ask([proxy.url], request(), retries=0) == [Answer("re: Why?", "stop", 3)]
 
 
+def poisoned(asked: dict[str, Any]) -> bool:
+    return "poison" in asked["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize("fault", ["408", "502", "503", "504"])
+@pytest.mark.parametrize("others", [0, 6])
+def test_a_row_for_which_alone_the_server_is_busy_has_failed_in_the_end(fault: str, others: int) -> None:
+    """With others, and alone, as in a later sitting."""
+    script = Script(lambda number: fault if poisoned(script.bodies[number]) else "none", completion)
+    with Proxy(0, script) as proxy:
+        error, *good = ask([proxy.url], request("poison"), *(request(str(n)) for n in range(others)), patience_s=3.0)
+    assert isinstance(error, Unanswered) and (error.status, error.why) == ("failed", f"HTTP {fault}, 3 times")
+    assert [each.content for each in good if isinstance(each, Answer)] == [f"re: {n}" for n in range(others)]
+
+
+def test_a_row_that_counts_as_the_busy_one_keeps_the_server_for_the_others() -> None:
+    """Once the server has answered others since, it is asked on without a wait."""
+
+    async def run() -> tuple[float, int]:
+        settings = ServerConfig((proxy.url,), concurrency=1, backoff_s=0.02, retries=0, patience_s=5.0)
+        served = ServedTarget(settings, "m", "key")
+        [server] = served.servers
+        try:
+            poison = asyncio.create_task(served(request("poison")))
+            while not server.setbacks:
+                await asyncio.sleep(0.002)
+            await served(request("a"))
+            await asyncio.gather(poison, return_exceptions=True)
+            return server.down_until, server.setbacks
+        finally:
+            await served.close()
+
+    script = Script(lambda number: "503" if poisoned(script.bodies[number]) else "none", completion)
+    with Proxy(0, script) as proxy:
+        assert asyncio.run(run()) == (0.0, 0)
+
+
+def test_rows_pay_for_no_server_that_is_busy_for_all_nor_for_one_that_asks_to_be_asked_less() -> None:
+    with Proxy(0, Script(lambda number: "none" if number == 0 else "503", completion)) as proxy:
+        ended = ask([proxy.url], *(request(str(n)) for n in range(4)), concurrency=1, retries=0, patience_s=0.5)
+    assert sum(isinstance(each, UserError) for each in ended) == 3
+    script = Script(lambda number: "429" if number < 30 and number % 2 else "none", completion)
+    with Proxy(0, script) as proxy:
+        ended = ask([proxy.url], *(request(str(n)) for n in range(20)), retries=0)
+    assert all(isinstance(each, Answer) for each in ended)
+
+
 def test_requests_that_are_refused_together_are_one_setback_and_an_answer_ends_it() -> None:
     gate = threading.Event()
 
