@@ -67,11 +67,16 @@ class ServedTarget:
         self._last_good: float | None = None
         self._has_answered, self._refusals = has_answered, 0
         self._pending = 0  # requests that may still be answered, whether under way or not
-        self._lacks_ids = False  # an answer came without the token ids that were asked for
+        self._answers = self._without_ids = 0  # answers, and those without the token ids that were asked for
         self.retries = 0  # of all requests, for the record
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections, and says how many answers of only some came without the ids asked for."""
+        if 0 < self._without_ids < self._answers:
+            warn(
+                f"{self._without_ids:,} of {self._answers:,} answers came without token ids "
+                f"(distill.server.token_ids asks for them), and are tokenised again from their text"
+            )
         for server in self.servers:
             await server.client.close()
 
@@ -132,13 +137,15 @@ class ServedTarget:
         """The reply's answer; the server is up, whatever it said before."""
         answer = _read(reply)
         self._has_answered = True
-        if self.config.token_ids and answer.token_ids is None and not self._lacks_ids:
-            self._lacks_ids = True
-            warn(
-                f"{server.url}: sends no token ids (distill.server.token_ids asks for them): answers are tokenised "
-                f"again from their text, which may not give the target's own tokens; serve with what knows "
-                f"return_token_ids, or set it to false"
-            )
+        self._answers += 1
+        if self.config.token_ids and answer.token_ids is None:
+            self._without_ids += 1
+            if self._without_ids == 1:
+                warn(
+                    f"{server.url}: sends no token ids (distill.server.token_ids asks for them): answers are tokenised "
+                    f"again from their text, which may not give the target's own tokens; serve with what knows "
+                    f"return_token_ids, or set it to false"
+                )
         self._count_answer(server)
         return answer
 

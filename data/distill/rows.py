@@ -1,6 +1,6 @@
 """Answered conversations as rows to train on: text where the chat template gives the target's tokens back, else tokens.
 
-Tokens it is where the ids came with the answers, where an answer is cut (a template would end it, as the target did
+Tokens it is where ids came with any of the answers, where an answer is cut (a template would end it, as the target did
 not), and where the template rewrites what the target wrote (leaves its thinking out, or trims its blanks).
 """
 
@@ -15,15 +15,21 @@ from data.shapes import Message
 
 def training_rows(outcome: Outcome, thinking: Thinking) -> list[dict[str, Any]]:
     """JSON-ready rows of a done outcome: one, or one per answer where later prompts do not begin with earlier ones."""
-    if all(answer.token_ids is not None and answer.prompt_token_ids is not None for answer in outcome.answers):
-        pairs = [(list(answer.prompt_token_ids or ()), list(answer.token_ids or ())) for answer in outcome.answers]
-        return [{"id": outcome.id, **row} for row in _joined(pairs)]
     turns = messages(outcome, thinking)
     places = [place for place, message in enumerate(turns) if message["role"] == "assistant"]
     answered = list(zip(places, outcome.answers, strict=True))
-    if all(not answer.is_cut and thinking.gives_back(turns[: at + 1], answer) for at, answer in answered):
+    have_ids = any(answer.token_ids is not None for answer in outcome.answers)
+    if not have_ids and all(
+        not answer.is_cut and thinking.gives_back(turns[: at + 1], answer) for at, answer in answered
+    ):
         return [{"id": outcome.id, "messages": turns}]
-    pairs = [(thinking.prompt_ids(turns[:at]), answer_ids(answer, thinking)) for at, answer in answered]
+    pairs = [
+        (
+            thinking.prompt_ids(turns[:at]) if answer.prompt_token_ids is None else list(answer.prompt_token_ids),
+            answer_ids(answer, thinking),
+        )
+        for at, answer in answered
+    ]
     return [{"id": outcome.id, **row} for row in _joined(pairs)]
 
 
@@ -36,11 +42,15 @@ def messages(outcome: Outcome, thinking: Thinking) -> list[Message]:
 
 
 def answer_ids(answer: Answer, thinking: Thinking) -> list[int]:
-    """The answer's tokens: those that came with it, or its text's, with the end-of-turn token where it has ended."""
-    if answer.token_ids is not None:
-        return list(answer.token_ids)
+    """The answer's tokens: those that came with it, or its text's, with the end-of-turn token where it has ended.
+
+    Some servers leave that token out of the ids; it is what the target wrote, and has to be learnt.
+    """
+    ids = thinking.ids(thinking.spelt(answer)) if answer.token_ids is None else list(answer.token_ids)
+    if answer.is_cut or (answer.token_ids is not None and ids and ids[-1] in thinking.end_ids):
+        return ids
     end = thinking.end_id()
-    return thinking.ids(thinking.spelt(answer)) + ([] if answer.is_cut or end is None else [end])
+    return ids if end is None else [*ids, end]
 
 
 def _joined(pairs: Sequence[tuple[list[int], list[int]]]) -> list[dict[str, list[int]]]:

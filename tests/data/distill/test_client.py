@@ -293,6 +293,16 @@ def test_token_ids_that_were_asked_for_and_did_not_come_are_told_once(capsys: py
     assert capsys.readouterr().err == ""
 
 
+def test_answers_of_which_only_some_came_with_token_ids_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    def reply(asked: dict[str, Any]) -> dict[str, Any]:
+        ids = {"token_ids": [7, 3]} if asked["messages"][0]["content"] != "2" else {}
+        return {**completion(asked, **ids), "prompt_token_ids": [1, 2]}
+
+    with Proxy(0, Script(reply=reply)) as proxy:
+        ask([proxy.url], *(request(str(n)) for n in range(4)), token_ids=True)
+    assert "warning: 1 of 4 answers came without token ids" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_thinking_and_token_ids_are_read_where_servers_put_them(capsys: pytest.CaptureFixture[str]) -> None:
     def reply(asked: dict[str, Any]) -> dict[str, Any]:
         first = asked["messages"][0]["content"]

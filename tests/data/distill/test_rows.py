@@ -163,6 +163,30 @@ def test_ids_that_came_with_the_answers_are_what_is_trained_on(tmp_path: Path) -
     ]
 
 
+def test_the_end_is_learnt_where_a_server_leaves_it_out_of_the_ids(tmp_path: Path) -> None:
+    reader = thinking()
+    first, ids, end = reader.prompt_ids([{"role": "user", "content": "a?"}]), reader.ids("one"), min(reader.end_ids)
+    second = [*first, *ids, end, *reader.ids("<|user|>b?<|end|><|assistant|>")]
+    answers = [
+        Answer("one", "stop", 3, token_ids=tuple(ids), prompt_token_ids=tuple(first)),
+        Answer("and tw", "length", 3, token_ids=tuple(reader.ids("and tw")), prompt_token_ids=tuple(second)),
+    ]
+    rows = training_rows(done(*answers), reader)
+    assert supervised(rows, reader, tmp_path) == ["one<|end|>and tw"]
+    assert rows[0]["input_ids"] == [*second, *reader.ids("and tw")]
+
+
+def test_ids_that_came_with_some_answers_are_trained_on_beside_the_others_text(tmp_path: Path) -> None:
+    reader = thinking()
+    first, end = reader.prompt_ids([{"role": "user", "content": "a?"}]), min(reader.end_ids)
+    odd = [*reader.ids("the "), *reader.ids("boats"), end]
+    assert odd != [*reader.ids("the boats"), end]
+    given = Answer("the boats", "stop", 3, token_ids=tuple(odd), prompt_token_ids=tuple(first))
+    rows = training_rows(done(given, Answer("two", "stop", 2)), reader)
+    assert rows[0]["input_ids"][: len(first) + len(odd)] == [*first, *odd]
+    assert "".join(supervised(rows, reader, tmp_path)) == "the boats<|end|>two<|end|>"
+
+
 def test_a_cut_answer_has_no_end_of_turn_token(tmp_path: Path) -> None:
     reader = thinking()
     rows = training_rows(done(Answer("one.", "stop", 2), Answer("and tw", "length", 2)), reader)
