@@ -31,6 +31,9 @@ def request(text: str = "Why?", **sampling: Any) -> Request:
     return Request(({"role": "user", "content": text},), SamplingConfig(max_tokens=9, **sampling), 11)
 
 
+TOO_LONG_S = 120.0  # requests that go round in circles fail a test and do not hang it
+
+
 def ask(
     urls: list[str], *requests: Request, has_answered: bool = False, **settings: Any
 ) -> list[Answer | BaseException]:
@@ -40,7 +43,8 @@ def ask(
         keys = {"concurrency": 2, "retries": 2, "backoff_s": 0.02, "timeout_s": 5.0, **settings}
         served = ServedTarget(ServerConfig(tuple(urls), **keys), "m", "key", has_answered)
         try:
-            return await asyncio.gather(*(served(each) for each in requests), return_exceptions=True)
+            async with asyncio.timeout(TOO_LONG_S):
+                return await asyncio.gather(*(served(each) for each in requests), return_exceptions=True)
         finally:
             await served.close()
 
