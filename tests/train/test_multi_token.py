@@ -187,7 +187,7 @@ def test_dropout_changes_training_and_not_the_held_out_measures() -> None:
 
 
 def _held_out(module: MultiTokenModule, objective: MultiTokenObjective, rows: list[CachedRow]) -> dict[str, float]:
-    reduce = lambda sums: means(sums, torch.device("cpu"))  # noqa: E731
+    reduce = lambda sums, _: means(sums, torch.device("cpu"))  # noqa: E731
     return evaluate(module.eval(), objective, rows, 2, (0, 1), lambda batch: batch, reduce)
 
 
