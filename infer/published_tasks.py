@@ -22,9 +22,10 @@ GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "I
 
 @dataclass(frozen=True)
 class PublishedTask:
-    """source: its data set as data/sources.py names it; needs: the columns that `turns` reads."""
+    """source: its data set as data/sources.py names it, read at this commit; needs: the columns that `turns` reads."""
 
     source: str
+    revision: str
     needs: tuple[str, ...]
     turns: Callable[[Row], list[str]]
     identity: str | None = None  # the column that names a row; null: its number
@@ -69,25 +70,59 @@ def _both_turns(row: Row) -> list[str]:
 
 
 TASKS: dict[str, PublishedTask] = {
-    "mt_bench": PublishedTask("HuggingFaceH4/mt_bench_prompts:train", ("prompt",), _both_turns, "prompt_id"),
+    "mt_bench": PublishedTask(
+        "HuggingFaceH4/mt_bench_prompts:train",
+        "e3a795c5e9a82ee40611c416b8a7786c73198991",
+        ("prompt",),
+        _both_turns,
+        "prompt_id",
+    ),
     "humaneval": PublishedTask(
         "openai/openai_humaneval:test",
+        "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
         ("prompt",),
         lambda row: [f"Complete the code I provided.\n\n{row['prompt']}"],
         "task_id",
     ),
-    "gsm8k": PublishedTask("openai/gsm8k:main:test", ("question",), lambda row: [str(row["question"])]),
-    "alpaca": PublishedTask("tatsu-lab/alpaca:train", ("instruction",), _instruction),
+    "gsm8k": PublishedTask(
+        "openai/gsm8k:main:test",
+        "740312add88f781978c0658806c59bc2815b9866",
+        ("question",),
+        lambda row: [str(row["question"])],
+    ),
+    "alpaca": PublishedTask(
+        "tatsu-lab/alpaca:train", "dce01c9b08f87459cf36a430d809084718273017", ("instruction",), _instruction
+    ),
     "cnn_dm": PublishedTask(
-        "abisee/cnn_dailymail:3.0.0:test", ("article",), lambda row: [f"Summarize: {row['article']}"], "id"
+        "abisee/cnn_dailymail:3.0.0:test",
+        "96df5e686bee6baa90b8bee7c28b81fa3fa6223d",
+        ("article",),
+        lambda row: [f"Summarize: {row['article']}"],
+        "id",
     ),
     "natural_questions": PublishedTask(
-        "google-research-datasets/nq_open:validation", ("question",), lambda row: [str(row["question"])]
+        "google-research-datasets/nq_open:validation",
+        "5dd9790a83002ad084ddeb7c420dc716852c6f28",
+        ("question",),
+        lambda row: [str(row["question"])],
     ),
-    "math500": PublishedTask("HuggingFaceH4/MATH-500:test", ("problem", "level"), _reasoned, "unique_id", _level),
-    "aime": PublishedTask("AI-MO/aimo-validation-aime:train", ("problem",), _reasoned, "id"),
+    "math500": PublishedTask(
+        "HuggingFaceH4/MATH-500:test",
+        "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
+        ("problem", "level"),
+        _reasoned,
+        "unique_id",
+        _level,
+    ),
+    "aime": PublishedTask(
+        "AI-MO/aimo-validation-aime:train", "13f9e12f613e720c2a2b2f345dd04b998a29494d", ("problem",), _reasoned, "id"
+    ),
     "gpqa_diamond": PublishedTask(
-        "Idavidrein/gpqa:gpqa_diamond:train", ("Question", *GPQA_ANSWERS), _multiple_choice, "Record ID"
+        "Idavidrein/gpqa:gpqa_diamond:train",
+        "633f5ee89ab8ad4522a9f850766b73f62147ffdd",
+        ("Question", *GPQA_ANSWERS),
+        _multiple_choice,
+        "Record ID",
     ),
 }
 

@@ -15,7 +15,7 @@ class TaskConfig:
     __pydantic_config__ = STRICT
     name: str  # a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the questions at `path`
     path: str | None = None  # a file, a directory or a Hub data set (owner/name:subset:split); null: the published one
-    revision: str | None = None  # the Hub data set's commit; null: NOT pinned, what was found is in provenance.json
+    revision: str | None = None  # of a Hub data set; null: the published one's pinned commit, `path` as it is now
     num_prompts: int | None = None  # null: the section's
     seed: int | None = None  # draws the prompts from the whole set; null: the first ones
 

@@ -72,6 +72,13 @@ def source_of(task: TaskConfig) -> str:
     return TASKS[task.name].source
 
 
+def revision_of(task: TaskConfig) -> str | None:
+    """The revision that a task's Hub data set is read at; null: as it is now."""
+    if task.revision is None and task.path is None and task.name in TASKS:
+        return TASKS[task.name].revision
+    return task.revision
+
+
 def check_sources(config: PromptsConfig) -> None:
     """UserError for a file that is not there, before anything is loaded; the Hub is not asked."""
     if config.path is not None and not Path(config.path).is_file():
@@ -86,7 +93,7 @@ def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
     if config.path is not None:
         return file_digest(Path(config.path))
     return [
-        {"task": task.name, "source": source_of(task), **_identity(source_of(task), task.revision)}
+        {"task": task.name, "source": source_of(task), **_identity(source_of(task), revision_of(task))}
         for task in config.tasks
     ]
 
@@ -97,7 +104,7 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
     Where the Hub cannot be asked the revision stays as it was.
     """
     tasks = [
-        task if is_local(source_of(task)) else replace(task, revision=hub_commit(source_of(task), task.revision))
+        task if is_local(source_of(task)) else replace(task, revision=hub_commit(source_of(task), revision_of(task)))
         for task in config.tasks
     ]
     named = zip(tasks, config.tasks, strict=True)
@@ -105,12 +112,12 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
 
 
 def sources_facts(config: PromptsConfig) -> list[dict[str, Any]]:
-    """For each task where its prompts came from, for the record; revision null: the Hub could not name its commit."""
+    """For each task where its prompts came from, for the record; revision null: the Hub did not name it."""
     return [
         {
             "task": task.name,
             "source": source_of(task),
-            **({} if is_local(source_of(task)) else {"revision": task.revision}),
+            **({} if is_local(source_of(task)) else {"revision": revision_of(task)}),
         }
         for task in config.tasks
     ]
@@ -179,7 +186,7 @@ def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
     """The first questions of a task, or drawn with its seed; of one with parts as many of each."""
     source = source_of(task)
     count = config.num_prompts if task.num_prompts is None else task.num_prompts
-    rows = read_rows(source, task.revision)
+    rows = read_rows(source, revision_of(task))
     asked: Iterator[Question] = (question(task.name, row.value, row.number, row.place) for row in rows)
     has_parts = task.name in TASKS and TASKS[task.name].part is not None
     if task.seed is None and not has_parts:

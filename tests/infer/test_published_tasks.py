@@ -1,6 +1,7 @@
 """The published tasks' rows become the prompts of their sources, from files and through `datasets` alike."""
 
 import json
+import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -11,12 +12,22 @@ import pytest
 from infer.config import PromptsConfig
 from infer.published_tasks import TASKS, question
 from infer.task_config import TaskConfig
-from infer.tasks import Prompt, check_sources, load_prompts, pinned, prompt_inputs, source_of, sources_facts
+from infer.tasks import (
+    Prompt,
+    check_sources,
+    load_prompts,
+    pinned,
+    prompt_inputs,
+    revision_of,
+    source_of,
+    sources_facts,
+)
 from model.errors import UserError
 
 GPQA = {"Question": "Which?", "Correct Answer": "a", "Record ID": "rec7"} | {
     f"Incorrect Answer {n}": letter for n, letter in ((1, "b"), (2, "c"), (3, "d"))
 }
+GSM8K = "openai/gsm8k:main:test"
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -155,14 +166,29 @@ def test_a_run_pins_the_commit_that_the_hub_names_and_records_it(monkeypatch: py
     Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    asked = PromptsConfig(tasks=(TaskConfig("gsm8k"), TaskConfig("alpaca", revision="abc")))
+    asked = PromptsConfig(tasks=(TaskConfig("gsm8k", path=GSM8K), TaskConfig("alpaca", revision="abc")))
     now = pinned(asked)
     tagged = pinned(PromptsConfig(tasks=(TaskConfig("gsm8k", revision="v1"),)))
     server.shutdown()
     assert [task.revision for task in now.tasks] == ["2" * 40, "abc"]  # alpaca is not there: as it was asked
     assert tagged.tasks[0].revision == "1" * 40
-    assert sources_facts(now)[0] == {"task": "gsm8k", "source": "openai/gsm8k:main:test", "revision": "2" * 40}
+    assert sources_facts(now)[0] == {"task": "gsm8k", "source": GSM8K, "revision": "2" * 40}
     assert prompt_inputs(asked) == [
-        {"task": "gsm8k", "source": "openai/gsm8k:main:test", "revision": None},
+        {"task": "gsm8k", "source": GSM8K, "revision": None},
         {"task": "alpaca", "source": "tatsu-lab/alpaca:train", "revision": "abc"},
     ]
+
+
+def test_published_sets_are_read_at_pinned_commits() -> None:
+    """Of the sets themselves; a path of one's own and a revision that is asked for go before."""
+    for name, task in TASKS.items():
+        assert re.fullmatch("[0-9a-f]{40}", task.revision), name
+        assert revision_of(TaskConfig(name)) == task.revision
+        assert revision_of(TaskConfig(name, revision="main")) == "main"
+        assert revision_of(TaskConfig(name, path=task.source)) is None
+    asked = PromptsConfig(tasks=(TaskConfig("gsm8k"),))
+    assert (
+        prompt_inputs(asked)
+        == sources_facts(asked)
+        == [{"task": "gsm8k", "source": GSM8K, "revision": TASKS["gsm8k"].revision}]
+    )
