@@ -9,7 +9,7 @@ from data.provenance import Stage, with_status
 from infer.begin import check_inputs, inputs_of
 from infer.choices import digests as choice_digests
 from infer.choices import sized
-from infer.commands.chosen import HEAD, Commands, head_of, recipe_of
+from infer.commands.chosen import HEAD, Commands, check_given, head_of, kinds_of, recipe_of
 from infer.config import MethodConfig
 from infer.heads import check_levels
 from infer.methods import tree_of, usual_method
@@ -41,6 +41,9 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'calibrate'; add one with prompts: {{path: ...}}")
     asked = MethodConfig(section.method or usual_method(recipe.head.kind), section.tree)
+    if not kinds_of(asked.method):
+        raise UserError(f"calibrate.method: {asked.method} has no head, and so no confidence that could be measured")
+    check_given(arguments.head, asked.method)
     tree = tree_of(asked, "calibrate")
     used = head_of(asked, recipe, paths, head, "calibrate")
     check_levels(tree, used, "calibrate")
@@ -51,7 +54,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(
             f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
-            f"{asked.method}, {as_dict(sized(tree)) if tree else 'no tree'} -> {paths.calibration}"
+            f"{asked.method} with {used}, {as_dict(sized(tree)) if tree else 'no tree'} -> {paths.calibration}"
         )
         return 0
     if stage.is_whole():

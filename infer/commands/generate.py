@@ -76,7 +76,9 @@ def _generation(
         tree = pipeline.load(arguments, [*others, *(f"--{word}" for word in own if word.startswith("tree."))]).tree
         asked = replace(asked, tree=tree)
     check_given(arguments.head, asked.method)
-    if arguments.head is None and recipe.head.kind in kinds_of(asked.method):
+    if arguments.head is not None:
+        asked = replace(asked, head=None)  # --head goes before the row's
+    if arguments.head is None and asked.head is None and recipe.head.kind in kinds_of(asked.method):
         return recipe.target, asked, present_head(paths.head(recipe), asked.method), recipe.threads
     found = find_head(asked, paths.heads, recipe.head.kind, arguments.head, "--method")
     return recipe.target, asked, found, recipe.threads

@@ -37,11 +37,12 @@ class Tuned:
     kind: str
     head: str
     costs: Costs
-    trees: list[Prediction]  # the best fixed ones, the fastest first
-    rules: list[tuple[Method, Prediction]]
-    published: Prediction
+    trees: list[Prediction]  # the best fixed ones by the costs alone, the fastest first
+    rules: list[tuple[Method, Prediction]]  # as timed
+    published: Prediction  # as timed, where anything was
     choice: MethodConfig
     predicted: Prediction
+    fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
 
 
 def tune_head(
@@ -83,7 +84,7 @@ def with_rules(target: Target, tuned: Tuned, prompts: Sequence[Tensor], max_new_
     )
     rules = [(one.method, each) for one, each in zip(kept, finalists, strict=True)]
     rules.sort(key=_speed)
-    tuned = replace(tuned, rules=rules, published=published, predicted=best)
+    tuned = replace(tuned, rules=rules, published=published, predicted=best, fixed=best)
     if rules and rules[0][1].ms_per_token * WORTH < best.ms_per_token:
         method, predicted = rules[0]
         return replace(tuned, choice=_as_method(method, predicted.tree), predicted=predicted)
@@ -115,6 +116,7 @@ def facts(tuned: Tuned) -> dict[str, Any]:
         "costs_ms": asdict(tuned.costs),
         "choice": {"method": tuned.choice.method, **_facts(tuned.predicted)},
         "published": _facts(tuned.published),
+        "fixed": None if tuned.fixed is None else _facts(tuned.fixed),
         "trees": [_facts(one) for one in tuned.trees],
         "rules": [{"method": method, **_facts(one)} for method, one in tuned.rules],
     }

@@ -1,6 +1,7 @@
 """The commands as a user runs them: bench, calibrate, report and generate on a tiny target, and what they refuse."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,6 +196,29 @@ def test_what_only_loading_shows_is_one_line_too(recipe: Path, tmp_path: Path) -
     assert "belongs to another target" in refused("generate", *config, "--target", str(other))
     bare = tiny.target(tmp_path / "bare", chat_template=None)
     assert "no chat template" in refused("generate", *config, "--target", str(bare), "--method", "vanilla")
+
+
+def test_a_row_drafts_with_its_own_head_unless_another_is_given(recipe: Path, tmp_path: Path) -> None:
+    own, other = tmp_path / "run/heads/eagle1", tmp_path / "other"
+    shutil.copytree(own, other)
+    row = tmp_path / "row.yaml"
+    row.write_text(f"method: deagle\nhead: {other}\n")
+    words = ("--row", str(row), "--prompt", "hi", "--plan")
+    for start in (("--config", str(recipe)), ("--target", str(tmp_path / "target"))):
+        assert f"deagle with {other}," in run("generate", *start, *words).stdout
+        assert f"deagle with {own}," in run("generate", *start, *words, "--head", str(own)).stdout
+    row.write_text(f"method: deagle\nhead: {tmp_path / 'gone'}\n")
+    assert "train the head" in refused("generate", "--config", str(recipe), *words)
+
+
+def test_calibrate_measures_the_head_that_is_given_or_none(recipe: Path, tmp_path: Path) -> None:
+    config = ("calibrate", "--config", str(recipe), "--plan")
+    own = tmp_path / "run/heads/eagle1"
+    assert f"eagle2 with {own}," in run(*config).stdout
+    head = tiny.eagle3_head(tiny.llama().get_input_embeddings().weight.detach(), ids=torch.arange(200), scale=8.0)
+    save_head(head, tmp_path / "head3")
+    assert "this is an eagle3 head" in refused(*config, "--head", str(tmp_path / "head3"))
+    assert "pld has no head" in refused(*config, "--calibrate.method", "pld")
 
 
 def test_a_method_has_its_own_tree_and_a_head_that_it_cannot_use_is_refused(recipe: Path, tmp_path: Path) -> None:
