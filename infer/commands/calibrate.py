@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(
             f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
-            f"{asked.method} with {used}, {as_dict(sized(tree)) if tree else 'no tree'} -> {paths.calibration}"
+            f"{asked.method}, {as_dict(sized(tree)) if tree else 'no tree'}, {used} -> {paths.calibration}"
         )
         return 0
     if stage.is_whole():

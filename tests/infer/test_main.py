@@ -214,7 +214,7 @@ def test_a_row_drafts_with_its_own_head_unless_another_is_given(recipe: Path, tm
 def test_calibrate_measures_the_head_that_is_given_or_none(recipe: Path, tmp_path: Path) -> None:
     config = ("calibrate", "--config", str(recipe), "--plan")
     own = tmp_path / "run/heads/eagle1"
-    assert f"eagle2 with {own}," in run(*config).stdout
+    assert f", {own} -> " in run(*config).stdout
     head = tiny.eagle3_head(tiny.llama().get_input_embeddings().weight.detach(), ids=torch.arange(200), scale=8.0)
     save_head(head, tmp_path / "head3")
     assert "this is an eagle3 head" in refused(*config, "--head", str(tmp_path / "head3"))
