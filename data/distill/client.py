@@ -4,10 +4,10 @@ What goes wrong is of three kinds. A server that cannot be reached or is too bus
 504) is left alone for a while, and no row pays for it; when no server has answered for patience_s, the run stops and
 goes on when it is started again. But a server that is busy for one row twice, and has answered something else between,
 is not busy: that counts against the row. A server that is busy several times in a row is first asked a question of no
-row, so that this is found out where no other row is left. Another 5xx, a timeout and a cut connection may be the row's
-own doing: it is tried `retries` times, then it has failed. A refused request (400) fails its row at once, or skips it
-where it is too long for the server; but when all are refused, the run stops, as it does for a wrong address, model or
-key.
+row, so that this is found out where no other row is left. Never against a row: a 429, and a 503 that names a full
+queue or a time to come back. Another 5xx, a timeout and a cut connection may be the row's own doing: it is tried
+`retries` times, then it has failed. A refused request (400) fails its row at once, or skips it where it is too long for
+the server; but when all are refused, the run stops, as it does for a wrong address, model or key.
 """
 
 import asyncio
@@ -23,10 +23,11 @@ from data.distill.config import ServerConfig
 from model.errors import UserError, warn
 
 MAX_WAIT_S, CONNECT_S = 60.0, 10.0
-TOO_MANY_REQUESTS = 429  # the only busy answer that is never a row's doing
+TOO_MANY_REQUESTS = 429  # never a row's doing
 BUSY, WRONG_SETUP, REFUSED = (408, TOO_MANY_REQUESTS, 502, 503, 504), (401, 403, 404), (400, 413, 422)
 FIRST_REFUSALS = 8  # so many refused requests, and no answer to any other, are the recipe's doing, not the rows'
 DOUBTED = 3  # times in a row that a server was too busy, before it is asked whether it answers at all
+OVERLOADED = re.compile(r"queue|overload|capacity|too many|rate limit", re.IGNORECASE)  # nor is a 503 that says so
 TOO_LONG = re.compile(
     r"context length|maximum context|max(?:imum)?[ _]model[ _]len|too long|longer than", re.IGNORECASE
 )
@@ -185,7 +186,8 @@ class ServedTarget:
     def _judge_status(self, server: Server, status: int, error: Any, met: dict[str, int]) -> "_Setback":
         message = _first_line(error)
         if status in BUSY:
-            can_be_row = status != TOO_MANY_REQUESTS
+            has_asked_for_time = "retry-after" in error.response.headers or OVERLOADED.search(message)
+            can_be_row = status != TOO_MANY_REQUESTS and not (status == 503 and has_asked_for_time)
             if can_be_row and server.answers > met.get(server.url, server.answers):
                 met[server.url] = server.answers
                 return _Setback(f"HTTP {status}", counts=True)

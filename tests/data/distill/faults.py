@@ -122,6 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "long":
             message = "This model's maximum context length is 9 tokens."
             self._send(400, json.dumps({"error": {"message": message}}).encode())
+        elif fault == "full":
+            self._send(503, json.dumps({"error": {"message": "The request queue is full."}}).encode())
         elif fault.isdecimal():
             self._send(int(fault), json.dumps({"error": {"message": f"planted {fault}"}}).encode())
         elif fault == "cut":
