@@ -98,7 +98,7 @@ soak: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy model data train infer pipeline.py
+	$(BIN)/python -m mypy -p aerie
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs/embedded

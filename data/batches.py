@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from data.storage import decode
+from aerie.data.cache import decode
 
 T = TypeVar("T")
 WINDOW_STEPS = 16  # rows of so many steps are sorted by length together: padding falls, the order stays random

@@ -17,11 +17,10 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Encoding, Tokenizer
 
-from data.conversations import Conversation, Tally, TokenRow
-from data.shapes import Message, UnusableRow
-from model.config import TargetConfig
-from model.errors import UserError
-from model.template import SHIPPED
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.data.conversations import Conversation, Message, Tally, TokenRow, UnusableRow
+from aerie.model.target import SHIPPED
 
 ATTEMPTS = 3  # renders of one conversation before a template that writes the time counts as unstable
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")

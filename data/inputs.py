@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data import provenance
-from data.config import DataConfig, FeaturesConfig
-from model.config import TargetConfig
-from model.errors import UserError
-from model.files import file_digest
-from model.recipe import as_dict
-from model.template import template_path
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict
+from aerie.configs.schema.data import DataConfig, FeaturesConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.model import storage as provenance
+from aerie.model.storage import file_digest
+from aerie.model.target import template_path
 
 WHOLE_FILE_BYTES = 10**9  # longer files are sampled
 WEIGHT_FILES = ("*.safetensors", "*.bin")

@@ -8,7 +8,8 @@ python data/main.py features --config RECIPE --shard 1/8
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == Path(__file__).parent else sys.path[0]
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
 import argparse
 import os
@@ -17,13 +18,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import pipeline
-from data.index import is_complete
-from data.inputs import feature_inputs, target_inputs
-from data.provenance import Stage, with_status, write_status
-from data.share import Share
-from model.errors import UserError, exit_code, stop_on_signals
-from model.recipe import as_dict
+from aerie.configs.errors import UserError, exit_code, stop_on_signals
+from aerie.configs.read import as_dict
+from aerie.configs.schema import recipe as pipeline
+from aerie.data.cache import is_complete
+from aerie.data.inputs import feature_inputs, target_inputs
+from aerie.data.tokens import Share
+from aerie.model.storage import Stage, with_status, write_status
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
 
@@ -99,7 +100,7 @@ def synthetic(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
 
 def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     """Writes RUN/distilled, or a job's share of it, or reuses it; with --plan only counts the prompts."""
-    from data.distill.job import Job
+    from aerie.data.distill.run import Job
 
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
@@ -118,11 +119,11 @@ def distill(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     if arguments.is_whole:
         return 1
     if arguments.plan:
-        from data.distill.prompts import make_prompts, plan_line
+        from aerie.data.distill.prompts import make_prompts, plan_line
 
         print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
         return 0
-    from data.distill.command import Sitting, distilled
+    from aerie.data.distill.run import Sitting, distilled
 
     sitting = Sitting(shard, arguments.merge, arguments.retry_failed, arguments.overwrite)
     sitting.require_sense()
@@ -145,8 +146,8 @@ def show(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         print(f"show: {arguments.limit:,} rows of {', '.join(recipe.data.conversations)} through {recipe.target.path}")
         return 0
     _be_quiet()
-    from data.extraction import tokenised
-    from data.preview import show as preview
+    from aerie.data.features import tokenised
+    from aerie.data.tokens import show as preview
 
     limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
     data, tokenizer, tally = tokenised(recipe.target, replace(recipe.data, limit=limit), rank=0)
@@ -198,7 +199,7 @@ def check(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
     if arguments.plan:
         print(f"check: {directory}")
         return 0
-    from data.check import check as findings
+    from aerie.data.features import check as findings
 
     found = findings(directory)
     print(found.text(directory), flush=True)
@@ -217,9 +218,9 @@ def read(arguments: argparse.Namespace, recipe: pipeline.Recipe) -> int:
         return 0
     import torch
 
-    from data.batches import Order, ShardPools
-    from data.cache import FeatureCache
-    from data.reading import last_step, measure
+    from aerie.data.batches import Order, ShardPools
+    from aerie.data.cache import FeatureCache
+    from aerie.data.features import last_step, measure
 
     torch.set_num_threads(1)
     rows, at_once = FeatureCache.open(paths.features).split("train"), recipe.features.shuffle_shards
@@ -239,9 +240,8 @@ def _write_synthetic(recipe: pipeline.Recipe, corpus: Stage, tokenizer: Stage) -
     _be_quiet()
     import json
 
-    from data.bpe import train_tokenizer
-    from data.synthetic import write_corpus
-    from model.files import directory_atomically
+    from aerie.data.corpus.synthetic import train_tokenizer, write_corpus
+    from aerie.model.storage import directory_atomically
 
     assert recipe.synthetic is not None
     with directory_atomically(corpus.output) as conversations, directory_atomically(tokenizer.output) as directory:
@@ -261,11 +261,11 @@ def _local(recipe: pipeline.Recipe, thinking: Any) -> Any:
     """The target in this process, with the run's draft head where there is one."""
     import torch
 
-    from data.distill.local import LocalTarget
-    from infer.decoders import usual_decoder
-    from infer.hardware import default_device
-    from infer.methods import usual_tree
-    from model.target import Target
+    from aerie.configs.schema.decode import usual_tree
+    from aerie.data.distill.run import LocalTarget
+    from aerie.infer.decode.methods import usual_decoder
+    from aerie.infer.measure.bench import default_device
+    from aerie.model.target import Target
 
     assert recipe.distill is not None
     if recipe.threads is not None:
@@ -301,8 +301,8 @@ def _evaluation_questions(recipe: pipeline.Recipe) -> list[str]:
 
     They are whole sets, whatever part of them is measured, how far the answers go and what system prompt they have.
     """
-    from infer.task_config import PromptsConfig, TaskConfig
-    from infer.tasks import load_prompts
+    from aerie.configs.schema.measure import PromptsConfig, TaskConfig
+    from aerie.infer.measure.tasks import load_prompts
 
     assert recipe.distill is not None
     tasks = tuple(TaskConfig(each.name, each.path, each.revision) for each in recipe.distill.exclude)
@@ -317,7 +317,7 @@ def _evaluation_questions(recipe: pipeline.Recipe) -> list[str]:
 
 def _plan_features(recipe: pipeline.Recipe, words: tuple[Any, ...], is_timed: bool) -> int:
     _be_quiet()
-    from data.extraction import Sitting, planned, timed
+    from aerie.data.features import Sitting, planned, timed
 
     plan = planned(Sitting(*words), rank=0)[0]
     if is_timed:
@@ -327,7 +327,7 @@ def _plan_features(recipe: pipeline.Recipe, words: tuple[Any, ...], is_timed: bo
 
 def _write_features(recipe: pipeline.Recipe, words: tuple[Any, ...]) -> tuple[str, int]:
     _be_quiet()
-    from data.extraction import Sitting, write
+    from aerie.data.features import Sitting, write
 
     _device(recipe)
     state = _processes(recipe)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data import provenance
-from model.errors import UserError
-from model.hub import readable_errors
+from aerie.configs.errors import UserError
+from aerie.model import storage as provenance
+from aerie.model.hub import readable_errors
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 BLANK = re.compile(r"[ \t\r\n]*")

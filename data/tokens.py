@@ -1,18 +1,20 @@
 """The recipe's conversations as tokenised rows, train and held-out, or a refusal that shows what went wrong."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
-from data.chat import Chat, Rendered, Row, from_token_row, whole_row
-from data.config import DataConfig
-from data.conversations import Conversation, Tally, TokenRow, load_conversations, split_by_hash
-from data.preview import excerpt
-from data.shapes import UnusableRow
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DataConfig
+from aerie.data.chat import Chat, Rendered, Row, common_start, from_token_row, whole_row
+from aerie.data.conversations import Conversation, Tally, TokenRow, UnusableRow, load_conversations, split_by_hash
+from aerie.model.storage import digest
+from aerie.model.vocab import DEFAULT_SIZE, Counts, DraftVocabulary
 
 BATCH = 256  # conversations of one tokenizer call
 
@@ -170,3 +172,172 @@ def _check(config: DataConfig, tokenizer: Any, tally: Tally, progress: _Progress
             f"{config.min_supervised_share:.2%}; check the chat template with the show command, or lower the "
             f"floor{preview}"
         )
+
+
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
+
+
+def show(rows: Sequence[Row], tokenizer: Any, limit: int, color: bool = True) -> str:
+    """The first `limit` rows: a header line, then the text, learnt turns green (only in [turn:...] without color)."""
+    return "\n\n".join(_row(row, tokenizer, color) for row in islice(rows, limit))
+
+
+def excerpt(row: Row, tokenizer: Any, num_characters: int = 300) -> str:
+    """One line out of the row around its first learnt token, learnt turns in [turn: ...], for an error message."""
+    first = next((at for at, turn in enumerate(row.turns) if turn), 0)
+    start, stop = max(0, first - 40), first + 120
+    text = _marked(Row(row.input_ids[start:stop], row.turns[start:stop], row.source), tokenizer, color=False)
+    line = repr(text)[1:-1]
+    return f"'{line[:num_characters]}{'...' if len(line) > num_characters else ''}'"
+
+
+def _row(row: Row, tokenizer: Any, color: bool) -> str:
+    share = row.num_supervised / max(len(row.input_ids), 1)
+    header = (
+        f"{row.source} | {len(row.input_ids):,} tokens | {row.num_supervised:,} supervised ({share:.1%}) | "
+        f"{len(set(row.turns) - {0})} turns"
+    )
+    return f"{header}\n{_marked(row, tokenizer, color)}"
+
+
+def _marked(row: Row, tokenizer: Any, color: bool) -> str:
+    parts = []
+    for turn, text in _pieces(row, tokenizer):
+        shown = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        if turn == 0:
+            parts.append(shown)
+        elif color:
+            parts.append(f"{DIM}[{turn}:{RESET}{GREEN}{shown}{RESET}{DIM}]{RESET}")
+        else:
+            parts.append(f"[{turn}:{shown}]")
+    return "".join(parts)
+
+
+def _pieces(row: Row, tokenizer: Any) -> Iterator[tuple[int, str]]:
+    """(turn, text) of each run: what decoding grows by, since a run alone may lose a blank or half a character."""
+    before, position = "", 0
+    for turn, run in groupby(row.turns):
+        position += sum(1 for _ in run)
+        text = tokenizer.decode(row.input_ids[:position], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        yield turn, text[common_start(before, text) :]
+        before = text
+
+
+CHUNK_TOKENS = 1 << 22  # tokens that are held for one bincount
+
+
+@dataclass(frozen=True)
+class CountedVocabulary:
+    """A draft vocabulary and what it was counted on."""
+
+    vocabulary: DraftVocabulary
+    coverage: float  # share of the supervised tokens that are in it
+    num_tokens: int  # supervised tokens
+    key: str  # digest of data, tokenizer, size and forced ids
+
+    def facts(self) -> dict[str, Any]:
+        """What is stored beside the head."""
+        return {
+            "key": self.key,
+            "size": self.vocabulary.size,
+            "coverage": round(self.coverage, 6),
+            "counted_tokens": self.num_tokens,
+        }
+
+    def line(self) -> str:
+        """For printing."""
+        return (
+            f"draft vocabulary: {self.vocabulary.size:,} of {self.vocabulary.vocab_size:,} tokens cover "
+            f"{self.coverage:.2%} of {self.num_tokens:,} supervised tokens (key {self.key})"
+        )
+
+
+def draft_vocabulary(
+    rows: Iterable[tuple[Any, Any]],
+    size: int | None,
+    vocab_size: int,
+    forced: Collection[int],
+    origin: dict[str, Any],
+) -> CountedVocabulary:
+    """The `size` most frequent supervised tokens of rows, as (input_ids, turns) pairs, and the forced ids.
+
+    size null is 32,000, or the target's whole vocabulary where that is smaller. origin names data and tokenizer (the
+    fingerprint's "rows" and "tokenizer" of a feature cache). UserError for a size that cannot be.
+    """
+    size = min(DEFAULT_SIZE, vocab_size) if size is None else size
+    counts = count_tokens(rows, vocab_size)
+    vocabulary = DraftVocabulary.most_frequent(counts, size, forced)
+    key = digest({"origin": origin, "size": size, "forced": sorted(forced)})
+    return CountedVocabulary(vocabulary, vocabulary.coverage(counts), int(counts.sum()), key)
+
+
+def given_vocabulary(
+    vocabulary: DraftVocabulary, rows: Iterable[tuple[Any, Any]], origin: dict[str, Any]
+) -> CountedVocabulary:
+    """A vocabulary that was chosen elsewhere (a warm start's), with its coverage of these rows."""
+    counts = count_tokens(rows, vocabulary.vocab_size)
+    key = digest({"origin": origin, "ids": vocabulary.ids.tolist()})
+    return CountedVocabulary(vocabulary, vocabulary.coverage(counts), int(counts.sum()), key)
+
+
+def count_tokens(rows: Iterable[tuple[Any, Any]], vocab_size: int) -> Counts:
+    """Counts [V] of the supervised tokens of rows, given as (input_ids, turns) pairs of any array type.
+
+    UserError for a token id outside the vocabulary.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)  # [V]
+    held: list[Any] = []
+    num_held = 0
+    for input_ids, turns in rows:
+        held.append(np.asarray(input_ids)[np.asarray(turns) != 0])
+        num_held += len(held[-1])
+        if num_held >= CHUNK_TOKENS:
+            counts += _bincount(held, vocab_size)
+            held, num_held = [], 0
+    return counts + _bincount(held, vocab_size) if held else counts
+
+
+def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:
+    """The ids that are always drafted: the tokenizer's special tokens and the target's end-of-turn tokens.
+
+    Special tokens that the target's LM head has no row for (a padding token added later) are left out.
+    """
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size)
+
+
+def _bincount(held: list[Any], vocab_size: int) -> Counts:
+    tokens = np.concatenate(held).astype(np.int64)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise UserError(
+            f"draft vocabulary: the data hold token id {int(tokens.max()):,}, the target's vocabulary has "
+            f"{vocab_size:,}; tokenizer and weights do not belong together"
+        )
+    return np.bincount(tokens, minlength=vocab_size)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The index-th of count parts, counted from 1: every count-th item."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> "Share":
+        """From 'i/n'; UserError for anything else."""
+        first, separator, second = text.partition("/")
+        if not separator or not first.isdecimal() or not second.isdecimal() or not 1 <= int(first) <= int(second):
+            raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n (--shard 1/4)")
+        return cls(int(first), int(second))
+
+    def __contains__(self, position: int) -> bool:
+        return position % self.count == self.index - 1
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def part(self, count: int, rank: int = 0, world: int = 1) -> range:
+        """The positions, out of `count`, of process `rank` of the `world` processes of this job."""
+        return range(self.index - 1, count, self.count)[rank::world]

@@ -4,11 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout, not infer/
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
-from infer.commands import bench, calibrate, compare, generate, report, tune, verify
-from model.errors import exit_code, stop_on_signals
+from aerie.configs.errors import exit_code, stop_on_signals
+from aerie.infer.commands import bench, calibrate, compare, generate, report, tune, verify
 
 COMMANDS = {
     "generate": generate,

@@ -1,17 +1,20 @@
 """The model card of a shipped head: made from its files and the run's reports, nothing written by hand."""
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from model.formats.content import SPECULATIVE_TOKENS
-from model.formats.sglang_taps import CHECKED
-from model.hub import HUB_ID, is_on_hub
-from model.public import is_local_source, last_part, sources
+from aerie.configs.errors import UserError
+from aerie.model.formats.common import SPECULATIVE_TOKENS
+from aerie.model.formats.sglang import CHECKED
+from aerie.model.hub import HUB_ID, is_on_hub
+from aerie.model.storage import CONFIG, digests, read_json
 
 NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
 SGLANG_ALGORITHMS = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}
@@ -224,3 +227,153 @@ def _licence(licence: str | None) -> str:
 
 def _number(value: Any, digits: int = 2) -> str:
     return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+
+
+MEASURE = "python infer/main.py bench --overwrite, then report"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run's report/summary.json, empty where nothing is proven, and its calibration.json where that is proven."""
+
+    summary: dict[str, Any]
+    calibration: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+def measured(directory: Path, run: Path | None, without_results: bool) -> Measured:
+    """What the run measured with the head in directory, or with the head that it was exported from.
+
+    bench/provenance.json and calibration/provenance.json hold the digests of the heads that were measured; without the
+    first the results of report/ are nobody's. UserError for results that are not proven; without_results: a note.
+    """
+    if run is None:
+        return Measured({})
+    notes = []
+    summary, place = json_table(run / "report" / "summary.json"), run / "calibration" / "calibration.json"
+    doubt = _doubt(directory, run / "bench") if summary else None
+    if doubt is not None and not without_results:
+        raise UserError(f"{doubt}; measure this one with: {MEASURE}; or ship without results: --without-results")
+    if doubt is not None:
+        notes.append(f"report/summary.json left out: {doubt}")
+        summary = {}
+    doubt = _doubt(directory, run / "calibration")
+    if doubt is None and place.is_file():
+        return Measured(summary, place, tuple(notes))
+    if place.is_file() or "calibration" in summary:
+        notes.append(f"calibration left out: {doubt or f'{place} is missing'}")
+    return Measured({name: value for name, value in summary.items() if name != "calibration"}, None, tuple(notes))
+
+
+def json_table(path: Path) -> dict[str, Any]:
+    """A JSON file's table, empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    found = read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
+def _doubt(directory: Path, stage: Path) -> str | None:
+    """Why a stage's output is not this head's, None where it is."""
+    inputs = json_table(stage / "provenance.json").get("inputs")
+    used = inputs.get("head") if isinstance(inputs, dict) else None
+    heads = [head for head in (used if isinstance(used, list) else [used]) if isinstance(head, dict) and head]
+    if not heads:
+        return f"{stage}: holds no record of the head that was measured (provenance.json)"
+    facts = json_table(directory / CONFIG).get("aerie")
+    origin = facts.get("exported_from") if isinstance(facts, dict) else None
+    files = origin.get("files") if isinstance(origin, dict) else None
+    known = [digests(directory), files if isinstance(files, dict) else {}]
+    if any(head.items() <= own.items() for head in heads for own in known):
+        return None
+    return f"{stage}: was measured with another head than {directory}"
+
+
+PART = r"""[^\s'"\[\](){}<>,;=|]"""
+ROOTED = re.compile(
+    rf"(?<![\w./~\\-])(?!//)(?:~|[A-Za-z]:(?=[/\\]))?(?:/|\\\\|(?<=:)\\|(?:\.\./)+){PART}+"
+    r"|(?<![\w./~-])~/?(?=\s|$)"
+)
+WHOLE = re.compile(r"~?/|~$|[A-Za-z]:[/\\]|\\\\|\.\./")
+HOME = re.compile(r"(~|(/.*)?/(home|Users)/[^/]+|/root|[A-Za-z]:[/\\]Users[/\\][^/\\]+)[/\\]?")
+OPTION = re.compile(r"(--?[\w.-]+=)(.+)", re.DOTALL)  # of a command line
+SOURCE = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+){0,2}")  # a data set of the Hub, its configuration and split
+FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow", ".yaml")
+
+
+def public(value: Any, names: Mapping[str, str]) -> Any:
+    """The value with every text, keys included, made public; names are local spellings and what the world is told."""
+    if isinstance(value, dict):
+        return {public(key, names): public(entry, names) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(entry, names) for entry in value]
+    return _text(value, names) if isinstance(value, str) else value
+
+
+def public_names(target: str, records: Mapping[str, Any]) -> dict[str, str]:
+    """Local spelling -> public name of the target, the conversations and the run that a head's records name.
+
+    records are the tables of the files by their names.
+    """
+    config, recipe, summary = (records.get(name) for name in ("config.json", "recipe.yaml", "summary.json"))
+    spelt = [
+        _at(config, "aerie", "target_path"),
+        _at(config, "speculators_config", "verifier", "name_or_path"),
+        _at(recipe, "target", "path"),
+        _at(summary, "target", "name"),
+        _at(records.get("provenance.json"), "inputs", "target", "path"),
+    ]
+    names = {name: target for name in spelt if isinstance(name, str) and not is_on_hub(name)}
+    for name in sources(recipe):
+        if is_local_source(name):
+            names[name] = last_part(name)
+    for run in (_at(recipe, "run"), _at(summary, "run")):
+        if isinstance(run, str) and run:
+            names.setdefault(run, last_part(run))
+    return names
+
+
+def sources(recipe: Any) -> list[str]:
+    """The conversations that a recipe names."""
+    found = _at(recipe, "data", "conversations")
+    return [str(name) for name in found] if isinstance(found, list | tuple) else []
+
+
+def is_local_source(name: str) -> bool:
+    """Whether conversations are a file or folder of the trainer's machine and no data set of the Hub."""
+    return name.endswith(FILES) or name.count("/") == 0 or SOURCE.fullmatch(name) is None or not is_on_hub(_bare(name))
+
+
+def last_part(path: str) -> str:
+    """The last part of a path; "home" for somebody's home."""
+    if HOME.fullmatch(path):
+        return "home"
+    kind = PureWindowsPath if "\\" in path else PurePosixPath
+    return kind(path).name.strip("~.") or "home"
+
+
+def _bare(name: str) -> str:
+    """A data set's repository, without its configuration and split."""
+    return name.split(":", maxsplit=1)[0]
+
+
+def _text(text: str, names: Mapping[str, str]) -> str:
+    if option := OPTION.fullmatch(text):
+        return option[1] + _text(option[2], names)
+    text = re.sub(r"\bfile://", "", text)
+    for local in sorted(names, key=len, reverse=True):
+        if text == local or text.startswith(f"{local}/"):
+            return names[local] + text[len(local) :]
+        if "/" in local:
+            told = names[local].replace("\\", r"\\")
+            text = re.sub(rf"(?<![\w./~-]){re.escape(local)}(?![\w.-])", told, text)
+    if WHOLE.match(text) and "\n" not in text:
+        return last_part(text.rstrip())
+    return ROOTED.sub(lambda found: last_part(found[0]), text)
+
+
+def _at(table: Any, *keys: str) -> Any:
+    """The entry under nested keys, None where a table is missing."""
+    for key in keys:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table

@@ -1,7 +1,4 @@
-"""A head on disk, in this project's layout or in a published one, local or on the Hub; and a new head for a target.
-
-Nothing is loaded by luck: every key is accounted for, every shape checked, before a weight is copied.
-"""
+"""A new head's configuration: the recipe's sizes, and the target's own where the recipe leaves them open."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,22 +8,140 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import HeadConfig
-from model.errors import UserError, warn
-from model.files import read_json, write_json
-from model.formats.content import AnyConfig, HeadContent
-from model.formats.layouts import read_content, recognise
-from model.head_files import CONFIG, WEIGHTS
-from model.heads.eagle1 import Eagle1Config, Eagle1Head
-from model.heads.eagle3 import EMBEDDING, Eagle3Config, Eagle3Head
-from model.heads.hydra import HydraConfig, HydraHead
-from model.heads.medusa import MedusaConfig, MedusaHead
-from model.hub import head_directory
-from model.layers import Rotary
-from model.sizes import eagle1_config, eagle3_config, hydra_config, medusa_config
-from model.target import TargetEnds
-from model.vocab import DraftVocabulary
-from model.weights import tensor_names, write_tensors
+from aerie.configs.errors import UserError, warn
+from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.model.formats.common import AnyConfig, HeadContent
+from aerie.model.formats.layouts import read_content, recognise
+from aerie.model.heads.eagle import EMBEDDING, Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
+from aerie.model.heads.multi_token import HydraConfig, HydraHead, MedusaConfig, MedusaHead
+from aerie.model.hub import head_directory
+from aerie.model.layers import Rotary
+from aerie.model.storage import CONFIG, WEIGHTS, read_json, write_json
+from aerie.model.target import TargetEnds
+from aerie.model.vocab import DraftVocabulary
+from aerie.model.weights import tensor_names, write_tensors
+
+
+def eagle1_config(config: HeadConfig, text_config: Any, ends: TargetEnds) -> Eagle1Config:
+    """The head's sizes: the target's own where the recipe leaves them open; RoPE and its length always spelt out."""
+    return Eagle1Config(**_sizes(config, text_config, ends), bias=config.bias)
+
+
+def eagle3_config(
+    config: HeadConfig, text_config: Any, ends: TargetEnds, after_blocks: tuple[int, ...], draft_vocab_size: int
+) -> Eagle3Config:
+    """As eagle1_config; qk_norm is the target's where the recipe leaves it open."""
+    qk_norm = config.qk_norm
+    if qk_norm is None:
+        qk_norm = str(getattr(text_config, "model_type", "")).startswith("qwen3")
+    return Eagle3Config(
+        **_sizes(config, text_config, ends),
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=ends.embedding.shape[1],
+        after_blocks=after_blocks,
+        qk_norm=qk_norm,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+    )
+
+
+def medusa_config(config: HeadConfig, text_config: Any, ends: TargetEnds) -> MedusaConfig:
+    """The recipe's heads and the target's own sizes and final transform."""
+    return MedusaConfig(**_multi_token(config, text_config, ends), lm_head_bias=ends.bias is not None)
+
+
+def hydra_config(config: HeadConfig, text_config: Any, ends: TargetEnds) -> HydraConfig:
+    """As medusa_config; with a prefix layer its sizes too, the target's own where the recipe leaves them open."""
+    heads = _multi_token(config, text_config, ends)
+    if not config.prefix_layer:
+        return HydraConfig(**heads)
+    layer = _sizes(config, text_config, ends)
+    del layer["num_hidden_layers"]
+    return HydraConfig(**{**heads, **layer}, prefix_layer=True)
+
+
+def _multi_token(config: HeadConfig, text_config: Any, ends: TargetEnds) -> dict[str, Any]:
+    vocab_size, hidden_size = ends.embedding.shape
+    return {
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "num_heads": config.num_heads,
+        "num_layers": config.num_layers,
+        "max_position_embeddings": config.max_position_embeddings or int(text_config.max_position_embeddings),
+        "lm_head": config.lm_head,
+        "logit_scale": ends.scale,
+        "final_logit_softcap": ends.softcap,
+    }
+
+
+def _sizes(config: HeadConfig, text_config: Any, ends: TargetEnds) -> dict[str, Any]:
+    vocab_size, hidden_size = ends.embedding.shape
+    hidden_size = config.hidden_size or hidden_size
+    heads = config.num_attention_heads or int(text_config.num_attention_heads)
+    own_heads = config.num_attention_heads is None
+    kv_heads = config.num_key_value_heads or (
+        int(getattr(text_config, "num_key_value_heads", None) or heads) if own_heads else heads
+    )
+    own_dim = getattr(text_config, "head_dim", None) if own_heads else None
+    head_dim = config.head_dim or int(own_dim or hidden_size // heads)
+    if heads % kv_heads:
+        raise UserError(f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    theta, scaling = rope_of(text_config)
+    if config.rope_theta is not None:
+        theta, scaling = config.rope_theta, None
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": config.intermediate_size or int(text_config.intermediate_size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": config.num_hidden_layers,
+        "vocab_size": vocab_size,
+        "rms_norm_eps": float(getattr(text_config, "rms_norm_eps", 1e-6)),
+        "max_position_embeddings": config.max_position_embeddings or int(text_config.max_position_embeddings),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+
+
+def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
+    """A sentence for each way in which a head's positions are not its target's; what is as it should be yields none.
+
+    Base 10,000 and 2,048 positions, the defaults of a configuration that leaves them out, have ruined published heads.
+    """
+    found: list[str] = []
+    if getattr(config, "rope_theta", None) is None:  # a head without attention
+        return found
+    own, target = (config.rope_theta, getattr(config, "rope_scaling", None)), rope_of(text_config)
+    if own != target:
+        found.append(
+            f"{place}: the head's RoPE has {_spelt(*own)}, its target's {_spelt(*target)}; right only if the head was "
+            f"trained so: a new one follows its target where head.rope_theta is left out"
+        )
+    context = getattr(text_config, "max_position_embeddings", None)
+    if context is not None and config.max_position_embeddings < context:
+        found.append(
+            f"{place}: max_position_embeddings is {config.max_position_embeddings:,}, its target's {context:,}: prompt "
+            f"and answer together stop there; train with head.max_position_embeddings {context} for all of it"
+        )
+    return found
+
+
+def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
+    """The target's RoPE base and scaling (None for plain RoPE), whichever generation of configuration holds them."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    if "full_attention" in parameters:  # one RoPE per kind of layer (Gemma-3): the head attends fully
+        parameters = parameters["full_attention"]
+    theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None)) or 10000.0
+    scaling = {k: v for k, v in parameters.items() if k != "rope_theta" and v is not None}
+    return float(theta), None if scaling.get("rope_type", "default") == "default" else scaling
+
+
+def _spelt(theta: float, scaling: dict[str, Any] | None) -> str:
+    kind = "no scaling" if scaling is None else f"{scaling.get('rope_type')} scaling"
+    factor = None if scaling is None else scaling.get("factor")
+    return f"base {theta:,.0f} and {kind}{'' if factor is None else f' by {factor:g}'}"
+
 
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from model.errors import UserError
-from model.head_files import CALIBRATOR, find_weights
+from aerie.configs.errors import UserError
+from aerie.model.storage import CALIBRATOR, find_weights
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 SMALL = ("config.json", "recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "README.md")

@@ -7,27 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-from model.checkpoint import (
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import (
     check_sizes,
     expected_shapes,
     head_facts,
     is_targets,
     loading_checks,
     optional_of,
+    rope_of,
     vocabulary_of,
 )
-from model.errors import UserError
-from model.export import TargetFacts, check_asked, check_depth, other_weights
-from model.formats.content import AnyConfig, HeadContent, HeadFiles
-from model.formats.layouts import read_config, read_content
-from model.formats.sglang import SERVER
-from model.formats.taps import open_taps
-from model.formats.unread import unread
-from model.formats.values import table
-from model.head_files import CONFIG
-from model.heads.eagle3 import EMBEDDING, Eagle3Config
-from model.hub import head_directory
-from model.sizes import rope_of
+from aerie.model.export import TargetFacts, check_asked, check_depth, other_weights
+from aerie.model.formats.common import AnyConfig, HeadContent, HeadFiles, open_taps, table, unread
+from aerie.model.formats.layouts import read_config, read_content
+from aerie.model.formats.sglang import SERVER
+from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
+from aerie.model.hub import head_directory
+from aerie.model.storage import CONFIG
 
 UNNAMED = (2, 3, 4)  # stands in where the files name no taps and no target is given: only their number matters
 OPEN = {

@@ -8,20 +8,20 @@ python model/main.py push HEAD --repo user/name [--private] [--revision BRANCH] 
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == Path(__file__).parent else sys.path[0]
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
 import argparse
 import json
 import re
 from typing import TYPE_CHECKING
 
-from data.provenance import is_dirty
-from model.errors import UserError, exit_code
-from model.files import read_json
-from model.hub import HUB_ID, head_directory, require_login
+from aerie.configs.errors import UserError, exit_code
+from aerie.model.hub import HUB_ID, head_directory, require_login
+from aerie.model.storage import is_dirty, read_json
 
 if TYPE_CHECKING:
-    from model.repository import Repository
+    from aerie.model.push import Repository
 
 AFTER_BLOCKS = "taps of an EAGLE-3 head that names none, as 2,16,29"
 LAYOUTS = ("safeailab", "sglang", "speculators")
@@ -48,8 +48,8 @@ def main() -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Prints one screen, or JSON with --json; 1 when the head would not load or does not fit the target."""
-    from model.export import TargetFacts
-    from model.inspection import inspect_head, screen
+    from aerie.model.export import TargetFacts
+    from aerie.model.inspection import inspect_head, screen
 
     taps = _taps(arguments.after_blocks)
     target = None if arguments.target is None else TargetFacts.load(arguments.target)
@@ -60,7 +60,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Writes OUT, and says what its reader would have to be told."""
-    from model.export import TargetFacts, export
+    from aerie.model.export import TargetFacts, export
 
     out, drafts = arguments.out, arguments.speculative_tokens
     if drafts is not None and drafts < 1:
@@ -84,9 +84,8 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def push(arguments: argparse.Namespace) -> int:
     """Ships the head, or with --dry-run prints what would go."""
-    from model.export import TargetFacts
-    from model.repository import upload
-    from model.shipment import Order, Permissions, pack
+    from aerie.model.export import TargetFacts
+    from aerie.model.push import Order, Permissions, pack, upload
 
     if HUB_ID.fullmatch(arguments.repo) is None or "@" in arguments.repo:
         raise UserError(f"--repo {arguments.repo}: no repository name; it looks like user/name")
@@ -124,7 +123,7 @@ def _found_there(arguments: argparse.Namespace) -> "tuple[Repository, bool]":
 
     UserError where it is public and was to be private.
     """
-    from model.repository import Repository, look
+    from aerie.model.push import Repository, look
 
     try:
         repository = look(arguments.repo, arguments.revision)

@@ -1,5 +1,6 @@
 """The target: any stock `AutoModelForCausalLM`, asked for features, final states and laws; no forked model files."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from model.config import TargetConfig
-from model.errors import UserError
-from model.files import digest
-from model.template import read_template
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.model.storage import digest
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -294,7 +294,7 @@ def _read_tensors(config: TargetConfig, names: set[str]) -> dict[str, Tensor] | 
     if single:
         places = dict.fromkeys(names, str(single))
     elif index:
-        from model.files import read_json
+        from aerie.model.storage import read_json
 
         table = read_json(Path(index))["weight_map"]
         if not names <= set(table):
@@ -333,3 +333,49 @@ def _require_directory(config: TargetConfig) -> None:
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+SHIPPED = "configs/templates/vicuna.jinja"
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def template_path(path: str) -> Path:
+    """The file that target.chat_template names: relative paths count from the working directory, then the checkout."""
+    for place in (Path(path).expanduser(), CHECKOUT / path):
+        if place.is_file():
+            return place
+    raise UserError(f"target.chat_template: {path}: no such file; a template for Vicuna ships as {SHIPPED}")
+
+
+def read_template(path: str) -> str:
+    """The chat template in a .jinja file, found as template_path does."""
+    try:
+        return template_path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"target.chat_template: {path}: cannot read the chat template: {error}") from error
+
+
+Vocabulary = Mapping[str, int]  # a tokenizer's get_vocab()
+
+
+def require_same_token_ids(draft: Vocabulary, target: Vocabulary, num_rows: int, draft_name: str, name: str) -> None:
+    """UserError unless the draft LM draft_name, with num_rows embeddings, reads token ids as the target `name` does.
+
+    A token that both have must have one id, an id that both use must be one token, and the draft LM must have a row for
+    every token of the target. Rows that pad either vocabulary, and added tokens of one side, are no difference.
+    """
+    tokens = {number: token for token, number in target.items()}
+    for token, number in draft.items():
+        other = target.get(token, number)
+        if other != number or tokens.get(number, token) != token:
+            found = f"token {token!r} has id {number}, in {name} "
+            found += f"it has id {other}" if other != number else f"that is {tokens[number]!r}"
+            raise UserError(
+                f"{draft_name}: tokenizer: {found}; a draft LM shares the tokenizer of its target, so choose another"
+            )
+    missing = [token for token, number in target.items() if number >= num_rows]
+    if missing:
+        raise UserError(
+            f"{draft_name}: has {num_rows:,} token embeddings, and {name} has tokens beyond them ({missing[0]!r}, id "
+            f"{target[missing[0]]:,}); choose a draft LM of the same vocabulary"
+        )

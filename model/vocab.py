@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.errors import UserError
+from aerie.configs.errors import UserError
 
 Counts = NDArray[np.int64]
 DEFAULT_SIZE = 32_000  # EAGLE-3's published heads

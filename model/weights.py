@@ -9,9 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.errors import UserError
-from model.files import read_json, write_atomically
-from model.head_files import PICKLE, WEIGHTS, find_weights
+from aerie.configs.errors import UserError
+from aerie.model.storage import PICKLE, WEIGHTS, find_weights, read_json, write_atomically
 
 PICKLED = (".bin", ".pt")
 BROKEN = (OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError)

@@ -7,11 +7,9 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-import pipeline
-from infer.choices import inline
-from infer.config import TreeConfig
-from infer.methods import usual_tree
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.decode import TreeConfig, inline, usual_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"

@@ -12,13 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.cache import CachedRow
-from model.checkpoint import new_head
-from model.config import HeadConfig, HeadKind
-from model.heads.eagle1 import Eagle1Config, Eagle1Head
-from model.heads.eagle3 import Eagle3Config, Eagle3Head
-from model.target import TargetEnds
-from model.vocab import DraftVocabulary
+from aerie.configs.schema.target_and_head import HeadConfig, HeadKind
+from aerie.data.cache import CachedRow
+from aerie.model.checkpoint import new_head
+from aerie.model.heads.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
+from aerie.model.target import TargetEnds
+from aerie.model.vocab import DraftVocabulary
 
 torch.set_num_threads(1)  # tests run beside other work: one thread each
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batches import Batch
-from model.layers import UnrollMemory
-from model.target import TargetEnds
-from train import losses
-from train.evaluate import shifted
-from train.metrics import peak_memory_gib
-from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
+from aerie.data.batches import Batch
+from aerie.model.layers import UnrollMemory
+from aerie.model.target import TargetEnds
+from aerie.train import losses
+from aerie.train.evaluate import shifted
+from aerie.train.log import peak_memory_gib
+from aerie.train.objectives.eagle import Eagle3Objective, UnrolledHead
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batches import Batch, TokenisedRow, collate
-from model.errors import UserError
-from model.layers import UnrollMemory
-from train.objectives.step import Objective, Sums
+from aerie.configs.errors import UserError
+from aerie.data.batches import Batch, TokenisedRow, collate
+from aerie.model.layers import UnrollMemory
+from aerie.train.objectives.step import Objective, Sums
 
 Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
 

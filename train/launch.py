@@ -1,9 +1,14 @@
 """The Accelerator, with or without DeepSpeed, on CPUs and GPUs; and the whole fp32 weights of what it has sharded."""
 
 import logging
+import os
+import signal
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +16,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 
-from model.errors import UserError
-from train.config import TrainConfig
+from aerie.configs.errors import UserError
+from aerie.configs.schema.train import TrainConfig
 
 T = TypeVar("T")
 
@@ -138,3 +143,80 @@ def _gathered(parameter: nn.Parameter) -> Tensor:
         with context:
             return parameter.detach().cpu().clone()
     return parameter.detach().cpu().clone()
+
+
+def be_quiet() -> None:
+    """No advice and no loading bars of the libraries."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+# What becomes of the run: after Ctrl-C somebody decides; a scheduler's signal means that the same command follows.
+STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
+CODES = {"interrupted": 130, "requeue": 75}
+PATIENCE_SECONDS = (
+    5.0  # a launcher repeats the terminal's Ctrl-C to its children at once: only a later one is impatience
+)
+
+
+class StopRequest:
+    """While entered, remembers the first of the signals; a second Ctrl-C after some seconds ends at once."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._since = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def state(self) -> str | None:
+        """'interrupted', 'requeue', or None while no signal has come."""
+        return None if self.received is None else STATES[self.received]
+
+    def __enter__(self) -> "StopRequest":
+        for number in STATES:
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._since = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > PATIENCE_SECONDS:
+            raise KeyboardInterrupt
+
+
+class _Stopped(BaseException):
+    """A scheduler's signal came where nothing has to be saved."""
+
+
+def answered(run: Callable[[], tuple[str, int]]) -> tuple[str, int]:
+    """run's (state, exit code); those of a requeue when a scheduler's signal comes before or after the steps.
+
+    Nothing is trained there, so it ends at once. While a StopRequest is entered it hears the signals instead.
+    """
+    before = {number: signal.signal(number, _stop) for number, state in STATES.items() if state == "requeue"}
+    try:
+        return run()
+    except _Stopped:
+        return "requeue", CODES["requeue"]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise _Stopped

@@ -1,14 +1,10 @@
-"""The training loop: the one place that divides a loss, steps an optimiser and decides what is kept.
-
-A term of a step's loss is the sum over its supervised slots, over all processes and accumulation parts, divided by
-their number. The numbers are known before the first backward, because DeepSpeed divides by the accumulation, averages
-over processes, clips and steps inside the last backward: nothing can be rescaled later.
-"""
+"""The optimiser and the learning rate of each step."""
 
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,17 +13,27 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from data.batches import Batch, Order, ShardPools, TokenisedRow, collate, prefetched
-from data.progress import bar
-from model.errors import UserError, warn
-from train import best, resume
-from train.config import TrainConfig
-from train.evaluate import evaluate
-from train.launch import engine_of, first_process_finds, full_weights, load_weights, machine_of
-from train.metrics import (
+from aerie.configs.errors import UserError, warn
+from aerie.configs.schema.train import TrainConfig
+from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, collate, prefetched
+from aerie.data.progress import bar
+from aerie.train import resume
+from aerie.train import resume as best
+from aerie.train.evaluate import evaluate
+from aerie.train.launch import (
+    CODES,
+    StopRequest,
+    engine_of,
+    first_process_finds,
+    full_weights,
+    load_weights,
+    machine_of,
+)
+from aerie.train.log import (
     Meter,
     MetricsFile,
     StepRecord,
+    Trackers,
     all_reduce,
     held_out_line,
     means,
@@ -35,11 +41,99 @@ from train.metrics import (
     raise_any,
     raise_together,
 )
-from train.objectives.step import Objective, Sums
-from train.optim import build_optimizer, learning_rate
-from train.signals import CODES, StopRequest
-from train.timing import StepClock, profiler_window
-from train.trackers import Trackers
+from aerie.train.objectives.step import Objective, Sums
+
+
+def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over what is trained; weight decay on matrices alone (not on biases and norms)."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas
+    )
+
+
+def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
+    """The rate of optimiser step 0, 1, ...: linear warm-up, then the schedule, which would end at total_steps.
+
+    Its end is final_rate (zero) times the recipe's rate. A pure function: no scheduler object, which accelerate would
+    advance once per process.
+    """
+    warmup = min(config.warmup_steps, total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return config.learning_rate
+    done = (step - warmup) / max(total_steps - warmup, 1)
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.learning_rate * (config.final_rate + (1.0 - config.final_rate) * left)
+
+
+@dataclass
+class StepClock:
+    """Seconds, waiting for data included, and tokens since the last log line."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def add(self, tokens: float, seconds: float, waited: float) -> None:
+        self.steps += 1
+        self.tokens += tokens
+        self.seconds += seconds
+        self.waited += waited
+
+    def flush(self, steps_left: int) -> dict[str, float]:
+        """data_wait, tokens_per_s, step_ms and eta_s, and starts anew."""
+        steps, seconds = max(self.steps, 1), max(self.seconds, 1e-9)
+        found = {
+            "data_wait": self.waited / seconds,
+            "tokens_per_s": self.tokens / seconds,
+            "step_ms": 1000.0 * seconds / steps,
+            "eta_s": steps_left * seconds / steps,
+        }
+        self.steps, self.tokens, self.seconds, self.waited = 0, 0.0, 0.0, 0.0
+        return found
+
+
+class ProfilerWindow:
+    """A torch.profiler trace of the steps that config.profile_steps names, one Chrome trace per process."""
+
+    def __init__(self, config: TrainConfig, directory: Path, rank: int) -> None:
+        self.first, self.count = config.profile_steps or (0, 0)
+        self.path = directory / f"trace-step{self.first}-rank{rank}.json"
+        self._profiler: Any = None
+
+    def before(self, step: int) -> None:
+        """Opens the window before its first step and writes the trace before the step after its last."""
+        if self.count and step == self.first:
+            self._profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)
+            self._profiler.start()
+        elif step == self.first + self.count:
+            self.close()
+
+    def close(self) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self.path))
+        self._profiler = None
+
+
+@contextmanager
+def profiler_window(config: TrainConfig, directory: Path, rank: int) -> Iterator[ProfilerWindow]:
+    """A window that is closed, and its trace written, also when the run ends inside it."""
+    window = ProfilerWindow(config, directory, rank)
+    try:
+        yield window
+    finally:
+        window.close()
+
 
 METER = "meter-{}.json"  # in a save, one a process
 
@@ -351,5 +445,5 @@ class Loop:
                 print(f"going on from step {self.progress.step:,} of {self.total:,} ({found.folder})", flush=True)
         elif self.rank == 0 and self.job.state.is_dir():
             resume.clear(self.job.state)
-            best.clear(self.job.state)
+            best.clear_best(self.job.state)
         self.accelerator.wait_for_everyone()

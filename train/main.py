@@ -7,7 +7,8 @@ python train/main.py --config RECIPE --plan
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1]) if Path(sys.path[0]) == Path(__file__).parent else sys.path[0]
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
 import argparse
 import copy
@@ -18,25 +19,23 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import pipeline
-from data.index import COMMAND
-from data.inputs import changed_since, conversation_inputs
-from data.provenance import FILE, Stage, with_status
-from infer.methods import usual_tree
-from model import recipe as yaml_recipe
-from model.errors import UserError, exit_code
-from model.files import digest, read_json, remove_temporaries, write_text
-from model.recipe import as_dict
-from train import resume
-from train.config import require_read
-from train.inputs import cache_record, cache_states, reads_cache, train_inputs
-from train.output import Output
-from train.quiet import be_quiet
-from train.signals import answered
+from aerie.configs import read as yaml_recipe
+from aerie.configs.errors import UserError, exit_code
+from aerie.configs.read import as_dict
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.decode import usual_tree
+from aerie.configs.schema.train import require_read
+from aerie.data.cache import COMMAND
+from aerie.data.inputs import changed_since, conversation_inputs
+from aerie.model.storage import FILE, Stage, digest, read_json, remove_temporaries, with_status, write_text
+from aerie.train import resume
+from aerie.train.jobs import cache_record, cache_states, reads_cache, train_inputs
+from aerie.train.launch import answered, be_quiet
+from aerie.train.resume import Output
 
 if TYPE_CHECKING:
-    from train.loop import Job, Measure, Outcome, Save
-    from train.source import Source
+    from aerie.train.jobs import Source
+    from aerie.train.loop import Job, Measure, Outcome, Save
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _has_inputs(recipe: pipeline.Recipe) -> bool:
 
 def _plan(setting: Setting, init_to: Path | None) -> int:
     be_quiet()
-    from train.plan import Plan
+    from aerie.train.jobs import Plan
 
     job, vocab_size = _job(setting, is_plan=True)
     config, output = setting.recipe.train, str(setting.stage.output)
@@ -173,8 +172,8 @@ def _compare(setting: Setting, count: int) -> int:
     be_quiet()
     import torch
 
-    from data.batches import Order, collate
-    from train.compare import compare
+    from aerie.data.batches import Order, collate
+    from aerie.train.compare import compare
 
     recipe = setting.recipe
     if recipe.head.kind != "eagle3" or recipe.train.packing or count < 1:
@@ -196,9 +195,9 @@ def _train(setting: Setting) -> tuple[str, int]:
     be_quiet()
     import torch
 
-    from train.launch import Launch, build_accelerator
-    from train.loop import Loop
-    from train.metrics import flat
+    from aerie.train.launch import Launch, build_accelerator
+    from aerie.train.log import flat
+    from aerie.train.loop import Loop
 
     recipe, stage = setting.recipe, setting.stage
     if recipe.threads is not None:
@@ -260,22 +259,29 @@ def _finish(setting: Setting, outcome: "Outcome", num_processes: int) -> None:
 
 def _forget_saves(setting: Setting) -> None:
     """Removes what a finished training would go on from; further best weights than the output stay (keep_best)."""
-    from train import best
+    from aerie.train import resume as best
 
     record, state = read_json(setting.stage.output / FILE), setting.paths.state(_state_name(setting.recipe))
     if record.get("ended") == "finished" and state.is_dir():
         resume.clear(state, is_over=True)
         steps = record.get("best_steps", [])
-        best.clear(state, steps if len(steps) > 1 else ())
+        best.clear_best(state, steps if len(steps) > 1 else ())
 
 
 def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
     """The job, and how many tokens its laws are over; a plan loads no more of the target than its two ends."""
     from functools import partial
 
-    from model.target import Target
-    from train.jobs import Frame, causal_lm_job, distilled_lm_job, draft_head_job
-    from train.source import Request, cached_source, online_source
+    from aerie.model.target import Target
+    from aerie.train.jobs import (
+        Frame,
+        Request,
+        cached_source,
+        causal_lm_job,
+        distilled_lm_job,
+        draft_head_job,
+        online_source,
+    )
 
     recipe, paths, output = setting.recipe, setting.paths, setting.stage.output
     state, metrics = paths.state(_state_name(recipe)), paths.root / "metrics.jsonl"
@@ -304,9 +310,9 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
     """A function of the module that decodes held-out prompts greedily, a share of them in each process."""
     import torch
 
-    from infer.decoders import drafting, make_drafter
-    from infer.engine import SpeculativeDecoder
-    from train.metrics import all_reduce
+    from aerie.infer.decode.engine import SpeculativeDecoder
+    from aerie.infer.decode.methods import drafting, make_drafter
+    from aerie.train.log import all_reduce
 
     config, target = setting.recipe.train, source.target
     assert target is not None
@@ -351,12 +357,12 @@ def _saver(setting: Setting, **fixed: Any) -> "Save":
     """A function of (module with whole weights, directory, facts) that writes the directory."""
     recipe = setting.recipe
     if recipe.head.kind == "draft_lm":
-        from model.target import load_tokenizer
-        from train.objectives.causal_lm import save_causal_lm
+        from aerie.model.target import load_tokenizer
+        from aerie.train.objectives.lm import save_causal_lm
 
         tokenizer = load_tokenizer(recipe.target)
         return lambda module, directory, facts: save_causal_lm(module.lm, tokenizer, directory)
-    from model.checkpoint import save_head
+    from aerie.model.checkpoint import save_head
 
     known = {"target_path": recipe.target.path, **fixed}
     return lambda module, directory, facts: save_head(_head_in(module), directory, **known, **facts)

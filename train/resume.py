@@ -3,16 +3,28 @@
 Nothing here imports torch.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.locks import Lock
-from data.provenance import differences
-from model.errors import NotWritable, UserError, warn
-from model.files import write_text
-from train import saves
+from aerie.configs.errors import NotWritable, UserError, warn
+from aerie.model import storage as saves
+from aerie.model.storage import (
+    FILE,
+    Lock,
+    Stage,
+    differences,
+    digest,
+    read_json,
+    sound_record,
+    write_atomically,
+    write_text,
+)
 
 LATEST = "latest"
 TRACKERS = "trackers.json"  # the run's id there (train.trackers)
@@ -221,3 +233,137 @@ def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
     """The part that decides the weights, but for rounding."""
     train = {name: value for name, value in made_of.get("train", {}).items() if name not in FREE}
     return {name: value for name, value in made_of.items() if name != STATES} | {"train": train}
+
+
+FOLDER = "best"
+
+
+def keep(state: Path, step: int, fill: Callable[[Path], None]) -> None:
+    """Keeps what fill(folder) writes as the weights of a step."""
+    saves.write(state / FOLDER / saves.name_of(step), None, fill)
+
+
+def publish(state: Path, step: int, output: Path) -> None:
+    """Makes the kept weights of a step the output: file by file, each whole or as before, the weights first."""
+    source = state / FOLDER / saves.name_of(step)
+    files = [path for path in source.rglob("*") if path.is_file() and path != source / saves.RECORD]
+    for path in sorted(files, key=lambda path: (".safetensors" not in path.suffixes, path)):
+        write_atomically(output / path.relative_to(source), partial(_copy, path))
+    for stale in output.glob("*.safetensors*"):
+        if not (source / stale.name).exists():
+            stale.unlink()
+    saves.sweep(output)
+
+
+def restore(state: Path, progress: Progress, output: Path) -> Progress:
+    """Brings the output to what it was at a save; a warning, and other progress, when the best weights are lost."""
+    whole = tuple(entry for entry in progress.best if _is_whole(state, entry[1], output))
+    for _, step in progress.best:
+        if step not in [entry[1] for entry in whole]:
+            warn(f"{state / FOLDER / saves.name_of(step)}: broken or missing; weights that are measured later are kept")
+    if whole:
+        publish(state, whole[0][1], output)
+    return progress.moved(best=whole)
+
+
+def forget_others(state: Path, progress: Progress) -> None:
+    """Removes the weights that neither the progress nor a save counts among the best."""
+    named = {step for _, step in progress.best}
+    for folder in saves.folders(state):
+        try:
+            named |= {step for _, step in read_json(folder / saves.RECORD)["values"]["best"]}
+        except (UserError, KeyError, TypeError, ValueError):
+            continue  # a broken save names nothing
+    _keep_only(state, named)
+
+
+def clear_best(state: Path, but: Iterable[int] = ()) -> None:
+    """Removes all kept weights but those of some steps."""
+    _keep_only(state, set(but))
+
+
+def _keep_only(state: Path, steps: set[int]) -> None:
+    for folder in saves.folders(state / FOLDER):
+        if saves.step_of(folder) not in steps:
+            saves.remove(folder)
+    saves.sweep(state / FOLDER)
+    if not steps:
+        shutil.rmtree(state / FOLDER, ignore_errors=True)
+
+
+def _is_whole(state: Path, step: int, output: Path) -> bool:
+    """Whether the kept weights are whole, after taking them from the output where only that still has them."""
+    folder = state / FOLDER / saves.name_of(step)
+    try:
+        saves.read(folder)
+        return True
+    except UserError:
+        pass
+    try:
+        record = read_json(folder / saves.RECORD)
+        saves.read(output, record)
+        saves.write(folder, None, lambda place: _copy_all(output, place, record["files"]))
+        return True
+    except UserError:
+        return False
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+
+
+def _copy_all(source: Path, target: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        _copy(source / name, target / name)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A training's output directory, the run's directory, and that of the training's saves below it."""
+
+    stage: Stage
+    run: Path
+    state: Path
+
+    @property
+    def begun(self) -> Path:
+        """Names the output of a training that is under way: what lies there without provenance is this run's own."""
+        return self.state.parent / f"{self.state.name}.begun"
+
+    def require_own(self) -> None:
+        """UserError for a directory with another training's output, or with files that no training of this run made."""
+        if self._is_unfinished():
+            return
+        self.stage.require_own_directory(overwrite=False)
+        output = self.stage.output
+        if (output / FILE).is_file() or not output.is_dir() or not any(output.iterdir()) or self._is_begun():
+            return
+        raise UserError(
+            f"{output}: holds files that no run has made; name another output, or replace them with --overwrite"
+        )
+
+    def begin(self) -> None:
+        """From here on what lies in the directory is this training's; a run that is moved keeps what is inside it."""
+        output, run = self.stage.output.resolve(), self.run.resolve()
+        write_text(self.begun, f"{output.relative_to(run) if output.is_relative_to(run) else output}\n")
+        (self.stage.output / FILE).unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """The record in the directory says from here on whose it is."""
+        self.begun.unlink(missing_ok=True)
+
+    def _is_begun(self) -> bool:
+        if not self.begun.is_file():
+            return False
+        name = self.begun.read_text(encoding="utf-8").strip()
+        places = (self.run / name, Path(name))  # the second as an earlier version wrote it
+        return self.stage.output.resolve() in [place.resolve() for place in places]
+
+    def _is_unfinished(self) -> bool:
+        """Whether a budget ended this very training, but for settings that move no weight, and its saves are there."""
+        record = sound_record(self.stage.output)
+        if record.get("ended") != "budget" or not saves.folders(self.state):
+            return False
+        then, now = (digest(decisive(inputs)) for inputs in (record["inputs"], self.stage.inputs))
+        return then == now

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from data.distill.answer import SERVER_SKIPS, Answer
-from data.share import Share
-from model.errors import UserError
-from model.files import digest
+from aerie.configs.errors import UserError
+from aerie.data.distill.answer import SERVER_SKIPS, Answer
+from aerie.data.tokens import Share
+from aerie.model.storage import digest
 
 Status = Literal["done", "skipped", "failed"]
 SYNC_SECONDS = 5.0  # what a crash of the machine may cost; a killed process loses nothing

@@ -3,24 +3,25 @@
 One file holds them all, the same for every job of a run: what is skipped here is an input row too and is accounted for.
 """
 
+from __future__ import annotations
+
 import heapq
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
-from data.chat import LONE_SURROGATE
-from data.distill import personas
-from data.distill.config import DistillConfig, SamplingConfig, SourceConfig
-from data.distill.overlap import Overlap
-from data.shapes import LISTS, UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
-from data.sources import RawRow, read_rows
-from model.errors import UserError
-from model.files import digest, write_text
-from model.recipe import as_dict, validate
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict, validate
+from aerie.configs.schema.data import DistillConfig, SamplingConfig, SourceConfig
+from aerie.data.chat import LONE_SURROGATE
+from aerie.data.conversations import LISTS, UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
+from aerie.data.sources import RawRow, read_rows
+from aerie.model.storage import digest, write_text
 
 QUESTION_FIELDS = ("prompt", "question", "problem", "instruction", "query", "input", "text")
 DUPLICATE, OVERLAPS = "the same prompt as an earlier row", "overlaps an evaluation question"
@@ -185,8 +186,8 @@ def _questions(row: Mapping[str, Any], field: str | None) -> tuple[Any, ...]:
 
 def _of_persona(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
     if source.ask == "problem":
-        return replace(plain, invent=personas.invention(row))
-    return replace(plain, turns=(personas.question_of(row),))
+        return replace(plain, invent=invention(row))
+    return replace(plain, turns=(question_of(row),))
 
 
 def _why_not(prompt: Prompt, seen: set[str], overlap: Overlap) -> str | None:
@@ -214,3 +215,101 @@ def plan_line(prompts: Sequence[Prompt]) -> str:
     turns = sum(len(prompt.turns) + (prompt.invent is not None) * 2 for prompt in asked)
     reasons = "".join(f"; {count:,} skipped: {why}" for why, count in skipped.most_common())
     return f"{len(prompts):,} rows, {len(asked):,} to ask with up to {turns:,} requests{reasons}"
+
+
+PERSONA_FIELDS = ("input persona", "persona", "input_persona")
+PROBLEM_FIELDS = ("synthesized text", "synthesized_text", "problem")
+INVENT = (
+    "Invent one demanding mathematics problem that this person could meet at work or in daily life.\n\n"
+    "Person: {persona}\n\n"
+    "Give every number that the solution needs and ask for at most two results. "
+    "Begin with 'Problem:' and do not solve it."
+)
+SOLVE = "{problem}\n\nSolve this step by step, check the result, and state it at the end."
+MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", re.IGNORECASE | re.MULTILINE)
+
+
+def invention(row: Mapping[str, Any]) -> str:
+    """The request for a problem for the row's persona; UnusableRow when it has none."""
+    return INVENT.format(persona=_text(row, PERSONA_FIELDS, "persona"))
+
+
+def question_of(row: Mapping[str, Any]) -> str:
+    """The request to solve the problem that the row has; UnusableRow when it has none."""
+    return solution_request(problem_in(_text(row, PROBLEM_FIELDS, "problem")))
+
+
+def solution_request(problem: str) -> str:
+    """The request to solve a problem."""
+    return SOLVE.format(problem=problem)
+
+
+def problem_in(text: str) -> str:
+    """The problem in an answer: what follows its last 'Problem:', or all of it."""
+    found = list(MARKER.finditer(text))
+    return (text[found[-1].end() :] if found else text).strip()
+
+
+def _text(row: Mapping[str, Any], names: tuple[str, ...], what: str) -> str:
+    value = next((row[name] for name in names if isinstance(row.get(name), str) and row[name].strip()), None)
+    if value is None:
+        keys = ", ".join(map(str, row))
+        raise UnusableRow(f"row has no {what}", f"has keys {keys or 'none'}; a {what} stands under {names[0]!r}")
+    return str(value).strip()
+
+
+# Scripts that set no blanks between words: Thai, Lao, Burmese, Khmer, kana and Chinese characters.
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
+CHARACTER = re.compile(f"[{UNSPACED}]")
+COMMON_SHARE, COMMON_LEAST = 0.1, 5  # runs in so many of the questions are their instructions, not their content
+LEAST_WORDS = 3  # questions of fewer words ("Go on.") are looked for as the whole text only
+CHARACTERS_OF_A_WORD = 2  # in a script without blanks, as Chinese words mostly have
+
+
+def words(text: str) -> list[str]:
+    """Its words in lower case, without punctuation; where a script sets no blanks, each character is one."""
+    return WORD.findall(text.lower())
+
+
+class Overlap:
+    """Hashes of the runs of `size` words of evaluation questions, but for runs that many of them share.
+
+    A question that has no such run of its own (it is shorter, or all its runs are shared) counts as a run of its own
+    length, so that sentences before and behind it do not hide it. A question that is named twice counts once.
+    """
+
+    def __init__(self, questions: Iterable[str], size: int) -> None:
+        self.size = size
+        asked = [list(found) for found in dict.fromkeys(tuple(words(question)) for question in questions)]
+        counts = Counter(key for found in asked for key in set(_runs(found, size)))
+        least = max(COMMON_LEAST, COMMON_SHARE * len(asked))
+        self._hashes: dict[int, set[bytes]] = {size: {key for key, count in counts.items() if count < least}}
+        self._whole = {_hash(found) for found in asked if found}
+        for found in asked:
+            if _num_words(found) >= LEAST_WORDS and self._hashes[size].isdisjoint(_runs(found, size)):
+                self._hashes.setdefault(len(found), set()).add(_hash(found))
+
+    def __contains__(self, text: str) -> bool:
+        """Whether the text has a run in common with a question, or has a whole question in it."""
+        found = words(text)
+        if _hash(found) in self._whole:
+            return True
+        return any(key in hashes for size, hashes in self._hashes.items() for key in _runs(found, size))
+
+
+def _num_words(found: list[str]) -> float:
+    """How many words these are, those of scripts without blanks estimated."""
+    return sum(1.0 / CHARACTERS_OF_A_WORD if CHARACTER.match(word) else 1.0 for word in found)
+
+
+def _runs(found: list[str], size: int) -> Iterator[bytes]:
+    for start in range(len(found) - size + 1):
+        yield _hash(found[start : start + size])
+
+
+def _hash(found: list[str]) -> bytes:
+    return blake2b(" ".join(found).encode("utf-8", "replace"), digest_size=8).digest()

@@ -4,21 +4,26 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-import pipeline
-from data.provenance import Stage, with_status
-from infer.begin import begin_bench, calibrators_of, check_inputs, inputs_of
-from infer.choices import digests as choice_digests
-from infer.commands.chosen import HEAD, Commands, head_of, recipe_of
-from infer.config import BenchConfig, MethodConfig
-from infer.heads import check_levels, kind_at
-from infer.methods import METHODS, tree_of
-from infer.quiet import prepare
-from infer.suite import asked_of, plan_text, suite_of
-from infer.tasks import sources_facts
-from model.errors import UserError
-from model.files import write_json
-from model.hub import is_on_hub
-from model.recipe import as_dict, load
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict, load
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.decode import METHODS, BenchConfig, MethodConfig, tree_of
+from aerie.configs.schema.decode import digests as choice_digests
+from aerie.infer.commands.chosen import HEAD, Commands, head_of, recipe_of
+from aerie.infer.decode.methods import check_levels, kind_at
+from aerie.infer.measure.bench import (
+    asked_of,
+    begin_bench,
+    calibrators_of,
+    check_inputs,
+    inputs_of,
+    plan_text,
+    prepare,
+    suite_of,
+)
+from aerie.infer.measure.tasks import sources_facts
+from aerie.model.hub import is_on_hub
+from aerie.model.storage import Stage, with_status, write_json
 
 
 def add(commands: Commands) -> None:
@@ -64,15 +69,12 @@ def _measure_bench(
     recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, heads: list[str | None]
 ) -> tuple[str, int]:
     prepare(recipe.threads)
-    from infer.bench import Bench, make_decoders, run
-    from infer.hardware import default_device, describe, max_context
-    from infer.overhead import measure_overhead, overhead_text
-    from infer.records import line_of
-    from infer.reference import measure_reference, reference_text
-    from infer.sweeps import SUITE
-    from infer.tasks import load_prompts, pinned
-    from model.files import write_text
-    from model.target import Target, load_tokenizer
+    from aerie.infer.measure.bench import SUITE, Bench, default_device, describe, make_decoders, max_context, run
+    from aerie.infer.measure.record import line_of
+    from aerie.infer.measure.reference import measure_overhead, measure_reference, overhead_text, reference_text
+    from aerie.infer.measure.tasks import load_prompts, pinned
+    from aerie.model.storage import write_text
+    from aerie.model.target import Target, load_tokenizer
 
     asked = pinned(section.prompts)
     prompts = load_prompts(asked)

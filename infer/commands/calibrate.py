@@ -4,26 +4,23 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pipeline
-from data.provenance import Stage, with_status
-from infer.begin import check_inputs, inputs_of
-from infer.choices import digests as choice_digests
-from infer.choices import sized
-from infer.commands.chosen import HEAD, Commands, check_given, head_of, kinds_of, recipe_of
-from infer.config import MethodConfig
-from infer.heads import check_levels
-from infer.methods import tree_of, usual_method
-from infer.quiet import prepare
-from model.errors import UserError
-from model.recipe import as_dict
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.decode import MethodConfig, sized, tree_of, usual_method
+from aerie.configs.schema.decode import digests as choice_digests
+from aerie.infer.commands.chosen import HEAD, Commands, check_given, head_of, kinds_of, recipe_of
+from aerie.infer.decode.methods import check_levels
+from aerie.infer.measure.bench import check_inputs, inputs_of, prepare
+from aerie.model.storage import Stage, with_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from infer.engine import SpeculativeDecoder
-    from model.target import Target
+    from aerie.infer.decode.engine import SpeculativeDecoder
+    from aerie.model.target import Target
 
 
 def add(commands: Commands) -> None:
@@ -68,11 +65,10 @@ def _measure_calibration(
     recipe: pipeline.Recipe, asked: MethodConfig, stage: Stage, head: str | None
 ) -> tuple[str, int]:
     prepare(recipe.threads)
-    from data.progress import bar
-    from infer.calibration.files import write_calibration
-    from infer.calibration.measure import Settings, record
-    from infer.rebuilt_tree import rebuild
-    from infer.tasks import encode, load_prompts
+    from aerie.data.progress import bar
+    from aerie.infer.measure.calibrate import Settings, record, write_calibration
+    from aerie.infer.measure.rebuilt_tree import rebuild
+    from aerie.infer.measure.tasks import encode, load_prompts
 
     section = recipe.calibrate
     assert section is not None
@@ -98,9 +94,9 @@ def _measure_calibration(
 def _decoder(
     recipe: pipeline.Recipe, asked: MethodConfig, head: str | None
 ) -> "tuple[Target, Any, SpeculativeDecoder]":
-    from infer.decoders import Drafters, make_decoder
-    from infer.hardware import default_device
-    from model.target import Target, load_tokenizer
+    from aerie.infer.decode.methods import Drafters, make_decoder
+    from aerie.infer.measure.bench import default_device
+    from aerie.model.target import Target, load_tokenizer
 
     target = Target.load(recipe.target, default_device())
     return target, load_tokenizer(recipe.target), make_decoder(Drafters(target), asked, head, "calibrate")

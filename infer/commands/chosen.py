@@ -4,11 +4,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pipeline
-from infer.config import Method, MethodConfig
-from infer.heads import find_head, kind_at
-from infer.methods import METHODS, check_kind
-from model.errors import warn
+from aerie.configs.errors import warn
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.decode import METHODS, Method, MethodConfig, check_kind
+from aerie.infer.decode.methods import find_head, kind_at
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

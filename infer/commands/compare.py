@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-import pipeline
-from infer.commands.chosen import HEAD, Commands
+from aerie.configs.schema import recipe as pipeline
+from aerie.infer.commands.chosen import HEAD, Commands
 
 
 def add(commands: Commands) -> None:
@@ -21,8 +21,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     recipe = pipeline.load(arguments, unknown)
-    from infer.compare import names, tau_difference
-    from infer.records import read_records
+    from aerie.infer.measure.record import read_records
+    from aerie.infer.report.statistics import names, tau_difference
 
     records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / "records.jsonl")
     if arguments.temperature is not None:

@@ -5,18 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-import pipeline
-from data.inputs import target_inputs
-from infer.begin import check_settings, check_weights
-from infer.choices import sized
-from infer.commands.chosen import HEAD, Commands, check_given, kinds_of, present_head
-from infer.config import Method, MethodConfig
-from infer.heads import check_levels, find_head, kind_at
-from infer.methods import tree_of, usual_method
-from infer.quiet import prepare
-from model.config import TargetConfig
-from model.errors import UserError
-from model.recipe import as_dict, from_overrides, load
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict, from_overrides, load
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.decode import Method, MethodConfig, sized, tree_of, usual_method
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.data.inputs import target_inputs
+from aerie.infer.commands.chosen import HEAD, Commands, check_given, kinds_of, present_head
+from aerie.infer.decode.methods import check_levels, find_head, kind_at
+from aerie.infer.measure.bench import check_settings, check_weights, prepare
 
 
 def add(commands: Commands) -> None:
@@ -52,7 +49,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
         print(f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {grown}{law}")
         return 0
     prepare(threads)
-    from infer.generate import Question, Traces, answer
+    from aerie.infer.measure.generate import Question, Traces, answer
 
     question = Question(arguments.prompt, arguments.raw, arguments.seed, settings)
     answer(target_config, asked, head, question, Traces(arguments.show_tree, arguments.save_tree, arguments.cycles))

@@ -4,10 +4,10 @@ import argparse
 import shlex
 from pathlib import Path
 
-import pipeline
-from infer.commands.chosen import HEAD, Commands, recipe_of
-from model.errors import UserError
-from model.files import read_json
+from aerie.configs.errors import UserError
+from aerie.configs.schema import recipe as pipeline
+from aerie.infer.commands.chosen import HEAD, Commands, recipe_of
+from aerie.model.storage import read_json
 
 
 def add(commands: Commands) -> None:
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
-    from infer.report import Facts, console_table, write_report
+    from aerie.infer.report.page import Facts, console_table, write_report
 
     measured = paths.bench / "provenance.json"
     if not measured.is_file():

@@ -3,17 +3,16 @@
 import argparse
 from pathlib import Path
 
-import pipeline
-from data.provenance import Stage, with_status
-from infer.begin import check_inputs, inputs_of
-from infer.commands.chosen import HEAD, Commands, recipe_of
-from infer.config import TUNABLE
-from infer.heads import heads_by_kind
-from infer.quiet import prepare
-from infer.tuning.apart import check_apart
-from infer.tuning.config import TuneConfig
-from model.errors import UserError
-from model.recipe import as_dict
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.decode import TUNABLE
+from aerie.configs.schema.measure import TuneConfig
+from aerie.infer.commands.chosen import HEAD, Commands, recipe_of
+from aerie.infer.decode.methods import heads_by_kind
+from aerie.infer.measure.bench import check_inputs, inputs_of, prepare
+from aerie.infer.measure.tune import check_apart
+from aerie.model.storage import Stage, with_status
 
 
 def add(commands: Commands) -> None:
@@ -53,9 +52,9 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 def _tune_heads(recipe: pipeline.Recipe, section: TuneConfig, stage: Stage, heads: dict[str, str]) -> tuple[str, int]:
     prepare(recipe.threads)
-    from infer.hardware import default_device, describe
-    from infer.tuning.command import TUNED, measure, tune
-    from model.target import Target, load_tokenizer
+    from aerie.infer.measure.bench import default_device, describe
+    from aerie.infer.measure.tune import TUNED, measure, tune
+    from aerie.model.target import Target, load_tokenizer
 
     target, tokenizer = Target.load(recipe.target, default_device()), load_tokenizer(recipe.target)
     best = tune(target, tokenizer, heads, section, stage.output)

@@ -4,12 +4,12 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-import pipeline
-from infer.commands.chosen import Commands
-from infer.demonstrate import add_options, demonstrate, options_of
-from infer.heads import heads_by_kind, kind_at
-from model.config import TargetConfig
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.commands.chosen import Commands
+from aerie.infer.decode.methods import heads_by_kind, kind_at
+from aerie.infer.measure.lossless import add_options, demonstrate, options_of
 
 
 def add(commands: Commands) -> None:

@@ -1,22 +1,84 @@
-"""The layouts in which heads are published: how each is told apart, read, and written.
+"""This project's own layout: config.json names its kind and every key of its configuration; nothing is guessed."""
 
-Another layout is one module with kind_of, read and write, and one line in the table.
-"""
-
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from model.errors import UserError
-from model.files import read_json
-from model.formats import hydra, medusa, own, safeailab, sglang, speculators
-from model.formats.content import AnyConfig, Destination, Export, HeadContent, HeadFiles
-from model.head_files import CONFIG
-from model.heads.eagle3 import Eagle3Config
-from model.heads.hydra import HydraConfig
-from model.heads.medusa import MedusaConfig
-from model.weights import read_tensors
+from aerie.configs.errors import UserError
+from aerie.model.formats import medusa, safeailab, sglang, speculators
+from aerie.model.formats.common import (
+    KINDS,
+    AnyConfig,
+    Destination,
+    Export,
+    HeadContent,
+    HeadFiles,
+    flag,
+    number,
+    read_rope,
+    read_taps,
+    whole,
+)
+from aerie.model.heads.eagle import Eagle3Config
+from aerie.model.heads.multi_token import HydraConfig, MedusaConfig
+from aerie.model.storage import CONFIG, read_json
+from aerie.model.weights import read_tensors
+
+KIND = "aerie_kind"
+SCHEMAS: dict[str, type[AnyConfig]] = {kind: schema for schema, kind in KINDS.items()}
+READERS: dict[type, Callable[[dict[str, Any], str, Path], Any]] = {bool: flag, int: whole, float: number}
+PREFIX_SIZES = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rms_norm_eps",
+)
+
+
+def kind_of(values: dict[str, Any], names: set[str]) -> str | None:
+    """The kind of head, None where this layout does not hold one that is known."""
+    found = values.get(KIND)
+    return found if isinstance(found, str) and found in SCHEMAS else None
+
+
+def read(files: HeadFiles) -> HeadContent:
+    """The head as it was saved; UserError for a missing key or taps in another numbering."""
+    place, values = files.config_place, files.values
+    schema = SCHEMAS[values[KIND]]
+    if schema is Eagle3Config and "after_blocks" in values:
+        values = {**values, "after_blocks": read_taps(values, None, place)[0]}
+    config = schema(**_known(values, schema, place))
+    missing = [name for name in PREFIX_SIZES if getattr(config, name, None) is None]
+    if isinstance(config, HydraConfig) and config.prefix_layer and missing:
+        raise UserError(f"{place}: has a prefix layer and lacks {', '.join(missing)}")
+    return HeadContent(config, files.tensors, is_embedding_optional=isinstance(config, Eagle3Config))
+
+
+def _known(values: dict[str, Any], schema: type[AnyConfig], place: Path) -> dict[str, Any]:
+    """The values that the schema names; UserError when one without default is missing, or is of another type."""
+    fields = dataclasses.fields(schema)
+    missing = [f.name for f in fields if f.name not in values and f.default is dataclasses.MISSING]
+    if missing:
+        raise UserError(f"{place}: lacks {', '.join(missing)}")
+    types = get_type_hints(schema)
+    return {f.name: _typed(values, f.name, types[f.name], place) for f in fields if f.name in values}
+
+
+def _typed(values: dict[str, Any], name: str, declared: Any, place: Path) -> Any:
+    """The value, of the declared type."""
+    options = get_args(declared) or (declared,)
+    value, reader = values[name], next((READERS[option] for option in options if option in READERS), None)
+    if name == "rope_scaling":
+        return read_rope({name: value}, place)[1]
+    if value is None and type(None) in options:
+        return None
+    if all(isinstance(option, str) for option in options) and value not in options:  # a Literal
+        raise UserError(f"{place}: {name} is {value!r}; it must be one of {', '.join(options)}")
+    return value if reader is None or name == "after_blocks" else reader(values, name, place)
 
 
 @dataclass(frozen=True)
@@ -30,9 +92,9 @@ class Layout:
 
 
 LAYOUTS = (  # the first that knows the files reads them
-    Layout("aerie", own.kind_of, own.read),
+    Layout("aerie", kind_of, read),
     Layout("medusa", medusa.kind_of, medusa.read),
-    Layout("hydra", hydra.kind_of, hydra.read),
+    Layout("hydra", medusa.kind_of_hydra, medusa.read_hydra),
     Layout("speculators", speculators.kind_of, speculators.read, speculators.write),
     Layout("sglang", sglang.kind_of, sglang.read, sglang.write),
     Layout("safeailab", safeailab.kind_of, safeailab.read, safeailab.write),
@@ -50,14 +112,14 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[Layout, str]:
     """The layout and the head's kind; UserError for files that are no head, or of a layout that is not known."""
-    declared, theirs = values.get(own.KIND), values.get(speculators.TYPE)
+    declared, theirs = values.get(KIND), values.get(speculators.TYPE)
     says = "aerie" if declared is not None else "speculators" if theirs is not None else None
     for layout in LAYOUTS:
         kind = layout.kind_of(values, names) if says in (None, layout.name) else None
         if kind is not None:
             return layout, kind
     if says == "aerie":
-        raise UserError(f"{place}: not a head of this project ({own.KIND} is {declared!r})")
+        raise UserError(f"{place}: not a head of this project ({KIND} is {declared!r})")
     if says == "speculators":
         raise UserError(f"{place}: {speculators.TYPE} is {theirs!r}; of speculators' heads, eagle3 and eagle are read")
     if is_whole_model(values, names):
@@ -66,7 +128,7 @@ def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[Lay
             f"(--head) and needs no conversion"
         )
     raise UserError(
-        f"{place}: not a head of this project ({own.KIND} is None), nor one in a layout that it reads "
+        f"{place}: not a head of this project ({KIND} is None), nor one in a layout that it reads "
         f"({', '.join(WRITABLE)})"
     )
 

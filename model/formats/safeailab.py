@@ -11,15 +11,23 @@ from typing import Any
 
 from torch import Tensor
 
-from model.errors import UserError
-from model.formats.content import Destination, Export, HeadContent, HeadFiles, refuse
-from model.formats.llama_keys import read_sizes, write_sizes
-from model.formats.renaming import renamed
-from model.formats.taps import read_taps
-from model.formats.values import flag, table, whole
-from model.heads.eagle1 import Eagle1Config
-from model.heads.eagle3 import EMBEDDING, TAP_CONVENTION, Eagle3Config
-from model.target import default_taps
+from aerie.configs.errors import UserError
+from aerie.model.formats.common import (
+    Destination,
+    Export,
+    HeadContent,
+    HeadFiles,
+    flag,
+    read_sizes,
+    read_taps,
+    refuse,
+    renamed,
+    table,
+    whole,
+    write_sizes,
+)
+from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eagle3Config
+from aerie.model.target import default_taps
 
 NAME = "safeailab"
 FIRST_LAYER = "layers.0.hidden_norm.weight"  # as others name midlayer.hidden_norm.weight

@@ -9,15 +9,25 @@ import re
 from pathlib import Path
 from typing import Any
 
-from model.errors import UserError
-from model.formats.content import SPECULATIVE_TOKENS, Destination, Export, HeadContent, HeadFiles, refuse
-from model.formats.llama_keys import read_sizes, write_sizes
-from model.formats.renaming import renamed
-from model.formats.safeailab import eagle3_tensors, midlayer_first
-from model.formats.taps import NUMBERED, read_taps
-from model.formats.values import flag, table, whole
-from model.heads.eagle1 import Eagle1Config
-from model.heads.eagle3 import TAP_CONVENTION, Eagle3Config
+from aerie.configs.errors import UserError
+from aerie.model.formats.common import (
+    NUMBERED,
+    SPECULATIVE_TOKENS,
+    Destination,
+    Export,
+    HeadContent,
+    HeadFiles,
+    flag,
+    read_sizes,
+    read_taps,
+    refuse,
+    renamed,
+    table,
+    whole,
+    write_sizes,
+)
+from aerie.model.formats.safeailab import eagle3_tensors, midlayer_first
+from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 
 NAME, TYPE, LAYER = "speculators", "speculators_model_type", "transformer_layer_config"
 VERSION = "0.9.0"

@@ -6,14 +6,13 @@ from typing import Any
 
 from accelerate import PartialState
 
-from data.cache import FeatureCache
-from data.chat import Row
-from data.config import FeaturesConfig
-from data.features import extract
-from data.plan import CachePlan, plan_cache
-from data.tokens import TokenisedData
-from model.config import TargetConfig
-from model.target import Target, load_config
+from aerie.configs.schema.data import FeaturesConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.data.cache import FeatureCache
+from aerie.data.chat import Row
+from aerie.data.features import CachePlan, extract, plan_cache
+from aerie.data.tokens import TokenisedData
+from aerie.model.target import Target, load_config
 from tests import tiny
 
 

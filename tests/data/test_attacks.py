@@ -16,17 +16,16 @@ from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from data import features
-from data import main as data_main
-from data.cache import FeatureCache
-from data.features import WRITING
-from data.locks import Lock
-from data.plan import HEADER_BYTES, ROW_BYTES
-from model.errors import UserError, exit_code
+from aerie.configs.errors import UserError, exit_code
+from aerie.data import features
+from aerie.data import main as data_main
+from aerie.data.cache import FeatureCache
+from aerie.data.features import HEADER_BYTES, ROW_BYTES, WRITING
+from aerie.model.storage import Lock
+from aerie.train import main as train_main
 from tests import tiny
 from tests.disks import mounted
 from tests.train.kills import kill_at
-from train import main as train_main
 
 
 def call(module: Any, *words: object) -> int:

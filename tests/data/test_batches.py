@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data.batches import Batch, Order, ShardPools, collate, keyed_generator, prefetched
+from aerie.data.batches import Batch, Order, ShardPools, collate, keyed_generator, prefetched
 from tests import tiny
 
 

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data.bpe import END, PAD, train_tokenizer
-from data.families import FAMILIES
+from aerie.data.corpus import FAMILIES
+from aerie.data.corpus.synthetic import END, PAD, train_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

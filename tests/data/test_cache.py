@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from data.cache import FeatureCache
-from data.chat import Row
-from data.tokens import TokenisedData
-from model.config import TargetConfig
-from model.errors import UserError
-from model.target import fingerprint, load_ends
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.data.cache import FeatureCache
+from aerie.data.chat import Row
+from aerie.data.tokens import TokenisedData
+from aerie.model.target import fingerprint, load_ends
 from tests.data import caches
 
 DATA = TokenisedData(train=caches.rows(11), held_out=caches.rows(4, seed=1))

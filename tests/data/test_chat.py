@@ -3,15 +3,13 @@ from typing import Any
 
 import pytest
 
-from data.chat import Chat, Row, end_of_turn_ids, from_token_row, whole_row
-from data.conversations import Conversation, TokenRow
-from data.shapes import UnusableRow
-from data.tally import Tally
-from model.errors import UserError
-from model.template import read_template
+from aerie.configs.errors import UserError
+from aerie.data.chat import Chat, Row, end_of_turn_ids, from_token_row, whole_row
+from aerie.data.conversations import Conversation, Tally, TokenRow, UnusableRow
+from aerie.model.target import read_template
 from tests.data import chat_targets as targets
 
-VICUNA = read_template("data/templates/vicuna.jinja")
+VICUNA = read_template("configs/templates/vicuna.jinja")
 TURNS = (
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "How are you today?"},
@@ -194,7 +192,7 @@ def test_vicuna_reads_as_fastchat_writes_it() -> None:
 
 
 def test_targets_without_a_template_are_told_how_to_pass_one() -> None:
-    with pytest.raises(UserError, match=r"target\.chat_template.*data/templates/vicuna\.jinja"):
+    with pytest.raises(UserError, match=r"target\.chat_template.*configs/templates/vicuna\.jinja"):
         rows_of(None, "</s>")
 
 

@@ -11,16 +11,11 @@ from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from data.cache import FeatureCache
-from data.check import check
-from data.features import extract
-from data.index import FILE, read_index, write_index
-from data.plan import CachePlan
-from data.shards import ShardBuffer, state_of
-from data.storage import Storage, encode
-from data.tokens import TokenisedData
-from model.errors import UserError
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.data.cache import FILE, FeatureCache, ShardBuffer, Storage, encode, read_index, state_of, write_index
+from aerie.data.features import CachePlan, check, extract
+from aerie.data.tokens import TokenisedData
+from aerie.model.target import Target
 from tests.data import caches
 
 DATA = TokenisedData(train=caches.rows(14), held_out=caches.rows(3, seed=1))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from data.config import DataConfig
-from data.conversations import Conversation, Tally, TokenRow, load_conversations, split_by_hash
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DataConfig
+from aerie.data.conversations import Conversation, Tally, TokenRow, load_conversations, split_by_hash
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
 

@@ -10,19 +10,16 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from data.cache import FeatureCache
-from data.chat import Row
-from data.config import DataConfig, FeaturesConfig
-from data.extraction import Sitting
-from data.features import batches, extract
-from data.index import FILE
-from data.plan import CachePlan, require_own_shards
-from data.provenance import Stage
-from data.share import Share as JobShare
-from data.tokens import TokenisedData
-from model.config import HeadConfig, TargetConfig
-from model.errors import UserError
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DataConfig, FeaturesConfig
+from aerie.configs.schema.target_and_head import HeadConfig, TargetConfig
+from aerie.data.cache import FILE, FeatureCache
+from aerie.data.chat import Row
+from aerie.data.features import CachePlan, Sitting, batches, extract, require_own_shards
+from aerie.data.tokens import Share as JobShare
+from aerie.data.tokens import TokenisedData
+from aerie.model.storage import Stage
+from aerie.model.target import Target
 from tests.data import caches
 
 DATA = TokenisedData(train=caches.rows(14), held_out=caches.rows(3, seed=1))

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from data import frequency
-from data.chat import end_of_turn_ids
-from data.frequency import count_tokens, draft_vocabulary, forced_ids
-from data.tokens import TokenisedData
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.data import tokens as frequency
+from aerie.data.chat import end_of_turn_ids
+from aerie.data.tokens import TokenisedData, count_tokens, draft_vocabulary, forced_ids
 from tests import tiny
 from tests.data import caches
 
@@ -41,7 +40,7 @@ def test_a_cache_is_counted_without_its_states(tmp_path: Path, monkeypatch: pyte
     train = cache.split("train")
     expected = count_tokens(((row.input_ids, row.turns) for row in data.train), 320)
     assert len(cache.contents.shards) > 1 and 0 < len(train) < len(cache)
-    monkeypatch.setattr("data.shards._checksum", None)  # reading a state would fail
+    monkeypatch.setattr("aerie.data.cache._checksum", None)  # reading a state would fail
     assert count_tokens(train.tokens(), 320).tolist() == expected.tolist()
 
 

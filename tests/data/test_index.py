@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data.index import FILE, CacheIndex, ShardEntry, is_complete, pack, read_index, write_index
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.data.cache import FILE, CacheIndex, ShardEntry, is_complete, pack, read_index, write_index
 
 INDEX = CacheIndex(
     schema=1,

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from data.config import DataConfig, FeaturesConfig
-from data.inputs import changed_since, feature_inputs, sampled_digest, state_inputs, target_inputs
-from model.config import TargetConfig
-from model.errors import UserError
-from model.files import digest
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DataConfig, FeaturesConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.data.inputs import changed_since, feature_inputs, sampled_digest, state_inputs, target_inputs
+from aerie.model.storage import digest
 from tests import tiny
 
 
@@ -40,7 +40,9 @@ def test_a_changed_weight_in_the_middle_of_the_target_changes_the_inputs(
 ) -> None:
     before = inputs()
     weights = load_file(target / "model.safetensors")
-    weights["model.layers.2.self_attn.q_proj.weight"] = -weights["model.layers.2.self_attn.q_proj.weight"].clone()
+    weights["model.layers.2.self_attn.q_proj.weight"] = -weights[
+        "model.layers.2.self_attn.q_proj.weight"
+    ].clone()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     assert digest(inputs()) != digest(before)
     assert digest(state_inputs(inputs())) != digest(state_inputs(before))

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from data.cache import FeatureCache
-from data.main import main
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.data.cache import FeatureCache
+from aerie.data.main import main
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +84,9 @@ def test_features_are_written_once_and_then_reused(
 def test_a_whole_cache_is_reported_without_importing_torch(command: Command, recipe: Path) -> None:
     assert command("features", "--config", recipe) == 0
     words = ["data/main.py", "features", "--config", str(recipe)]
-    script = f"import sys; sys.argv = {words}; from data.main import main; main(); assert 'torch' not in sys.modules"
+    script = (
+        f"import sys; sys.argv = {words}; from aerie.data.main import main; main(); assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("features: whole, reused")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.batches import collate
-from data.online import OnlineFeatures
-from data.tokens import TokenisedData
+from aerie.data.batches import collate
+from aerie.data.features import OnlineFeatures
+from aerie.data.tokens import TokenisedData
 from tests.data import caches
 
 TAPS = (1, 2)

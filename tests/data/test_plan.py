@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from data.chat import Row
-from data.config import FeaturesConfig
-from data.plan import CachePlan, estimate, plan_cache, require_space
-from data.share import Share
-from data.tokens import TokenisedData
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import FeaturesConfig
+from aerie.data.chat import Row
+from aerie.data.features import CachePlan, estimate, plan_cache, require_space
+from aerie.data.tokens import Share, TokenisedData
 from tests.data import caches
 
 SIZES = {

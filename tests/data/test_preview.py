@@ -1,7 +1,7 @@
 from array import array
 
-from data.chat import Row
-from data.preview import GREEN, RESET, excerpt, show
+from aerie.data.chat import Row
+from aerie.data.tokens import GREEN, RESET, excerpt, show
 from tests.data import chat_targets as targets
 
 

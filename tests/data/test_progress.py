@@ -4,7 +4,7 @@ import io
 import re
 import time
 
-from data.progress import bar
+from aerie.data.progress import bar
 
 
 class Terminal(io.StringIO):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.provenance import environment
+from aerie.model.storage import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.batches import Order
-from data.cache import FeatureCache
-from data.reading import last_step, measure
-from data.tokens import TokenisedData
+from aerie.data.batches import Order
+from aerie.data.cache import FeatureCache
+from aerie.data.features import last_step, measure
+from aerie.data.tokens import TokenisedData
 from tests.data import caches
 
 

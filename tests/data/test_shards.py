@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.chat import Row
-from data.shards import ShardBuffer, ShardReader, rows_digest, state_of
-from data.storage import Storage, encode
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.data.cache import ShardBuffer, ShardReader, Storage, encode, rows_digest, state_of
+from aerie.data.chat import Row
 
 HIDDEN, TAPS = 6, 2
 PLAIN = Storage(torch.float32)

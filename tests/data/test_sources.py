@@ -6,8 +6,8 @@ import pyarrow as arrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 
-from data.sources import read_rows
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.data.sources import read_rows
 
 ROWS: list[dict[str, Any]] = [{"question": "one", "answer": "eins"}, {"question": "two", "answer": "zwei \N{OWL}"}]
 

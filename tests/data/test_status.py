@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data.provenance import with_status
-from model.errors import UserError, exit_code, stop_on_signals
+from aerie.configs.errors import UserError, exit_code, stop_on_signals
+from aerie.model.storage import with_status
 
 CLEANED: list[int] = []  # the signals after which a clean-up came to its end
 

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.batches import collate
-from data.index import Form, mean_error
-from data.storage import Storage, decode, encode, measured_error
-from data.tokens import TokenisedData
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.data.batches import collate
+from aerie.data.cache import Form, Storage, decode, encode, mean_error, measured_error
+from aerie.data.tokens import TokenisedData
+from aerie.train.jobs import Request, cached_source
 from tests import tiny
 from tests.data import caches
-from train.source import Request, cached_source
 
 FORMS: list[Form] = ["bf16", "fp8", "int8"]
 
@@ -118,8 +117,8 @@ def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(form: Form,
 
 
 def test_training_refuses_a_cache_in_another_form_than_the_recipe_asks(tmp_path: Path) -> None:
-    from data.config import DataConfig, FeaturesConfig
-    from model.config import HeadConfig
+    from aerie.configs.schema.data import DataConfig, FeaturesConfig
+    from aerie.configs.schema.target_and_head import HeadConfig
 
     target = caches.load_target(tmp_path / "target")
     caches.cache(tmp_path / "cache", target, TokenisedData(caches.rows(4), []), storage="int8")

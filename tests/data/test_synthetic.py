@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from data.config import SyntheticConfig
-from data.families import FAMILIES, functions, letters
-from data.families.turn import Turn
-from data.synthetic import opening_key, write_corpus
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import SyntheticConfig
+from aerie.data.corpus import FAMILIES, functions
+from aerie.data.corpus import families as letters
+from aerie.data.corpus.families import Turn
+from aerie.data.corpus.synthetic import opening_key, write_corpus
 
 SMALL = SyntheticConfig(num_conversations=400, num_prompts=28)
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")

@@ -1,4 +1,4 @@
-from data.tally import MAX_REASONS, Tally
+from aerie.data.conversations import MAX_REASONS, Tally
 
 
 def test_the_table_counts_each_reason_and_shows_its_first_place() -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from data.config import DataConfig
-from data.conversations import Tally
-from data.tokens import TokenisedData, statistics, tokenize
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DataConfig
+from aerie.data.conversations import Tally
+from aerie.data.tokens import TokenisedData, statistics, tokenize
 from tests.data import chat_targets as targets
 
 

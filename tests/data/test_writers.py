@@ -14,16 +14,12 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from data.cache import FeatureCache
-from data.check import check
-from data.features import WRITING, extract
-from data.locks import Lock
-from data.plan import HEADER_BYTES, CachePlan, require_space
-from data.share import Share
-from data.tokens import TokenisedData
-from model.errors import NotWritable, UserError
-from model.files import write_text
-from model.target import Target
+from aerie.configs.errors import NotWritable, UserError
+from aerie.data.cache import FeatureCache
+from aerie.data.features import HEADER_BYTES, WRITING, CachePlan, check, extract, require_space
+from aerie.data.tokens import Share, TokenisedData
+from aerie.model.storage import Lock, write_text
+from aerie.model.target import Target
 from tests.data import caches
 
 DATA = TokenisedData(train=caches.rows(40), held_out=caches.rows(3, seed=1))

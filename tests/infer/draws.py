@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from infer.config import SamplingConfig
-from infer.engine import SpeculativeDecoder
-from infer.enumeration import answer_law, draw_answers, p_value
-from infer.proposer import Proposer
-from infer.remembered import remember
-from model.config import TargetConfig
-from model.target import Target
+from aerie.configs.schema.decode import SamplingConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Proposer
+from aerie.infer.measure.lossless import answer_law, draw_answers, p_value
+from aerie.infer.measure.tune import remember
+from aerie.model.target import Target
 from tests import tiny
 
 LEVEL = 1e-5  # a right law's draws fit it worse once in 100,000 tests, whatever draws a machine's rounding makes

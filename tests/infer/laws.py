@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from infer.sampling import Decoding, Sampler, draw
+from aerie.infer.decode.sampling import Decoding, Sampler, draw
 
 torch.set_num_threads(1)  # tests run beside other work: one thread each
 VOCAB = 5

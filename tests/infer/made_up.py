@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from infer.calibrate import summarise
-from infer.records import CycleArrays, Milliseconds, Record, TreeShape, line_of
-from model.files import write_json, write_text
+from aerie.infer.measure.bounds import summarise
+from aerie.infer.measure.record import CycleArrays, Milliseconds, Record, TreeShape, line_of
+from aerie.model.storage import write_json, write_text
 
 TREES = {
     "vanilla": None,

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.engine import SpeculativeDecoder
-from infer.greedy import Reference
-from infer.proposer import Drafting
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Drafting
+from aerie.infer.measure.lossless import Reference
 
 SURE = 60.0  # nats; what is infinitely unlikely has no entropy
 

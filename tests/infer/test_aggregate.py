@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from infer.aggregate import Group, accepted_histogram, group, row, speedups, tau, tau_interval, tau_macro
-from infer.records import Record
-from infer.table import tree_text
+from aerie.infer.measure.record import Record
+from aerie.infer.report.statistics import Group, accepted_histogram, group, row, speedups, tau, tau_interval, tau_macro
+from aerie.infer.report.tables import tree_text
 from tests.infer.made_up import drafted, milliseconds, record
 
 TIMES = {"tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill", "ms", "tau"}

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from transformers.generation import candidate_generator
 
-from infer.config import Method
-from infer.decoders import drafting
-from infer.drafters.draft_lm import DraftLMDrafter
-from infer.engine import Generation, SpeculativeDecoder
-from infer.methods import METHODS
-from infer.proposer import Cycle
-from model.config import TargetConfig
-from model.target import Target
+from aerie.configs.schema.decode import METHODS, Method
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.lm import DraftLMDrafter
+from aerie.infer.decode.engine import Generation, SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.proposer import Cycle
+from aerie.model.target import Target
 from tests import tiny
 
 SETTINGS: dict[Method, dict[str, Any]] = {

@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from infer.bench import Bench, jobs_of, make_decoders, run
-from infer.config import BenchConfig, MethodConfig, PromptsConfig, SamplingConfig, SweepConfig, TreeChanges
-from infer.records import Record, read_records
-from infer.reference import measure_reference
-from infer.tasks import Prompt
-from model.checkpoint import save_head
-from model.config import TargetConfig
-from model.errors import UserError
-from model.target import Target, load_tokenizer
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import (
+    BenchConfig,
+    MethodConfig,
+    PromptsConfig,
+    SamplingConfig,
+    SweepConfig,
+    TreeChanges,
+)
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.measure.bench import Bench, jobs_of, make_decoders, run
+from aerie.infer.measure.record import Record, read_records
+from aerie.infer.measure.reference import measure_reference
+from aerie.infer.measure.tasks import Prompt
+from aerie.model.checkpoint import save_head
+from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 
 TREE = TreeChanges(levels=3, k=2, nodes=6)

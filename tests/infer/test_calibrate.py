@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from infer.calibrate import brier, by_depth, ece, is_held_out, reliability, summarise
-from infer.records import CycleArrays
+from aerie.infer.measure.bounds import brier, by_depth, ece, is_held_out, reliability, summarise
+from aerie.infer.measure.record import CycleArrays
 from tests.infer.made_up import cycles
 
 CONFIDENCE = np.array([0.1, 0.2, 0.6, 0.8, 1.0])

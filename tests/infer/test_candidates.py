@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.candidates import Candidates
-from infer.config import TreeConfig
-from infer.shape import make_shape
-from infer.tree import check_connected
+from aerie.configs.schema.decode import TreeConfig
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.tree import Candidates, check_connected
 from tests.infer.test_shape import GREEDY, VOCAB, TableDrafter, brute_force, paths
 
 Path = tuple[int, ...]

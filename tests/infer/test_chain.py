@@ -5,12 +5,11 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from infer.chain import Chain
-from infer.config import TreeConfig
-from infer.sampling import Sampler
-from infer.shape import make_shape
-from infer.stop import Constant, Level
-from infer.tree import Tree, check_connected
+from aerie.configs.schema.decode import TreeConfig
+from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.shape import Chain, make_shape
+from aerie.infer.decode.stop import Constant, Level
+from aerie.infer.decode.tree import Tree, check_connected
 from tests.infer.laws import SETTINGS, sampler
 from tests.infer.test_shape import VOCAB, TableDrafter
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infer.choices import Choice, best_choices, inline, ordered, sized
-from infer.config import TreeConfig
-from model.errors import UserError
-from model.recipe import validate
+from aerie.configs.errors import UserError
+from aerie.configs.read import validate
+from aerie.configs.schema.decode import Choice, TreeConfig, best_choices, inline, ordered, sized
 
 
 def static(choices: str | tuple[Choice, ...], **changes: object) -> TreeConfig:

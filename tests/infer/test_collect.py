@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from infer.collect import NodeCollector
-from infer.config import TreeConfig, TypicalConfig
-from infer.drafters.eagle import EagleDrafter
-from infer.engine import SpeculativeDecoder
-from infer.proposer import Cycle, Drafting
-from infer.rejection import acceptance, reject
-from infer.shape import make_shape
-from infer.verify import walk
+from aerie.configs.schema.decode import TreeConfig, TypicalConfig
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.verify import acceptance, reject, walk
+from aerie.infer.measure.cycles import NodeCollector
 from tests import tiny
 from tests.infer.draws import tiny_vocabulary
 

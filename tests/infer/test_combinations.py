@@ -5,22 +5,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.config import Method, MethodConfig, SamplingConfig, TreeChanges
-from infer.decoders import Drafters, make_decoder
-from infer.miniature import VOCABULARY
-from infer.proof import ALPHA, Row
-from infer.proposer import Cycle
-from infer.prove import SampledProver
-from infer.stops.config import (
+from aerie.configs.schema.decode import (
     ConfidenceConfig,
     ConstantConfig,
     EntropyConfig,
     HeuristicConfig,
     MarginalGainConfig,
+    Method,
+    MethodConfig,
     ProbabilitySumConfig,
+    SamplingConfig,
     StopConfig,
+    TreeChanges,
     VoteConfig,
 )
+from aerie.infer.decode.methods import Drafters, make_decoder
+from aerie.infer.decode.proposer import Cycle
+from aerie.infer.measure.lossless import ALPHA, VOCABULARY, Row, SampledProver
 from tests.infer.test_engine import greedy
 
 RULES: dict[str, StopConfig] = {

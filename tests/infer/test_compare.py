@@ -2,9 +2,9 @@
 
 import pytest
 
-from infer.compare import tau_difference
-from infer.records import Record
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.infer.measure.record import Record
+from aerie.infer.report.statistics import tau_difference
 from tests.infer.made_up import milliseconds, record
 
 

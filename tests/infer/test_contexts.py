@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from infer.aggregate import group
-from infer.contexts import context_rows, reached
-from infer.records import Record
+from aerie.infer.measure.record import Record
+from aerie.infer.report.statistics import context_rows, group, reached
 from tests.infer.made_up import drafted, milliseconds, record
 
 

@@ -8,32 +8,32 @@ import numpy as np
 import pytest
 import torch
 
-from infer.aggregate import group
-from infer.aggregate import row as summary_row
-from infer.bench import Bench, run
-from infer.calibrate import by_depth, reliability
-from infer.collect import NodeCollector
-from infer.config import (
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import (
     BenchConfig,
+    LookaheadConfig,
     MethodConfig,
+    PromptLookupConfig,
     PromptsConfig,
     SamplingConfig,
     TreeChanges,
+    tree_of,
 )
-from infer.cycle_log import CycleLine, CycleLog, read_cycle_log
-from infer.decoders import drafting
-from infer.drafters.eagle import EagleDrafter
-from infer.drafters.lookahead import Lookahead
-from infer.drafters.prompt_lookup import PromptLookup
-from infer.engine import SpeculativeDecoder
-from infer.guess_config import LookaheadConfig, PromptLookupConfig
-from infer.methods import tree_of
-from infer.proposer import Proposer
-from infer.records import CycleArrays
-from infer.tasks import Prompt, encode
-from model.config import TargetConfig
-from model.errors import UserError
-from model.target import Target
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.drafters.lookahead import Lookahead
+from aerie.infer.decode.drafters.lookup import PromptLookup
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.proposer import Proposer
+from aerie.infer.measure.bench import Bench, run
+from aerie.infer.measure.bounds import by_depth, reliability
+from aerie.infer.measure.cycles import CycleLine, CycleLog, NodeCollector, read_cycle_log
+from aerie.infer.measure.record import CycleArrays
+from aerie.infer.measure.tasks import Prompt, encode
+from aerie.infer.report.statistics import group
+from aerie.infer.report.statistics import row as summary_row
+from aerie.model.target import Target
 from tests import tiny
 
 SMALL = TreeChanges(levels=3, k=3, nodes=8)

@@ -6,10 +6,10 @@ from typing import Literal
 import pytest
 import torch
 
-from infer.decoders import load_head_for
-from model.checkpoint import save_head
-from model.config import TargetConfig
-from model.target import Target
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.methods import load_head_for
+from aerie.model.checkpoint import save_head
+from aerie.model.target import Target
 from tests import tiny
 
 

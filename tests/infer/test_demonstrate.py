@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from infer import engine, verify
-from infer.config import MethodConfig, TypicalConfig
-from infer.demonstrate import Options, demonstrate
-from infer.miniature import write_miniature
-from infer.sampling import Sampler
-from infer.tree import Tree
-from infer.verdict import Verdict
-from model.config import TargetConfig
-from model.files import read_json
+from aerie.configs.schema.decode import MethodConfig, TypicalConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode import engine, verify
+from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.tree import Tree, Verdict
+from aerie.infer.measure.lossless import Options, demonstrate, write_miniature
+from aerie.model.storage import read_json
 
 
 @pytest.fixture(scope="module")

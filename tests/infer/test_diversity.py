@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from infer.diversity import (
+from aerie.infer.report.statistics import (
     distinct_ngrams,
     pooled_prompt_lookup_tau,
     prompt_lookup_cycles,

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.chain import Chain
-from infer.sampling import Sampler
-from infer.shape import Shape
-from infer.static_tree import StaticTree
-from infer.stop import Constant
-from infer.tree import Tree
-from infer.verify import verify
+from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.shape import Chain, Shape, StaticTree
+from aerie.infer.decode.stop import Constant
+from aerie.infer.decode.tree import Tree
+from aerie.infer.decode.verify import verify
 from tests.infer.laws import LENGTH, SETTINGS, VOCAB, World, p_value, sampler, world
 
 RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.config import TreeConfig
-from infer.decoders import load_head_for
-from infer.drafters.eagle import EagleDrafter
-from infer.engine import SpeculativeDecoder
-from infer.proposer import Cycle, Drafting
-from infer.shape import make_shape
-from model.checkpoint import save_head
-from model.config import TargetConfig
-from model.errors import UserError
-from model.heads.eagle3 import Eagle3Head
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import load_head_for
+from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.model.checkpoint import save_head
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.target import Target
 from tests import tiny
 
 TREES = {

@@ -10,16 +10,16 @@ from torch import Tensor
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from infer.collect import NodeCollector
-from infer.config import TreeConfig
-from infer.drafters.eagle import EagleDrafter
-from infer.engine import SpeculativeDecoder
-from infer.proposer import Cycle, Drafting
-from infer.shape import make_shape
-from model.config import TargetConfig
-from model.errors import UserError
-from model.heads.eagle1 import Eagle1Head
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.measure.cycles import NodeCollector
+from aerie.model.heads.eagle import Eagle1Head
+from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 

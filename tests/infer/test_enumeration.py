@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from infer.config import SamplingConfig
-from infer.enumeration import answer_law, p_value
+from aerie.configs.schema.decode import SamplingConfig
+from aerie.infer.measure.lossless import answer_law, p_value
 from tests.infer.draws import tiny_vocabulary
 
 IDS = torch.tensor([[1, 5, 3]])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.drafters.lookahead import Lookahead, Pool
-from infer.engine import SpeculativeDecoder
-from infer.guess_config import LookaheadConfig
-from infer.proposer import Cycle
-from infer.tree import check_connected
-from model.config import TargetConfig
-from model.target import Target
+from aerie.configs.schema.decode import LookaheadConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.lookahead import Lookahead, Pool
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.tree import check_connected
+from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 

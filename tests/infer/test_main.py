@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import save_head
+from aerie.model.checkpoint import save_head
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from infer.config import TreeConfig
-from infer.drafters.hydra import HydraDrafter
-from infer.drafters.medusa import MedusaDrafter
-from infer.engine import SpeculativeDecoder
-from infer.proposer import CachedDrafter, Drafting
-from infer.shape import make_shape
-from model.config import TargetConfig
-from model.errors import UserError
-from model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import CachedDrafter, Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary
+from aerie.model.target import Target
 from tests import tiny
 
 HEADS, WIDTH, VOCAB = 4, 32, 320

@@ -6,22 +6,30 @@ from typing import Any, get_args
 
 import pytest
 
-from infer.config import (
+from aerie.configs.errors import UserError
+from aerie.configs.read import from_overrides, validate
+from aerie.configs.schema.decode import (
+    METHODS,
+    USUAL,
+    EntropyConfig,
+    HeuristicConfig,
+    LookaheadConfig,
     Method,
     MethodConfig,
+    ProbabilitySumConfig,
+    PromptLookupConfig,
     SamplingConfig,
     TreeChanges,
     TreeConfig,
     TypicalConfig,
+    VoteConfig,
+    check_kind,
+    tree_of,
+    usual_method,
 )
-from infer.guess_config import LookaheadConfig, PromptLookupConfig
-from infer.heads import find_head, kind_at
-from infer.methods import METHODS, USUAL, check_kind, tree_of, usual_method
-from infer.shape import make_shape
-from infer.stops.config import EntropyConfig, HeuristicConfig, ProbabilitySumConfig, VoteConfig
-from model.checkpoint import save_head
-from model.errors import UserError
-from model.recipe import from_overrides, validate
+from aerie.infer.decode.methods import find_head, kind_at
+from aerie.infer.decode.shape import make_shape
+from aerie.model.checkpoint import save_head
 from tests import tiny
 
 

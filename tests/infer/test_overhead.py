@@ -6,19 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from infer import overhead as module
-from infer.bench import Bench
-from infer.config import BenchConfig, MethodConfig, PromptsConfig, TreeConfig
-from infer.drafters.eagle import EagleDrafter
-from infer.engine import SpeculativeDecoder
-from infer.overhead import PHASES, measure_overhead, overhead_text
-from infer.proposer import Drafting
-from infer.records import OVERHEAD, Overhead, read_overhead
-from infer.shape import make_shape
-from infer.tape import Tape
-from infer.tasks import Prompt
-from model.config import TargetConfig
-from model.target import Target
+from aerie.configs.schema.decode import BenchConfig, MethodConfig, PromptsConfig, TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.measure import reference as module
+from aerie.infer.measure.bench import Bench
+from aerie.infer.measure.record import OVERHEAD, Overhead, read_overhead
+from aerie.infer.measure.reference import PHASES, Tape, measure_overhead, overhead_text
+from aerie.infer.measure.tasks import Prompt
+from aerie.model.target import Target
 from tests import tiny
 
 TREE = TreeConfig(levels=3, k=3, nodes=8)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from infer import main as infer_main
-from model.checkpoint import save_head
-from model.errors import exit_code
-from model.head_files import WEIGHTS
+from aerie.configs.errors import exit_code
+from aerie.infer import main as infer_main
+from aerie.model.checkpoint import save_head
+from aerie.model.storage import WEIGHTS
 from tests import tiny
 
 Command = Callable[..., tuple[int, str, str]]
@@ -56,8 +56,8 @@ def command(run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("a plan loads no model")
 
-    monkeypatch.setattr("model.target.Target.load", forbidden)
-    monkeypatch.setattr("model.checkpoint.load_head", forbidden)
+    monkeypatch.setattr("aerie.model.target.Target.load", forbidden)
+    monkeypatch.setattr("aerie.model.checkpoint.load_head", forbidden)
 
     def run(name: str, *words: str) -> tuple[int, str, str]:
         prompt = ["--prompt", "hi"] if name == "generate" else []

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from infer.drafters.prompt_lookup import PromptLookup, continuation
-from infer.engine import SpeculativeDecoder
-from infer.guess_config import PromptLookupConfig
-from model.config import TargetConfig
-from model.target import Target
+from aerie.configs.schema.decode import PromptLookupConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.lookup import PromptLookup, continuation
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 

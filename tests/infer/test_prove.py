@@ -9,21 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer import chain, engine, rejection, verify
-from infer.config import Method, MethodConfig, SamplingConfig
-from infer.decoders import Drafters, make_decoder
-from infer.engine import SpeculativeDecoder
-from infer.greedy import EDGES, LENGTHS, Difference, GreedyResult, Reference, compare_greedy, reference
-from infer.guess_config import PromptLookupConfig
-from infer.methods import METHODS
-from infer.miniature import write_miniature
-from infer.proof import ALPHA, SETTINGS, Law, Row, conclude, table
-from infer.proposer import Cycle
-from infer.prove import LENGTH, MINIATURES, SampledProver
-from infer.sampling import Sampler, draw
-from infer.tree import Tree
-from infer.verdict import Verdict
-from model.target import Target
+from aerie.configs.schema.decode import METHODS, Method, MethodConfig, PromptLookupConfig, SamplingConfig
+from aerie.infer.decode import engine, verify
+from aerie.infer.decode import shape as chain
+from aerie.infer.decode import verify as rejection
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import Drafters, make_decoder
+from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.sampling import Sampler, draw
+from aerie.infer.decode.tree import Tree, Verdict
+from aerie.infer.measure.lossless import (
+    ALPHA,
+    EDGES,
+    LENGTH,
+    LENGTHS,
+    MINIATURES,
+    SETTINGS,
+    Difference,
+    GreedyResult,
+    Law,
+    Reference,
+    Row,
+    SampledProver,
+    compare_greedy,
+    conclude,
+    reference,
+    table,
+    write_miniature,
+)
+from aerie.model.target import Target
 from tests.infer.steered import steered
 
 KINDS = ("draft_lm", "medusa", "hydra", "eagle1", "eagle3")

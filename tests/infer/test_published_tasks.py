@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from infer.config import PromptsConfig
-from infer.published_tasks import TASKS, question
-from infer.task_config import TaskConfig
-from infer.tasks import (
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import PromptsConfig
+from aerie.configs.schema.measure import TaskConfig
+from aerie.infer.measure.tasks import (
+    TASKS,
     Prompt,
     check_sources,
     load_prompts,
     pinned,
     prompt_inputs,
+    question,
     revision_of,
     source_of,
     sources_facts,
 )
-from model.errors import UserError
 
 GPQA = {"Question": "Which?", "Correct Answer": "a", "Record ID": "rec7"} | {
     f"Incorrect Answer {n}": letter for n, letter in ((1, "b"), (2, "c"), (3, "d"))

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from infer.choices import best_choices
-from infer.config import TreeConfig
-from infer.engine import SpeculativeDecoder
-from infer.proposer import Cycle, Drafting
-from infer.rank_accuracy import RankCollector
-from infer.shape import make_shape
+from aerie.configs.schema.decode import TreeConfig, best_choices
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.measure.rebuilt_tree import RankCollector
 from tests.infer.test_engine import Prophet, greedy, make_target, prompts
 
 TREE = TreeConfig(shape="static", choices="eagle1", children="best")

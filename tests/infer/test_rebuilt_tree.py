@@ -5,14 +5,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.choices import digests, inline, ordered, sized
-from infer.config import METHODS, CalibrateConfig, MethodConfig, PromptsConfig, TreeChanges, TreeConfig
-from infer.decoders import Drafters, make_decoder
-from infer.methods import tree_of
-from infer.miniature import VOCABULARY, write_miniature
-from infer.rebuilt_tree import CHOICES, expected_tau, probe, rebuild, rebuilt
-from model.errors import UserError
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import (
+    METHODS,
+    CalibrateConfig,
+    MethodConfig,
+    PromptsConfig,
+    TreeChanges,
+    TreeConfig,
+    digests,
+    inline,
+    ordered,
+    sized,
+    tree_of,
+)
+from aerie.infer.decode.methods import Drafters, make_decoder
+from aerie.infer.measure.lossless import VOCABULARY, write_miniature
+from aerie.infer.measure.rebuilt_tree import CHOICES, expected_tau, probe, rebuild, rebuilt
+from aerie.model.target import Target
 from tests.infer.test_engine import greedy
 
 SECTION = CalibrateConfig(PromptsConfig("none", max_new_tokens=24), ranks=6)

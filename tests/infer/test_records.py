@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infer.records import line_of, read_cycles, read_records, read_reference, write_cycles
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.infer.measure.record import line_of, read_cycles, read_records, read_reference, write_cycles
 from tests.infer.made_up import cycles, drafted, record
 
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer import rejection
-from infer.rejection import accept_chain, accept_sibling, reject
-from infer.sampling import draw
-from infer.tree import Proposal, Tree, ancestors
-from infer.verify import rule_of, verify
+from aerie.infer.decode import verify as rejection
+from aerie.infer.decode.sampling import draw
+from aerie.infer.decode.tree import Proposal, Tree, ancestors
+from aerie.infer.decode.verify import accept_chain, accept_sibling, reject, rule_of, verify
 from tests.infer.laws import DRAWS, SETTINGS, VOCAB, World, p_value, sampler, world
 
 Law = Callable[[World, Tensor], Tensor]

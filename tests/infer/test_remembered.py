@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from infer.config import Method, MethodConfig
-from infer.decoders import Drafters, make_decoder
-from infer.engine import SpeculativeDecoder
-from infer.miniature import write_miniature
-from infer.proposer import Drafting
-from infer.remembered import remember
-from infer.tree import Tree
-from model.target import Target
+from aerie.configs.schema.decode import Method, MethodConfig
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import Drafters, make_decoder
+from aerie.infer.decode.proposer import Drafting
+from aerie.infer.decode.tree import Tree
+from aerie.infer.measure.lossless import write_miniature
+from aerie.infer.measure.tune import remember
+from aerie.model.target import Target
 
 IDS = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4]])
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from infer.calibration.pictures import NAMES
-from infer.page import render, segments, verdict
-from infer.records import line_of, read_records
-from infer.report import Facts, write_report
-from model.errors import UserError
-from model.files import write_json
+from aerie.configs.errors import UserError
+from aerie.infer.measure.record import line_of, read_records
+from aerie.infer.report.page import Facts, render, segments, verdict, write_report
+from aerie.infer.report.plots import NAMES
+from aerie.model.storage import write_json
 from tests.infer.calibration.made_up import analysis
 from tests.infer.made_up import drafted, write_run
 
@@ -214,10 +213,15 @@ def test_without_matplotlib_the_report_names_the_extra(monkeypatch: pytest.Monke
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("infer.report", "infer.page", "infer.plots", "infer.palette"):
+    for name in (
+        "aerie.infer.report.page",
+        "aerie.infer.report.page",
+        "aerie.infer.report.plots",
+        "aerie.infer.report.plots",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UserError, match=r"pip install aerie\[report\]"):
-        importlib.import_module("infer.report")
+        importlib.import_module("aerie.infer.report.page")
 
 
 def test_render_needs_nothing_but_its_arguments(whole: tuple[Path, dict[str, Any]]) -> None:

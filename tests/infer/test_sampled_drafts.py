@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer import rejection
-from infer.config import TreeConfig, TypicalConfig
-from infer.drafters.eagle import EagleDrafter
-from infer.engine import SpeculativeDecoder
-from infer.proposer import Cycle, Drafting
-from infer.shape import make_shape
-from infer.verify import rule_of
-from model.errors import UserError
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import TreeConfig, TypicalConfig
+from aerie.infer.decode import verify as rejection
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.verify import rule_of
+from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 from tests.infer.laws import SETTINGS

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from infer.sampling import Decoding, Sampler, resolve
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.infer.decode.sampling import Decoding, Sampler, resolve
 from tests import tiny
 
 

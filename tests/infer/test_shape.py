@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.config import TreeConfig
-from infer.sampling import Decoding, Sampler
-from infer.shape import make_shape
-from infer.tree import Tree, ancestors, check_connected, describe, root_only
+from aerie.configs.schema.decode import TreeConfig
+from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.tree import Tree, ancestors, check_connected, describe, root_only
 
 VOCAB = 11
 GREEDY = Sampler(Decoding(False, 0.0, 0, 1.0, 0.0, 8), torch.Generator())

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from infer.config import TreeConfig
-from infer.drafters.eagle import EagleDrafter
-from infer.engine import SpeculativeDecoder
-from infer.proposer import Drafting
-from infer.shape import make_shape
-from model.config import TargetConfig
-from model.target import Target
+from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.model.target import Target
 from tests import tiny
 
 TRIALS = 300

@@ -7,13 +7,11 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from infer.choices import Choice, inline
-from infer.config import TreeConfig
-from infer.sampling import Sampler
-from infer.shape import make_shape
-from infer.static_tree import Children, StaticTree
-from infer.stop import Constant
-from infer.tree import Tree, check_connected
+from aerie.configs.schema.decode import Choice, TreeConfig, inline
+from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.shape import Children, StaticTree, make_shape
+from aerie.infer.decode.stop import Constant
+from aerie.infer.decode.tree import Tree, check_connected
 from tests.infer.laws import sampler
 from tests.infer.test_chain import Mapped, Remembers
 from tests.infer.test_shape import VOCAB, TableDrafter, paths

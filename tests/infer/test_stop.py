@@ -5,17 +5,16 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from infer.config import TreeConfig
-from infer.stop import Level, Stop
-from infer.stops.choice import make_stop
-from infer.stops.config import (
+from aerie.configs.schema.decode import (
     ConfidenceConfig,
     EntropyConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
     StopConfig,
+    TreeConfig,
     VoteConfig,
 )
+from aerie.infer.decode.stop import Level, Stop, make_stop
 
 VOCAB, DRAWS = 5, 100_000
 RULES: dict[str, StopConfig] = {

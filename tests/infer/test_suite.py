@@ -2,10 +2,17 @@
 
 import pytest
 
-from infer.config import BenchConfig, MethodConfig, PromptsConfig, SamplingConfig, SweepConfig, TreeChanges
-from infer.suite import asked_of, check_tasks, plan_text, suite_of
-from infer.tasks import Prompt
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import (
+    BenchConfig,
+    MethodConfig,
+    PromptsConfig,
+    SamplingConfig,
+    SweepConfig,
+    TreeChanges,
+)
+from aerie.infer.measure.bench import asked_of, check_tasks, plan_text, suite_of
+from aerie.infer.measure.tasks import Prompt
 
 PROMPTS = [Prompt(str(n), task, f"{task} {n}") for n in range(3) for task in ("sums", "code")]
 ROWS = (MethodConfig("vanilla"), MethodConfig("eagle2"))

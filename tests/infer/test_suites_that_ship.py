@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infer.config import METHODS
-from infer.main import main
-from infer.methods import tree_of
-from infer.suite import suite_of
+from aerie.configs.schema.decode import METHODS, tree_of
+from aerie.infer.main import main
+from aerie.infer.measure.bench import suite_of
 from tests.test_recipes import CONFIGS, load
 
 SUITES = {

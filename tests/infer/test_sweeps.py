@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from infer.records import Record, line_of, read_records
-from infer.report import write_report
-from infer.suite import Asked, AskedCell, AskedPoint
-from infer.sweeps import SUITE, main_groups, read_asked, sweep_rows
-from model.errors import UserError
-from model.files import write_json
-from model.recipe import as_dict
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict
+from aerie.infer.measure.bench import SUITE, Asked, AskedCell, AskedPoint, main_groups, read_asked, sweep_rows
+from aerie.infer.measure.record import Record, line_of, read_records
+from aerie.infer.report.page import write_report
+from aerie.model.storage import write_json
 from tests.infer.made_up import drafted, milliseconds, record, write_run
 from tests.infer.test_report import facts
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from infer.aggregate import group, row
-from infer.config import MethodConfig
-from infer.methods import METHODS
-from infer.table import console_table, csv_table, markdown_table, sampling_text, tree_text
-from infer.variant import tree_shape
+from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.infer.measure.record import tree_shape
+from aerie.infer.report.statistics import group, row
+from aerie.infer.report.tables import console_table, csv_table, markdown_table, sampling_text, tree_text
 from tests.infer.made_up import drafted, milliseconds, record
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer import tape as module
-from infer.config import Method, MethodConfig
-from infer.decoders import Drafters, make_decoder
-from infer.engine import SpeculativeDecoder
-from infer.miniature import write_miniature
-from infer.proposer import Cycle, Drafting
-from infer.tape import Call, Part, Tape, taped
-from model.errors import UserError
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import Method, MethodConfig
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import Drafters, make_decoder
+from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.measure import reference as module
+from aerie.infer.measure.lossless import write_miniature
+from aerie.infer.measure.reference import Call, Part, Tape, taped
+from aerie.model.target import Target
 
 IDS = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4]])
 ROWS: list[tuple[Method, str | None]] = [

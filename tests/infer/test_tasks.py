@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from infer.config import PromptsConfig
-from infer.tasks import encode, load_prompts
-from model.config import TargetConfig
-from model.errors import UserError
-from model.target import Target, load_tokenizer
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import PromptsConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.measure.tasks import encode, load_prompts
+from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 
 

@@ -10,17 +10,17 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from infer import main as measuring
-from infer.config import TreeConfig
-from infer.decoders import Drafters, load_head_for
-from infer.engine import SpeculativeDecoder
-from model import main as travelling
-from model.checkpoint import save_head
-from model.config import TargetConfig
-from model.errors import UserError, exit_code
-from model.export import TargetFacts, export
-from model.repository import look, upload
-from model.target import Target
+from aerie.configs.errors import UserError, exit_code
+from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer import main as measuring
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import Drafters, load_head_for
+from aerie.model import main as travelling
+from aerie.model.checkpoint import save_head
+from aerie.model.export import TargetFacts, export
+from aerie.model.push import look, upload
+from aerie.model.target import Target
 from tests import tiny
 from tests.infer.test_main import recipe
 from tests.model.formats import published

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from infer.tree import check_connected
-from infer.trie import Trie
-from infer.verify import walk
+from aerie.infer.decode.drafters.lookup import Trie
+from aerie.infer.decode.tree import check_connected
+from aerie.infer.decode.verify import walk
 
 
 def test_guesses_share_their_beginning_and_siblings_differ() -> None:

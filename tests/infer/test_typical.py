@@ -4,10 +4,9 @@ import math
 
 import torch
 
-from infer.config import TypicalConfig
-from infer.tree import Tree, ancestors
-from infer.typical import accept_typical, entropy
-from infer.verify import NOT_LOSSLESS, rule_of, verify
+from aerie.configs.schema.decode import TypicalConfig
+from aerie.infer.decode.tree import Tree, ancestors
+from aerie.infer.decode.verify import NOT_LOSSLESS, accept_typical, entropy, rule_of, verify
 from tests.infer.laws import sampler
 
 PUBLISHED = TypicalConfig()

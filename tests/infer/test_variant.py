@@ -5,19 +5,21 @@ from typing import Any
 
 import pytest
 
-from infer.aggregate import group, identity, row
-from infer.compare import names
-from infer.config import (
+from aerie.configs.schema.decode import (
     METHODS,
+    EntropyConfig,
+    HeuristicConfig,
+    LookaheadConfig,
     MethodConfig,
+    ProbabilitySumConfig,
+    PromptLookupConfig,
     TreeChanges,
     TypicalConfig,
+    VoteConfig,
 )
-from infer.guess_config import LookaheadConfig, PromptLookupConfig
-from infer.records import Record
-from infer.stops.config import EntropyConfig, HeuristicConfig, ProbabilitySumConfig, VoteConfig
-from infer.table import console_table, csv_table, label, markdown_table, tree_text
-from infer.variant import told_apart, tree_shape
+from aerie.infer.measure.record import Record, told_apart, tree_shape
+from aerie.infer.report.statistics import group, identity, names, row
+from aerie.infer.report.tables import console_table, csv_table, label, markdown_table, tree_text
 from tests.infer.made_up import drafted, record
 
 ALIKE = [  # one method each, whose trees have one size

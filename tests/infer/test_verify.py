@@ -12,9 +12,9 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from infer.sampling import Decoding, Sampler
-from infer.tree import Tree, ancestors
-from infer.verify import Verdict, walk
+from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.tree import Tree, ancestors
+from aerie.infer.decode.verify import Verdict, walk
 
 VOCAB = 6
 PARENTS = [0, 0, 0, 1, 1, 2]  # root; children 1 and 2; 3 and 4 under 1; 5 under 2

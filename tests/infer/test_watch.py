@@ -8,21 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.config import TreeConfig
-from infer.cycle_log import LINE, CycleLine, Origin
-from infer.cycle_recorder import CycleRecorder
-from infer.decoders import drafting
-from infer.drafters.eagle import EagleDrafter
-from infer.drafters.medusa import MedusaDrafter
-from infer.engine import SpeculativeDecoder
-from infer.proposer import CachedDrafter, Cycle, Drafting
-from infer.stop import Level, Stop
-from infer.stops.choice import make_stop
-from infer.stops.config import ConfidenceConfig, EntropyConfig, ProbabilitySumConfig, StopConfig
-from infer.stops.entropy import entropy
-from infer.watch import Growth, WatchedStop, watched
-from model.config import TargetConfig
-from model.target import Target
+from aerie.configs.schema.decode import ConfidenceConfig, EntropyConfig, ProbabilitySumConfig, StopConfig, TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.drafters.multi_token import MedusaDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.proposer import CachedDrafter, Cycle, Drafting
+from aerie.infer.decode.stop import Level, Stop, entropy, make_stop
+from aerie.infer.measure.cycles import LINE, CycleLine, CycleRecorder, Growth, Origin, WatchedStop, watched
+from aerie.model.target import Target
 from tests import tiny
 
 ORIGIN = Origin(1, "eagle2", 0.0, 0, 1.0, "count", "7", 0)

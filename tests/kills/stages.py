@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from data.cache import FeatureCache
+from aerie.data.cache import FeatureCache
 from tests import tiny
 
 ANSWER_CLOCKS = ("ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify")  # of a record and of a cycle's line

@@ -12,19 +12,17 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import data.extraction
-import data.main
-import infer.bench
-import infer.main
-import infer.reference
-import train.jobs
-import train.loop
-import train.main
-import train.source
-from model.errors import exit_code
-from train.launch import quiet_deepspeed
+import aerie.data.main
+import aerie.infer.main
+import aerie.train.main
+from aerie.configs.errors import exit_code
+from aerie.train.launch import quiet_deepspeed
 
-MAIN = {"data/main.py": data.main.main, "train/main.py": train.main.main, "infer/main.py": infer.main.main}
+MAIN = {
+    "data/main.py": aerie.data.main.main,
+    "train/main.py": aerie.train.main.main,
+    "infer/main.py": aerie.infer.main.main,
+}
 
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
 

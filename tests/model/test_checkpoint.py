@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint import check_fits, load_head, new_head, save_head
-from model.config import HeadConfig
-from model.errors import UserError
-from model.layers import Rotary
-from model.sizes import eagle1_config
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.model.checkpoint import check_fits, eagle1_config, load_head, new_head, save_head
+from aerie.model.layers import Rotary
 from tests import tiny
 
 # The published EAGLE-1 key list, without fc.bias (SafeAILab, EAGLE-LLaMA3-Instruct-8B).

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
-from model.checkpoint import check_fits, load_head, new_head, save_head
-from model.config import HeadConfig
-from model.errors import UserError
-from model.heads.eagle3 import Eagle3Head
-from model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary, UnrollMemory
-from model.vocab import DraftVocabulary
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.model.checkpoint import check_fits, load_head, new_head, save_head
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary, UnrollMemory
+from aerie.model.vocab import DraftVocabulary
 from tests import tiny
 
 # SafeAILab's EAGLE3-LLaMA3.1-Instruct-8B with D 32, I 64, 4 heads, 2 of keys and values, V 320, Vd 107, three taps.

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.checkpoint import head_facts, load_head, save_head
-from model.errors import UserError
-from model.export import TargetFacts, export
-from model.formats import layouts
-from model.formats.content import Export, HeadContent
-from model.heads.eagle3 import Eagle3Head
-from model.target import fingerprint
-from model.weights import read_tensors
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import head_facts, load_head, save_head
+from aerie.model.export import TargetFacts, export
+from aerie.model.formats import layouts
+from aerie.model.formats.common import Export, HeadContent
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.target import fingerprint
+from aerie.model.weights import read_tensors
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, ends_facts, safeailab_eagle3, specforge, speculators

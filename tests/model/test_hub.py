@@ -8,12 +8,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from model.checkpoint import head_facts, load_head, new_head, save_head
-from model.config import HeadConfig
-from model.errors import UserError
-from model.heads.eagle3 import Eagle3Head
-from model.hub import head_directory, readable_errors, require_login
-from model.repository import look, upload
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.model.checkpoint import head_facts, load_head, new_head, save_head
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.hub import head_directory, readable_errors, require_login
+from aerie.model.push import look, upload
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, safeailab_eagle3

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint import load_head, save_head
-from model.errors import UserError
-from model.export import TargetFacts
-from model.inspection import inspect_head, screen
-from model.target import fingerprint
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import load_head, save_head
+from aerie.model.export import TargetFacts
+from aerie.model.inspection import inspect_head, screen
+from aerie.model.target import fingerprint
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import EAGLE3, TAPS, ends_facts, safeailab_eagle1, safeailab_eagle3, speculators

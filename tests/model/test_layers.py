@@ -5,9 +5,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from model.errors import UserError
-from model.heads.eagle1 import Eagle1Layer
-from model.layers import LayerSizes, Rotary
+from aerie.configs.errors import UserError
+from aerie.model.heads.eagle import Eagle1Layer
+from aerie.model.layers import LayerSizes, Rotary
 
 LLAMA3 = {
     "rope_type": "llama3",

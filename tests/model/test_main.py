@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from model import main as commands
-from model.checkpoint import load_head, save_head
-from model.errors import exit_code
-from model.formats.layouts import WRITABLE
+from aerie.configs.errors import exit_code
+from aerie.model import main as commands
+from aerie.model.checkpoint import load_head, save_head
+from aerie.model.formats.layouts import WRITABLE
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import safeailab_eagle3
@@ -139,7 +139,7 @@ def test_a_dry_run_tells_what_goes_and_who_sees_it_and_does_without_the_hub(
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
-    script = "import sys; from model.errors import exit_code\nsys.exit(exit_code(lambda: print('x' * 200_000) or 0))"
+    script = "import sys; from aerie.configs.errors import exit_code\nsys.exit(exit_code(lambda: print('x' * 200_000) or 0))"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

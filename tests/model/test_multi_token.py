@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
-from model.checkpoint import check_fits, load_head, new_head, save_head
-from model.config import HeadConfig, HeadKind
-from model.errors import UserError
-from model.heads.hydra import HydraHead
-from model.heads.medusa import MedusaHead
-from model.layers import KeyValueBuffer
-from model.target import TargetEnds
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import HeadConfig, HeadKind
+from aerie.model.checkpoint import check_fits, load_head, new_head, save_head
+from aerie.model.heads.multi_token import HydraHead, MedusaHead
+from aerie.model.layers import KeyValueBuffer
+from aerie.model.target import TargetEnds
 from tests import tiny
 
 ENDS = tiny.ends()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from model.public import is_local_source, public, public_names
+from aerie.model.card import is_local_source, public, public_names
 
 
 @pytest.mark.parametrize(

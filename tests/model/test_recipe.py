@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Discriminator
 
-from model.errors import UserError
-from model.recipe import STRICT, dump, load
+from aerie.configs.errors import UserError
+from aerie.configs.read import STRICT, dump, load
 
 
 @dataclass(frozen=True)

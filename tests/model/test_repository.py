@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint import load_head, save_head
-from model.errors import UserError
-from model.repository import Repository, look, upload
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import load_head, save_head
+from aerie.model.push import Repository, look, upload
 from tests import tiny
 from tests.model.hub_server import Hub
 from tests.model.test_hub import TOKEN, files_of, hub

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from infer.calibration import calibrator
-from infer.calibration.calibrator import Calibrator
-from model.checkpoint import save_head
-from model.errors import UserError
-from model.export import export
-from model.formats.sglang_taps import CHECKED
-from model.head_files import digests
-from model.inspection import inspect_head, screen
-from model.shipment import Order, Permissions, pack
+from aerie.configs.errors import UserError
+from aerie.infer.decode import calibrator
+from aerie.infer.decode.calibrator import Calibrator
+from aerie.model.checkpoint import save_head
+from aerie.model.export import export
+from aerie.model.formats.sglang import CHECKED
+from aerie.model.inspection import inspect_head, screen
+from aerie.model.push import Order, Permissions, pack
+from aerie.model.storage import digests
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats import test_multi_token as multi_token

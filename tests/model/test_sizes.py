@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from model.config import HeadConfig
-from model.sizes import eagle1_config, eagle3_config, position_warnings
+from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.model.checkpoint import eagle1_config, eagle3_config, position_warnings
 from tests import tiny
 
 LONG: dict[str, Any] = {

@@ -19,12 +19,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from infer.cached_lm import CachedLM
-from infer.engine import SpeculativeDecoder
-from infer.tree import Tree, ancestors
-from model.config import TargetConfig
-from model.errors import UserError
-from model.target import Target, default_taps, fingerprint, load_ends
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.tree import Tree, ancestors
+from aerie.model.target import Target, default_taps, fingerprint, load_ends
 from tests import tiny
 
 SIZES: dict[str, Any] = {
@@ -155,7 +155,7 @@ def test_another_targets_fingerprint_differs(tmp_path: Path) -> None:
 def test_a_final_transform_that_is_not_known_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the LM head alone, as most engines do, is what this finds."""
     target = family(name)
-    monkeypatch.setattr("model.target.final_transform", lambda config: (1.0, None))
+    monkeypatch.setattr("aerie.model.target.final_transform", lambda config: (1.0, None))
     with pytest.raises(UserError, match="would not be lossless"):
         Target(target.model, target.recipe)
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from model.config import TargetConfig
-from model.errors import UserError
-from model.target import load_tokenizer
-from model.template import SHIPPED, read_template, template_path
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.model.target import SHIPPED, load_tokenizer, read_template, template_path
 from tests import tiny
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from model.errors import UserError
-from model.token_ids import require_same_token_ids
+from aerie.configs.errors import UserError
+from aerie.model.target import require_same_token_ids
 
 TARGET = {"a": 0, "b": 1, "c": 2}
 

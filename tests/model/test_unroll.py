@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.unroll import Documents, dense_attention, spans, unrolled_attention
+from aerie.model.unroll import Documents, dense_attention, spans, unrolled_attention
 
 STEPS = 3
 

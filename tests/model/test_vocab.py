@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.errors import UserError
-from model.vocab import DraftVocabulary
+from aerie.configs.errors import UserError
+from aerie.model.vocab import DraftVocabulary
 
 
 def ids_of(vocabulary: DraftVocabulary) -> list[int]:

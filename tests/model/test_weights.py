@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.errors import UserError
-from model.weights import read_tensors, tensor_names, write_tensors
+from aerie.configs.errors import UserError
+from aerie.model.weights import read_tensors, tensor_names, write_tensors
 
 
 def state() -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from data.main import main as features
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.data.main import main as features
 from tests import tiny
 from tests.slurm.cluster import Cluster, missing, started
 

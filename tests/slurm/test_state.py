@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data.main import main
-from data.provenance import write_status
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.data.main import main
+from aerie.model.storage import write_status
 from tests import tiny
 from tests.slurm import CHECKOUT
 

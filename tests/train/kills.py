@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from data.batches import Batch
+from aerie.data.batches import Batch
+from aerie.train.objectives.eagle import Eagle1Objective
 from tests.train.sittings import ENDS
-from train.objectives.eagle1 import Eagle1Objective
 
 
 class Interrupted(Eagle1Objective):

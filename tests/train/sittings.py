@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from data.cache import CachedRow
-from model.checkpoint import save_head
-from model.recipe import as_dict
+from aerie.configs.read import as_dict
+from aerie.configs.schema.train import TrainConfig
+from aerie.data.cache import CachedRow
+from aerie.model.checkpoint import save_head
+from aerie.train.launch import Launch, build_accelerator
+from aerie.train.loop import Job, Loop, Outcome
+from aerie.train.objectives.eagle import Eagle1Objective
 from tests import tiny
-from train.config import TrainConfig
-from train.launch import Launch, build_accelerator
-from train.loop import Job, Loop, Outcome
-from train.objectives.eagle1 import Eagle1Objective
 
 ENDS = tiny.ends()
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.batches import collate
-from model.config import HeadConfig
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.data.batches import collate
+from aerie.train.objectives.lm import CausalLM, CausalLMObjective, new_causal_lm, save_causal_lm
 from tests import tiny
-from train.objectives.causal_lm import CausalLM, CausalLMObjective, new_causal_lm, save_causal_lm
 
 SIZES = HeadConfig(
     kind="draft_lm",

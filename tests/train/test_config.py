@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.train import KINDS, TrainConfig, require_read
 from tests.test_recipes import RECIPES, load, name
-from train.config import KINDS, TrainConfig, require_read
 
 OTHER: dict[str, Any] = {
     "feature_weight": 2.0,

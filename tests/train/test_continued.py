@@ -11,11 +11,11 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from data import main as data_main
-from data.provenance import Stage
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.data import main as data_main
+from aerie.model.storage import Stage
+from aerie.train import main as train_main
 from tests import tiny
-from train import main as train_main
 
 
 class Killed(BaseException):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data.batches import Order, collate
-from data.cache import FeatureCache
+from aerie.data.batches import Order, collate
+from aerie.data.cache import FeatureCache
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]

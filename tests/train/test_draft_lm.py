@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.batches import Batch, collate
-from data.cache import CachedRow
-from model.config import TargetConfig
-from model.target import Target, TargetEnds
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.train import LossName, TrainConfig
+from aerie.data.batches import Batch, collate
+from aerie.data.cache import CachedRow
+from aerie.model.target import Target, TargetEnds
+from aerie.train.objectives.lm import DistilledLM, DraftLMObjective
 from tests import tiny
-from train.config import LossName, TrainConfig
-from train.objectives.draft_lm import DistilledLM, DraftLMObjective
 
 CONFIG = TrainConfig(distill="kl", distill_weight=2.0, token_weight=0.5, eval_depths=3)
 LOSSES = typing.get_args(LossName)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.batches import Batch, collate
-from data.cache import CachedRow
+from aerie.configs.schema.train import LossName, TrainConfig
+from aerie.data.batches import Batch, collate
+from aerie.data.cache import CachedRow
+from aerie.train.objectives.eagle import Eagle1Objective
 from tests import tiny
-from train.config import LossName, TrainConfig
-from train.objectives.eagle1 import Eagle1Objective
 
 ENDS = tiny.ends()
 CONFIG = TrainConfig(learning_rate=1e-2, warmup_steps=0)

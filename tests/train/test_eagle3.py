@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.batches import Batch, collate
-from data.cache import CachedRow
-from model.heads.eagle3 import Eagle3Head
-from model.unroll import unrolled_attention
+from aerie.configs.schema.train import LossName, TrainConfig
+from aerie.data.batches import Batch, collate
+from aerie.data.cache import CachedRow
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.unroll import unrolled_attention
+from aerie.train.compare import compare, plain_sums
+from aerie.train.evaluate import evaluate
+from aerie.train.log import means
+from aerie.train.objectives.eagle import Eagle3Objective, UnrolledHead
 from tests import tiny
 from tests.train import live_memory, unrolls
 from tests.train.live_memory import LiveMemory
-from train.compare import compare, plain_sums
-from train.config import LossName, TrainConfig
-from train.evaluate import evaluate
-from train.metrics import means
-from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
 
 ENDS = tiny.ends()
 STEPS = 4
@@ -100,7 +100,7 @@ def test_the_check_against_drafting_sees_a_lost_position_diagonal_or_turn(monkey
         assert off() > 1e-3
     with monkeypatch.context() as patch:
         patch.setattr(
-            "model.layers.unrolled_attention", lambda q, k, v, *rest: unrolled_attention(q, k[:1], v[:1], *rest)
+            "aerie.model.layers.unrolled_attention", lambda q, k, v, *rest: unrolled_attention(q, k[:1], v[:1], *rest)
         )
         assert off() > 1e-3
     one_turn = batch.turns.cummax(1).values.clamp(max=1) * (batch.positions < batch.lengths[:, None])

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from accelerate import PartialState
 
-from data import main as data_main
-from data.provenance import Stage
-from model.checkpoint import load_head
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.data import main as data_main
+from aerie.model.checkpoint import load_head
+from aerie.model.storage import Stage
+from aerie.train import main as train_main
 from tests import tiny
-from train import main as train_main
 
 
 class Killed(BaseException):

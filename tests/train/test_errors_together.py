@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from data.batches import Order
-from data.cache import FeatureCache
+from aerie.data.batches import Order
+from aerie.data.cache import FeatureCache
 from tests import tiny
 from tests.data.distill.faults import free_port
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.batches import collate
-from data.cache import CachedRow
-from model.heads.eagle1 import Eagle1Head
-from model.layers import KeyValueBuffer, UnrollMemory
+from aerie.configs.schema.train import TrainConfig
+from aerie.data.batches import collate
+from aerie.data.cache import CachedRow
+from aerie.model.heads.eagle import Eagle1Head
+from aerie.model.layers import KeyValueBuffer, UnrollMemory
+from aerie.train.evaluate import chain_hits, evaluate, likeliest, target_choices
+from aerie.train.log import means
+from aerie.train.objectives.eagle import Eagle1Objective
 from tests import tiny
-from train.config import TrainConfig
-from train.evaluate import chain_hits, evaluate, likeliest, target_choices
-from train.metrics import means
-from train.objectives.eagle1 import Eagle1Objective
 
 ENDS = tiny.ends()
 STEPS = 4

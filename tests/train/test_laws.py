@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aerie.train.losses import drafted_law
 from tests import tiny
-from train.laws import drafted_law
 
 ENDS = tiny.ends()
 

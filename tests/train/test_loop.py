@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from data.batches import collate
-from model.checkpoint import load_head
+from aerie.data.batches import collate
+from aerie.model.checkpoint import load_head
+from aerie.train.objectives.eagle import Eagle1Objective
 from tests import tiny
 from tests.train.sittings import ENDS, config, job, sitting, weights
-from train.objectives.eagle1 import Eagle1Objective
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

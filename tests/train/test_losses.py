@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.errors import UserError
-from model.recipe import validate
-from train import losses
-from train.config import LossName, TrainConfig
-from train.losses import TargetLaw
+from aerie.configs.errors import UserError
+from aerie.configs.read import validate
+from aerie.configs.schema.train import LossName, TrainConfig
+from aerie.train import losses
+from aerie.train.losses import TargetLaw
 
 CONFIG = TrainConfig()
 

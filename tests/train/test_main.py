@@ -15,21 +15,21 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pipeline
-from data import main as data_main
-from data.cache import FeatureCache
-from infer.drafters.eagle import EagleDrafter
-from infer.engine import SpeculativeDecoder
-from infer.methods import usual_tree
-from infer.proposer import Drafting
-from infer.shape import make_shape
-from model.checkpoint import head_facts, load_head, save_head
-from model.config import TargetConfig
-from model.errors import exit_code
-from model.heads.eagle3 import Eagle3Head
-from model.target import Target, load_ends
+from aerie.configs.errors import exit_code
+from aerie.configs.schema import recipe as pipeline
+from aerie.configs.schema.decode import usual_tree
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.data import main as data_main
+from aerie.data.cache import FeatureCache
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.proposer import Drafting
+from aerie.infer.decode.shape import make_shape
+from aerie.model.checkpoint import head_facts, load_head, save_head
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.target import Target, load_ends
+from aerie.train import main as train_main
 from tests import tiny
-from train import main as train_main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -471,7 +471,7 @@ def pipeline_recipe(path: Path) -> pipeline.Recipe:
 def test_whether_a_run_is_whole_is_told_without_torch(made: Path) -> None:
     code = (
         "import sys; sys.argv = ['main.py', '--config', sys.argv[1], '--is-whole']\n"
-        "from train import main\n"
+        "from aerie.train import main\n"
         "main.main()\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
@@ -500,7 +500,9 @@ def test_settings_that_cannot_train_are_one_line(
 def test_a_training_that_diverges_stops_and_keeps_nothing_of_it(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.losses.smooth_l1", lambda predicted, true: (predicted - true).sum(-1) * float("nan"))
+    monkeypatch.setattr(
+        "aerie.train.losses.smooth_l1", lambda predicted, true: (predicted - true).sum(-1) * float("nan")
+    )
     words = ("--config", made / "recipe.yaml", "--output", tmp_path / "lost", "--train.log_every", "1")
     assert _call(train_main, *words) == 2
     assert "the training diverged (nothing was kept); lower" in capsys.readouterr().err

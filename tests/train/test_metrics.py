@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.metrics import Meter, MetricsFile, StepRecord, clock, held_out_line, peak_memory_gib, thousands
+from aerie.train.log import Meter, MetricsFile, StepRecord, clock, held_out_line, peak_memory_gib, thousands
 
 CPU = torch.device("cpu")
 

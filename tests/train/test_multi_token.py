@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.batches import Batch, collate
-from data.cache import CachedRow
-from model.config import HeadKind
+from aerie.configs.schema.target_and_head import HeadKind
+from aerie.configs.schema.train import LossName, TrainConfig
+from aerie.data.batches import Batch, collate
+from aerie.data.cache import CachedRow
+from aerie.train.evaluate import evaluate
+from aerie.train.log import means
+from aerie.train.objectives.multi_token import KeyedDropout, MultiTokenModule, MultiTokenObjective
 from tests import tiny
-from train.config import LossName, TrainConfig
-from train.dropout import KeyedDropout
-from train.evaluate import evaluate
-from train.metrics import means
-from train.objectives.multi_token import MultiTokenModule, MultiTokenObjective
 
 ENDS = tiny.ends()
 HEADS = 3

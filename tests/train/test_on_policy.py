@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.batches import Batch, collate
-from data.online import OnlineFeatures
-from model.config import TargetConfig
-from model.errors import UserError
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.train import TrainConfig
+from aerie.data.batches import Batch, collate
+from aerie.data.features import OnlineFeatures
+from aerie.model.target import Target
+from aerie.train.objectives.lm import DistilledLM, DraftLMObjective, OnPolicySupply, marked
 from tests import tiny
-from train.config import TrainConfig
-from train.objectives.draft_lm import DistilledLM, DraftLMObjective
-from train.on_policy import OnPolicySupply, marked
 
 CONFIG = TrainConfig(distill="kl", on_policy=1.0, on_policy_tokens=3)
 END = 3  # <|end|>

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from aerie.configs.schema.train import TrainConfig
+from aerie.train.loop import build_optimizer, learning_rate
 from tests import tiny
-from train.config import TrainConfig
-from train.optim import build_optimizer, learning_rate
 
 
 def _rates(schedule: str, steps: int = 100, warmup: int = 10) -> list[float]:

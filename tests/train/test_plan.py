@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.train import main as train_main
 from tests import tiny
-from train import main as train_main
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "eagle3"
 BLOCKS = {"vicuna-13b": 40, "llama31-8b": 32, "llama33-70b": 80, "qwen3-8b": 36, "qwq-32b": 64}

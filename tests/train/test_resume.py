@@ -9,14 +9,16 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from model.checkpoint import head_facts, load_head
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.train import TrainConfig
+from aerie.model import storage as saves
+from aerie.model.checkpoint import head_facts, load_head
+from aerie.train import loop, resume
+from aerie.train import resume as best
+from aerie.train.loop import Loop, Outcome
+from aerie.train.resume import Progress
 from tests.train.kills import Interrupted, ended_by, kill_at
 from tests.train.sittings import config, job, lines, sitting, weights
-from train import best, loop, resume, saves
-from train.config import TrainConfig
-from train.loop import Loop, Outcome
-from train.resume import Progress
 
 KEYS = (
     "kind",

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import head_facts, load_head
-from model.errors import NotWritable, UserError
+from aerie.configs.errors import NotWritable, UserError
+from aerie.model import storage as saves
+from aerie.model.checkpoint import head_facts, load_head
+from aerie.train import resume
+from aerie.train import resume as best
+from aerie.train.resume import Progress
 from tests.disks import small_disk  # noqa: F401
 from tests.train.kills import Interrupted, ended_by
 from tests.train.sittings import config, job, sitting, weights
-from train import best, resume, saves
-from train.resume import Progress
 
 FRESH = Progress({}, 1)
 
@@ -148,7 +150,7 @@ def test_the_best_weights_so_far_stay_and_are_named_by_their_scores(tmp_path: Pa
     assert {score: head_facts(place)["tau"] for score, place in kept.items()} == {score: score for score in kept}
     assert head_facts(tmp_path / "head")["tau"] == 5.0
     assert load_head(kept[5.0]).fc.weight.equal(load_head(tmp_path / "head").fc.weight)
-    best.clear(tmp_path / "state", [4, 5])
+    best.clear_best(tmp_path / "state", [4, 5])
     assert sorted(path.name for path in (tmp_path / "state/best").iterdir()) == ["step-00000004", "step-00000005"]
 
 

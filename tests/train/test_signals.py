@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from train import signals
-from train.signals import StopRequest, answered
+from aerie.train import launch as signals
+from aerie.train.launch import StopRequest, answered
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

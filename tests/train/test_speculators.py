@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from data.batches import collate
-from data.cache import CachedRow
-from model.config import TargetConfig
-from model.heads.eagle3 import Eagle3Head
-from model.target import Target
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.train import TrainConfig
+from aerie.data.batches import collate
+from aerie.data.cache import CachedRow
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.target import Target
+from aerie.train.objectives.eagle import Eagle3Objective, UnrolledHead
 from tests import tiny
-from train.config import TrainConfig
-from train.objectives.eagle3 import Eagle3Objective, UnrolledHead
 
 speculators = pytest.importorskip("speculators", reason="speculators is not installed; parity with it is not checked")
 STEPS, LENGTH = 4, 24

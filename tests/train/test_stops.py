@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from data import main as data_main
-from data.provenance import Stage
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.data import main as data_main
+from aerie.model.storage import Stage
+from aerie.train import main as train_main
+from aerie.train import resume as output
 from tests import tiny
-from train import main as train_main
-from train import output
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from data.cache import CachedRow
-from model.heads.eagle3 import Eagle3Head
-from model.layers import KeyValueBuffer, rotate
-from model.target import TargetEnds
+from aerie.data.cache import CachedRow
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.layers import KeyValueBuffer, rotate
+from aerie.model.target import TargetEnds
 from tests import tiny
 
 

@@ -1,11 +1,6 @@
-"""The objective of Medusa and Hydra heads: each future token's law against its token, or against the target's law.
+"""Dropout whose masks are a function of seed, epoch, row and place: no neighbour, process or restart can move them."""
 
-Slot p holds the feature of t_p; t_{p+1} is the target's own. Head k (0 is the first) predicts t_{p+2+k}, for which
-last_hidden at p + 1 + k gives the target's law; a Hydra head is told the tokens t_{p+1} ... t_{p+1+k}, the
-conversation's. Sources: Medusa (arXiv 2401.10774), section 2.2.1; Hydra (arXiv 2402.05109), sections 3 and 4.
-"""
-
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,16 +9,45 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from data.batches import Batch, empty_like
-from model.heads.hydra import HydraHead
-from model.heads.medusa import MedusaHead
-from model.target import TargetEnds
-from train import losses
-from train.config import TrainConfig
-from train.dropout import KeyedDropout, row_seeds
-from train.evaluate import chain_sums, likeliest, shifted, target_choices
-from train.metrics import most_of_all
-from train.objectives.step import StepOutput, Sums
+from aerie.configs.schema.train import TrainConfig
+from aerie.data.batches import Batch, empty_like, keyed_generator
+from aerie.model.heads.multi_token import HydraHead, MedusaHead
+from aerie.model.target import TargetEnds
+from aerie.train import losses
+from aerie.train.evaluate import chain_sums, likeliest, shifted, target_choices
+from aerie.train.log import most_of_all
+from aerie.train.objectives.step import StepOutput, Sums
+
+
+@dataclass(frozen=True)
+class KeyedDropout:
+    """Drops entries of x [S, W], whose slots are those of one row after the other."""
+
+    rate: float
+    seeds: tuple[int, ...]  # of the rows
+    counts: tuple[int, ...]  # slots of each row
+    branch: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch, slots: Tensor, rate: float, branch: int) -> "KeyedDropout | None":
+        """For the chosen slots [B, T] of a batch and one branch of a head; None where nothing is to be dropped."""
+        if rate == 0.0 or batch.seeds is None:
+            return None
+        return cls(rate, batch.seeds, tuple(slots.sum(1).tolist()), branch)
+
+    def __call__(self, x: Tensor, place: int) -> Tensor:
+        """x with each entry zero by the rate, else divided by its complement; other places have other masks."""
+        kept = x.new_empty(x.shape)  # [S, W]
+        for part, seed in zip(kept.split(self.counts), self.seeds, strict=True):
+            own = keyed_generator(seed, self.branch, place).initial_seed()
+            part.bernoulli_(1.0 - self.rate, generator=torch.Generator(x.device).manual_seed(own))
+        return x * kept / (1.0 - self.rate)
+
+
+def row_seeds(seed: int, epoch: int, rows: tuple[int, ...]) -> tuple[int, ...]:
+    """What Batch.seeds holds in an epoch."""
+    return tuple(keyed_generator(seed, epoch, row).initial_seed() for row in rows)
+
 
 Totals = tuple[Tensor, Tensor, Tensor, Tensor]  # sums of label loss, law loss and hits [H]; the first head's alpha
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from data.batches import Batch
+from aerie.data.batches import Batch
 
 Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.chat import end_of_turn_ids
-from data.distill.answer import Answer, Request
-from data.distill.config import DistillConfig, SourceConfig
-from data.distill.journal import Outcome, ended_rows, journals
-from data.distill.prompts import Prompt, read_prompts
-from data.distill.thinking import Thinking
+from aerie.configs.schema.data import DistillConfig, SourceConfig
+from aerie.data.chat import end_of_turn_ids
+from aerie.data.distill.answer import Answer, Request
+from aerie.data.distill.gate import Thinking
+from aerie.data.distill.journal import Outcome, ended_rows, journals
+from aerie.data.distill.prompts import Prompt, read_prompts
 from tests import tiny
 
 

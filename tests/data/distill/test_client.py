@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from data.distill import client
-from data.distill.answer import FILTERED, TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
-from data.distill.client import ServedTarget
-from data.distill.config import SamplingConfig, ServerConfig
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import SamplingConfig, ServerConfig
+from aerie.data.distill import answer as client
+from aerie.data.distill.answer import FILTERED, TOO_LONG_FOR_SERVER, Answer, Request, ServedTarget, Unanswered
 from tests.data.distill.faults import Proxy, Script, free_port
 
 pytest.importorskip("openai", reason="needs the extra 'distill' (pip install -e .[distill])")

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from data.main import main
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.data.main import main
 from tests import tiny
 from tests.data.distill.answering import outcomes, write_rows
 

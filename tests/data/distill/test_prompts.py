@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 
-from data.distill.config import DistillConfig, SamplingConfig, SourceConfig
-from data.distill.overlap import words
-from data.distill.personas import problem_in
-from data.distill.prompts import Prompt, make_prompts, plan_line, read_prompts, sampling_of, write_prompts
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DistillConfig, SamplingConfig, SourceConfig
+from aerie.data.distill.prompts import (
+    Prompt,
+    make_prompts,
+    plan_line,
+    problem_in,
+    read_prompts,
+    sampling_of,
+    words,
+    write_prompts,
+)
 from tests.data.distill.answering import config, write_rows
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from data.distill.answer import Answer
-from data.distill.config import Action, GateConfig
-from data.distill.job import Job
-from data.distill.journal import Journal, Outcome
-from data.distill.merge import merge
-from data.distill.page import histogram, render
-from data.distill.prompts import Prompt
-from data.distill.quality import flaws
-from data.share import Share
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import Action, GateConfig
+from aerie.data.distill.answer import Answer
+from aerie.data.distill.gate import flaws
+from aerie.data.distill.journal import Journal, Outcome
+from aerie.data.distill.prompts import Prompt
+from aerie.data.distill.run import Job, histogram, merge, render
+from aerie.data.tokens import Share
 from tests.data.distill.answering import config, thinking
 
 GATE = GateConfig()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.main import main
-from model.errors import exit_code
+from aerie.configs.errors import exit_code
+from aerie.data.main import main
 from tests import tiny
 from tests.data.distill.answering import outcomes, write_rows
 from tests.data.distill.faults import Proxy, Script

@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 
-from data.chat import end_of_turn_ids
-from data.config import DataConfig
-from data.distill.answer import Answer
-from data.distill.config import ServerConfig
-from data.distill.journal import Outcome
-from data.distill.rows import training_rows
-from data.distill.thinking import Thinking
-from data.shapes import Message
-from data.tally import Tally
-from data.tokens import TokenisedData, tokenize
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DataConfig, ServerConfig
+from aerie.data.chat import end_of_turn_ids
+from aerie.data.conversations import Message, Tally
+from aerie.data.distill.answer import Answer
+from aerie.data.distill.gate import Thinking
+from aerie.data.distill.journal import Outcome
+from aerie.data.distill.run import training_rows
+from aerie.data.tokens import TokenisedData, tokenize
 from tests.data import chat_targets
 from tests.data.distill.answering import thinking, write_rows
 

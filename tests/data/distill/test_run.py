@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
-from data.distill.config import DistillConfig, GateConfig, ServerConfig, SourceConfig
-from data.distill.job import LOCK, Job
-from data.distill.journal import Journal, Outcome, ended_rows, forget_others, journals
-from data.distill.merge import merge
-from data.distill.overlap import Overlap
-from data.distill.prompts import Prompt
-from data.distill.run import Interview
-from data.locks import Lock
-from data.share import Share
-from model.errors import UserError
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DistillConfig, GateConfig, ServerConfig, SourceConfig
+from aerie.data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
+from aerie.data.distill.journal import Journal, Outcome, ended_rows, forget_others, journals
+from aerie.data.distill.prompts import Overlap, Prompt
+from aerie.data.distill.run import LOCK, Interview, Job, merge
+from aerie.data.tokens import Share
+from aerie.model.storage import Lock
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill.answering import asking, config, echo, prompts, thinking
 

@@ -5,13 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from infer.calibration.analysis import analyse
-from infer.calibration.fitting import fit_and_score
-from infer.calibration.frontier import FrontierArrays, LevelArrays
-from infer.calibration.laws import FLAGS, INTEGERS, LawArrays
-from infer.calibration.measure import Recording
-from infer.calibration.oracle import OracleArrays
-from infer.calibration.positions import PositionArrays
+from aerie.infer.measure.bounds import FLAGS, INTEGERS, FrontierArrays, LawArrays, LevelArrays, PositionArrays
+from aerie.infer.measure.calibrate import Recording, analyse, fit_and_score
+from aerie.infer.measure.oracle import OracleArrays
 from tests.infer.made_up import cycles
 
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.cached_lm import TargetStep
-from infer.calibration.acceptance import acceptance, asked
-from infer.proposer import Cycle
-from infer.rejection import accept_sibling
-from infer.sampling import Decoding, Sampler
-from infer.tree import Proposal, Tree, ancestors
-from infer.verify import rule_of, verify
+from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.tree import Proposal, Tree, ancestors
+from aerie.infer.decode.verify import accept_sibling, rule_of, verify
+from aerie.infer.measure.cycles import acceptance, asked
 
 P = torch.tensor([0.5, 0.3, 0.2, 0.0])
 Q = torch.tensor([0.2, 0.6, 0.1, 0.1])

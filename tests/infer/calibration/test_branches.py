@@ -4,10 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from infer.calibration.branches import branch_reliability, level_reliability
-from infer.calibration.frontier import FrontierArrays, LevelArrays
-from infer.calibration.positions import PositionArrays, by_position, positions
-from infer.tree import Tree, ancestors
+from aerie.infer.decode.tree import Tree, ancestors
+from aerie.infer.measure.bounds import (
+    FrontierArrays,
+    LevelArrays,
+    PositionArrays,
+    branch_reliability,
+    by_position,
+    level_reliability,
+    positions,
+)
 
 
 def test_survival_is_held_against_whole_branches() -> None:

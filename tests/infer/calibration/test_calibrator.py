@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from infer.calibration.calibrator import FLOOR, Calibrator, calibrate_of, load, save, unchanged
-from infer.calibration.fitting import calibrated, fit, fit_and_score, fit_isotonic, fit_temperature, score
-from infer.config import CalibrateConfig
-from infer.records import CycleArrays
-from model.errors import UserError
-from model.head_files import digests
-from model.recipe import from_overrides
+from aerie.configs.errors import UserError
+from aerie.configs.read import from_overrides
+from aerie.configs.schema.decode import CalibrateConfig
+from aerie.infer.decode.calibrator import FLOOR, Calibrator, calibrate_of, load, save, unchanged
+from aerie.infer.measure.calibrate import calibrated, fit, fit_and_score, fit_isotonic, fit_temperature, score
+from aerie.infer.measure.record import CycleArrays
+from aerie.model.storage import digests
 
 KNOTS = Calibrator(2.0, (0.2, 0.6, 0.8), (0.1, 0.5, 0.9))
 
@@ -86,7 +86,7 @@ def test_a_fit_lowers_the_ece_of_prompts_that_it_has_not_seen() -> None:
 
 
 def test_the_other_half_decides_nothing_about_the_fit() -> None:
-    from infer.calibrate import is_held_out
+    from aerie.infer.measure.bounds import is_held_out
 
     one = arrays(0)
     held_out = np.array([is_held_out(int(prompt)) for prompt in one.prompt])

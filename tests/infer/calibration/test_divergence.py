@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from infer.calibration.divergence import deagle_bound, pinsker, token_inequalities
+from aerie.infer.measure.bounds import deagle_bound, pinsker, token_inequalities
 from tests.infer.calibration.made_up import laws
 
 

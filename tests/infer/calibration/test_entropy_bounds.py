@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from infer.calibration.entropy_bounds import (
+from aerie.infer.measure.bounds import (
     approximation,
     bounds,
     bretagnolle_huber,

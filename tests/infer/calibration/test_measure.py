@@ -9,29 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from infer.begin import calibrators_of
-from infer.calibration.analysis import analyse
-from infer.calibration.calibrator import Calibrator, save
-from infer.calibration.frontier import FrontierRecorder
-from infer.calibration.laws import LawArrays
-from infer.calibration.measure import ARRAYS, Recording, Settings, record
-from infer.calibration.oracle import OracleArrays
-from infer.calibration.storage import read_arrays
-from infer.config import MethodConfig, TreeChanges, TreeConfig
-from infer.decoders import Drafters, drafting
-from infer.decoders import make_decoder as make_decoder_of
-from infer.drafters.draft_lm import DraftLMDrafter
-from infer.drafters.eagle import EagleDrafter
-from infer.drafters.medusa import MedusaDrafter
-from infer.engine import SpeculativeDecoder
-from infer.proposer import CachedDrafter, Cycle, Drafting
-from infer.stops.config import EntropyConfig
-from infer.watch import watched
-from model.checkpoint import save_head
-from model.config import TargetConfig
-from model.errors import UserError
-from model.head_files import digests
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import EntropyConfig, MethodConfig, TreeChanges, TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.calibrator import Calibrator, save
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.drafters.lm import DraftLMDrafter
+from aerie.infer.decode.drafters.multi_token import MedusaDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.decode.methods import make_decoder as make_decoder_of
+from aerie.infer.decode.proposer import CachedDrafter, Cycle, Drafting
+from aerie.infer.measure.bench import calibrators_of
+from aerie.infer.measure.bounds import FrontierRecorder, LawArrays
+from aerie.infer.measure.calibrate import ARRAYS, Recording, Settings, analyse, read_arrays, record
+from aerie.infer.measure.cycles import watched
+from aerie.infer.measure.oracle import OracleArrays
+from aerie.model.checkpoint import save_head
+from aerie.model.storage import digests
+from aerie.model.target import Target
 from tests import tiny
 
 WIDE = TreeConfig(levels=3, k=4, nodes=8)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from infer.cached_lm import TargetStep
-from infer.calibration.oracle import oracle_length
-from infer.proposer import Cycle
-from infer.tree import Proposal, Tree, ancestors
-from infer.verdict import Verdict
+from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.tree import Proposal, Tree, Verdict, ancestors
+from aerie.infer.measure.oracle import oracle_length
 from tests.infer.calibration.test_acceptance import P, Q, rows, sampler
 
 TRIALS = 1500

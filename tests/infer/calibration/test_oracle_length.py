@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from infer.calibration.oracle import OracleArrays
-from infer.calibration.oracle_length import by_context, summarise_oracle, upper_bound
+from aerie.infer.measure.oracle import OracleArrays, by_context, summarise_oracle, upper_bound
 
 
 def arrays(**columns: list[int]) -> OracleArrays:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from infer.calibration.rejections import divergence_before_rejection, entropy_by_outcome, sorted_laws, token_table
+from aerie.infer.measure.bounds import divergence_before_rejection, entropy_by_outcome, sorted_laws, token_table
 from tests.infer.calibration.made_up import laws
 
 

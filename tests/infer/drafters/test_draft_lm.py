@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from infer.drafters.draft_lm import DraftLMDrafter, load_draft_lm
-from model.config import TargetConfig
-from model.errors import UserError
-from model.target import Target
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.lm import DraftLMDrafter, load_draft_lm
+from aerie.model.target import Target
 from tests import tiny
 
 SIZES: dict[str, Any] = {

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from infer.aggregate import group, row
-from infer.config import Method, MethodConfig, TreeChanges
-from infer.records import Record, TreeShape
-from infer.variant import tree_shape
+from aerie.configs.schema.decode import Method, MethodConfig, TreeChanges
+from aerie.infer.measure.record import Record, TreeShape, tree_shape
+from aerie.infer.report.statistics import group, row
 from tests.infer.made_up import drafted, milliseconds, record
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from infer.config import Method
-from infer.figures.claim import claims
-from infer.figures.reading import claim_words, claimed_on, reading
-from infer.records import Record
-from infer.suite import Asked, AskedCell, AskedPoint
+from aerie.configs.schema.decode import Method
+from aerie.infer.measure.bench import Asked, AskedCell, AskedPoint
+from aerie.infer.measure.record import Record
+from aerie.infer.report.page import claim_words, claimed_on, reading
+from aerie.infer.report.papers import claims
 from tests.infer.figures.made_up import tree
 from tests.infer.made_up import drafted, milliseconds, record
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from infer.config import Method
-from infer.figures.length_words import length_sentence, length_words, measured_constants
-from infer.figures.lengths import lengths
-from infer.figures.reading import reading
-from infer.records import Record
-from infer.suite import Asked, AskedCell, AskedPoint
+from aerie.configs.schema.decode import Method
+from aerie.infer.measure.bench import Asked, AskedCell, AskedPoint
+from aerie.infer.measure.record import Record
+from aerie.infer.report.page import reading
+from aerie.infer.report.papers import length_sentence, length_words, lengths, measured_constants
 from tests.infer.figures.made_up import tree
 from tests.infer.made_up import drafted, milliseconds, record
 

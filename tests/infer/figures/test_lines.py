@@ -1,7 +1,7 @@
 """Laws of a sweep's lines."""
 
-from infer.figures.lines import lines_of, numeric, values_of
-from infer.stops.config import EntropyConfig, VoteConfig
+from aerie.configs.schema.decode import EntropyConfig, VoteConfig
+from aerie.infer.report.papers import lines_of, numeric, values_of
 from tests.infer.figures.made_up import point
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from infer.records import line_of
-from infer.report import write_report
-from infer.suite import AskedCell
-from infer.sweeps import SUITE
-from model.files import write_json
-from model.recipe import as_dict
+from aerie.configs.read import as_dict
+from aerie.infer.measure.bench import SUITE, AskedCell
+from aerie.infer.measure.record import line_of
+from aerie.infer.report.page import write_report
+from aerie.model.storage import write_json
 from tests.infer.figures import test_lengths as chains
 from tests.infer.figures.test_claim import COSTS, GREEDY, bench
 from tests.infer.test_report import BROWSER, facts, laid_out, read_page

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infer.figures.reading import reading
+from aerie.infer.report.page import reading
 from tests.infer.figures.made_up import point
 
 NOTHING: dict[str, Any] = {"analysis": None, "tuning": None, "deagle": [], "lengths": []}

@@ -5,17 +5,22 @@ from typing import Any
 
 import pytest
 
-from infer.aggregate import group, row
-from infer.config import Method
-from infer.figures.ablation import ablation
-from infer.figures.context_tables import context_tables
-from infer.figures.depths import depth_tables
-from infer.figures.policies import policy_tables
-from infer.figures.published import TASKS, beside, published
-from infer.figures.reasoning import PUBLISHED, PUBLISHED_TASKS, reasoning_tables
-from infer.figures.sections import PREFIX, pictures, sections, varied_tables
-from infer.records import Record
-from infer.stops.config import VoteConfig
+from aerie.configs.schema.decode import Method, VoteConfig
+from aerie.infer.measure.record import Record
+from aerie.infer.report.page import PREFIX, sections, sweep_pictures, varied_tables
+from aerie.infer.report.papers import (
+    PUBLISHED_TASKS,
+    TASKS,
+    ablation,
+    beside,
+    context_tables,
+    depth_tables,
+    policy_tables,
+    published,
+    reasoning_tables,
+)
+from aerie.infer.report.papers import PUBLISHED_reasoning as PUBLISHED
+from aerie.infer.report.statistics import group, row
 from tests.infer.figures.made_up import point, tree
 from tests.infer.made_up import drafted, milliseconds, record
 
@@ -172,7 +177,7 @@ def test_every_table_that_can_be_drawn_is_drawn_and_a_failed_point_is_left_out()
     methods = [point("m", "method", name, name) for name in ("deagle", "svip")]
     context = [{**point("context", "context", 64, "eagle2"), "span": span} for span in ("cumulative", "bucket")]
     made = sections(summary_rows(("eagle2", "deagle")), [], [*ablated(), *deepened(), *k, *methods, *context])
-    drawn = pictures(made)
+    drawn = sweep_pictures(made)
     assert sorted(drawn) == [f"{PREFIX}0-k", f"{PREFIX}contexts", f"{PREFIX}depths"]
     for text in drawn.values():
         ET.fromstring(text)  # noqa: S314 (our own picture)
@@ -183,4 +188,4 @@ def test_every_table_that_can_be_drawn_is_drawn_and_a_failed_point_is_left_out()
 def test_nothing_measured_is_nothing_shown(sweeps: list[dict[str, Any]]) -> None:
     made = sections([], [], sweeps)
     assert (made.depths, made.contexts, made.varied, made.policies, made.beside) == ((), None, (), (), ())
-    assert not pictures(made)
+    assert not sweep_pictures(made)

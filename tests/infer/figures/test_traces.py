@@ -3,11 +3,11 @@
 import xml.etree.ElementTree as ET
 from dataclasses import asdict
 
-from infer.aggregate import group
-from infer.config import Method
-from infer.figures.pictures import trace_picture
-from infer.figures.traces import from_json, traced
-from infer.records import Record
+from aerie.configs.schema.decode import Method
+from aerie.infer.measure.record import Record
+from aerie.infer.report.papers import from_json, traced
+from aerie.infer.report.plots import trace_picture
+from aerie.infer.report.statistics import group
 from tests.infer.figures.made_up import tree
 from tests.infer.made_up import drafted, milliseconds, record
 

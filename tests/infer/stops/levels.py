@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from infer.stop import Level, Stop
+from aerie.infer.decode.stop import Level, Stop
 
 
 def level(depth: int, survival: list[float], candidates: list[float] | None = None) -> Level:

@@ -9,23 +9,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infer.config import TreeConfig
-from infer.shape import make_shape
-from infer.stop import Constant, Level
-from infer.stops.choice import make_stop
-from infer.stops.config import (
+from aerie.configs.errors import UserError
+from aerie.configs.read import load
+from aerie.configs.schema.decode import (
     ConfidenceConfig,
     EntropyConfig,
     HeuristicConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
     StopConfig,
+    TreeConfig,
     VoteConfig,
 )
-from model.errors import UserError
-from model.heads.eagle1 import Eagle1Head
-from model.recipe import load
-from model.target import Target
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.stop import Constant, Level, make_stop
+from aerie.model.heads.eagle import Eagle1Head
+from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 from tests.infer.test_engine import decoder, greedy, make_target, prompts

@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
-from infer.config import TreeConfig
-from infer.shape import make_shape
-from infer.stops.config import ConfidenceConfig
+from aerie.configs.schema.decode import ConfidenceConfig, TreeConfig
+from aerie.infer.decode.shape import make_shape
 from tests.infer.test_shape import GREEDY, TableDrafter
 
 

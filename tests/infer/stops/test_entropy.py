@@ -5,12 +5,10 @@ import math
 import pytest
 import torch
 
-from infer.config import TreeConfig
-from infer.shape import make_shape
-from infer.stop import Level
-from infer.stops.config import EntropyConfig
-from infer.stops.entropy import Entropy, entropy
-from infer.tree import Tree, check_connected
+from aerie.configs.schema.decode import EntropyConfig, TreeConfig
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.stop import Entropy, Level, entropy
+from aerie.infer.decode.tree import Tree, check_connected
 from tests.infer.stops.levels import uncertain
 from tests.infer.test_shape import GREEDY, TableDrafter
 

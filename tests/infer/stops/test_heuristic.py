@@ -6,10 +6,8 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from infer.config import TreeConfig
-from infer.stops.choice import make_stop
-from infer.stops.config import HeuristicConfig
-from infer.stops.heuristic import Heuristic
+from aerie.configs.schema.decode import HeuristicConfig, TreeConfig
+from aerie.infer.decode.stop import Heuristic, make_stop
 from tests.infer.stops.levels import level
 
 

@@ -7,10 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from infer.config import TreeConfig
-from infer.shape import make_shape
-from infer.stops.config import MarginalGainConfig
-from infer.stops.marginal_gain import MarginalGain
+from aerie.configs.schema.decode import MarginalGainConfig, TreeConfig
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.stop import MarginalGain
 from tests.infer.stops.levels import depth_of, level, steady
 from tests.infer.test_shape import GREEDY, VOCAB, TableDrafter, paths
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from infer.stops.config import ProbabilitySumConfig, VoteConfig
-from infer.stops.probability_sum import ProbabilitySum
-from infer.stops.vote import Vote
+from aerie.configs.schema.decode import ProbabilitySumConfig, VoteConfig
+from aerie.infer.decode.stop import ProbabilitySum, Vote
 from tests.infer.stops.levels import depth_of, steady
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from infer.stops.config import VoteConfig
-from infer.stops.vote import Vote
+from aerie.configs.schema.decode import VoteConfig
+from aerie.infer.decode.stop import Vote
 from tests.infer.stops.levels import depth_of, level, steady
 
 SHARES = [round(0.05 * step, 2) for step in range(1, 20)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from model.checkpoint import save_head
+from aerie.model.checkpoint import save_head
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[3]

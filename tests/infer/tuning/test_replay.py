@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.config import TreeConfig
-from infer.decoders import Drafters, drafting
-from infer.engine import SpeculativeDecoder
-from infer.miniature import VOCABULARY, write_miniature
-from infer.tuning.recording import Recording, record
-from infer.tuning.replay import accepted, cycles, path_ranks
-from model.target import Target
+from aerie.configs.schema.decode import TreeConfig
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.measure.lossless import VOCABULARY, write_miniature
+from aerie.infer.measure.tune import Recording, accepted, cycles, path_ranks, record
+from aerie.model.target import Target
 
 LEVELS, K, NEW = 5, 6, 28
 torch.set_num_threads(1)

@@ -5,15 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from infer.config import MethodConfig, TreeChanges, TreeConfig
-from infer.stops.config import EntropyConfig
-from infer.tuning.costs import Costs
-from infer.tuning.measure import GRID, rows
-from infer.tuning.recording import Recording
-from infer.tuning.replay import Cycles, accepted, cycles, path_ranks
-from infer.tuning.rules import by_calibrated_confidence, candidates
-from infer.tuning.search import predict, predictions, price
-from infer.tuning.tune import method_of
+from aerie.configs.schema.decode import EntropyConfig, MethodConfig, TreeChanges, TreeConfig
+from aerie.infer.measure.tune import (
+    GRID,
+    Costs,
+    Cycles,
+    Recording,
+    accepted,
+    by_calibrated_confidence,
+    candidates,
+    cycles,
+    method_of,
+    path_ranks,
+    predict,
+    predictions,
+    price,
+    rows,
+)
 
 COSTS = Costs(draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5)
 
@@ -90,7 +98,7 @@ def test_where_nodes_cost_more_the_tree_is_smaller() -> None:
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm"])
 def test_every_candidate_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str) -> None:
     """tree_of would refuse a method with another shape or another rule."""
-    from infer.methods import METHODS, tree_of
+    from aerie.configs.schema.decode import METHODS, tree_of
 
     named = rows(kind, method_of(kind, TreeConfig(shape="chain", levels=4, k=1, nodes=5)), grid=True)
     shapes = [TreeConfig(shape="chain", levels=4, k=1, nodes=5)]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from infer.engine import Statistics
-from infer.tuning.turns import cycle_ms, paced
+from aerie.infer.decode.engine import Statistics
+from aerie.infer.measure.tune import cycle_ms, paced
 
 
 def answer(ms: float, cycles: int) -> Statistics:

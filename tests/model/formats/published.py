@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.export import TargetFacts
-from model.formats.content import Destination
-from model.heads.eagle3 import Eagle3Head
+from aerie.model.export import TargetFacts
+from aerie.model.formats.common import Destination
+from aerie.model.heads.eagle import Eagle3Head
 from tests import tiny
 
 WIDTH, MLP, VOCABULARY, DRAFT = 32, 64, 320, 107

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import kind_of, load_head, save_head
-from model.errors import UserError
-from model.formats.layouts import WRITABLE, read_config, read_content
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import kind_of, load_head, save_head
+from aerie.model.formats.layouts import WRITABLE, read_config, read_content
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import (

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint import load_head, save_head
-from model.errors import UserError
-from model.export import export
-from model.heads.hydra import HydraHead
-from model.heads.medusa import MedusaHead
-from model.inspection import inspect_head, screen
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import load_head, save_head
+from aerie.model.export import export
+from aerie.model.heads.multi_token import HydraHead, MedusaHead
+from aerie.model.inspection import inspect_head, screen
 from tests import tiny
 from tests.model.formats.published import ends_facts
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.checkpoint import save_head
-from model.export import TargetFacts, export
-from model.heads.eagle3 import Eagle3Head
-from model.layers import UnrollMemory
+from aerie.model.checkpoint import save_head
+from aerie.model.export import TargetFacts, export
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.layers import UnrollMemory
 from tests import tiny
 from tests.model.formats import published
 

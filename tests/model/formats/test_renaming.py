@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint import load_head
-from model.errors import UserError
-from model.inspection import inspect_head
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import load_head
+from aerie.model.inspection import inspect_head
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats import test_multi_token as multi_token

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import load_head, new_head, save_head
-from model.config import HeadConfig
-from model.errors import UserError
-from model.export import export
-from model.heads.eagle1 import Eagle1Head
-from model.heads.eagle3 import Eagle3Head
-from model.weights import read_tensors
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.model.checkpoint import load_head, new_head, save_head
+from aerie.model.export import export
+from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
+from aerie.model.weights import read_tensors
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, ends_facts, safeailab_eagle1, safeailab_eagle3, tensors

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import load_head, save_head
-from model.errors import UserError
-from model.export import export
-from model.heads.eagle1 import Eagle1Head
-from model.heads.eagle3 import Eagle3Head
-from model.layers import KeyValueBuffer
-from model.weights import read_tensors
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import load_head, save_head
+from aerie.model.export import export
+from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
+from aerie.model.layers import KeyValueBuffer
+from aerie.model.weights import read_tensors
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, ends_facts, speculators, tensors

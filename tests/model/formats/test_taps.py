@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from model.errors import UserError
-from model.formats.taps import read_taps
+from aerie.configs.errors import UserError
+from aerie.model.formats.common import read_taps
 
 HERE, NUMBERED = Path("config.json"), "eagle_aux_hidden_state_layer_ids"
 

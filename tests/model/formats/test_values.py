@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint import load_head, save_head
-from model.errors import UserError
-from model.export import export
-from model.inspection import inspect_head, screen
+from aerie.configs.errors import UserError
+from aerie.model.checkpoint import load_head, save_head
+from aerie.model.export import export
+from aerie.model.inspection import inspect_head, screen
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, ends_facts

@@ -1,0 +1,1 @@
+"""Recipes (YAML), their schema, and the reader."""

@@ -1,0 +1,1 @@
+"""Every section of a recipe as a frozen dataclass that pydantic validates."""

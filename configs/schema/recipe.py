@@ -1,0 +1,195 @@
+"""The whole recipe and where a run keeps its files: what the four `main.py` share.
+
+This is the one place beside them that sees every section; it imports configurations only.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
+
+from aerie.configs import read as yaml_recipe
+from aerie.configs.errors import UserError
+from aerie.configs.read import STRICT
+from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
+from aerie.configs.schema.decode import (
+    OPTIONS,
+    USUAL,
+    BenchConfig,
+    CalibrateConfig,
+    MethodConfig,
+    TreeChanges,
+    name_rule,
+)
+from aerie.configs.schema.measure import PromptsConfig, TuneConfig
+from aerie.configs.schema.target_and_head import HeadConfig, TargetConfig
+from aerie.configs.schema.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run: every section, validated once."""
+
+    __pydantic_config__ = STRICT
+    run: str  # the run's directory
+    target: TargetConfig
+    data: DataConfig
+    head: HeadConfig = HeadConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    train: TrainConfig = TrainConfig()
+    tree: TreeChanges = TreeChanges()  # of the usual method of the recipe's head, for generate and measured tau
+    calibrate: CalibrateConfig | None = None
+    bench: BenchConfig | None = None
+    tune: TuneConfig | None = None
+    synthetic: SyntheticConfig | None = None
+    distill: DistillConfig | None = None
+    output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
+    threads: int | None = None  # torch threads per process; null: torch's choice
+    seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_rules(cls, values: Any) -> Any:
+        """A `stop` without a rule changes that of the head's usual method, or of the one that calibrate names."""
+        head, calibrate = (values.get(name) or {} for name in ("head", "calibrate"))
+        usual = USUAL.get(head.get("kind", HeadConfig.kind)) if isinstance(head, dict) else None
+        if "tree" in values:
+            values = {**values, "tree": name_rule(values["tree"], usual)}
+        if isinstance(calibrate, dict) and "tree" in calibrate:
+            tree = name_rule(calibrate["tree"], calibrate.get("method") or usual)
+            values = {**values, "calibrate": {**calibrate, "tree": tree}}
+        return values
+
+    @property
+    def measuring(self) -> tuple[PromptsConfig, ...]:
+        """The prompts that its sections measure with, those that a tree is tuned on among them."""
+        sections = (self.bench, self.calibrate, self.tune)
+        asked = tuple(section.prompts for section in sections if section is not None)
+        measure = None if self.tune is None else self.tune.measure
+        return asked if measure is None else (*asked, measure)
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run directory (every arrow of the pipeline is one of them)."""
+
+    root: Path
+
+    @property
+    def conversations(self) -> Path:
+        return self.root / "conversations"
+
+    @property
+    def distilled(self) -> Path:
+        return self.root / "distilled"
+
+    @property
+    def features(self) -> Path:
+        return self.root / "features"
+
+    @property
+    def calibration(self) -> Path:
+        return self.root / "calibration"
+
+    @property
+    def bench(self) -> Path:
+        return self.root / "bench"
+
+    @property
+    def tune(self) -> Path:
+        return self.root / "tune"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report"
+
+    @property
+    def heads(self) -> Path:
+        return self.root / "heads"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    def state(self, kind: str) -> Path:
+        return self.root / "state" / kind
+
+    def head(self, recipe: Recipe) -> Path:
+        return Path(recipe.output) if recipe.output else self.heads / recipe.head.kind
+
+
+def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True) -> None:
+    """The options that every command has; any other `--section.key value` overrides the recipe."""
+    parser.add_argument("--config", type=Path, required=config_required, help="the recipe (YAML)")
+    parser.add_argument("--run", help="the run's directory (overrides the recipe)")
+    parser.add_argument("--target", help="local directory or Hub id of the target (overrides target.path)")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (overrides target.dtype)")
+    parser.add_argument("--device-map", help="'auto' spreads the target over the GPUs (overrides target.device_map)")
+    parser.add_argument("--plan", action="store_true", help="validate everything, print what would run, and stop")
+    parser.add_argument("--overwrite", action="store_true", help="replace what another recipe left in the output")
+
+
+def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
+    """The recipe that --config names, with the command line's overrides; UserError lists every problem."""
+    overrides = _pairs(unknown)
+    for flag, key in (
+        ("run", "run"),
+        ("target", "target.path"),
+        ("dtype", "target.dtype"),
+        ("device_map", "target.device_map"),
+    ):
+        value = getattr(arguments, flag, None)
+        if value is not None:
+            overrides.append(f"{key}={value}")
+    overrides = [*_forgotten(arguments.config, overrides), *overrides]
+    return yaml_recipe.load(arguments.config, Recipe, overrides)
+
+
+def _forgotten(path: Path, overrides: list[str]) -> list[str]:
+    """The overrides that forget the file's trees where the command line asks for another head's kind or method."""
+    given = dict(pair.split("=", 1) for pair in overrides if pair.startswith(("head.kind=", "calibrate.method=")))
+    if not given:
+        return []
+    values = yaml_recipe.read_yaml(path)[0]
+    head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
+    kind = head.get("kind", HeadConfig.kind)
+    other_kind = given.get("head.kind", kind) != kind
+    method = calibrate.get("method") or USUAL.get(kind)
+    other_method = given.get("calibrate.method", method) != method or (other_kind and not calibrate.get("method"))
+    return [*(["tree={}"] if other_kind else []), *(["calibrate.tree={}"] if calibrate and other_method else [])]
+
+
+METHOD_SECTIONS = ("tree.", "typical.", *(f"{name}." for name in OPTIONS))
+
+
+def method_words(unknown: list[str], alone: bool = False) -> tuple[list[str], list[str]]:
+    """The overrides of a method as 'key=value', and the other words as they are; alone: there may be no others."""
+    pairs = _pairs(unknown)
+    own = [pair for pair in pairs if alone or pair.startswith(METHOD_SECTIONS)]
+    return own, [word for pair in pairs if pair not in own for word in (f"--{pair}",)]
+
+
+def method_from(method: str, overrides: list[str]) -> MethodConfig:
+    """A method with what the command line changes of it ('tree.levels=4'); UserError lists every problem."""
+    return yaml_recipe.from_overrides(MethodConfig, [f"method={method}", *overrides], "command line")
+
+
+def _pairs(words: list[str]) -> list[str]:
+    """['--a.b', '3', '--c=4'] -> ['a.b=3', 'c=4']."""
+    pairs: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if not word.startswith("--"):
+            raise UserError(f"{word}: not an option; overrides look like --train.learning_rate 1e-4")
+        name = word[2:]
+        if "=" not in name:
+            position += 1
+            if position >= len(words):
+                raise UserError(f"{word}: needs a value")
+            name = f"{name}={words[position]}"
+        pairs.append(name)
+        position += 1
+    return pairs

@@ -1,0 +1,176 @@
+"""An LM while decoding: one preallocated key/value cache for all its layers, one forward per draft tree or tree level.
+
+A stock transformers model runs unchanged. The tree reaches it as a 4-D mask and as positions `length + depth`; the rows
+of the accepted path are then gathered in place. Sliding windows are expressed in the mask, over full-length rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from aerie.infer.decode.tree import Tree
+from aerie.model.target import Target
+
+
+@dataclass(frozen=True)
+class TargetStep:
+    """What the target says about the N nodes of a tree."""
+
+    logits: Tensor  # [N, V]
+    last_hidden: Tensor  # [N, D]
+    taps: Tensor | None  # [N, L*D]
+
+    @property
+    def features(self) -> Tensor:
+        """What a drafter is given: the taps where it asked for some, else last_hidden."""
+        return self.last_hidden if self.taps is None else self.taps
+
+
+class PreallocatedCache(Cache):
+    """Keys and values of all layers in a few tensors [2 * layers, 1, KV, capacity, head_dim], one per device and shape.
+
+    `length` rows are kept, and `pending` rows after them are in sight of the next forward, which writes behind both;
+    `keep` decides which of those after `length` stay.
+    """
+
+    def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.length = prefilled.get_seq_length()
+        self.pending = 0
+        self.capacity = capacity
+        self._groups: list[Tensor] = []
+        self._rows: list[tuple[Tensor, Tensor]] = [None] * len(prefilled.layers)  # type: ignore[list-item]
+        alike: dict[Any, list[int]] = {}
+        for index, layer in enumerate(prefilled.layers):
+            alike.setdefault((layer.keys.device, layer.keys.dtype, layer.keys.shape), []).append(index)
+        for indices in alike.values():
+            first = prefilled.layers[indices[0]].keys
+            store = first.new_empty(2 * len(indices), *first.shape[:2], capacity, first.shape[-1])
+            for place, index in enumerate(indices):
+                layer = prefilled.layers[index]
+                store[2 * place, :, :, : self.length] = layer.keys
+                store[2 * place + 1, :, :, : self.length] = layer.values
+                self._rows[index] = (store[2 * place], store[2 * place + 1])
+            self._groups.append(store)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._rows[layer_idx]
+        start, count = self.length + self.pending, key_states.shape[2]
+        keys.narrow(2, start, count).copy_(key_states)
+        values.narrow(2, start, count).copy_(value_states)
+        return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
+
+    def keep(self, path: list[int]) -> None:
+        """Keeps the rows at these offsets (ascending) after `length` and forgets the others behind it."""
+        count = len(path)
+        if path and path[-1] != count - 1:  # else the rows stand where they belong
+            for store in self._groups:
+                index = torch.tensor(path, device=store.device) + self.length
+                store.narrow(3, self.length, count).copy_(store.index_select(3, index))
+        self.length += count
+        self.pending = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length + self.pending
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.length + self.pending + query_length, 0
+
+
+class CachedLM:
+    """A target, or an LM that drafts for one, with a cache; batch size 1."""
+
+    def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
+        self.target = target
+        self.after_blocks = after_blocks
+        self.cache: PreallocatedCache | None = None
+        self._layer_kinds = _layer_kinds(target.config)
+        self._window = int(getattr(target.config, "sliding_window", None) or 0)
+
+    @property
+    def length(self) -> int:
+        return 0 if self.cache is None else self.cache.length
+
+    def prefill(self, input_ids: Tensor, capacity: int) -> TargetStep:
+        """Runs the prompt [T]; logits are those of its last token [1, V], last_hidden and taps of all [T, ...].
+
+        capacity is the largest number of rows that prompt, answer and one tree will need together.
+        """
+        cache = DynamicCache()
+        out = self.target.decoder(
+            input_ids=input_ids[None],
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=bool(self.after_blocks),
+        )
+        self.cache = PreallocatedCache(cache, capacity)
+        last_hidden = out.last_hidden_state[0].to(self.target.device)  # [T, D]
+        return TargetStep(self.target.logits(last_hidden[-1:]), last_hidden, self._taps(out))
+
+    def extend(self, tree: Tree) -> TargetStep:
+        """One forward over the tree's nodes after the kept rows; call `keep` before the next one."""
+        out = self._forward(tree.tokens, tree.depth, tree.mask)
+        last_hidden = out.last_hidden_state[0].to(self.target.device)  # [N, D]
+        return TargetStep(self.target.logits(last_hidden), last_hidden, self._taps(out))
+
+    def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
+        """One forward over n tokens [n]: last_hidden [n, D]. Later calls see their rows too, until `keep`.
+
+        Of the m rows appended before and of these n: depth [m + n], and mask [n, m + n], True where a token sees a row.
+        """
+        out = self._forward(tokens, depth, mask)
+        assert self.cache is not None
+        self.cache.pending += tokens.shape[0]
+        last_hidden: Tensor = out.last_hidden_state[0].to(self.target.device)
+        return last_hidden
+
+    def keep(self, path: list[int]) -> None:
+        """Keeps the rows of these nodes (the root first, then down the tree)."""
+        assert self.cache is not None
+        self.cache.keep(path)
+
+    def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
+        assert self.cache is not None, "prefill first"
+        positions = depth[-tokens.shape[0] :] + self.length
+        return self.target.decoder(
+            input_ids=tokens[None],
+            attention_mask=self._mask(depth, mask),
+            position_ids=positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            output_hidden_states=bool(self.after_blocks),
+        )
+
+    def _taps(self, out: Any) -> Tensor | None:
+        if not self.after_blocks:
+            return None
+        return torch.cat([out.hidden_states[k][0].to(self.target.device) for k in self.after_blocks], dim=-1)
+
+    def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive [1, 1, n, length + m + n], or one per kind of layer. (Each would convert a boolean one anew.)"""
+        count, lowest = mask.shape[0], torch.finfo(self.target.dtype).min
+        full = torch.zeros(count, self.length + mask.shape[1], dtype=self.target.dtype, device=mask.device)
+        full[:, self.length :].masked_fill_(~mask, lowest)  # [n, length + m + n]
+        masks = {"full_attention": full[None, None]}
+        if "sliding_attention" in self._layer_kinds:
+            rows = torch.arange(self.length, device=mask.device)
+            positions = torch.cat([rows, depth + self.length])  # [length + m + n]
+            far = positions[-count:, None] - positions[None] >= self._window
+            masks["sliding_attention"] = full.masked_fill(far, lowest)[None, None]
+        shaped = {kind: masks[kind] for kind in self._layer_kinds}
+        return shaped if len(shaped) > 1 else next(iter(shaped.values()))
+
+
+def _layer_kinds(config: Any) -> tuple[str, ...]:
+    """The kinds of attention that the target's layers have, each once."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return tuple(sorted(set(kinds)))
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return ("sliding_attention",) if sliding else ("full_attention",)

@@ -1,0 +1,146 @@
+"""Drafting with a small LM that shares its target's tokenizer (SpS): a cache of its own, no features of the target."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import DType, TargetConfig
+from aerie.infer.decode.cache import CachedLM
+from aerie.model.target import Target, load_tokenizer, require_same_token_ids
+
+
+class DraftLMDrafter:
+    """Every row of the cache is a token that the LM has read; laws are the softmax of its raw logits.
+
+    `commit` keeps the rows of those accepted tokens that drafting has read already, and leaves the others (the bonus
+    token, and after a wholly accepted chain its last token) to the forward of the next `start`: one forward per law.
+    Laws are over the tokens that both vocabularies have, which differ in length when one of them is padded.
+    Source: Leviathan et al. (arXiv 2211.17192), algorithm 1.
+    """
+
+    def __init__(self, draft: Target, target: Target) -> None:
+        """The draft LM must read token ids as the target does: see load_draft_lm."""
+        self.draft = draft
+        self._lm = CachedLM(draft)
+        self._num_rows, num_ids = int(draft.ends.embedding.shape[0]), int(target.ends.lm_head.shape[0])
+        self._num_columns = min(int(draft.ends.lm_head.shape[0]), num_ids)
+        self._is_shorter = self._num_rows < num_ids
+        self._unread = torch.empty(0, dtype=torch.long)
+        self._num_repeated = 0  # tokens of the prompt that the next commit begins with
+        self._root_law: Tensor | None = None  # [1, num_columns]
+        self._steps: list[tuple[Tensor, Tensor]] = []  # (tokens, parents) of each level that was read in this cycle
+        self._depth = torch.empty(0, dtype=torch.long)  # of the rows drafted so far, [m]
+        self._seen = torch.empty(1, 0, dtype=torch.bool)  # by the rows of the last call, [rows, m]
+
+    @property
+    def max_positions(self) -> int:
+        return int(getattr(self.draft.config, "max_position_embeddings", None) or 2**31)
+
+    @property
+    def after_blocks(self) -> tuple[int, ...]:
+        """No taps: the LM reads tokens alone."""
+        return ()
+
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """Where it calls the LM and its LM head."""
+        return (self.draft.decoder, "forward"), (self.draft, "logits")
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        """The target's token ids of columns of log q, which are the same numbers."""
+        return columns
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        """Forgets everything and reads the prompt [T]; capacity is for prompt, answer and a tree's drafted rows."""
+        self._lm.prefill(self._readable(prompt), capacity)
+        self._num_repeated = prompt.shape[0] - 1
+        self._unread = self._depth = prompt[:0]
+        self._seen = prompt.new_empty(1, 0, dtype=torch.bool)
+        self._root_law = None
+        self._forget_steps()
+
+    def commit(self, tokens: Tensor, features: Tensor | None = None) -> None:
+        """Takes the n tokens [n] that the last cycle yielded, its bonus token included; features are not looked at.
+
+        The first tokens after `reset` are the prompt's, without its first, and the answer's first.
+        """
+        tokens, self._num_repeated = tokens[self._num_repeated :], 0
+        kept = self._rows_of(tokens[:-1])
+        self._lm.keep(kept)
+        self._unread = torch.cat([self._unread, tokens[len(kept) :]])
+        self._root_law = None
+        self._forget_steps()
+
+    def start(self) -> Tensor:
+        """log q [1, V] after the last committed token; V is the shorter of the two vocabularies."""
+        self._lm.keep([])
+        self._forget_steps()
+        if self._root_law is None:
+            count = self._unread.shape[0]
+            assert count, "reset, then commit at least the answer's first token"
+            line = torch.arange(count, device=self._unread.device)
+            below = line[:, None] >= line[None]  # [n, n]
+            hidden = self._lm.append(self._readable(self._unread), line, below)
+            self._lm.keep(line.tolist())
+            self._unread = self._unread[:0]
+            self._root_law = self._log_q(hidden[-1:])
+        return self._root_law
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """log q [n, V] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
+        count = tokens.shape[0]
+        itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
+        self._depth = torch.cat([self._depth, torch.full_like(tokens, len(self._steps))])
+        self._seen = torch.cat([self._seen.index_select(0, parents), itself], dim=1)  # [n, m + n]
+        self._steps.append((tokens, parents))
+        return self._log_q(self._lm.append(self._readable(tokens), self._depth, self._seen))
+
+    def _rows_of(self, tokens: Tensor) -> list[int]:
+        """The drafted rows of the longest beginning of `tokens` that was read as a path, as offsets after `length`."""
+        if not self._steps or not tokens.numel():
+            return []
+        flat = torch.cat([tokens, *(each for step in self._steps for each in step)]).tolist()  # one synchronisation
+        path, place = flat[: tokens.shape[0]], tokens.shape[0]
+        rows: list[int] = []
+        offset, parent = 0, 0
+        for wanted, (level, _) in zip(path, self._steps, strict=False):
+            size = level.shape[0]
+            nodes = list(zip(flat[place : place + size], flat[place + size : place + 2 * size], strict=True))
+            if (wanted, parent) not in nodes:
+                break
+            parent = nodes.index((wanted, parent))
+            rows.append(offset + parent)
+            offset, place = offset + size, place + 2 * size
+        return rows
+
+    def _forget_steps(self) -> None:
+        self._steps = []
+        self._depth, self._seen = self._depth[:0], self._seen.new_empty(1, 0)
+
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """The tokens, where the target wrote one of its padding rows some other token: no draft LM can know it."""
+        return tokens.clamp(max=self._num_rows - 1) if self._is_shorter else tokens
+
+    def _log_q(self, hidden: Tensor) -> Tensor:
+        return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)
+
+
+def load_draft_lm(target: Target, path: str) -> DraftLMDrafter:
+    """The drafter of the LM in a directory (or Hub id), in the target's dtype, on the device of its LM head.
+
+    UserError when it cannot be read, or when its tokenizer is not the target's.
+    """
+    names: dict[torch.dtype, DType] = {
+        torch.float32: "float32",
+        torch.bfloat16: "bfloat16",
+        torch.float16: "float16",
+    }
+    source = TargetConfig(path, dtype=names[target.dtype])
+    try:
+        draft, own = Target.load(source, target.device), load_tokenizer(source)
+    except UserError as error:
+        raise UserError(f"draft LM: {error}") from error
+    rows, vocabulary = int(draft.ends.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
+    require_same_token_ids(own.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)
+    return DraftLMDrafter(draft, target)

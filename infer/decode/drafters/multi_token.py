@@ -1,0 +1,175 @@
+"""Drafting with a Medusa head: one forward over the last known feature gives the laws of all levels."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aerie.configs.errors import UserError
+from aerie.model.layers import KeyValueBuffer, LayerSizes
+from aerie.model.target import Target
+
+
+class ParallelConfig(Protocol):
+    @property
+    def num_heads(self) -> int: ...
+
+
+class ParallelHead(Protocol):
+    """A head whose laws do not depend on drafted tokens."""
+
+    @property
+    def config(self) -> ParallelConfig: ...
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Logits [num_heads, ..., V] of features [..., D]; row k is for the token at t + 2 + k."""
+        ...
+
+
+class MedusaDrafter:
+    """The feature of t and the root, token t + 1, are the target's; level k is token t + 1 + k, row k - 1 of the head.
+
+    Every node of a level has the same law, whatever stands above it.
+    """
+
+    max_positions = 2**31  # no attention, no positions
+    after_blocks: tuple[int, ...] = ()
+
+    def __init__(self, head: ParallelHead) -> None:
+        self.head = head
+        self._feature = torch.empty(0)  # [1, D]
+        self._log_q = torch.empty(0)  # [num_heads, 1, V]
+        self._level = 0
+
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """Where it calls the head."""
+        return ((self.head, "forward"),)
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        return columns
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        return None
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        self._feature = features[-1:]
+
+    def start(self) -> Tensor:
+        """log q [1, V] of the root's children; runs the head once for the whole tree."""
+        self._log_q = self.head(self._feature).float().log_softmax(-1)
+        self._level = 0
+        return self._log_q[0]
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """log q [n, V] of the next level, n times the same row."""
+        self._level += 1
+        check_level(self._level, self.head.config.num_heads)
+        return self._log_q[self._level].expand(tokens.shape[0], -1)
+
+
+def check_level(level: int, num_heads: int) -> None:
+    """UserError for a level (0: the root's children) that has no head."""
+    if level >= num_heads:
+        raise UserError(
+            f"tree: asks for level {level + 1}, and a draft head of {num_heads} heads drafts {num_heads} levels; give "
+            f"tree.choices without paths longer than {num_heads} (or tree.levels {num_heads}), or train a head with "
+            f"head.num_heads {level + 1}"
+        )
+
+
+class SequentialConfig(ParallelConfig, Protocol):
+    @property
+    def prefix_layer(self) -> bool: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    def sizes(self) -> LayerSizes: ...
+
+
+class SequentialHead(Protocol):
+    """A head whose laws depend on the drafted tokens."""
+
+    @property
+    def config(self) -> SequentialConfig: ...
+
+    def prefix(
+        self, features: Tensor, span: tuple[int, int], mask: Tensor | None, buffers: Sequence[KeyValueBuffer]
+    ) -> Tensor:
+        """States [B, T, D] of features [B, T, D] at positions span = (first, stop); the features without a layer."""
+        ...
+
+    def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
+        """Logits [n, V] of the token at t + 2 + index from states [n, D] and embeddings [n, (index + 1) * D]."""
+        ...
+
+
+class HydraDrafter:
+    """The state of t and the root, token t + 1, are known; a node's law sees the root's embedding and its path's.
+
+    With a prefix layer (Hydra++) the state is that layer's output: its keys and values are of true features alone.
+    """
+
+    after_blocks: tuple[int, ...] = ()
+
+    def __init__(self, head: SequentialHead, target: Target) -> None:
+        self.head = head
+        self._embedding = target.ends.embedding.to(target.device)  # the target may span several devices
+        self._buffers: list[KeyValueBuffer] = []
+        self._length = 0  # positions whose features are known
+        self._state = torch.empty(0)  # [1, D]
+        self._root = torch.empty(0)  # its embedding [1, D]
+        self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
+        self._level = 0
+
+    @property
+    def max_positions(self) -> int:
+        return self.head.config.max_position_embeddings if self.head.config.prefix_layer else 2**31
+
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """Where it calls the prefix layer, if it has one, and the heads."""
+        names = ("step", "prefix") if self.head.config.prefix_layer else ("step",)
+        return tuple((self.head, name) for name in names)
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        return columns
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        """Forgets everything and makes room for `capacity` positions."""
+        self._length = 0
+        self._buffers = []
+        if self.head.config.prefix_layer:
+            self._buffers = [KeyValueBuffer.allocate(1, self.head.config.sizes(), capacity, self._embedding)]
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        """Takes in last_hidden [n, D] of n tokens; the root is the last of the n tokens [n] that follow each."""
+        first, total = self._length, self._length + tokens.shape[0]
+        self._length = total
+        if self._buffers:
+            self._buffers[0].length = first
+            mask = features.new_full((total - first, total), float("-inf")).triu_(first + 1)
+            features = self.head.prefix(features[None], (first, total), mask[None, None], self._buffers)[0]
+            self._buffers[0].length = total
+        self._state = features[-1:]
+        self._root = self._embed(tokens[-1:])
+
+    def start(self) -> Tensor:
+        """log q [1, V] of the root's children."""
+        self._level, self._embeddings = 0, self._root
+        return self._log_q()
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """log q [n, V] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
+        self._level += 1
+        check_level(self._level, self.head.config.num_heads)
+        self._embeddings = torch.cat([self._embeddings.index_select(0, parents), self._embed(tokens)], dim=1)
+        return self._log_q()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self._embedding)
+
+    def _log_q(self) -> Tensor:
+        state = self._state.expand(self._embeddings.shape[0], -1)
+        return self.head.step(self._level, state, self._embeddings).float().log_softmax(-1)

@@ -1,0 +1,328 @@
+"""The decoding loop: draft a tree, verify it in one target forward, commit what was accepted. Lossless.
+
+Plain decoding (`vanilla`) is the same loop with a tree of one node: same cache, dtype, stop rules and token counter,
+so that a speedup compares nothing but drafting.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import TreeConfig, TypicalConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.proposer import Cycle, Proposer
+from aerie.infer.decode.sampling import Decoding, Sampler, resolve
+from aerie.infer.decode.tree import root_only
+from aerie.infer.decode.verify import rule_of, verify
+from aerie.model.target import Target
+
+
+@dataclass
+class Statistics:
+    """What one generation cost and yielded. Counts stop at the end token and at max_new_tokens."""
+
+    prompt_tokens: int
+    decoding: dict[str, Any]
+    cycle_tokens: list[int] = field(default_factory=list)  # new tokens per cycle, bonus included
+    accepted: list[int] = field(default_factory=list)  # drafted tokens among them
+    cycle_ms: list[float] = field(default_factory=list)  # wall time of each cycle
+    cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes of each cycle
+    verify: str = "R0"  # the rule that judged the drafts (infer/verify.py); R0 or R2 where nothing was drafted
+    draft_forwards: int = 0
+    draft_forwards_wasted: int = 0  # beyond the accepted length: a level each, or the one of a Medusa head for all
+    draft_nodes: int = 0
+    ms: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "commit", "other", "wall"), 0.0)
+    )
+
+    @property
+    def new_tokens(self) -> int:
+        """Generated tokens; the first is the prefill's and nobody's draft."""
+        return 1 + sum(self.cycle_tokens)
+
+    @property
+    def target_forwards(self) -> int:
+        """Verifying forwards; the prefill is not one of them."""
+        return len(self.cycle_tokens)
+
+    @property
+    def tau(self) -> float:
+        """New tokens per cycle, bonus included; 1.0 without drafting."""
+        return sum(self.cycle_tokens) / len(self.cycle_tokens) if self.cycle_tokens else 1.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Prompt and answer [1, T + new], and what they cost."""
+
+    sequences: Tensor
+    statistics: Statistics
+
+    @property
+    def new_ids(self) -> list[int]:
+        ids: list[int] = self.sequences[0, self.statistics.prompt_tokens :].tolist()
+        return ids
+
+
+class SpeculativeDecoder:
+    """Decodes with a target and a proposer (none: vanilla), token for token what the target alone would write."""
+
+    def __init__(self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None) -> None:
+        """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
+        if typical is not None and proposer is None:
+            raise UserError("typical acceptance judges drafted tokens, and this decoder drafts none; give it a head")
+        self.target = target
+        self.typical = typical
+        self.proposer = proposer
+        self.make_sampler: Callable[[Decoding, torch.Generator], Sampler] = Sampler
+        self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Target,
+        head: str | None = None,
+        *,
+        tree: TreeConfig | None = None,
+        dtype: str = "auto",
+        device_map: str | None = None,
+        device: str | None = None,
+    ) -> "SpeculativeDecoder":
+        """A decoder for a target (local directory, Hub id or loaded Target) and a head directory; no head: vanilla.
+
+        tree: null is the published one of the head's usual method; infer.decoders has all methods.
+        """
+        from aerie.infer.decode.methods import usual_decoder
+
+        if isinstance(target, str):
+            target = Target.load(TargetConfig(path=target, dtype=dtype, device_map=device_map), device)  # type: ignore[arg-type]
+        return usual_decoder(target, head, tree)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        streamer: BaseStreamer | None = None,
+        generator: torch.Generator | None = None,
+        on_cycle: Callable[[Cycle], None] | None = None,
+        timed: bool = False,
+        **settings: Any,
+    ) -> Generation:
+        """Prompt and answer for input_ids [1, T], and statistics.
+
+        settings are transformers' names: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, eos_token_id;
+        what is left out comes from the target's generation_config. timed synchronises the device around each phase.
+        """
+        decoding = resolve(self.target.generation_config, **_known(settings))
+        prompt = self._checked_prompt(input_ids, attention_mask, decoding)
+        run = _Run(self, prompt, decoding, _generator(generator, self.target.device), timed)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        tokens = run.prefill()
+        while True:
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+            if run.done:
+                break
+            tokens = run.cycle(on_cycle)
+        if streamer is not None:
+            streamer.end()
+        run.clock.finish(run.statistics.ms)
+        answer = torch.tensor([run.answer], dtype=input_ids.dtype, device=input_ids.device)
+        return Generation(torch.cat([input_ids, answer], dim=1), run.statistics)
+
+    def _checked_prompt(self, input_ids: Tensor, attention_mask: Tensor | None, decoding: Decoding) -> Tensor:
+        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+            raise UserError(
+                f"input_ids has shape {list(input_ids.shape)}; aerie decodes one prompt at a time, [1, T]: "
+                f"loop over prompts"
+            )
+        if input_ids.shape[1] == 0:
+            raise UserError("the prompt is empty: it needs at least one token")
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise UserError("attention_mask hides tokens of the prompt; pass the prompt without padding")
+        largest = int(input_ids.max())
+        if largest >= self.target.ends.embedding.shape[0]:
+            raise UserError(
+                f"token id {largest} is outside the target's vocabulary of {self.target.ends.embedding.shape[0]}"
+            )
+        length, new = input_ids.shape[1], decoding.max_new_tokens
+        limits = {"the target's context": int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)}
+        if self.proposer is not None:
+            limits["the draft head's max_position_embeddings"] = self.proposer.max_positions
+        for name, limit in limits.items():
+            if length + new > limit:
+                raise UserError(
+                    f"prompt of {length} tokens + max_new_tokens {new} = {length + new} exceeds {name} ({limit}); "
+                    f"shorten the prompt or lower max_new_tokens"
+                )
+        return input_ids[0].to(self.target.device)
+
+
+class _Run:
+    """The state of one generation."""
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, prompt: Tensor, decoding: Decoding, generator: torch.Generator, timed: bool
+    ) -> None:
+        self.lm, self.proposer = decoder.lm, decoder.proposer
+        self.prompt = prompt
+        self.decoding = decoding
+        self.sampler = decoder.make_sampler(decoding, generator)
+        self.typical = decoder.typical
+        self.clock = Clock(prompt.device if timed else None)
+        self.statistics = Statistics(
+            prompt.shape[0], decoding.as_dict(), verify=rule_of(None, self.sampler, self.typical)
+        )
+        self.answer: list[int] = []
+        self.done = False
+        self._root = prompt[-1:]
+
+    def prefill(self) -> list[int]:
+        """Runs the prompt through the target and the drafter; the answer's first token."""
+        nodes = self.proposer.max_nodes if self.proposer else 1
+        self.clock.start()
+        capacity = self.prompt.shape[0] + self.decoding.max_new_tokens + nodes
+        step = self.lm.prefill(self.prompt, capacity)
+        choice = self.sampler.choose(step.logits)  # [1]
+        first = int(choice)
+        if self.proposer is not None:
+            self.proposer.reset(self.prompt, capacity, self.sampler)
+            self.proposer.commit(torch.cat([self.prompt[1:], choice]), step.features, None)
+        self._root = choice
+        self.clock.lap("prefill")
+        return self._take([first])
+
+    def cycle(self, on_cycle: Callable[[Cycle], None] | None) -> list[int]:
+        """Drafts, verifies and commits once; the answer's new tokens."""
+        remaining, began = self.decoding.max_new_tokens - len(self.answer), self.clock.elapsed_ms
+        if self.proposer is None or remaining < 2:
+            tree = root_only(self._root)  # the bonus token alone fills what is left
+        else:
+            tree = self.proposer.propose(self._root, max_levels=remaining - 1)
+        position = self.lm.length
+        draft_ms = self.clock.lap("draft")
+        step = self.lm.extend(tree)
+        verdict = verify(tree, step.logits, self.sampler, self.typical)
+        verify_ms = self.clock.lap("verify")
+        taken = self._take([*verdict.tokens, verdict.bonus])
+        rule = rule_of(tree.proposal, self.sampler, self.typical)
+        cycle = Cycle(tree, step, verdict, self.sampler, rule, position, len(taken), draft_ms, verify_ms)
+        if on_cycle is not None:
+            self.clock.lap("commit")
+            on_cycle(cycle)
+            self.clock.skip()
+        self._commit(cycle)
+        self._count(cycle)
+        self.clock.lap("commit")
+        self.statistics.cycle_ms.append(self.clock.elapsed_ms - began)
+        return taken
+
+    def _commit(self, cycle: Cycle) -> None:
+        verdict = cycle.verdict
+        self.lm.keep(verdict.path)
+        tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=self._root.device)
+        if self.proposer is not None:
+            path = torch.tensor(verdict.path, device=self._root.device)
+            self.proposer.commit(tokens, cycle.step.features.index_select(0, path), cycle)
+        self._root = tokens[-1:]
+
+    def _take(self, tokens: list[int]) -> list[int]:
+        """Appends tokens up to the end token and max_new_tokens."""
+        tokens = tokens[: self.decoding.max_new_tokens - len(self.answer)]
+        for position, token in enumerate(tokens):
+            if token in self.decoding.eos_token_ids:
+                tokens = tokens[: position + 1]
+                self.done = True
+                break
+        self.answer += tokens
+        self.done = self.done or len(self.answer) >= self.decoding.max_new_tokens
+        return tokens
+
+    def _count(self, cycle: Cycle) -> None:
+        statistics, tree, verdict = self.statistics, cycle.tree, cycle.verdict
+        if len(tree) > 1:
+            statistics.verify = cycle.rule
+        statistics.cycle_tokens.append(cycle.new_tokens)
+        statistics.accepted.append(min(verdict.accepted, cycle.new_tokens))
+        statistics.draft_forwards += tree.draft_forwards
+        statistics.draft_forwards_wasted += tree.draft_forwards - min(verdict.accepted, tree.draft_forwards)
+        statistics.draft_nodes += tree.num_drafted
+        statistics.cycle_nodes.append(tree.num_drafted)
+
+
+class Clock:
+    """Milliseconds per phase. Given a device it synchronises it at each lap: a phase pays for its own kernels.
+
+    The time of whoever watches the cycles belongs to no phase, nor to the wall time.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._synchronise = torch.cuda.synchronize if device is not None and device.type == "cuda" else None
+        self._seconds: dict[str, float] = {}
+        self._began = self._last = 0.0
+
+    def start(self) -> None:
+        if self._synchronise:
+            self._synchronise()
+        self._began = self._last = time.perf_counter()
+
+    @property
+    def elapsed_ms(self) -> float:
+        """From the start to the last lap."""
+        return 1000 * (self._last - self._began)
+
+    def lap(self, phase: str) -> float:
+        """Ends a phase; its milliseconds."""
+        if self._synchronise:
+            self._synchronise()
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+        return 1000 * seconds
+
+    def skip(self) -> None:
+        """Counts nothing since the last lap."""
+        if self._synchronise:
+            self._synchronise()
+        now = time.perf_counter()
+        self._began += now - self._last
+        self._last = now
+
+    def finish(self, ms: dict[str, float]) -> None:
+        """Fills ms: the phases, the wall time since start, and under "other" what belongs to no phase."""
+        self.lap("other")
+        ms.update({phase: 1000 * seconds for phase, seconds in self._seconds.items()})
+        ms["wall"] = self.elapsed_ms
+
+
+def end_ids(target: Target) -> list[int]:
+    """The tokens at which the target's answers end."""
+    ends = target.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """The caller's generator, or one seeded from torch's global one, so that torch.manual_seed decides."""
+    if generator is not None:
+        return generator
+    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,))))
+
+
+SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
+
+
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    foreign = sorted(settings.keys() - set(SETTINGS))
+    if foreign:
+        raise UserError(f"generate() does not know {', '.join(foreign)}; it takes {', '.join(SETTINGS)}")
+    return settings

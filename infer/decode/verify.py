@@ -1,0 +1,209 @@
+"""Medusa's typical acceptance. NOT lossless: the output's law is not the target's.
+
+A drafted token is kept when the target finds it likely enough for its own uncertainty, however it was drafted, so
+nothing pays back for the tokens that are kept too often.
+Source: Medusa (arXiv 2401.10774), section 2.3.1.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from aerie.configs.schema.decode import TypicalConfig
+from aerie.infer.decode.sampling import Sampler, draw
+from aerie.infer.decode.tree import Proposal, Tree, Verdict, deepest, ending_at, reached
+
+
+def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
+    """The verdict for the target's laws p [N, V]: the longest path of typical tokens, of equal ones the most probable.
+
+    Token x is typical where p(x) > min(epsilon, delta exp(-H(p))). The bonus token is the target's argmax, as in the
+    paper, where every cycle's first token is the greedy one and accepted unseen.
+    """
+    own = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
+    threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
+    alive = reached(tree, own <= threshold[tree.parents])
+    depth = tree.depth.where(alive, tree.depth.new_full((), -1))
+    chance = own.log().where(alive, own.new_zeros(()))
+    chance[0] = 0.0
+    score = tree.mask.to(chance.dtype) @ chance  # [N] log p of the path
+    last = score.where(depth == depth.max(), score.new_full((), float("-inf"))).argmax()
+    return ending_at(tree, last, p[last].argmax(-1))
+
+
+def entropy(p: Tensor) -> Tensor:
+    """H(p) in nats [..] of laws [.., V]; tokens without a chance count nothing."""
+    return -p.xlogy(p).sum(-1)
+
+
+def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
+    """The verdict for a tree of sampled children and the target's laws p [N, V], by the rule of its proposal."""
+    assert tree.proposal is not None, "children that were not sampled are verified by walking"
+    assert tree.passengers is None, "a passenger would be taken for a sampled child"
+    q = tree.proposal.over(p.shape[-1])
+    if tree.proposal.rule == "R1":
+        return _reject_chain(tree, p, q, generator)
+    return _reject_tree(tree, p, q, generator)
+
+
+def accept_chain(p: Tensor, q: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """R1: how many of gamma tokens are accepted [..], and the law [.., V] of the token after them.
+
+    p [.., gamma + 1, V]; q [.., gamma, V]; tokens [.., gamma] drawn from q; uniform [.., gamma] in [0, 1).
+    Source: Leviathan et al. (arXiv 2211.17192), algorithm 1.
+    """
+    gamma = tokens.shape[-1]
+    taken = uniform * _of(q, tokens) < _of(p[..., :gamma, :], tokens)
+    accepted = taken.long().cumprod(-1).sum(-1)  # [..]
+    row = accepted[..., None, None].expand(*accepted.shape, 1, p.shape[-1])
+    refused = (accepted < gamma)[..., None]  # else every token was accepted, and nothing is to be subtracted
+    law = residual(p.gather(-2, row).squeeze(-2), q.gather(-2, row.clamp(max=gamma - 1)).squeeze(-2) * refused)
+    return accepted, law
+
+
+def accept_sibling(
+    p: Tensor, q: Tensor, siblings: list[Tensor], uniform: Tensor, replaced: bool
+) -> tuple[Tensor, Tensor]:
+    """R3 and R4: the rank [M] of the child that each of M nodes accepts (-1: none), and what is left of p [M, V].
+
+    p, q [M, V]; siblings[rank] [m] are the tokens drawn at that rank below the first m nodes, where m may fall from
+    rank to rank; uniform [M, K] in [0, 1). replaced: every sibling was drawn from q (R4), else without replacement
+    (R3), the token of rank i from q restricted to what ranks 0 .. i-1 left. What is left has a meaning only where no
+    child is accepted: it is the law of the token that follows.
+    """
+    p, q = p.clone(), q.clone()
+    chosen = torch.full(p.shape[:1], -1, device=p.device)
+    for rank, tokens in enumerate(siblings):
+        count = tokens.shape[0]
+        p_i, q_i = p[:count], q[:count]  # views
+        taken = uniform[:count, rank] * _of(q_i, tokens) < _of(p_i, tokens)
+        chosen[:count] = torch.where((chosen[:count] < 0) & taken, rank, chosen[:count])
+        p[:count] = residual(p_i, q_i)
+        if not replaced:
+            q[:count] = without(q_i, tokens)
+    return chosen, p
+
+
+def acceptance(tree: Tree, p: Tensor) -> Tensor:
+    """The chance [N] that `reject` goes on to each node once it stands at its parent; 0 for the root.
+
+    Given the tokens that were drawn, over the uniform numbers alone: of siblings, that those before it are refused and
+    it is accepted. p [N, V] are the target's laws.
+    """
+    assert tree.proposal is not None, "children that were not sampled are accepted with p"
+    q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens
+    chances = torch.zeros_like(tree.confidence)
+    refused: dict[int, Tensor] = {}  # by parent: the chance that its children so far are all refused
+    left: dict[int, tuple[Tensor, Tensor]] = {}
+    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        p_i, q_i = left.get(parent, (p[parent], q[parent]))
+        token = tokens[node]
+        own = (_of(p_i, token) / _of(q_i, token).clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)
+        before = refused.get(parent, torch.ones_like(own))
+        chances[node], refused[parent] = before * own, before * (1 - own)
+        struck = without(q_i, token) if tree.proposal.rule == "R3" else q_i
+        left[parent] = residual(p_i, q_i), struck
+    return chances
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(0, p - q)) [.., V], what a refused draw from q leaves of p.
+
+    Where rounding leaves nothing (p = q, which refuses nothing but by a float's error) it is p.
+    """
+    left = (p - q).clamp_(min=0.0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, p)
+
+
+def without(q: Tensor, tokens: Tensor) -> Tensor:
+    """q [M, V] with one token [M] struck out, renormalised; all zero where nothing else had a chance."""
+    left = q.scatter(-1, tokens[..., None], 0.0)
+    return left / left.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
+
+
+def _reject_chain(tree: Tree, p: Tensor, q: Tensor, generator: torch.Generator) -> Verdict:
+    tokens = tree.tokens[1:]
+    uniform = torch.rand(tokens.shape, generator=generator, device=p.device)
+    last, law = accept_chain(p, q[:-1], tokens, uniform)  # a chain's nodes are numbered by their depth
+    return ending_at(tree, last, draw(law[None], generator))
+
+
+def _reject_tree(tree: Tree, p: Tensor, q: Tensor, generator: torch.Generator) -> Verdict:
+    """Tries every inner node at once and reads the path off afterwards: two synchronisations in all."""
+    assert tree.proposal is not None
+    families: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        families.setdefault(parent, []).append(node)
+    parents = sorted(families, key=lambda parent: -len(families[parent]))  # the largest families first
+    most = len(families[parents[0]])
+    inner = torch.tensor(parents, device=p.device)  # [M]
+    children = [
+        torch.tensor([families[parent][rank] for parent in parents if len(families[parent]) > rank], device=p.device)
+        for rank in range(most)
+    ]
+    uniform = torch.rand(len(parents), most, generator=generator, device=p.device)
+    siblings = [tree.tokens[nodes] for nodes in children]
+    chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
+    refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
+    for rank, nodes in enumerate(children):
+        refused[nodes] = chosen[: nodes.shape[0]] != rank
+    last = deepest(tree, refused)
+    row = torch.full((len(tree),), -1, device=p.device).scatter_(0, inner, torch.arange(len(inner), device=p.device))
+    law = torch.where(row[last] >= 0, left[row[last].clamp(min=0)], p[last])  # [V]: a leaf has refused nothing
+    return ending_at(tree, last, draw(law[None], generator))
+
+
+def _of(law: Tensor, tokens: Tensor) -> Tensor:
+    """The entries [..] of laws [.., V] at tokens [..]."""
+    return law.gather(-1, tokens[..., None]).squeeze(-1)
+
+
+__all__ = ["NOT_LOSSLESS", "Verdict", "rule_of", "verify", "walk"]
+
+Verification = Literal["R0", "R1", "R2", "R3", "R4", "typical (not lossless)"]
+NOT_LOSSLESS: Verification = "typical (not lossless)"
+
+
+def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
+    """The verdict for the target's logits [N, V] at every node, by the rule that the tree's children ask for.
+
+    typical, which is not lossless, replaces that rule where tokens are sampled.
+    """
+    rule = rule_of(tree.proposal, sampler, typical)
+    if rule in ("R0", "R2"):
+        return walk(tree, sampler.choose(logits))
+    if rule == NOT_LOSSLESS:
+        assert typical is not None
+        return accept_typical(tree, sampler.law(logits), typical)
+    return reject(tree, sampler.law(logits), sampler.generator)
+
+
+def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None) -> Verification:
+    """The rule that verifies a tree of this proposal under these settings."""
+    if not sampler.decoding.do_sample:
+        return "R0"
+    if typical is not None:
+        return NOT_LOSSLESS
+    return "R2" if proposal is None else proposal.rule
+
+
+def walk(tree: Tree, choice: Tensor) -> Verdict:
+    """The verdict for the target's choice [N] at every node. Siblings must differ.
+
+    One device synchronisation. A node is reached when it and all its ancestors are what the target chose at their
+    parents; so many numbers are walked faster on the host than a device starts the kernels for them.
+    """
+    count = len(tree)
+    columns = [tree.tokens, tree.parents, choice]
+    if tree.passengers is not None:
+        columns.append(tree.passengers.to(choice.dtype))
+    row = torch.cat(columns).tolist()
+    chosen = row[2 * count : 3 * count]
+    rides = row[3 * count :] or [0] * count
+    path = [0]
+    for node in range(1, count):  # in level order, so that a parent is walked before its children
+        if row[count + node] == path[-1] and row[node] == chosen[path[-1]] and not rides[node]:
+            path.append(node)
+    return Verdict(path, [row[node] for node in path[1:]], chosen[path[-1]])

@@ -1,1 +1,0 @@
-"""What the page shows of a suite: its sweeps, policies and claims, beside what the papers say."""

@@ -1,0 +1,1 @@
+"""Measure a method: bench, calibrate, tune, and prove that it is lossless."""

@@ -1,0 +1,1 @@
+"""The report: statistics, figures and the page."""

@@ -1,0 +1,30 @@
+"""`aerie COMMAND`: the commands of data, train, model and infer under one name."""
+
+import sys
+from importlib import import_module
+
+from aerie.configs.errors import exit_code
+
+PACKAGES = {
+    "data": ("synthetic", "check", "show", "features", "distill"),
+    "train": ("train",),
+    "infer": ("generate", "calibrate", "bench", "tune", "report", "compare", "verify"),
+    "model": ("inspect", "convert", "push"),
+}
+
+
+def main() -> int:
+    """Hands the words to the command's own main; --help lists the commands."""
+    owners = {command: package for package, commands in PACKAGES.items() for command in commands}
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command not in owners:
+        print("usage: aerie COMMAND [OPTION ...]; aerie COMMAND --help tells a command's options\n")
+        print("\n".join(f"  {package:6} {', '.join(commands)}" for package, commands in PACKAGES.items()))
+        return 0 if command in ("-h", "--help") else 2
+    if command == "train":
+        del sys.argv[1]  # train/main.py has one command
+    return exit_code(import_module(f"aerie.{owners[command]}.main").main)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
