@@ -1,0 +1,402 @@
+"""The golden net: two checkouts do the same fixed jobs on one machine, and what they computed is compared.
+
+python tests/golden.py run CHECKOUT WORKDIR [--only STEP ...]   does the jobs, writes WORKDIR/digests.json
+python tests/golden.py compare ONE.json OTHER.json              prints every difference; exit code 1 if there is one
+python tests/golden.py against COMMIT                           a commit and this checkout, run and compared
+
+Processors round differently, so no digests are kept in the repository. A checkout is driven by its commands alone.
+Training's numbers may differ by 1e-6 of their size, all else is equal. Left out are times and what follows from them
+(speeds, costs, the tree that `tune` chooses), memory, commits, hardware and paths.
+
+A step reads what the steps before it left in WORKDIR, and removes its own files before it begins. `heads` also removes
+what `calibrate` put beside the heads, so that `calibrate` has to follow it.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+LIBRARIES = ("accelerate", "datasets", "transformers.models.llama", "transformers.generation", "matplotlib")
+TIMED = re.compile(
+    r"^t_|_ms|ms_|^ms$|seconds|speed|tokens_per_s|memory|commit|hardware|^reference$|^overhead$|^tuning$"
+)
+MEASURED = re.compile(r"/(loss|grad_norm|held_out)[^/]*$")
+DIGESTS = re.compile(r'("(?:key|seal|config\.json)": )"[0-9a-f]{16}"')
+RECORDS = r"provenance|recipe|status"  # files that tell where others came from
+COUNTS: tuple[str, ...] = (
+    "verify",
+    "target_forwards",
+    "draft_forwards",
+    "draft_forwards_wasted",
+    "draft_nodes",
+    "accepted",
+)
+COUNTS += ("cycle_tokens", "cycle_nodes", "identical", "identical_to_generate", "prompt_ids")
+
+TARGET = "configs/draft_lm/embedded.yaml"
+RECIPES = {  # of each kind of head
+    "eagle1": "configs/embedded.yaml",
+    "eagle3": "configs/eagle3/embedded.yaml",
+    "medusa": "configs/medusa/embedded.yaml",
+    "hydra": "configs/hydra/embedded.yaml",
+    "draft_lm": "configs/draft_lm/sps-embedded.yaml",
+}
+SIZES: dict[str, dict[str, Any]] = {  # sections `head`
+    "target": {"num_hidden_layers": 7, "hidden_size": 48, "intermediate_size": 128, "max_position_embeddings": 512},
+    "eagle1": {"intermediate_size": 96, "head_dim": 16},
+    "eagle3": {"intermediate_size": 96, "head_dim": 16, "draft_vocab_size": 400},
+    "draft_lm": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2},
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # heads whose states are made in the step, with other options
+    "eagle1-lk": ("eagle1", {"train.loss": "lk_hybrid", "train.noise_length_scaling": True}),
+    "eagle3-packed": ("eagle3", {"train.packing": True, "train.unroll_steps": 3, "train.divisor": "per_step"}),
+    "medusa-law": ("medusa", {"train.law_weight": 0.5, "train.dropout": 0.1, "head.num_layers": 2}),
+    "hydra-prefix": ("hydra", {"head.prefix_layer": True, "train.accumulation": 2, "train.measure_prompts": 2}),
+    "draft_lm-on-policy": ("draft_lm", {"train.distill": "jsd", "train.on_policy": 0.5}),
+}
+LAYOUTS = {"eagle1": ("safeailab", "sglang"), "eagle3": ("safeailab", "sglang", "speculators")}
+CALIBRATIONS: dict[str, dict[str, Any]] = {  # eagle1's is the report's, and a row of the bench reads its calibrator
+    "eagle1": {"calibrate.tree": {"levels": 4, "k": 4, "nodes": 16}, "calibrate.oracle_levels": 5},
+    "draft_lm": {"calibrate.temperature": 1.0},
+    "medusa": {"calibrate.nodes": 20, "calibrate.ranks": 5},  # a static tree, rebuilt
+}
+PUBLISHED = (
+    "vanilla sps sps-heuristic sps-svip sps-confidence pld lookahead medusa hydra eagle eagle2 eagle3 eagle-chain"
+)
+ROWS: list[dict[str, Any]] = [  # every method as it is published, then what else a row may ask
+    *({"method": name} for name in (*PUBLISHED.split(), "deagle", "svip", "ddd", "opt-tree")),
+    {"method": "sps-svip", "tree": {"stop": {"h": 0.8}}},
+    {"method": "sps-confidence", "tree": {"stop": {"threshold": 0.1}}},
+    {"method": "deagle", "head": "eagle3", "tree": {"stop": {"over": "selected", "declines": 1}}},
+    {"method": "eagle-chain", "head": "eagle3", "tree": {"stop": {"rule": "confidence", "threshold": 0.1}}},
+    *({"method": "eagle", "tree": {"children": children}} for children in ("sampled", "replaced", "best")),
+    {"method": "sps", "tree": {"shape": "static", "choices": "eagle1"}},
+    {"method": "sps", "tree": {"shape": "dynamic", "levels": 3, "k": 3, "nodes": 10}},
+    {"method": "hydra", "tree": {"shape": "dynamic", "levels": 4, "stop": {"rule": "entropy", "over": "per_node"}}},
+    {"method": "medusa", "tree": {"shape": "chain", "levels": 4}},
+    {"method": "medusa", "typical": {}},
+    {"method": "eagle2", "tree": {"calibrated": "isotonic"}},
+    {"method": "eagle2", "tree": {"levels": 3, "k": 4, "rank": "confidence", "rerank": False}},
+    {"method": "pld", "lookup": {"matching": "original", "match": "last"}},
+]
+GREEDY, SAMPLED, CUT = {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
+SWEEP = {"name": "depth", "vary": "tree.levels", "values": [2, 5], "sampling": [GREEDY]}
+
+
+class Net:
+    """One checkout at work in one directory; `found` is what a step computed, name by name."""
+
+    def __init__(self, checkout: Path, work: Path) -> None:
+        self.checkout, self.work, self.main = checkout.resolve(), work.resolve(), work.resolve() / "run"
+        self.found: dict[str, Any] = {}
+
+    def call(self, command: str, kind: str, run: Path, *words: str, **options: Any) -> str:
+        """What a command prints that works on the recipe of a kind of head; options are overrides of the recipe."""
+        data = {"data.conversations": [str(self.main / "conversations/train.jsonl")], "data.max_length": 160}
+        sizes = {f"head.{key}": value for key, value in SIZES.get(kind, {}).items()}
+        fixed = {"config": RECIPES.get(kind, TARGET), "run": run, "target": self.main / "target", "data.held_out": 0.1}
+        return self.bare(command, *words, **fixed | data | sizes | options)
+
+    def bare(self, command: str, *words: str, **options: Any) -> str:
+        """What a command prints, without local paths.
+
+        It runs as `python SCRIPT/main.py ...` would, but the process has the libraries loaded: half of the time.
+        """
+        script, *first = command.split()
+        texts = {
+            key: json.dumps(value) if isinstance(value, dict | list) else str(value) for key, value in options.items()
+        }
+        call = [f"{script}/main.py", *first, *words, *(f"--{key}={text}" for key, text in texts.items())]
+        child = os.fork()
+        if child == 0:
+            become(self.checkout, call, self.work)
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            raise SystemExit(f"{' '.join(call)}\n{(self.work / 'errors.txt').read_text()[-4000:]}\nexit code {code}")
+        return self.read(self.work / "output.txt")
+
+    def read(self, path: Path) -> str:
+        """A file without local paths, and without the digests of what holds some."""
+        text = DIGESTS.sub(r"\1", path.read_text(encoding="utf-8"))
+        return text.replace(str(self.work), "WORK").replace(str(self.checkout), "CHECKOUT")
+
+    def prompts(self, file: str, count: int, tokens: int, **more: Any) -> dict[str, Any]:
+        path = str(self.main / "conversations" / f"{file}.jsonl")
+        return {"path": path, "num_prompts": count, "max_new_tokens": tokens, **more}
+
+    def remove(self, *names: str) -> None:
+        for name in names:
+            shutil.rmtree(self.work / name, ignore_errors=True)
+
+    def take_files(self, name: str, directory: Path) -> None:
+        """The sha256 of every file below a directory."""
+        for path in sorted(directory.rglob("*")):
+            if path.is_file() and not re.match(RECORDS, path.name):
+                self.found[f"{name}/{path.relative_to(directory)}"] = hashlib.sha256(self.content(path)).hexdigest()
+
+    def content(self, path: Path) -> bytes:
+        if path.suffix == ".bin":  # torch's archive is named after a temporary file
+            with zipfile.ZipFile(path) as archive:
+                return b"".join(archive.read(name) for name in archive.namelist())
+        return self.read(path).encode() if path.suffix in (".json", ".jsonl", ".yaml") else path.read_bytes()
+
+    def take_table(self, name: str, path: Path, depth: int = 3) -> None:
+        """A JSON file without times, by the keys that lead to its values; what lies deeper is one value."""
+        self.found |= flat(timeless(json.loads(self.read(path))), name, depth)
+
+    def take_training(self, name: str, metrics: Path, kind: str) -> None:
+        """Loss and gradient norm of the first five steps and the last, and what was measured on held-out rows."""
+        records = [record for record in lines(metrics) if record["kind"] == kind]
+        for record in records:
+            if record["step"] in (1, 2, 3, 4, 5, records[-1]["step"]):
+                found = {f"{name}/{record['step']}/{key}": value for key, value in record.items()}
+                self.found |= {place: value for place, value in found.items() if MEASURED.search(place)}
+
+    def take_answers(self, name: str, records: Path) -> None:
+        """The token ids and the counts of every answer of a bench."""
+        for one in lines(records):
+            if one["status"] != "ok":
+                raise SystemExit(f"{records}: {one['method']}: {one['message']}")
+            sampling = f"T {one['temperature']:g}, {one['top_k']}, {one['top_p']:g}"
+            place = f"{name}/{one['row']} {one['method']}/{sampling}/{one['prompt_id']}/{one['turn']}"
+            self.found |= {f"{place}/ids": one["output_ids"], f"{place}/counts": {key: one[key] for key in COUNTS}}
+
+    def take_cycles(self, name: str, cycles: Path) -> None:
+        """A digest of the cycles of every row: trees, laws and levels."""
+        rows: dict[str, str] = {}
+        for one in lines(cycles):
+            place = f"{name}/{one['row']} {one['method']}/T {one['temperature']:g}"
+            rows[place] = rows.get(place, "") + json.dumps(timeless(one))
+        self.found |= {place: hashlib.sha256(text.encode()).hexdigest() for place, text in rows.items()}
+
+    def take_tuning(self, name: str, directory: Path) -> None:
+        """The tau of every tree that was replayed, and of those that were timed but for the second, the choice."""
+        for head in json.loads(self.read(directory / "tune.json"))["heads"]:
+            for one in (head["published"], *head["trees"]):
+                size = [one["tree"][key] for key in ("levels", "k", "nodes")]
+                self.found[f"{name}/{size}"] = one["tau"]
+        measured = json.loads(self.read(directory / "measured.json"))
+        taus = [(row, one["tau"]) for row, one in zip(measured["names"], measured["rows"], strict=True)]
+        self.found |= {f"{name}/{row}": tau for row, tau in (*taus[:1], *taus[2:])}
+
+
+def corpus(net: Net) -> None:
+    net.remove("run")
+    sizes = {"synthetic.num_conversations": 700, "synthetic.num_prompts": 14, "synthetic.vocab_size": 600}
+    net.call("data synthetic", "eagle1", net.main, **sizes)
+    net.take_files("conversations", net.main / "conversations")
+    net.take_files("tokenizer", net.main / "tokenizer")
+    words = ("--plain", "--limit", "20")
+    net.found["masks"] = net.call("data show", "eagle1", net.main, *words, target=net.main / "tokenizer").splitlines()
+
+
+def train(net: Net, name: str, kind: str, run: Path, output: Path, **more: Any) -> None:
+    fixed = {"train.max_seconds": "null", "train.log_every": 1, "train.eval_conversations": 16}
+    net.call("train", kind, run, output=output, **fixed | more)
+    net.take_training(name, run / "metrics.jsonl", "draft_lm" if kind == "target" else kind)
+    net.take_files(name, output)
+
+
+def target(net: Net) -> None:
+    net.remove("run/target", "lm")
+    more = {"train.max_steps": 220, "train.warmup_steps": 10, "train.learning_rate": 0.01}
+    train(net, "target", "target", net.work / "lm", net.main / "target", target=net.main / "tokenizer", **more)
+
+
+def features(net: Net) -> None:
+    net.remove("run/features", "taps/features")
+    for kind, run in (("eagle1", net.main), ("eagle3", net.work / "taps")):
+        net.call("data features", kind, run, **{"features.mode": "cached"})
+        net.take_files(kind, run / "features")
+
+
+def heads(net: Net) -> None:
+    net.remove("run/heads", "run/state", "taps/state", "variants")
+    for run in (net.main, net.work / "taps"):
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+    for kind in RECIPES:
+        run = net.work / "taps" if kind == "eagle3" else net.main
+        more = {"features.mode": "cached", "train.max_steps": 100, "train.warmup_steps": 5}
+        train(net, kind, kind, run, net.main / "heads" / kind, **more)
+    for name, (kind, more) in VARIANTS.items():
+        run = net.work / "variants" / name
+        train(net, name, kind, run, run / "head", **{"features.mode": "online", "train.max_steps": 5, **more})
+
+
+def exports(net: Net) -> None:
+    net.remove("exports")
+    goal = net.main / "target"
+    for kind in ("eagle1", "eagle3", "medusa", "hydra"):
+        head = str(net.main / "heads" / kind)
+        net.found[f"{kind}/inspect"] = json.loads(net.bare("model inspect", head, "--json", target=goal))
+        for layout in LAYOUTS.get(kind, ()):
+            out = net.work / "exports" / f"{kind}-{layout}"
+            net.bare("model convert", head, **{"to": layout, "target": goal, "target-name": "some/target", "out": out})
+            net.take_files(out.name, out)
+
+
+def calibrate(net: Net) -> None:
+    net.remove("run/calibration", "calibrate")
+    prompts = net.prompts("calibration", 6, 24)
+    for kind, more in CALIBRATIONS.items():
+        run = net.main if kind == "eagle1" else net.work / "calibrate" / kind
+        net.call("infer calibrate", kind, run, head=net.main / "heads" / kind, **{"calibrate.prompts": prompts, **more})
+        net.take_files(kind, run / "calibration")
+        net.take_table(f"{kind}/values", run / "calibration" / "calibration.json")
+
+
+def decode(net: Net) -> None:
+    net.remove("run/bench", "cycles")
+    kinds = {"sps": "draft_lm", "medusa": "medusa", "hydra": "hydra", "eagle3": "eagle3"}
+    rows = []
+    for row in ROWS:
+        kind = row.get("head") or kinds.get(row["method"].split("-")[0], "eagle1")
+        needs_none = row["method"] in ("vanilla", "pld", "lookahead")
+        rows.append(row if needs_none else {**row, "head": str(net.main / "heads" / kind)})
+    sweeps = [{**SWEEP, "rows": [row for row in rows if row["method"] == "eagle3"]}]
+    asked = {"bench.rows": rows, "bench.warmup_prompts": 1, "bench.prompts": net.prompts("prompts", 3, 28)}
+    more = {"bench.sampling": [GREEDY, SAMPLED, CUT], "bench.contexts": [64, 96], "bench.sweeps": sweeps}
+    net.call("infer bench", "eagle1", net.main, **asked | more)
+    net.take_answers("answers", net.main / "bench" / "records.jsonl")
+    more = {"bench.prompts": net.prompts("prompts", 1, 16, turns=1), "bench.sampling": [GREEDY, SAMPLED]}
+    net.call("infer bench", "eagle1", net.work / "cycles", **asked | more | {"bench.cycles": "true"})
+    net.take_cycles("cycles", net.work / "cycles" / "bench" / "cycles.jsonl")
+
+
+def tune(net: Net) -> None:
+    net.remove("run/tune")
+    more = {"tune.levels": 3, "tune.k": 2, "tune.grid": "true", "tune.measure": net.prompts("prompts", 2, 16, turns=1)}
+    more |= {"head": net.main / "heads" / "eagle1", "tune.prompts": net.prompts("calibration", 3, 20, turns=1)}
+    net.call("infer tune", "eagle1", net.main, **more)
+    net.take_tuning("tau", net.main / "tune")
+
+
+def report(net: Net) -> None:
+    net.remove("run/report")
+    net.call("infer report", "eagle1", net.main)
+    net.take_table("summary", net.main / "report" / "summary.json")
+    net.take_table("details", net.main / "report" / "details.json", depth=1)
+
+
+STEPS = {step.__name__: step for step in (corpus, target, features, heads, exports, calibrate, decode, tune, report)}
+
+
+def become(checkout: Path, call: list[str], work: Path) -> None:
+    """This process goes on as a command of the checkout, and ends with it."""
+    code: Any = 1
+    try:
+        for number, name in ((1, "output.txt"), (2, "errors.txt")):
+            os.dup2(os.open(work / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.chdir(checkout)
+        sys.argv, sys.path[:1] = call, [str(checkout / Path(call[0]).parent), str(checkout), str(checkout / "src")]
+        runpy.run_path(call[0], run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def run(checkout: Path, work: Path, only: list[str] | None = None) -> dict[str, Any]:
+    """Does the steps, and puts what they found into WORKDIR/digests.json."""
+    os.environ |= ENVIRONMENT  # before the libraries are loaded
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    work.mkdir(parents=True, exist_ok=True)
+    net, path = Net(checkout, work), work / "digests.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if only and path.is_file() else {}
+    for name in only or STEPS:
+        started, net.found = time.monotonic(), {}
+        STEPS[name](net)
+        found = {key: value for key, value in found.items() if not key.startswith(f"{name}/")}
+        found |= {f"{name}/{key}": value for key, value in net.found.items()}
+        path.write_text(json.dumps(found, indent=0), encoding="utf-8")
+        print(f"{name}: {len(net.found):,} values in {time.monotonic() - started:.0f} s", flush=True)
+    return found
+
+
+def against(commit: str) -> int:
+    """A commit, in a worktree of its own, and this checkout."""
+    with tempfile.TemporaryDirectory() as place:
+        tree = Path(place) / "tree"
+        subprocess.run(["git", "worktree", "add", "--detach", str(tree), commit], cwd=ROOT, check=True)
+        try:
+            return compare(run(tree, Path(place) / "before"), run(ROOT, Path(place) / "after"))
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+
+
+def compare(one: dict[str, Any], other: dict[str, Any]) -> int:
+    """Prints every value that differs; the exit code."""
+    names = sorted(one.keys() | other.keys())
+    different = [name for name in names if not alike(name, one.get(name, "missing"), other.get(name, "missing"))]
+    for name in different:
+        print(name, *(f"  {json.dumps(found.get(name, 'missing')):.300}" for found in (one, other)), sep="\n")
+    print(f"{len(different):,} of {len(names):,} values differ")
+    return 1 if different or not names else 0
+
+
+def alike(name: str, one: Any, other: Any) -> bool:
+    if MEASURED.search(name) and isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
+
+
+def timeless(value: Any) -> Any:
+    """A JSON value without the keys that hold times, or what else is of the machine and not of the code."""
+    if isinstance(value, dict):
+        return {key: timeless(item) for key, item in value.items() if not TIMED.search(key)}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def flat(value: Any, name: str, depth: int) -> dict[str, Any]:
+    """The values of a JSON table by the keys that lead there."""
+    if depth == 0 or not isinstance(value, dict | list):
+        return {name: value}
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return {place: item for key, inner in pairs for place, item in flat(inner, f"{name}/{key}", depth - 1).items()}
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Two checkouts compared on one machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    jobs = commands.add_parser("run", help="do the jobs")
+    jobs.add_argument("checkout", type=Path)
+    jobs.add_argument("work", type=Path)
+    jobs.add_argument("--only", nargs="+", choices=STEPS)
+    commands.add_parser("compare", help="print what differs").add_argument("files", type=Path, nargs=2)
+    commands.add_parser("against", help="a commit and this checkout").add_argument("commit")
+    arguments = parser.parse_args()
+    if arguments.command == "against":
+        return against(arguments.commit)
+    if arguments.command == "compare":
+        one, other = (json.loads(path.read_text(encoding="utf-8")) for path in arguments.files)
+        return compare(one, other)
+    run(arguments.checkout, arguments.work, arguments.only)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
