@@ -69,10 +69,10 @@ class Encoded:
     scales: Tensor | None
     finite: Tensor  # [...] bool
 
-    def __getitem__(self, place: Any) -> "Encoded":
+    def __getitem__(self, place: Any) -> Encoded:
         return Encoded(self.values[place], None if self.scales is None else self.scales[place], self.finite[place])
 
-    def cpu(self) -> "Encoded":
+    def cpu(self) -> Encoded:
         return Encoded(self.values.cpu(), None if self.scales is None else self.scales.cpu(), self.finite.cpu())
 
 
@@ -569,7 +569,7 @@ class FeatureCache(Sequence[CachedRow]):
         self._readers: dict[int, ShardReader] = {}
 
     @classmethod
-    def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
+    def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> FeatureCache:
         """The cache in directory.
 
         expected holds those keys of the fingerprint (target, tokenizer, template, after_blocks, dtype, data, rows)
@@ -582,7 +582,7 @@ class FeatureCache(Sequence[CachedRow]):
                 raise UserError(f"{directory}: built with {difference}; rebuild with: {COMMAND} --overwrite")
         return cls(directory, contents, range(len(contents.lengths)))
 
-    def split(self, name: Split) -> "FeatureCache":
+    def split(self, name: Split) -> FeatureCache:
         """The rows of one split, in order."""
         return FeatureCache(self.directory, self.contents, range(*self.contents.splits[name]))
 
@@ -639,9 +639,9 @@ class FeatureCache(Sequence[CachedRow]):
     def __getitem__(self, position: int) -> CachedRow: ...
 
     @overload
-    def __getitem__(self, position: slice) -> "FeatureCache": ...
+    def __getitem__(self, position: slice) -> FeatureCache: ...
 
-    def __getitem__(self, position: int | slice) -> "CachedRow | FeatureCache":
+    def __getitem__(self, position: int | slice) -> CachedRow | FeatureCache:
         if isinstance(position, slice):
             return FeatureCache(self.directory, self.contents, self.numbers[position])
         number = self.numbers[position]

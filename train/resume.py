@@ -75,17 +75,17 @@ class Progress:
         """The step of the best weights, 0 before the first evaluation."""
         return self.best[0][1] if self.best else 0
 
-    def moved(self, **changes: Any) -> "Progress":
+    def moved(self, **changes: Any) -> Progress:
         return replace(self, **changes)
 
-    def ranked(self, score: float, keep: int) -> "Progress":
+    def ranked(self, score: float, keep: int) -> Progress:
         """With the weights of this step among the best, of which `keep` count; of equals the first is the best."""
         others = [entry for entry in self.best if entry[1] != self.step]
         ranked = sorted([*others, (score, self.step)], key=lambda entry: (-entry[0], entry[1]))
         return replace(self, best=tuple(ranked[:keep]))
 
     @classmethod
-    def of(cls, values: Any, place: Path) -> "Progress":
+    def of(cls, values: Any, place: Path) -> Progress:
         """The saved values; UserError when another version wrote them."""
         try:
             return cls(**{**values, "best": tuple((score, step) for score, step in values["best"])})

@@ -1,8 +1,11 @@
 """Which tasks a suite asks: published evaluation sets by name, or files of questions of one's own."""
 
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 from aerie.configs.read import STRICT
+from aerie.configs.schema.decode import Method, MethodConfig, TreeChanges
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,102 @@ class PromptsConfig:
             raise ValueError("turns must be at least 1")
         if self.max_new_tokens < 1 or (self.num_prompts is not None and self.num_prompts < 1):
             raise ValueError("num_prompts and max_new_tokens are at least 1 (num_prompts: null takes the whole file)")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Sampling of one bench pass; temperature 0 is argmax."""
+
+    __pydantic_config__ = STRICT
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < inf:
+            raise ValueError(f"temperature must not be negative (0 is argmax), not {self.temperature:g}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative (0 switches it off), not {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is a share, more than 0 and at most 1, not {self.top_p:g}")
+
+
+CONTEXT = "context"  # the sweep that contexts make
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """Rows measured once for each value of one setting; they go to `sweeps` of summary.json, never into its rows."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    vary: str  # a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), or temperature
+    values: tuple[Any, ...]
+    rows: tuple[MethodConfig, ...]
+    sampling: tuple[SamplingConfig, ...] = ()  # empty: the bench's
+    tasks: tuple[str, ...] = ()  # names; empty: all
+    num_prompts: int | None = None  # the first ones of each task; null: all
+
+    def __post_init__(self) -> None:
+        if not self.values or not self.rows:
+            raise ValueError("a sweep needs values and rows")
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise ValueError("num_prompts must be at least 1")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured: every row on every prompt, interleaved, in one process."""
+
+    __pydantic_config__ = STRICT
+    prompts: PromptsConfig
+    rows: tuple[MethodConfig, ...]
+    sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)
+    warmup_prompts: int = 2
+    reference: bool = True  # also time transformers' generate and the bare forwards
+    overhead: bool = False  # also time each row's model forwards replayed bare, on a few prompts (overhead.json)
+    cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl); speeds stay comparable
+    by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled (details.json has each)
+    sweeps: tuple[SweepConfig, ...] = ()
+    # context lengths (prompt and answer, ascending) that split the answers into a sweep of their own, as far as the
+    # target goes: from the start to each, and between each and the one before (SVIP, tables 2 and 5, figures 5 and 6)
+    contexts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not any(row.method == "vanilla" for row in self.rows):
+            raise ValueError("rows must contain the vanilla row: speedup is measured against it")
+        if not self.sampling or len(set(self.sampling)) < len(self.sampling):
+            raise ValueError("sampling is a list of one or more different settings ([{temperature: 0.0}], for one)")
+        if self.warmup_prompts < 0:
+            raise ValueError(f"warmup_prompts must not be negative, not {self.warmup_prompts}")
+        names = [sweep.name for sweep in self.sweeps]
+        if len(set(names)) < len(names) or CONTEXT in names:
+            raise ValueError(f"sweeps need names that differ, and {CONTEXT} is that of contexts")
+        if list(self.contexts) != sorted(set(self.contexts)) or min(self.contexts, default=1) < 1:
+            raise ValueError("contexts are lengths in tokens, ascending")
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """Decoding cycles on held-out prompts that show how confidence predicts acceptance."""
+
+    __pydantic_config__ = STRICT
+    prompts: PromptsConfig
+    method: Method | None = None  # null: the usual one of the recipe's head
+    tree: TreeChanges = TreeChanges()
+    bins: int = 20
+    temperature: float = 0.0  # of the decoding
+    oracle_levels: int | None = None  # also draft this deep at every cycle: the oracle draft length; SVIP: 40
+    ranks: int = 10  # a static tree: how many of a law's best tokens are tried where the tree is rebuilt from them
+    nodes: int | None = None  # of the rebuilt tree, with the root; null: as many as the tree that it replaces
+
+    def __post_init__(self) -> None:
+        if self.tree.calibrated is not None:
+            raise ValueError("calibrate measures the head's own confidence; leave tree.calibrated out")
+        if self.temperature < 0 or (self.oracle_levels is not None and self.oracle_levels < 1):
+            raise ValueError("calibrate needs temperature >= 0 and oracle_levels >= 1 (null: no oracle)")
+        if min(self.bins, self.ranks) < 1 or (self.nodes is not None and self.nodes < 2):
+            raise ValueError("calibrate: bins and ranks are at least 1, nodes (which count the root) at least 2")
 
 
 @dataclass(frozen=True)

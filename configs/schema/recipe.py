@@ -14,16 +14,8 @@ from aerie.configs import read as yaml_recipe
 from aerie.configs.errors import UserError
 from aerie.configs.read import STRICT
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
-from aerie.configs.schema.decode import (
-    OPTIONS,
-    USUAL,
-    BenchConfig,
-    CalibrateConfig,
-    MethodConfig,
-    TreeChanges,
-    name_rule,
-)
-from aerie.configs.schema.measure import PromptsConfig, TuneConfig
+from aerie.configs.schema.decode import OPTIONS, USUAL, MethodConfig, TreeChanges, name_rule
+from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, PromptsConfig, TuneConfig
 from aerie.configs.schema.target_and_head import HeadConfig, TargetConfig
 from aerie.configs.schema.train import TrainConfig
 

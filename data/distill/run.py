@@ -370,7 +370,7 @@ class Job:
     answer_inputs: dict[str, Any]
 
     @classmethod
-    def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Iterable[str]) -> "Job":
+    def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Iterable[str]) -> Job:
         """target is data.inputs.target_inputs', questions are the texts that are held out, wherever they come from.
 
         How the answers are carried (URLs, concurrency, this process) does not change what they are; whether a

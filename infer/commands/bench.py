@@ -7,8 +7,9 @@ from pathlib import Path
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, load
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import METHODS, BenchConfig, MethodConfig, tree_of
+from aerie.configs.schema.decode import METHODS, MethodConfig, tree_of
 from aerie.configs.schema.decode import digests as choice_digests
+from aerie.configs.schema.measure import BenchConfig
 from aerie.infer.commands.chosen import HEAD, Commands, head_of, recipe_of
 from aerie.infer.decode.methods import check_levels, kind_at
 from aerie.infer.measure.bench import (

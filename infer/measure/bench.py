@@ -20,7 +20,8 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import STRICT, as_dict, validate
-from aerie.configs.schema.decode import BenchConfig, MethodConfig, PromptsConfig, SamplingConfig, SweepConfig
+from aerie.configs.schema.decode import MethodConfig
+from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.inputs import target_inputs
 from aerie.data.progress import bar

@@ -22,11 +22,10 @@ from aerie.configs.schema.decode import (
     Method,
     MethodConfig,
     ProbabilitySumConfig,
-    PromptsConfig,
-    SamplingConfig,
     TreeChanges,
     VoteConfig,
 )
+from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import HeadConfig, HeadKind, TargetConfig
 from aerie.data.progress import bar
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, end_ids

@@ -9,16 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import (
-    CalibrateConfig,
-    Choice,
-    MethodConfig,
-    TreeConfig,
-    best_choices,
-    inline,
-    sized,
-    tree_of,
-)
+from aerie.configs.schema.decode import Choice, MethodConfig, TreeConfig, best_choices, inline, sized, tree_of
+from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.progress import bar
 from aerie.infer.decode.methods import Drafters, make_decoder
 from aerie.infer.decode.proposer import Cycle

@@ -351,10 +351,10 @@ def _changes(tree: TreeConfig, published: TreeConfig) -> dict[str, Any]:
 def _rule_changes(stop: StopConfig, published: StopConfig) -> dict[str, Any]:
     found: dict[str, Any] = {} if stop.rule == published.rule else {"stop": stop.rule}
     plain = type(stop)()
-    for field in fields(stop):
-        value = getattr(stop, field.name)
-        if value != getattr(plain, field.name):
-            found[field.name] = value
+    for key in fields(stop):
+        value = getattr(stop, key.name)
+        if value != getattr(plain, key.name):
+            found[key.name] = value
     return found
 
 

@@ -19,7 +19,6 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.decode import (
     METHODS,
-    BenchConfig,
     ConfidenceConfig,
     EntropyConfig,
     MarginalGainConfig,
@@ -34,7 +33,7 @@ from aerie.configs.schema.decode import (
     usual_method,
     usual_tree,
 )
-from aerie.configs.schema.measure import TuneConfig
+from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.data.progress import bar
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.calibrator import calibrate_of, unchanged

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import CONTEXT
+from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure.bench import main_groups, read_asked, sweep_rows
 from aerie.infer.measure.record import (
     OVERHEAD,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aerie.configs.schema.decode import CONTEXT
+from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure.bench import Asked, members_of
 from aerie.infer.measure.record import FloatArray, Record, told_apart
 from aerie.infer.report.statistics import (
@@ -693,7 +693,8 @@ class _Comparison:
             rule = tree.settings["stop"]["rule"]
             rules.append(
                 {
-                    "rule": rule, "name": NAMES_policies.get(rule, rule), "method": answers[0].method, "variant": tree.variant,
+                    "rule": rule, "name": NAMES_policies.get(rule, rule), "method": answers[0].method,
+                    "variant": tree.variant,
                     **said[at], "equal": self._equal(cycles, drawn, at), "best": self._against(
                         cycles[at], cycles[best], drawn[:, at], drawn[:, best]
                     ),
@@ -1061,7 +1062,7 @@ class Traced:
 def traced(groups: Sequence[Group]) -> list[Traced]:
     """One for each head and sampling whose chains have two rules or more."""
     found: dict[tuple[str, str], dict[str, Group]] = {}
-    for group in groups:
+    for group in groups:  # noqa: F402
         tree = group.first.tree
         if tree is not None and tree.shape == "chain" and "stop" in tree.settings and not group.failed:
             place = (group.first.head_path or group.first.head or "", sampling_text(sampling_of(group.first)))
@@ -1089,7 +1090,7 @@ def sampling_of(record: Record) -> dict[str, float]:
 def _longest(groups: Sequence[Group]) -> PromptKey | None:
     """The prompt that every group has cycles for, with the most tokens in the shortest of its answers."""
     lengths: dict[PromptKey, list[int]] = {}
-    for group in groups:
+    for group in groups:  # noqa: F402
         for record in group.records:
             if record.cycle_nodes:
                 lengths.setdefault(record.prompt_key, []).append(record.new_tokens)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import CONTEXT
+from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure.record import FloatArray, Milliseconds, Record, told_apart
 from aerie.infer.report.tables import label
 

@@ -40,9 +40,7 @@ def test_a_changed_weight_in_the_middle_of_the_target_changes_the_inputs(
 ) -> None:
     before = inputs()
     weights = load_file(target / "model.safetensors")
-    weights["model.layers.2.self_attn.q_proj.weight"] = -weights[
-        "model.layers.2.self_attn.q_proj.weight"
-    ].clone()
+    weights["model.layers.2.self_attn.q_proj.weight"] = -weights["model.layers.2.self_attn.q_proj.weight"].clone()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     assert digest(inputs()) != digest(before)
     assert digest(state_inputs(inputs())) != digest(state_inputs(before))

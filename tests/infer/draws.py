@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from aerie.configs.schema.decode import SamplingConfig
+from aerie.configs.schema.measure import SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.proposer import Proposer

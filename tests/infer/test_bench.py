@@ -9,14 +9,8 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import (
-    BenchConfig,
-    MethodConfig,
-    PromptsConfig,
-    SamplingConfig,
-    SweepConfig,
-    TreeChanges,
-)
+from aerie.configs.schema.decode import MethodConfig, TreeChanges
+from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.measure.bench import Bench, jobs_of, make_decoders, run
 from aerie.infer.measure.record import Record, read_records

@@ -14,11 +14,11 @@ from aerie.configs.schema.decode import (
     Method,
     MethodConfig,
     ProbabilitySumConfig,
-    SamplingConfig,
     StopConfig,
     TreeChanges,
     VoteConfig,
 )
+from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode.methods import Drafters, make_decoder
 from aerie.infer.decode.proposer import Cycle
 from aerie.infer.measure.lossless import ALPHA, VOCABULARY, Row, SampledProver

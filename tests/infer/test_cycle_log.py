@@ -9,16 +9,8 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import (
-    BenchConfig,
-    LookaheadConfig,
-    MethodConfig,
-    PromptLookupConfig,
-    PromptsConfig,
-    SamplingConfig,
-    TreeChanges,
-    tree_of,
-)
+from aerie.configs.schema.decode import LookaheadConfig, MethodConfig, PromptLookupConfig, TreeChanges, tree_of
+from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.drafters.lookahead import Lookahead

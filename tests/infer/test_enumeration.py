@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from aerie.configs.schema.decode import SamplingConfig
+from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.measure.lossless import answer_law, p_value
 from tests.infer.draws import tiny_vocabulary
 

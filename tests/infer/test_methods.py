@@ -18,7 +18,6 @@ from aerie.configs.schema.decode import (
     MethodConfig,
     ProbabilitySumConfig,
     PromptLookupConfig,
-    SamplingConfig,
     TreeChanges,
     TreeConfig,
     TypicalConfig,
@@ -27,6 +26,7 @@ from aerie.configs.schema.decode import (
     tree_of,
     usual_method,
 )
+from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode.methods import find_head, kind_at
 from aerie.infer.decode.shape import make_shape
 from aerie.model.checkpoint import save_head

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from aerie.configs.schema.decode import BenchConfig, MethodConfig, PromptsConfig, TreeConfig
+from aerie.configs.schema.decode import MethodConfig, TreeConfig
+from aerie.configs.schema.measure import BenchConfig, PromptsConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import METHODS, Method, MethodConfig, PromptLookupConfig, SamplingConfig
+from aerie.configs.schema.decode import METHODS, Method, MethodConfig, PromptLookupConfig
+from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode import engine, verify
 from aerie.infer.decode import shape as chain
 from aerie.infer.decode import verify as rejection

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import PromptsConfig
-from aerie.configs.schema.measure import TaskConfig
+from aerie.configs.schema.measure import PromptsConfig, TaskConfig
 from aerie.infer.measure.tasks import (
     TASKS,
     Prompt,

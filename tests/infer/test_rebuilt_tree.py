@@ -8,9 +8,7 @@ import torch
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import (
     METHODS,
-    CalibrateConfig,
     MethodConfig,
-    PromptsConfig,
     TreeChanges,
     TreeConfig,
     digests,
@@ -19,6 +17,7 @@ from aerie.configs.schema.decode import (
     sized,
     tree_of,
 )
+from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.infer.decode.methods import Drafters, make_decoder
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.infer.measure.rebuilt_tree import CHOICES, expected_tau, probe, rebuild, rebuilt

@@ -3,14 +3,8 @@
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import (
-    BenchConfig,
-    MethodConfig,
-    PromptsConfig,
-    SamplingConfig,
-    SweepConfig,
-    TreeChanges,
-)
+from aerie.configs.schema.decode import MethodConfig, TreeChanges
+from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.infer.measure.bench import asked_of, check_tasks, plan_text, suite_of
 from aerie.infer.measure.tasks import Prompt
 

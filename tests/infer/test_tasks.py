@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import PromptsConfig
+from aerie.configs.schema.measure import PromptsConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.measure.tasks import encode, load_prompts
 from aerie.model.target import Target, load_tokenizer

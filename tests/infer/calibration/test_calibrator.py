@@ -9,7 +9,7 @@ import torch
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import from_overrides
-from aerie.configs.schema.decode import CalibrateConfig
+from aerie.configs.schema.measure import CalibrateConfig
 from aerie.infer.decode.calibrator import FLOOR, Calibrator, calibrate_of, load, save, unchanged
 from aerie.infer.measure.calibrate import calibrated, fit, fit_and_score, fit_isotonic, fit_temperature, score
 from aerie.infer.measure.record import CycleArrays
