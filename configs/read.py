@@ -1,12 +1,12 @@
-"""YAML recipe -> frozen dataclasses, every problem at once, each with its file, line and a suggestion.
+"""YAML recipe -> frozen dataclasses, with every problem at once, each with its file, line and a suggestion.
 
-The schema is plain frozen dataclasses, pydantic's TypeAdapter validates, `yaml.compose` knows the lines.
+The schema is plain frozen dataclasses. pydantic's TypeAdapter validates them, and `yaml.compose` knows the lines.
 """
 
 import dataclasses
 import difflib
+import functools
 import re
-import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from aerie.configs.errors import UserError
 
 T = TypeVar("T")
-_adapters: dict[Any, TypeAdapter[Any]] = {}
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+adapter = functools.cache(TypeAdapter)  # making one takes as long as thousands of its calls
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,7 +44,7 @@ def load(path: Path, schema: type[T], overrides: list[str]) -> T:
     """
     values, lines = read_yaml(path)
     for override in overrides:
-        _apply(override, values, lines, schema)
+        _apply(override, values, lines)
     return validate(values, schema, str(path), lines)
 
 
@@ -53,12 +53,12 @@ def from_overrides(schema: type[T], overrides: list[str], source: str) -> T:
     values: dict[str, Any] = {}
     lines: dict[str, str] = {}
     for override in overrides:
-        _apply(override, values, lines, schema)
+        _apply(override, values, lines)
     return validate(values, schema, source, lines)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The file's mapping and, for each dotted key, 'file:line'."""
+    """The file's mapping, and 'file:line' of each dotted key."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -75,50 +75,39 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise UserError(f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}")
     lines: dict[str, str] = {}
     _mark_lines(node, "", path, lines)
-    return _unshared(values), lines
-
-
-def _unshared(value: Any) -> Any:
-    """A copy in which a YAML anchor used twice is two values, so that an override changes one of them."""
-    if isinstance(value, dict):
-        return {key: _unshared(item) for key, item in value.items()}
-    return [_unshared(item) for item in value] if isinstance(value, list) else value
+    return _copy(values), lines
 
 
 def validate(values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str]) -> T:
     """values as a schema instance; UserError with one line per problem."""
     try:
-        checked: T = _adapter(schema).validate_python(values)
-        return checked
+        checked: T = adapter(schema).validate_python(values)
     except ValidationError as error:
-        problems = [_sentence(item, schema, source, lines) for item in error.errors()]
-        raise UserError("\n".join(problems)) from error
-
-
-def _adapter(schema: Any) -> TypeAdapter[Any]:
-    """pydantic's adapter of a dataclass; making one takes as long as thousands of its calls."""
-    if schema not in _adapters:
-        _adapters[schema] = TypeAdapter(schema)
-    return _adapters[schema]
-
-
-def dump(recipe: Any) -> str:
-    """The resolved recipe as YAML, every default spelt out."""
-    value = _adapter(type(recipe)).dump_python(recipe, mode="json")
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120)
+        raise UserError("\n".join(_sentence(item, schema, source, lines) for item in error.errors())) from error
+    return checked
 
 
 def as_dict(section: Any) -> dict[str, Any]:
-    """One section (or a whole recipe) as JSON-ready values."""
-    value = _adapter(type(section)).dump_python(section, mode="json")
-    assert isinstance(value, dict)
+    """One section, or a whole recipe, as JSON-ready values with every default."""
+    value: dict[str, Any] = adapter(type(section)).dump_python(section, mode="json")
     return value
+
+
+def dump(recipe: Any) -> str:
+    """The resolved recipe as YAML, with every default."""
+    return yaml.safe_dump(as_dict(recipe), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _copy(value: Any) -> Any:
+    """A deep copy in which a YAML anchor used twice is two values, so that an override changes only one of them."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _mark_lines(node: yaml.MappingNode, prefix: str, path: Path, lines: dict[str, str]) -> None:
     for key, value in node.value:
-        name = f"{prefix}{key.value}"
-        where = f"{path}:{key.start_mark.line + 1}"
+        name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
         if name in lines:
             raise UserError(f"{where}: {name}: set twice (first at {lines[name]})")
         lines[name] = where
@@ -126,113 +115,94 @@ def _mark_lines(node: yaml.MappingNode, prefix: str, path: Path, lines: dict[str
             _mark_lines(value, f"{name}.", path, lines)
 
 
-def _apply(override: str, values: dict[str, Any], lines: dict[str, str], schema: type) -> None:
-    name, separator, text = override.partition("=")
-    if not separator:
-        raise UserError(f"--{override}: an override needs a value: --{override} VALUE")
+def _apply(override: str, values: dict[str, Any], lines: dict[str, str]) -> None:
+    """Sets one `a.b.c=value` in values; unknown names are left to the validation."""
+    name, _, text = override.partition("=")
     try:
         value = yaml.load(text, Loader=_Loader)  # noqa: S506
     except yaml.YAMLError as error:
         raise UserError(f"--{name}: cannot read the value {text!r}") from error
-    *parents, leaf = name.split(".")
-    place: Any = values
-    for depth, parent in enumerate(parents):
+    parts, place = name.split("."), typing.cast(Any, values)
+    for depth, part in enumerate(parts):
+        key: Any = part
         if isinstance(place, list):
-            place = place[_position(parent, place, name)]
-        elif parent not in dict(_fields(_class_at(schema, parents[:depth]))):
-            raise UserError(f"--{name}: unknown option{_suggest(name, _all_names(schema))}")
-        else:
-            place = place.setdefault(parent, {})
-        if not isinstance(place, dict | list):
-            raise UserError(f"--{name}: {parent} is not a section")
-    place[_position(leaf, place, name) if isinstance(place, list) else leaf] = value
-    lines[name] = f"--{name}"
-
-
-def _position(part: str, items: list[Any], name: str) -> int:
-    """The position in a list that a part of an option's name says; UserError for what is none of it."""
-    if not part.isdecimal() or int(part) >= len(items):
-        raise UserError(f"--{name}: {part} is no position in a list of {len(items)}; positions count from 0")
-    return int(part)
+            if not part.isdecimal() or int(part) >= len(place):
+                raise UserError(f"--{name}: {part} is no position in a list of {len(place)}; positions count from 0")
+            key = int(part)
+        elif not isinstance(place, dict):
+            raise UserError(f"--{name}: {parts[depth - 1]} is not a section")
+        lines[".".join(parts[: depth + 1])] = f"--{name}"
+        if depth == len(parts) - 1:
+            place[key] = value
+        elif isinstance(place, dict) and place.get(key) is None:
+            place[key] = {}
+        place = place[key]
 
 
 def _sentence(item: Any, schema: type, source: str, lines: dict[str, str]) -> str:
-    steps = [str(part) for part in item["loc"] if not str(part).startswith(("tagged-union", "function-"))]
-    location = [part for at, part in enumerate(steps) if not isinstance(_class_at(schema, steps[:at]), tuple)]
+    """One line for one of pydantic's errors: place, what is wrong, and a suggestion."""
+    names, tags = _names(schema)
+    location: list[str] = []
+    for part in map(str, item["loc"]):
+        if not part.startswith(("tagged-union", "function-")) and _plain([*location, part]) not in tags:
+            location.append(part)
     name = ".".join(location)
-    known = [n for n in (".".join(location[:end]) for end in range(len(location), 0, -1)) if n in lines]
-    where = lines[known[0]] if known else source
-    prefix = where if where == f"--{name}" else f"{where}: {name}"
+    known = next((key for end in range(len(location), 0, -1) if (key := ".".join(location[:end])) in lines), None)
+    where = lines[known] if known else source
+    prefix = where if where == f"--{name}" or where.startswith(f"--{name}.") else f"{where}: {name}"
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        parent = location[:-1]
-        siblings = [".".join([*parent, field]) for field, _ in _fields(_class_at(schema, steps[:-1]))]
-        return f"{prefix}: unknown key{_suggest(name, siblings)}"
+        return f"{prefix}: unknown key{_suggestion(location, names)}"
     if item["type"] in ("union_tag_not_found", "union_tag_invalid"):
-        key = item["ctx"]["discriminator"].strip("'")
-        tags = [tag for member in _class_at(schema, steps) for tag in _tags(member, key)]
-        tag = item["ctx"].get("tag")
-        return f"{prefix}: " + (
-            f"needs a {key}: {', '.join(tags)}" if tag is None else f"unknown {key} {tag!r}{_suggest(tag, tags)}"
-        )
+        key, tag = item["ctx"]["discriminator"].strip("'"), item["ctx"].get("tag")
+        choices = sorted(each.rsplit(".", 1)[-1] for each in tags if each.rpartition(".")[0] == _plain(location))
+        if tag is None:
+            return f"{prefix}: needs a {key}: {', '.join(choices)}"
+        close = difflib.get_close_matches(str(tag), choices, n=1, cutoff=0.5)
+        advice = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(choices)}"
+        return f"{prefix}: unknown {key} {tag!r}; {advice}"
     if item["type"] in ("missing", "missing_argument"):
         return f"{prefix}: required, and not set"
-    message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    shown = (
-        "" if isinstance(item["input"], dict | list) or item["type"] == "value_error" else f", not {item['input']!r}"
-    )
-    return f"{prefix}: {message[0].lower()}{message[1:]}{shown}"
+    message = item["msg"].removeprefix("Value error, ")
+    is_told = isinstance(item["input"], dict | list) or item["type"] == "value_error"
+    return f"{prefix}: {message[0].lower()}{message[1:]}" + ("" if is_told else f", not {item['input']!r}")
 
 
-def _suggest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if not close:
-        leaf = name.rsplit(".", 1)[-1]
-        close = [n for n in names if n.rsplit(".", 1)[-1].startswith(leaf[:4])][:1]
-    return (
-        f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(n.rsplit('.', 1)[-1] for n in names)}"
-    )
+def _suggestion(location: list[str], names: list[str]) -> str:
+    """The key that was meant: one of the same section, or of any section with a similar last part."""
+    *section, leaf = location
+    beside = [name.rsplit(".", 1)[-1] for name in names if name.rpartition(".")[0] == _plain(section)]
+    close = difflib.get_close_matches(leaf, beside, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {'.'.join([*section, close[0]])!r}?"
+    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(names) if "*" not in name}
+    far = difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.8)
+    return f"; did you mean {leaves[far[0]]!r}?" if far else f"; known here: {', '.join(dict.fromkeys(beside))}"
 
 
-def _fields(cls: Any) -> list[tuple[str, Any]]:
-    if isinstance(cls, tuple):
-        return list({name: hint for member in cls for name, hint in _fields(member)}.items())
-    if not dataclasses.is_dataclass(cls):
-        return []
-    hints = typing.get_type_hints(cls)
-    return [(field.name, _unwrap(hints[field.name])) for field in dataclasses.fields(cls)]
+def _plain(parts: list[str]) -> str:
+    """A dotted name with * for positions in lists, as `_names` has them."""
+    return ".".join("*" if part.isdecimal() else part for part in parts)
 
 
-def _unwrap(hint: Any) -> Any:
-    """The dataclass inside Optional[X], the tuple of those that a tagged union chooses from, or the hint itself."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        members = tuple(argument for argument in typing.get_args(hint) if dataclasses.is_dataclass(argument))
-        if members:
-            return members if len(members) > 1 else members[0]
-    return hint
+@functools.cache
+def _names(schema: type) -> tuple[list[str], set[str]]:
+    """Every dotted key of a schema (* is any position in a list), and the tags by which its unions choose a member."""
+    names: list[str] = []
+    tags: set[str] = set()
 
+    def visit(hint: Any, place: list[str], is_union: bool) -> None:
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            for key, inner in typing.get_type_hints(hint).items():
+                if is_union and typing.get_origin(inner) is typing.Literal:
+                    tags.update(".".join([*place, str(tag)]) for tag in typing.get_args(inner))
+                names.append(".".join([*place, key]))
+                visit(inner, [*place, key], False)
+            return
+        arguments = typing.get_args(hint)
+        members = [each for each in arguments if dataclasses.is_dataclass(each)]
+        deeper = [*place, "*"] if typing.get_origin(hint) in (tuple, list) else place
+        for each in arguments:
+            visit(each, deeper, is_union or len(members) > 1)
 
-def _tags(member: Any, key: str) -> list[str]:
-    """The values of the key by which a tagged union knows this member."""
-    return [str(tag) for tag in typing.get_args(dict(_fields(member)).get(key))]
-
-
-def _class_at(schema: Any, path: list[str]) -> Any:
-    """What stands at a path of keys, positions in a list, and (below a tagged union) the chosen member's tag."""
-    for part in path:
-        if isinstance(schema, tuple):
-            schema = next(
-                (member for member in schema if any(part in _tags(member, key) for key, _ in _fields(member))), None
-            )
-        elif typing.get_origin(schema) is tuple:
-            schema = _unwrap(typing.get_args(schema)[0])
-        else:
-            schema = dict(_fields(schema)).get(part)
-    return schema
-
-
-def _all_names(schema: Any, prefix: str = "") -> list[str]:
-    names = []
-    for name, hint in _fields(schema):
-        names.append(prefix + name)
-        names.extend(_all_names(hint, f"{prefix}{name}."))
-    return names
+    visit(schema, [], False)
+    return list(dict.fromkeys(names)), tags

@@ -124,7 +124,8 @@ def test_a_wrong_override_names_the_flag(tmp_path: Path) -> None:
     path = write(tmp_path / "r.yaml", "name: a\n")
     assert "did you mean 'optim.steps'" in refusal(path, "optim.stps=3")[0]
     assert refusal(path, "optim.steps=x")[0].startswith("--optim.steps:")
-    assert "unknown option" in refusal(path, "optm.steps=3")[0]
+    assert "did you mean 'optim'" in refusal(path, "optm.steps=3")[0]
+    assert "did you mean 'optim.learning_rate'" in refusal(path, "learning_rate=1")[0]  # of another section
 
 
 def test_the_resolved_recipe_loads_back_equal(tmp_path: Path) -> None:

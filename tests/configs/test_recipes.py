@@ -11,7 +11,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import TreeConfig, inline, usual_tree
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 TOPOLOGIES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 TREES = sorted((CONFIGS / "trees").glob("*.yaml"))
