@@ -139,9 +139,7 @@ def test_a_dry_run_tells_what_goes_and_who_sees_it_and_does_without_the_hub(
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
-    script = (
-        "import sys; from aerie.configs.errors import exit_code\nsys.exit(exit_code(lambda: print('x' * 200_000) or 0))"
-    )
+    script = "from aerie.configs.errors import exit_code\nraise SystemExit(exit_code(lambda: print('x' * 10**6) or 0))"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
