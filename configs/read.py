@@ -18,7 +18,6 @@ from aerie.configs.errors import UserError
 
 T = TypeVar("T")
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
-adapter = functools.cache(TypeAdapter)  # making one takes as long as thousands of its calls
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,6 +34,12 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.[0-9]+)$"),
     list("-+0123456789."),
 )
+
+
+@functools.cache
+def adapter(schema: Any) -> TypeAdapter[Any]:
+    """pydantic's adapter of a section; making one takes as long as thousands of its calls."""
+    return TypeAdapter(schema)
 
 
 def load(path: Path, schema: type[T], overrides: list[str]) -> T:
