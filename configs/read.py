@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from aerie.configs.errors import UserError
 
 T = TypeVar("T")
+_adapters: dict[Any, TypeAdapter[Any]] = {}
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
 
 
@@ -36,10 +37,11 @@ _Loader.add_implicit_resolver(
 )
 
 
-@functools.cache
 def adapter(schema: Any) -> TypeAdapter[Any]:
-    """pydantic's adapter of a section; making one takes as long as thousands of its calls."""
-    return TypeAdapter(schema)
+    """pydantic's adapter of a section, kept: making one takes as long as thousands of its calls."""
+    if schema not in _adapters:
+        _adapters[schema] = TypeAdapter(schema)
+    return _adapters[schema]
 
 
 def load(path: Path, schema: type[T], overrides: list[str]) -> T:
