@@ -81,7 +81,7 @@ PUBLISHED = (
 )
 ROWS: list[dict[str, Any]] = [  # every method as it is published, then what else a row may ask
     *({"method": name} for name in (*PUBLISHED.split(), "deagle", "svip", "ddd", "opt-tree")),
-    {"method": "sps-svip", "tree": {"stop": {"h": 0.8}}},
+    *({"method": name, "tree": {"stop": {"h": 0.8}}} for name in ("sps-svip", "svip")),
     {"method": "sps-confidence", "tree": {"stop": {"threshold": 0.1}}},
     {"method": "deagle", "head": "eagle3", "tree": {"stop": {"over": "selected", "declines": 1}}},
     {"method": "eagle-chain", "head": "eagle3", "tree": {"stop": {"rule": "confidence", "threshold": 0.1}}},
