@@ -150,7 +150,7 @@ class Net:
                 self.found[f"{name}/{path.relative_to(directory)}"] = hashlib.sha256(self.content(path)).hexdigest()
 
     def content(self, path: Path) -> bytes:
-        if path.suffix == ".bin":  # torch's archive is named after a temporary file
+        if path.suffix in (".bin", ".npz"):  # torch names its archive after a temporary file, zlib has versions
             with zipfile.ZipFile(path) as archive:
                 return b"".join(archive.read(name) for name in archive.namelist())
         return self.read(path).encode() if path.suffix in (".json", ".jsonl", ".yaml") else path.read_bytes()
