@@ -70,8 +70,8 @@ def _measure_bench(
     recipe: pipeline.Recipe, section: BenchConfig, stage: Stage, heads: list[str | None]
 ) -> tuple[str, int]:
     prepare(recipe.threads)
-    from aerie.infer.measure.bench import SUITE, Bench, default_device, describe, make_decoders, max_context, run
-    from aerie.infer.measure.record import line_of
+    from aerie.infer.measure.bench import Bench, default_device, describe, make_decoders, max_context, run
+    from aerie.infer.measure.record import SUITE, line_of
     from aerie.infer.measure.reference import measure_overhead, measure_reference, overhead_text, reference_text
     from aerie.infer.measure.tasks import load_prompts, pinned
     from aerie.model.storage import write_text

@@ -22,7 +22,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     recipe = pipeline.load(arguments, unknown)
     from aerie.infer.measure.record import read_records
-    from aerie.infer.report.statistics import names, tau_difference
+    from aerie.infer.measure.statistics import tau_difference
+    from aerie.infer.report.tables import names
 
     records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / "records.jsonl")
     if arguments.temperature is not None:

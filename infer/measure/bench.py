@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import STRICT, as_dict, validate
+from aerie.configs.read import as_dict, validate
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.configs.schema.target_and_head import TargetConfig
@@ -29,9 +28,17 @@ from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, make_decoder
 from aerie.infer.measure.cycles import AnswerKey, CycleLog, CycleRecorder, Origin, watched
-from aerie.infer.measure.record import Milliseconds, Record, line_of, read_records, tree_shape
+from aerie.infer.measure.record import (
+    Asked,
+    AskedCell,
+    AskedPoint,
+    Milliseconds,
+    Record,
+    line_of,
+    read_records,
+    tree_shape,
+)
 from aerie.infer.measure.tasks import Prompt, check_sources, encode_turn, prompt_inputs
-from aerie.infer.report.statistics import Group, baselines_of, context_rows, group, row, tau_interval
 from aerie.model.hub import head_directory, is_on_hub
 from aerie.model.storage import (
     CALIBRATOR,
@@ -112,39 +119,6 @@ class Suite:
                 for key in cell.prompts(prompts):
                     asked[key].add(cell.row)
         return {key: sorted(rows) for key, rows in asked.items() if rows}
-
-
-@dataclass(frozen=True)
-class AskedCell:
-    """A row at a sampling that stands among the rows of summary.json."""
-
-    __pydantic_config__ = STRICT
-    row: int
-    temperature: float
-    top_k: int
-    top_p: float
-
-
-@dataclass(frozen=True)
-class AskedPoint(AskedCell):
-    """The same for a sweep, on these prompts alone."""
-
-    sweep: str
-    key: str
-    value: Any
-    prompts: tuple[PromptKey, ...]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a bench asked, for whoever reads its records (suite.json)."""
-
-    __pydantic_config__ = STRICT
-    main: tuple[AskedCell, ...]
-    points: tuple[AskedPoint, ...] = ()
-    by_task: bool = False
-    contexts: tuple[int, ...] = ()
-    max_context: int | None = None  # what the target was trained for
 
 
 def asked_of(bench: BenchConfig, prompts: Sequence[Prompt], max_context: int | None) -> Asked:
@@ -235,62 +209,6 @@ def with_value(row: MethodConfig, key: str, value: Any, place: str) -> MethodCon
             raise UserError(f"{place}: {parent} is not a section of a row")
     section[leaf] = value
     return validate(values, MethodConfig, place, {})
-
-
-SUITE = "suite.json"
-
-
-def read_asked(bench: Path) -> Asked | None:
-    """What the bench asked; null where it did not write it down: then every record is of a row."""
-    path = bench / SUITE
-    if not path.is_file():
-        return None
-    try:
-        return TypeAdapter(Asked).validate_python(read_json(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path}: {place}: {first['msg']}; measure again with: python infer/main.py bench") from error
-
-
-def main_groups(records: Sequence[Record], asked: Asked | None) -> list[Group]:
-    """The groups of the bench's own rows."""
-    if asked is None:
-        return group(records)
-    cells = {(cell.row, (cell.temperature, cell.top_k, cell.top_p)) for cell in asked.main}
-    return group([record for record in records if (record.row, record.sampling) in cells])
-
-
-def sweep_rows(
-    records: Sequence[Record], asked: Asked | None, seed: int = 0
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """`sweeps` of summary.json, and what details.json says of each in the same order.
-
-    A row is one of the summary's with `sweep`, the `key` that varies and its `value`; those of the context lengths
-    have a `span` too, and the figures that can be cut.
-    """
-    if asked is None:
-        return [], []
-    baselines = baselines_of(records)
-    rows, details = [], []
-    for point in asked.points:
-        members = members_of(records, point)
-        if members:
-            named = {"sweep": point.sweep, "key": point.key, "value": point.value}
-            rows.append({**row(Group(members, baselines.get(members[0].sampling, {})), seed), **named})
-            failed = any(record.status != "ok" for record in members)
-            details.append({"tau_ci95": None if failed else tau_interval(members, seed)})
-    for each in main_groups(records, asked) if asked.contexts else []:
-        found = context_rows(each, asked.contexts, asked.max_context, seed)
-        rows += found
-        details += [{"tau_ci95": None}] * len(found)
-    return rows, details
-
-
-def members_of(records: Sequence[Record], point: AskedPoint) -> tuple[Record, ...]:
-    """The answers that a point of a sweep asked."""
-    sampling, prompts = (point.temperature, point.top_k, point.top_p), set(point.prompts)
-    return tuple(r for r in records if r.row == point.row and r.sampling == sampling and r.prompt in prompts)
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:

@@ -1,11 +1,13 @@
-"""What measuring leaves behind: a record per (row, sampling, prompt), the reference times, the calibration's nodes."""
+"""What a bench leaves behind, as types: an answer, a row of summary.json, the reference times, what was asked.
+
+records.jsonl has one Record a line and only grows: a line that a kill cut short is measured again.
+"""
 
 import zipfile
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,28 +18,31 @@ from aerie.configs.read import STRICT, as_dict
 from aerie.configs.schema.decode import METHODS, MethodConfig, StopConfig, TreeConfig, sized, tree_of
 from aerie.model.storage import digest, read_json, write_atomically
 
+T = TypeVar("T")
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-OVERHEAD = "overhead.json"
-NODE_ARRAYS = ("prompt", "depth", "confidence", "survival", "acceptance")
-CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
+Sampling = tuple[float, int, float]  # temperature, top_k, top_p
+PromptKey = tuple[str, str, int]  # task, prompt_id, turn
+RECORDS, SUITE, OVERHEAD, REFERENCE = "records.jsonl", "suite.json", "overhead.json", "reference.json"
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The tree of one row; nodes count the root. `settings` is what else its method was given, published values too.
-
-    text: what a method that grows no tree says in its place. variant: what its method has otherwise, in a few words.
-    """
+    """The tree of a row; nodes count the root. `settings` is what else the method was given, published values too."""
 
     __pydantic_config__ = STRICT
-    shape: str  # dynamic, chain, static; or the section of a method's settings that grows no tree: lookup, lookahead
+    shape: str  # dynamic, chain, static; lookup or lookahead for methods that grow no tree
     levels: int
     k: int
     nodes: int
     settings: dict[str, Any] = field(default_factory=dict)
-    text: str | None = None
-    variant: str = ""
+    text: str | None = None  # shown in place of the sizes, for methods that grow no tree
+    variant: str = ""  # in a few words, how the method differs from its published form
+
+    def as_dict(self) -> dict[str, Any]:
+        """As summary.json has it: the settings beside the sizes, empty words left out."""
+        values = {**self.settings, "shape": self.shape, "levels": self.levels, "k": self.k, "nodes": self.nodes}
+        return values | {name: text for name, text in (("text", self.text), ("variant", self.variant)) if text}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Record:
     row: int  # position in the recipe's bench.rows, behind them those of its sweeps
     method: str
     tree: TreeShape | None  # null: vanilla
-    verify: str  # R0 to R4, or that it was not lossless (infer/verify.py)
+    verify: str  # R0 to R4, or that it was not lossless (infer/decode/verify.py)
     temperature: float
     top_k: int
     top_p: float
@@ -72,15 +77,15 @@ class Record:
     head_path: str | None = None  # as its row names it; null: the run's own
     prompt_tokens: int = 0
     prompt_ids: tuple[int, ...] = ()
-    prompt_text: str | None = None  # shown above the sample outputs when given
+    prompt_text: str | None = None
     new_tokens: int = 0
     output_ids: tuple[int, ...] = ()
     text: str = ""
     cycle_texts: tuple[str, ...] = ()  # the prefill's token first, then each cycle's new text
     accepted: tuple[int, ...] = ()  # draft tokens kept per cycle, after the cut at end-of-text or max_new_tokens
     cycle_tokens: tuple[int, ...] = ()  # new tokens per cycle, after the same cut
-    cycle_ms: tuple[float, ...] = ()  # wall time per cycle; empty in records of an older version
-    cycle_nodes: tuple[int, ...] = ()  # drafted nodes per cycle; likewise
+    cycle_ms: tuple[float, ...] = ()  # wall time per cycle
+    cycle_nodes: tuple[int, ...] = ()  # drafted nodes per cycle
     target_forwards: int = 0  # the prefill is not counted
     draft_forwards: int = 0
     draft_forwards_wasted: int = 0
@@ -94,33 +99,13 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.status == "error":
-            if not self.message:
-                raise ValueError("a failed record needs a message")
             return
-        if self.ms is None:
-            raise ValueError("a record that is ok needs its ms")
-        if not len(self.accepted) == len(self.cycle_tokens) == self.target_forwards:
-            raise ValueError(
-                f"{len(self.accepted)} accepted and {len(self.cycle_tokens)} cycle_tokens "
-                f"for {self.target_forwards} target_forwards; one entry per cycle"
-            )
-        for name in ("cycle_ms", "cycle_nodes"):
-            if len(getattr(self, name)) not in (0, self.target_forwards):
-                raise ValueError(f"{len(getattr(self, name))} {name} for {self.target_forwards} target_forwards")
-        if sum(self.cycle_tokens) + 1 != self.new_tokens:
-            raise ValueError(
-                f"cycle_tokens sum to {sum(self.cycle_tokens)}, new_tokens is {self.new_tokens}; "
-                "it must be one more (the prefill's token)"
-            )
-        for kept, new in zip(self.accepted, self.cycle_tokens, strict=True):
-            if not kept <= new <= kept + 1:
-                raise ValueError(
-                    f"a cycle of {new} tokens cannot hold {kept} accepted ones and at most one bonus token"
-                )
+        cycles = {len(self.accepted), len(self.cycle_tokens), self.target_forwards}
+        if self.ms is None or len(cycles) > 1 or sum(self.cycle_tokens) + 1 != self.new_tokens:
+            raise ValueError("an answer needs its ms, one entry per cycle, and new_tokens one more than its cycles'")
 
     @property
-    def sampling(self) -> tuple[float, int, float]:
-        """(temperature, top_k, top_p)."""
+    def sampling(self) -> Sampling:
         return self.temperature, self.top_k, self.top_p
 
     @property
@@ -129,14 +114,70 @@ class Record:
         return self.task, self.prompt_id
 
     @property
-    def prompt_key(self) -> tuple[str, str, int]:
-        """(task, prompt_id, turn): what pairs a row's answer with vanilla's."""
+    def prompt_key(self) -> PromptKey:
+        """What pairs a row's answer with vanilla's."""
         return self.task, self.prompt_id, self.turn
+
+    @property
+    def key(self) -> tuple[int, Sampling, PromptKey]:
+        """What no two answers of a bench share."""
+        return self.row, self.sampling, self.prompt_key
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """A row of summary.json, or a point of its sweeps. A row that failed has a message and no figure."""
+
+    method: str
+    head: str | None
+    head_path: str | None
+    task: str  # "all" where there are several
+    temperature: float
+    top_k: int
+    top_p: float
+    prompts: int
+    verify: str
+    tree: TreeShape | None
+    status: Literal["ok", "error"] = "ok"
+    message: str | None = None
+    new_tokens: int | None = None
+    tau: float | None = None  # pooled over the cycles of all prompts
+    tau_macro: float | None = None  # mean of the prompts' own
+    accepted_histogram: list[int] | None = None  # entry a: cycles in which a draft tokens were kept
+    tokens_per_s: float | None = None
+    speedup: float | None = None
+    speedup_ci95: list[float] | None = None
+    speedup_mean_per_prompt: float | None = None
+    speedup_with_prefill: float | None = None
+    target_forwards: float | None = None
+    draft_forwards: int | None = None
+    draft_forwards_wasted: int | None = None
+    draft_nodes: float | None = None
+    accept_rate: float | None = None
+    identical: int | None = None  # answers; null where sampled
+    mismatch: int | None = None
+    peak_memory_gib: float | None = None
+    ms: Milliseconds | None = None  # sums over the prompts and their turns
+    sweep: str | None = None  # the sweep that the row is a point of; null: a row of the bench
+    key: str | None = None  # what varies in it
+    value: Any = None
+    span: str | None = None  # of the context lengths: cumulative or bucket
+    repeated: float | None = None  # of the same: the share of 4-grams that the answer has had before
+
+    def as_dict(self) -> dict[str, Any]:
+        """As summary.json has it, without what a row of its sort has not."""
+        values = {**asdict(self), "tree": None if self.tree is None else self.tree.as_dict()}
+        names = list(values)
+        figures = names[names.index("new_tokens") : names.index("sweep")]
+        left_out = figures if self.status == "error" else ["message"]
+        left_out += ["sweep", "key", "value"] if self.sweep is None else []
+        left_out += ["span", "repeated"] if self.span is None else []
+        return {name: value for name, value in values.items() if name not in left_out}
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the vanilla row is held against: transformers' generate and the bare forwards replayed."""
+    """What the vanilla row is held against: transformers' generate and the bare forwards replayed (reference.json)."""
 
     __pydantic_config__ = STRICT
     vanilla_ms_per_token: float
@@ -152,7 +193,7 @@ class Overhead:
     """What one row's cycles cost at temperature 0: medians over prompts and repetitions, milliseconds per cycle.
 
     cycle is what decoding takes after the prefill: draft, verify, commit and other. bare_target and bare_draft are the
-    very same forwards, LM heads included, without laws, trees, masks, choices, cache rows and statistics.
+    same forwards, LM heads included, without laws, trees, masks, choices, cache rows and statistics.
     """
 
     __pydantic_config__ = STRICT
@@ -171,27 +212,40 @@ class Overhead:
 
 
 @dataclass(frozen=True)
-class CycleArrays:
-    """Drafted nodes whose parent was accepted (n of them), and the cycles (c) that they came from."""
+class AskedCell:
+    """A row at a sampling that stands among the rows of summary.json."""
 
-    prompt: IntArray  # [n]
-    depth: IntArray  # [n], 1 = child of the root
-    confidence: FloatArray  # [n], q of the node
-    survival: FloatArray  # [n], product of q along the path
-    acceptance: FloatArray  # [n], 0 or 1 at T = 0; at T > 0 the chance of the tree's rule to take the node
-    accepted_length: IntArray  # [c]
-    cycle_prompt: IntArray  # [c]
+    __pydantic_config__ = STRICT
+    row: int
     temperature: float
+    top_k: int
+    top_p: float
 
-    def __post_init__(self) -> None:
-        for names in (NODE_ARRAYS, CYCLE_ARRAYS):
-            shapes = {name: getattr(self, name).shape for name in names}
-            if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
-                raise ValueError(f"arrays of different shapes: {shapes}")
-        for name in ("confidence", "survival", "acceptance"):
-            values = getattr(self, name)
-            if values.size and not (values.min() >= 0.0 and values.max() <= 1.0 + 1e-5):
-                raise ValueError(f"{name} spans [{values.min():g}, {values.max():g}]; a probability lies in [0, 1]")
+    @property
+    def sampling(self) -> Sampling:
+        return self.temperature, self.top_k, self.top_p
+
+
+@dataclass(frozen=True)
+class AskedPoint(AskedCell):
+    """One value of a sweep, on these prompts alone."""
+
+    sweep: str
+    key: str
+    value: Any
+    prompts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a bench asked, for those who read its records (suite.json)."""
+
+    __pydantic_config__ = STRICT
+    main: tuple[AskedCell, ...]
+    points: tuple[AskedPoint, ...] = ()
+    by_task: bool = False
+    contexts: tuple[int, ...] = ()
+    max_context: int | None = None  # what the target was trained for
 
 
 def line_of(record: Record) -> str:
@@ -200,94 +254,40 @@ def line_of(record: Record) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Every record of the file; UserError (file:line) for what is no record, or measured twice.
-
-    Text after the last newline is a write that was cut: it is left out, so that the bench measures that prompt again.
-    """
+    """Every record of the file; UserError (file:line) for a damaged line or an answer that was measured twice."""
     adapter = TypeAdapter(Record)
-    records: list[Record] = []
-    seen: dict[tuple[Any, ...], int] = {}
-    for number, line in enumerate(_read_text(path).split("\n")[:-1], start=1):
-        if not line.strip():
-            continue
+    records: dict[Any, Record] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]  # behind the last newline is a write that was cut
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; measure first with: python infer/main.py bench") from error
+    for number, line in enumerate(lines, start=1):
         try:
             record = adapter.validate_json(line)
         except ValidationError as error:
             raise UserError(f"{path}:{number}: {_problem(error)}; delete the line to measure it again") from error
-        key = (record.row, record.sampling, record.prompt_key)
-        if key in seen:
+        if record.key in records:
             raise UserError(
                 f"{path}:{number}: row {record.row}, prompt {record.prompt_id!r} of {record.task!r} was measured "
-                f"already at line {seen[key]}; delete one of the two lines"
+                f"already; delete one of the two lines"
             )
-        seen[key] = number
-        records.append(record)
-    return records
+        records[record.key] = record
+    return list(records.values())
 
 
-def read_reference(path: Path) -> Reference:
-    """The reference times; UserError when the file is missing or holds something else."""
+def read_as(path: Path, schema: type[T]) -> T:
+    """reference.json, overhead.json or suite.json as its type; UserError where it holds something else."""
     try:
-        return TypeAdapter(Reference).validate_python(read_json(path))
+        return TypeAdapter(schema).validate_python(read_json(path))
     except ValidationError as error:
         raise UserError(f"{path}: {_problem(error)}; measure again with: python infer/main.py bench") from error
-
-
-def read_overhead(path: Path) -> list[Overhead]:
-    """The rows of overhead.json; UserError when it holds something else."""
-    try:
-        return TypeAdapter(list[Overhead]).validate_python(read_json(path))
-    except ValidationError as error:
-        raise UserError(f"{path}: {_problem(error)}; delete it and run: python infer/main.py bench") from error
-
-
-def write_cycles(path: Path, arrays: CycleArrays) -> None:
-    """Writes cycles.npz atomically."""
-    values = {name: getattr(arrays, name) for name in (*NODE_ARRAYS, *CYCLE_ARRAYS)}
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as handle:  # a path without .npz would get the suffix appended
-            np.savez_compressed(handle, temperature=np.float64(arrays.temperature), **values)
-
-    write_atomically(path, write)
-
-
-def read_cycles(path: Path) -> CycleArrays:
-    """The arrays of cycles.npz; UserError when the file is missing, damaged or lacks an array."""
-    fix = "collect them again with: python infer/main.py calibrate"
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            values = {name: file[name] for name in file.files}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; {fix}") from error
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path}: not an npz file of arrays ({error}); {fix}") from error
-    missing = sorted({*NODE_ARRAYS, *CYCLE_ARRAYS, "temperature"} - values.keys())
-    if missing:
-        raise UserError(f"{path}: missing {', '.join(missing)}; {fix}")
-    integers = {name: values[name].astype(np.int64) for name in ("prompt", "depth", *CYCLE_ARRAYS)}
-    floats = {name: values[name].astype(np.float64) for name in ("confidence", "survival", "acceptance")}
-    try:
-        return CycleArrays(**integers, **floats, temperature=float(values["temperature"]))
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; {fix}") from error
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; measure first with: python infer/main.py bench") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def _problem(error: ValidationError) -> str:
     """The first problem as 'key: what was wrong'."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
+    return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
 
 
 KEPT = ("stop", "rank", "rerank", "choices", "calibrated")  # of a tree, beside its sizes
@@ -310,24 +310,6 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
     settings = {**kept, "children": _children(tree), **typical}
     words = _words({**_changes(tree, published), **typical})
     return TreeShape(size.shape, size.levels, size.k, size.nodes, settings, variant=words)
-
-
-def told_apart(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A summary's rows; those that differ in nothing but their head have it in their tree's variant."""
-    alike: dict[str, set[tuple[str | None, str | None]]] = {}
-    for row in rows:
-        alike.setdefault(digest([row["method"], row["tree"]]), set()).add((row["head"], row.get("head_path")))
-    made = []
-    for row in rows:
-        heads = alike[digest([row["method"], row["tree"]])]
-        if row["tree"] is None or len(heads) == 1:
-            made.append(row)
-            continue
-        kinds = len({kind for kind, _ in heads})
-        words = f"{row['head']} head" if kinds == len(heads) else f"head {row.get('head_path') or 'of the run'}"
-        variant = ", ".join(part for part in (row["tree"].get("variant"), words) if part)
-        made.append({**row, "tree": {**row["tree"], "variant": variant}})
-    return made
 
 
 def _changes(tree: TreeConfig, published: TreeConfig) -> dict[str, Any]:
@@ -378,3 +360,63 @@ def _word(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return "/".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+NODE_ARRAYS = ("prompt", "depth", "confidence", "survival", "acceptance")
+CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
+
+
+@dataclass(frozen=True)
+class CycleArrays:
+    """Drafted nodes whose parent was accepted (n of them), and the cycles (c) that they came from."""
+
+    prompt: IntArray  # [n]
+    depth: IntArray  # [n], 1 = child of the root
+    confidence: FloatArray  # [n], q of the node
+    survival: FloatArray  # [n], product of q along the path
+    acceptance: FloatArray  # [n], 0 or 1 at T = 0; at T > 0 the chance of the tree's rule to take the node
+    accepted_length: IntArray  # [c]
+    cycle_prompt: IntArray  # [c]
+    temperature: float
+
+    def __post_init__(self) -> None:
+        for names in (NODE_ARRAYS, CYCLE_ARRAYS):
+            shapes = {name: getattr(self, name).shape for name in names}
+            if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+                raise ValueError(f"arrays of different shapes: {shapes}")
+        for name in ("confidence", "survival", "acceptance"):
+            values = getattr(self, name)
+            if values.size and not (values.min() >= 0.0 and values.max() <= 1.0 + 1e-5):
+                raise ValueError(f"{name} spans [{values.min():g}, {values.max():g}]; a probability lies in [0, 1]")
+
+
+def write_cycles(path: Path, arrays: CycleArrays) -> None:
+    """Writes cycles.npz atomically."""
+    values = {name: getattr(arrays, name) for name in (*NODE_ARRAYS, *CYCLE_ARRAYS)}
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as handle:  # a path without .npz would get the suffix appended
+            np.savez_compressed(handle, temperature=np.float64(arrays.temperature), **values)
+
+    write_atomically(path, write)
+
+
+def read_cycles(path: Path) -> CycleArrays:
+    """The arrays of cycles.npz; UserError when the file is missing, damaged or lacks an array."""
+    fix = "collect them again with: python infer/main.py calibrate"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            values = {name: file[name] for name in file.files}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; {fix}") from error
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path}: not an npz file of arrays ({error}); {fix}") from error
+    missing = sorted({*NODE_ARRAYS, *CYCLE_ARRAYS, "temperature"} - values.keys())
+    if missing:
+        raise UserError(f"{path}: missing {', '.join(missing)}; {fix}")
+    integers = {name: values[name].astype(np.int64) for name in ("prompt", "depth", *CYCLE_ARRAYS)}
+    floats = {name: values[name].astype(np.float64) for name in ("confidence", "survival", "acceptance")}
+    try:
+        return CycleArrays(**integers, **floats, temperature=float(values["temperature"]))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; {fix}") from error

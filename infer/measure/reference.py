@@ -19,7 +19,7 @@ from aerie.infer.decode.engine import Generation, SpeculativeDecoder
 from aerie.infer.decode.proposer import Drafting, Forwards
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure.bench import Bench
-from aerie.infer.measure.record import OVERHEAD, Overhead, Record, Reference, read_overhead
+from aerie.infer.measure.record import OVERHEAD, Overhead, Record, Reference, read_as
 from aerie.infer.measure.tasks import Prompt, encode_turn
 from aerie.model.layers import KeyValueBuffer
 from aerie.model.storage import write_json
@@ -251,7 +251,7 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
     """
     path = bench.directory / OVERHEAD
     if path.is_file():
-        return read_overhead(path)
+        return read_as(path, list[Overhead])
     used = prompts[:NUM_PROMPTS]
     rows = range(len(bench.config.rows))
     found: list[list[dict[str, float]]] = [[] for _ in rows]

@@ -46,8 +46,8 @@ from aerie.infer.decode.stop import Constant, Stop
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.record import Record
+from aerie.infer.measure.statistics import group, row, speedups
 from aerie.infer.measure.tasks import Prompt, encode, load_prompts
-from aerie.infer.report.statistics import group, row, speedups
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target

@@ -11,14 +11,16 @@ from markupsafe import Markup
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.bench import main_groups, read_asked, sweep_rows
-from aerie.infer.measure.record import (
-    OVERHEAD,
-    Record,
-    Reference,
-    read_overhead,
-    read_records,
-    read_reference,
+from aerie.infer.measure.record import OVERHEAD, SUITE, Asked, Overhead, Record, Reference, read_as, read_records
+from aerie.infer.measure.statistics import (
+    VANILLA,
+    Group,
+    distinct_ngrams,
+    main_groups,
+    row,
+    summary_row,
+    sweep_rows,
+    tau_interval,
     told_apart,
 )
 from aerie.infer.report import papers, plots
@@ -58,7 +60,6 @@ from aerie.infer.report.plots import (
     trace_picture,
     value_picture,
 )
-from aerie.infer.report.statistics import VANILLA, Group, distinct_ngrams, pooled_prompt_lookup_tau, row, tau_interval
 from aerie.infer.report.tables import (
     NOTHING,
     console_table,
@@ -518,11 +519,11 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     records = read_records(records_path)
     if not records:
         raise UserError(f"{records_path}: holds no whole record; measure first with: python infer/main.py bench")
-    asked = read_asked(bench)
+    asked = read_as(bench / SUITE, Asked) if (bench / SUITE).is_file() else None
     groups = main_groups(records, asked)
     curve = _calibration_report(calibration / "calibration.json")
     reference_path = bench / "reference.json"
-    reference = read_reference(reference_path) if reference_path.is_file() else None
+    reference = read_as(reference_path, Reference) if reference_path.is_file() else None
     pooled = summarise(groups, curve, facts, seed)
     details = detail(groups, reference, curve, seed)
     details["overhead"] = _overhead(bench / OVERHEAD, groups)
@@ -533,7 +534,8 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     details["tuning"] = tuning_of(bench.parent / "tune")
     if details["tuning"] is not None:
         drawn |= plots.tuning_pictures(details["tuning"])
-    pooled["sweeps"], details["sweeps"] = sweep_rows(records, asked, seed)
+    points, details["sweeps"] = sweep_rows(records, asked, seed)
+    pooled["sweeps"] = [point.as_dict() for point in points]
     details["deagle"] = claims(records, asked, details["tuning"], seed)
     details["lengths"] = lengths(records, asked, details["tuning"], seed)
     details["traces"] = [asdict(one) for one in traced(groups)]
@@ -544,7 +546,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     if asked is not None and asked.by_task:
         parts = [part for members in groups for part in members.by_task().values()]
         details["pooled"] = [{**one, **more} for one, more in zip(pooled["rows"], details["rows"], strict=True)]
-        summary["rows"] = told_apart([row(part, seed) for part in parts])
+        summary["rows"] = [one.as_dict() for one in told_apart([summary_row(part, seed) for part in parts])]
         details["rows"] = [_row_detail(part, seed) for part in parts]
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
@@ -581,7 +583,7 @@ def summarise(groups: Sequence[Group], curve: dict[str, Any] | None, facts: Fact
         "target": facts.target,
         "head": facts.head,
         "hardware": facts.hardware,
-        "rows": told_apart([row(members, seed) for members in groups]),
+        "rows": [one.as_dict() for one in told_apart([summary_row(members, seed) for members in groups])],
         "sweeps": [],
         "calibration": None if curve is None else {name: curve[name] for name in CALIBRATION_CONTRACT},
     }
@@ -645,15 +647,12 @@ def _diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
         return None
     chosen = next((members for members in greedy if members.first.method == VANILLA), greedy[0])
     distinct, total = distinct_ngrams([record.output_ids for record in chosen.records], size=4)
-    pairs = [(record.prompt_ids, record.output_ids) for record in chosen.records]
     return {
         "method": chosen.first.method,
         "answers": len(chosen.records),
         "distinct_4grams": distinct,
         "total_4grams": total,
         "distinct_4gram_share": distinct / total if total else None,
-        "prompt_lookup_tau": pooled_prompt_lookup_tau(pairs),
-        "prompt_lookup_tau_latest": pooled_prompt_lookup_tau(pairs, latest=True),
     }
 
 
@@ -662,7 +661,7 @@ def _overhead(path: Path, groups: Sequence[Group]) -> list[dict[str, Any]] | Non
     if not path.is_file():
         return None
     places = {members.first.row: position for position, members in reversed(list(enumerate(groups)))}
-    measured = [each for each in read_overhead(path) if each.row in places]
+    measured = [each for each in read_as(path, list[Overhead]) if each.row in places]
     return [{**asdict(each), "position": places[each.row]} for each in measured] or None
 
 

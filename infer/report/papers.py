@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.bench import Asked, members_of
-from aerie.infer.measure.record import FloatArray, Record, told_apart
-from aerie.infer.report.statistics import (
+from aerie.infer.measure.record import Asked, FloatArray, PromptKey, Record, Sampling
+from aerie.infer.measure.statistics import (
     ALL_TASKS,
     RESAMPLES,
     SPANS,
     VANILLA,
     Group,
-    PromptKey,
-    Sampling,
     baselines_of,
     group,
+    members_of,
     repeated_share,
     speedups,
     tau,
@@ -31,6 +29,25 @@ from aerie.model.storage import digest
 
 if TYPE_CHECKING:
     from aerie.infer.measure.tune import Costs
+
+
+def told_apart(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A summary's rows; those that differ in nothing but their head have it in their tree's variant."""
+    alike: dict[str, set[tuple[str | None, str | None]]] = {}
+    for row in rows:
+        alike.setdefault(digest([row["method"], row["tree"]]), set()).add((row["head"], row.get("head_path")))
+    made = []
+    for row in rows:
+        heads = alike[digest([row["method"], row["tree"]])]
+        if row["tree"] is None or len(heads) == 1:
+            made.append(row)
+            continue
+        kinds = len({kind for kind, _ in heads})
+        words = f"{row['head']} head" if kinds == len(heads) else f"head {row.get('head_path') or 'of the run'}"
+        variant = ", ".join(part for part in (row["tree"].get("variant"), words) if part)
+        made.append({**row, "tree": {**row["tree"], "variant": variant}})
+    return made
+
 
 Prompts = Sequence[tuple[str, str]]
 COLUMNS = 5  # tokens after the prefill's, cycles, drafted tokens, accepted ones, modelled milliseconds

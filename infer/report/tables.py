@@ -5,6 +5,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from aerie.infer.measure.record import Record
+from aerie.infer.measure.statistics import group, identity, told_apart
+
 NOTHING = "–"
 CONSOLE_COLUMNS = ("method", "tree", "T", "tau", "speedup", "95 % interval", "identical")
 MARKDOWN_COLUMNS = (
@@ -186,3 +189,14 @@ def _value(point: dict[str, Any]) -> str:
 
 def _markdown_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def names(records: Sequence[Record], rows: Sequence[int]) -> str:
+    """'row 2 (eagle2, 6 levels, k 10, 60 nodes)': the rows as tables name them, each once."""
+    groups = group(records)
+    every = [one.as_dict() for one in told_apart([identity(members) for members in groups])]
+    labels = {
+        members.first.row: f"row {members.first.row} ({label(one, every)})"
+        for members, one in zip(groups, every, strict=True)
+    }
+    return " and ".join(labels.get(row, f"row {row}") for row in dict.fromkeys(rows))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aerie.infer.measure.record import Record
-from aerie.infer.report.statistics import Group, accepted_histogram, group, row, speedups, tau, tau_interval, tau_macro
+from aerie.infer.measure.statistics import Group, accepted_histogram, group, row, speedups, tau, tau_interval, tau_macro
 from aerie.infer.report.tables import tree_text
 from tests.infer.made_up import drafted, milliseconds, record
 

@@ -4,7 +4,7 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.infer.measure.record import Record
-from aerie.infer.report.statistics import tau_difference
+from aerie.infer.measure.statistics import tau_difference
 from tests.infer.made_up import milliseconds, record
 
 

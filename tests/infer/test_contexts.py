@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from aerie.infer.measure.record import Record
-from aerie.infer.report.statistics import context_rows, group, reached
+from aerie.infer.measure.statistics import context_rows, group, reached
 from tests.infer.made_up import drafted, milliseconds, record
 
 
@@ -33,7 +33,7 @@ def fast(**changes: Any) -> Record:
 
 def test_the_way_to_a_length_and_the_way_from_the_one_before() -> None:
     _, members = group([answer(), fast()])
-    rows = context_rows(members, (111, 131, 141), None)
+    rows = [one.as_dict() for one in context_rows(members, (111, 131, 141), None)]
     found = {(row["value"], row["span"]): row for row in rows}
     # the prefill's token stands at 101: ten tokens to 111 take vanilla 100 ms and the cycles of 16 ms 2.5 of them
     assert found[111, "cumulative"]["speedup"] == pytest.approx(100 / 40)
@@ -49,7 +49,7 @@ def test_the_way_to_a_length_and_the_way_from_the_one_before() -> None:
 def test_what_an_answer_says_again_is_counted_where_it_says_it() -> None:
     loop = (*range(21), *range(20))  # the 4-grams that end at its 25th to 41st token have been before
     _, members = group([answer(), fast(output_ids=loop)])
-    found = {(row["value"], row["span"]): row["repeated"] for row in context_rows(members, (103, 111, 131, 141), None)}
+    found = {(row.value, row.span): row.repeated for row in context_rows(members, (103, 111, 131, 141), None)}
     assert found[103, "cumulative"] is None  # no 4-gram ends there yet
     assert found[111, "cumulative"] == 0.0 and found[141, "cumulative"] == pytest.approx(17 / 38)
     assert found[131, "bucket"] == pytest.approx(7 / 20) and found[141, "bucket"] == 1.0
@@ -60,7 +60,7 @@ def test_a_length_that_no_pair_reaches_or_that_the_target_does_not_know_is_left_
                  cycle_ms=(16.0, 16.0), cycle_nodes=(6, 6))  # fmt: skip
     _, members = group([answer(), answer(prompt_id="1"), fast(), short])
     rows = context_rows(members, (105, 120, 200), 150)
-    assert [(row["value"], row["prompts"]) for row in rows if row["span"] == "cumulative"] == [(105, 2), (120, 1)]
+    assert [(row.value, row.prompts) for row in rows if row.span == "cumulative"] == [(105, 2), (120, 1)]
     assert [row["value"] for row in context_rows(members, (105, 120), 110)] == [105, 105]
 
 

@@ -22,9 +22,9 @@ from aerie.infer.measure.bench import Bench, run
 from aerie.infer.measure.bounds import by_depth, reliability
 from aerie.infer.measure.cycles import CycleLine, CycleLog, NodeCollector, read_cycle_log
 from aerie.infer.measure.record import CycleArrays
+from aerie.infer.measure.statistics import group
+from aerie.infer.measure.statistics import row as summary_row
 from aerie.infer.measure.tasks import Prompt, encode
-from aerie.infer.report.statistics import group
-from aerie.infer.report.statistics import row as summary_row
 from aerie.model.target import Target
 from tests import tiny
 

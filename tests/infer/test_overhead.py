@@ -15,7 +15,7 @@ from aerie.infer.decode.proposer import Drafting
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.measure import reference as module
 from aerie.infer.measure.bench import Bench
-from aerie.infer.measure.record import OVERHEAD, Overhead, read_overhead
+from aerie.infer.measure.record import OVERHEAD, Overhead, read_as
 from aerie.infer.measure.reference import PHASES, Tape, measure_overhead, overhead_text
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.target import Target
@@ -45,7 +45,7 @@ def test_what_is_measured_is_written_read_back_and_not_measured_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = measure_overhead(bench, PROMPTS)
-    assert read_overhead(bench.directory / OVERHEAD) == measured
+    assert read_as(bench.directory / OVERHEAD, list[Overhead]) == measured
     assert [(row.row, row.method, row.prompts, row.repetitions) for row in measured] == [
         (0, "vanilla", 2, 2),
         (1, "eagle2", 2, 2),

@@ -8,8 +8,8 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.infer.measure.bench import SUITE, Asked, AskedCell, AskedPoint, main_groups, read_asked, sweep_rows
-from aerie.infer.measure.record import Record, line_of, read_records
+from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, line_of, read_as, read_records
+from aerie.infer.measure.statistics import main_groups, sweep_rows
 from aerie.infer.report.page import write_report
 from aerie.model.storage import write_json
 from tests.infer.made_up import drafted, milliseconds, record, write_run
@@ -41,28 +41,28 @@ def test_rows_are_those_of_the_bench_and_points_those_of_their_prompts() -> None
     asked = Asked(MAIN, points)
     assert [members.first.row for members in main_groups(records(), asked)] == [0, 1]
     rows, details = sweep_rows(records(), asked)
-    assert [(r["value"], r["prompts"], r["speedup"], r["temperature"]) for r in rows] == [
+    assert [(r.value, r.prompts, r.speedup, r.temperature) for r in rows] == [
         (6, 1, pytest.approx(2.0), 0.0),
         (8, 1, pytest.approx(8.0), 0.0),
         (9, 1, pytest.approx(2.0), 0.5),
     ]
-    assert {r["sweep"] for r in rows} == {"s"} and len(details) == 3
+    assert {r.sweep for r in rows} == {"s"} and len(details) == 3
     assert main_groups(records(), None)[2].first.row == 2 and sweep_rows(records(), None) == ([], [])
 
 
 def test_a_point_that_failed_is_an_error_without_a_time() -> None:
     broken = drafted((3, 1), row=2, prompt_id="a", status="error", message="no memory", ms=None)
     rows, _ = sweep_rows([record(prompt_id="a"), broken], Asked(MAIN, (point(2, 8, (("sums", "a"),), GREEDY),)))
-    assert rows[0]["status"] == "error" and rows[0]["sweep"] == "s" and "speedup" not in rows[0]
+    assert rows[0].status == "error" and rows[0].sweep == "s" and "speedup" not in rows[0].as_dict()
 
 
 def test_the_suite_survives_its_file_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     asked = Asked(MAIN, (point(2, [1, "x"], (("sums", "a"),), WARM),), True, (128,), 512)
     write_json(tmp_path / SUITE, as_dict(asked))
-    assert read_asked(tmp_path) == asked
+    assert read_as(tmp_path / SUITE, Asked) == asked
     write_json(tmp_path / SUITE, {"main": [{"row": 1}]})
     with pytest.raises(UserError, match=r"suite\.json: main\.0\.temperature: .*measure again"):
-        read_asked(tmp_path)
+        read_as(tmp_path / SUITE, Asked)
 
 
 def test_a_summary_by_task_has_a_row_for_each_and_its_page_has_them_pooled(tmp_path: Path) -> None:

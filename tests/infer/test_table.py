@@ -9,7 +9,7 @@ import pytest
 
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.infer.measure.record import tree_shape
-from aerie.infer.report.statistics import group, row
+from aerie.infer.measure.statistics import group, row
 from aerie.infer.report.tables import console_table, csv_table, markdown_table, sampling_text, tree_text
 from tests.infer.made_up import drafted, milliseconds, record
 

@@ -17,9 +17,9 @@ from aerie.configs.schema.decode import (
     TypicalConfig,
     VoteConfig,
 )
-from aerie.infer.measure.record import Record, told_apart, tree_shape
-from aerie.infer.report.statistics import group, identity, names, row
-from aerie.infer.report.tables import console_table, csv_table, label, markdown_table, tree_text
+from aerie.infer.measure.record import Record, SummaryRow, tree_shape
+from aerie.infer.measure.statistics import group, identity, summary_row, told_apart
+from aerie.infer.report.tables import console_table, csv_table, label, markdown_table, names, tree_text
 from tests.infer.made_up import drafted, record
 
 ALIKE = [  # one method each, whose trees have one size
@@ -72,6 +72,10 @@ ALIKE = [  # one method each, whose trees have one size
 ]
 
 
+def dicts(rows: list[SummaryRow]) -> list[dict[str, Any]]:
+    return [one.as_dict() for one in told_apart(rows)]
+
+
 def measured(rows: list[MethodConfig], **changes: Any) -> list[Record]:
     """A record of vanilla and of each row, every one with the same figures."""
     found = [record()]
@@ -84,7 +88,7 @@ def measured(rows: list[MethodConfig], **changes: Any) -> list[Record]:
 
 @pytest.mark.parametrize("rows", ALIKE, ids=lambda rows: rows[0].method)
 def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[MethodConfig]) -> None:
-    summary = told_apart([row(members) for members in group(measured(rows))])
+    summary = dicts([summary_row(members) for members in group(measured(rows))])
     labels = [label(each, summary) for each in summary]
     assert len(set(labels)) == len(labels)
     whole = {"rows": summary}
@@ -97,10 +101,10 @@ def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[Method
 
 def test_the_summary_holds_every_setting_of_a_row() -> None:
     asked = MethodConfig("eagle", TreeChanges(children="best", stop=EntropyConfig(c=1.0)), typical=TypicalConfig())
-    tree = identity(group(measured([asked]))[1])["tree"]
+    tree = identity(group(measured([asked]))[1]).as_dict()["tree"]
     assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == ("eagle1", "best", 1.0, 0.3)
     assert tree["typical"] == {"epsilon": 0.09, "delta": 0.3}
-    guessed = identity(group(measured([MethodConfig("pld")]))[1])["tree"]
+    guessed = identity(group(measured([MethodConfig("pld")]))[1]).as_dict()["tree"]
     assert (guessed["matching"], guessed["min_ngram"]) == ("transformers", 1)
 
 
@@ -116,16 +120,16 @@ def test_what_is_as_published_is_not_said() -> None:
 
 def test_heads_are_named_where_they_alone_differ() -> None:
     rows = [MethodConfig("eagle2", head=head) for head in (None, "runs/a/heads/eagle1", "runs/b/heads/eagle1")]
-    texts = [tree_text(each) for each in told_apart([identity(each) for each in group(measured(rows))])[1:]]
+    texts = [tree_text(each) for each in dicts([identity(each) for each in group(measured(rows))])[1:]]
     assert [text.removeprefix("6 levels, k 10, 60 nodes, ") for text in texts] == [
         "head of the run",
         "head runs/a/heads/eagle1",
         "head runs/b/heads/eagle1",
     ]
     first, second = measured([MethodConfig("deagle"), MethodConfig("deagle")])[1:]
-    kinds = told_apart([identity(each) for each in group([first, replace(second, head="eagle3")])])
+    kinds = dicts([identity(each) for each in group([first, replace(second, head="eagle3")])])
     assert [tree_text(each).rpartition(", ")[2] for each in kinds] == ["eagle1 head", "eagle3 head"]
-    alone = told_apart([identity(each) for each in group(measured([rows[1]]))])
+    alone = dicts([identity(each) for each in group(measured([rows[1]]))])
     assert tree_text(alone[1]) == "6 levels, k 10, 60 nodes"
 
 
@@ -135,7 +139,7 @@ def test_typical_acceptance_is_said_to_be_not_lossless_wherever_the_row_is_named
     records = [replace(each, **changes) for each in measured([asked, MethodConfig("medusa")])]
     records[2] = replace(records[2], verify="R2")
     failed = replace(records[1], row=3, status="error", message="too long", verify="none", ms=None)
-    rows = told_apart([row(members) for members in group([*records, failed])])
+    rows = dicts([summary_row(members) for members in group([*records, failed])])
     summary = {"rows": rows, "head": {"kind": "medusa"}}
     for text in (console_table(summary), markdown_table(summary)):
         assert ["NOT lossless" in line for line in text.splitlines()[-3:]] == [True, False, True]

@@ -4,7 +4,7 @@ from typing import Any
 
 from aerie.configs.schema.decode import Method, MethodConfig, TreeChanges
 from aerie.infer.measure.record import Record, TreeShape, tree_shape
-from aerie.infer.report.statistics import group, row
+from aerie.infer.measure.statistics import group, row
 from tests.infer.made_up import drafted, milliseconds, record
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from aerie.configs.schema.decode import Method
-from aerie.infer.measure.bench import Asked, AskedCell, AskedPoint
-from aerie.infer.measure.record import Record
+from aerie.infer.measure.record import Asked, AskedCell, AskedPoint, Record
 from aerie.infer.report.page import reading
 from aerie.infer.report.papers import length_sentence, length_words, lengths, measured_constants
 from tests.infer.figures.made_up import tree

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from aerie.configs.read import as_dict
-from aerie.infer.measure.bench import SUITE, AskedCell
-from aerie.infer.measure.record import line_of
+from aerie.infer.measure.record import SUITE, AskedCell, line_of
 from aerie.infer.report.page import write_report
 from aerie.model.storage import write_json
 from tests.infer.figures import test_lengths as chains

@@ -7,6 +7,7 @@ import pytest
 
 from aerie.configs.schema.decode import Method, VoteConfig
 from aerie.infer.measure.record import Record
+from aerie.infer.measure.statistics import group, row
 from aerie.infer.report.page import PREFIX, sections, sweep_pictures, varied_tables
 from aerie.infer.report.papers import (
     PUBLISHED_TASKS,
@@ -20,7 +21,6 @@ from aerie.infer.report.papers import (
     reasoning_tables,
 )
 from aerie.infer.report.papers import PUBLISHED_reasoning as PUBLISHED
-from aerie.infer.report.statistics import group, row
 from tests.infer.figures.made_up import point, tree
 from tests.infer.made_up import drafted, milliseconds, record
 

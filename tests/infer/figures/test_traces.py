@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 from aerie.configs.schema.decode import Method
 from aerie.infer.measure.record import Record
+from aerie.infer.measure.statistics import group
 from aerie.infer.report.papers import from_json, traced
 from aerie.infer.report.plots import trace_picture
-from aerie.infer.report.statistics import group
 from tests.infer.figures.made_up import tree
 from tests.infer.made_up import drafted, milliseconds, record
 
