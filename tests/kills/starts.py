@@ -1,118 +1,125 @@
-"""Starts of the real commands, each in a process group of its own, that can be killed at any moment."""
+"""Starts of the real commands that can be killed at any moment: from nothing, or forked from a warm process.
+
+A forked child runs the command's own main function in its own process group. Only the seconds of importing torch are
+saved: the child itself reads the configuration, loads the target and opens every file.
+"""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
+from typing import Any, NoReturn
+
+from aerie.configs.errors import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
-GLANCE_SECONDS = 0.003  # how often the files of a running command are looked at
-PATIENCE_SECONDS = 600.0
+CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
 
 
-class Running(Protocol):
-    """A command that was started and may have ended; pid is that of its group too."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Its exit code, minus the signal where one has ended it; None while it runs."""
-
-
-class Python(Protocol):
-    """What starts a command: its words begin with the script, its output is appended to log."""
-
-    name: str
-
-    def start(self, words: list[str], log: Path) -> Running: ...
-
-
-def watched(running: Running, seconds: float | None, glance: Callable[[], None]) -> int | None:
-    """The exit code, or None when the command still runs after so many seconds (None: it is waited for)."""
-    limit = time.monotonic() + (PATIENCE_SECONDS if seconds is None else seconds)
-    while (code := running.poll()) is None:
-        left = limit - time.monotonic()
-        if left <= 0:
-            if seconds is None:
-                kill(running)
-                raise TimeoutError(f"a command has not ended after {PATIENCE_SECONDS:g} s")
-            return None
-        glance()
-        time.sleep(max(0.0, min(GLANCE_SECONDS, left)))
-    glance()
-    return code
-
-
-def kill(running: Running) -> int:
-    """Sends SIGKILL to the command's whole group; the exit code is the signal's, or its own where it was done."""
+def run_cold(words: list[str], log: Path, seconds: float) -> int:
+    """`python SCRIPT ...` as a user types it, killed after so many seconds; its exit code, -9 where it was killed."""
+    with log.open("ab") as output:
+        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
     try:
-        os.killpg(running.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        with suppress(ProcessLookupError):  # it has ended, or has no group of its own yet
-            os.kill(running.pid, signal.SIGKILL)
-    while (code := running.poll()) is None:
-        time.sleep(0.001)
-    return code
-
-
-class ColdPython:
-    """`python data/main.py ...` from nothing, as a user types it."""
-
-    name = "cold"
-
-    def start(self, words: list[str], log: Path) -> Running:
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, *words], cwd=ROOT, stdout=output, stderr=output, start_new_session=True
-            )
-
-
-class Forked:
-    """A child of the warm process."""
-
-    def __init__(self, pid: int, poll: Callable[[], int | None]) -> None:
-        self.pid, self.poll = pid, poll
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
 
 class WarmPython:
-    """The same commands, begun by a fork of a process that has imported torch (see warm.py); a context."""
-
-    name = "warm"
-
-    def __init__(self) -> None:
-        self._line, other = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kills.warm", str(other.fileno())], cwd=ROOT, pass_fds=[other.fileno()]
-        )
-        other.close()
-        self._line.recv()
-
-    def start(self, words: list[str], log: Path, below: Path | None = None, fatal: int | None = None) -> Running:
-        """fatal: the command kills itself just before its fatal-th change to the names below a directory."""
-        self._line.send(json.dumps({"words": words, "log": str(log), "below": str(below), "fatal": fatal}))
-        ended: list[int] = []
-
-        def poll() -> int | None:
-            if not ended and self._line.poll():
-                ended.append(self._line.recv())
-            return ended[0] if ended else None
-
-        return Forked(self._line.recv(), poll)
+    """Runs commands as forks of a process that has imported torch and DeepSpeed; a context."""
 
     def __enter__(self) -> "WarmPython":
+        self.line, other = Pipe()
+        command = [sys.executable, "-m", "tests.kills.starts", str(other.fileno())]
+        self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[other.fileno()])
+        other.close()
+        self.line.recv()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._line.close()
-        self._process.kill()
-        self._process.wait()
+    def __exit__(self, *error: object) -> None:
+        self.line.close()
+        self.process.kill()
+        self.process.wait()
+
+    def run(self, words: list[str], log: Path, below: Path, seconds: float = 600.0, fatal: int | None = None) -> int:
+        """Exit code of one start, -9 where it was killed: after `seconds`, or just before its fatal-th change below."""
+        self.line.send(json.dumps({"words": words, "log": str(log), "below": str(below), "fatal": fatal}))
+        child = self.line.recv()
+        if not self.line.poll(seconds):
+            deadline = time.monotonic() + 10
+            while not self.line.poll(0.002) and time.monotonic() < deadline:  # it may have no group of its own yet
+                with suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+        code: int = self.line.recv()
+        return code
+
+
+class Changes:
+    """Counts the changes that this process makes to names below a directory, and dies just before the fatal-th.
+
+    A change is a file opened for writing, a rename, a removal or a new directory, as Python's audit hooks report them.
+    """
+
+    def __init__(self, below: str, fatal: int | None) -> None:
+        self.below, self.fatal, self.count, self.lock = below, fatal, 0, threading.Lock()
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in CHANGES or not any(str(path).startswith(self.below) for path in arguments[:2]):
+            return
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        with self.lock:
+            self.count += 1
+            if self.count == self.fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def serve(line: Connection) -> None:
+    """Forks a child for each request, sends its process id, and its exit code when it has ended."""
+    mains = {f"{name}/main.py": import_module(f"aerie.{name}.main").main for name in ("data", "train", "infer")}
+    for heavy in ("aerie.train.loop", "aerie.data.features", "aerie.infer.measure.bench", "deepspeed"):
+        import_module(heavy)
+    line.send("ready")
+    while True:
+        try:
+            request = json.loads(line.recv())
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            line.close()
+            become(mains[request["words"][0]], request)
+        line.send(child)
+        line.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def become(main: Any, request: dict[str, Any]) -> NoReturn:
+    os.setsid()
+    changes = Changes(request["below"], request["fatal"])
+    sys.addaudithook(changes)
+    output = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = request["words"]
+    code = 1
+    try:
+        code = exit_code(main)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        print(f"changes: {changes.count}", flush=True)
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

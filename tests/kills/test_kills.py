@@ -1,116 +1,231 @@
-"""Commands killed at any moment go on to what an undisturbed run leaves: rows, weights, optimizer and answers alike.
+"""Commands that are killed at any moment go on, and leave what an undisturbed run leaves: rows, weights, answers.
 
-The moments are drawn uniformly over the time that the undisturbed stage takes, by a fixed seed. `make soak` draws 50.
+Moments are drawn by a fixed seed, over the time of the undisturbed stage and over its changes to files; kills between
+two changes that follow each other at once are seldom met by time alone. `make soak` kills 50 times and more.
 """
 
+import json
 import random
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kills.changes import from_the_start, to_the_end
-from tests.kills.stages import Bench, Features, Stage, Training, prepare
-from tests.kills.starts import ColdPython, Python, WarmPython
-from tests.kills.trial import Tally, Undisturbed, table, trial
+from tests import tiny
+from tests.kills.starts import WarmPython, run_cold
 
-KILLS = {"features": 17, "training": 17, "bench": 16}
-COLD_KILLS = 3  # of each stage, of commands that are started from nothing
-SEED = 0
+PROMPTS, STEPS = 7, 72
+CLOCKS = {"ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify", "data_wait_share", "tokens_per_s", "step_ms"}
+SOAK = {"features": 17, "train": 17, "bench": 16}
+
+
+@dataclass
+class Stage:
+    """One command of the pipeline: how a run for it begins, and the outputs that are compared."""
+
+    name: str
+    script: str
+    outputs: tuple[str, ...]
+    begin: Callable[[Path, Path], None]  # (undisturbed run, new run)
+    whole: str  # the file that marks its end
+    seconds: float = 0.0  # of an undisturbed start
+    changes: int = 0  # to files below the run, of an undisturbed start
+
+
+@dataclass
+class World:
+    """The undisturbed run, and what starts the commands."""
+
+    root: Path
+    python: WarmPython
+    stages: dict[str, Stage] = field(default_factory=dict)
+
+    def words(self, stage: Stage, run: Path) -> list[str]:
+        command = [] if stage.name == "train" else [stage.name]
+        return [f"{stage.script}/main.py", *command, "--config", str(self.root / "recipe.yaml"), "--run", str(run)]
+
+    def start(self, stage: Stage, run: Path, **limits: Any) -> int:
+        return self.python.run(self.words(stage, run), log_of(run), run, **limits)
+
+    def fresh(self, stage: Stage, run: Path) -> Path:
+        run.mkdir()
+        stage.begin(self.root / "undisturbed", run)
+        return run
+
+    def compare(self, stage: Stage, run: Path, code: int) -> None:
+        """The run ended with exit code 0 and left what the undisturbed run left; it is removed then."""
+        assert code == 0, log_of(run).read_text(errors="replace")[-2000:]
+        assert differences(stage, self.root / "undisturbed", run) == []
+        shutil.rmtree(run)
+        log_of(run).unlink()
+
+
+def log_of(run: Path) -> Path:
+    return run.with_name(f"{run.name}.log")
+
+
+def differences(stage: Stage, undisturbed: Path, run: Path) -> list[str]:
+    """Files that are missing, left over, or hold other bytes; times in JSON lines are not compared."""
+    wrong = [str(path) for path in (run / "state").glob("*/step-*")] if stage.name == "train" else []
+    for output in stage.outputs:
+        contents = [content_of(place / output, place) for place in (undisturbed, run)]
+        wrong += [f"{name}: missing or left over" for name in sorted(contents[0].keys() ^ contents[1].keys())]
+        wrong += [name for name in contents[0].keys() & contents[1].keys() if contents[0][name] != contents[1][name]]
+    return wrong
+
+
+def content_of(output: Path, run: Path) -> dict[str, Any]:
+    paths = [output] if output.is_file() else sorted(path for path in output.rglob("*") if path.is_file())
+    return {str(path.relative_to(run)): comparable(path) for path in paths if path.name != "provenance.json"}
+
+
+def comparable(path: Path) -> Any:
+    if path.suffix != ".jsonl":
+        return path.read_bytes()
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in lines]
+
+
+def write_recipe(root: Path) -> None:
+    tiny.target(root / "target")
+    tiny.write_conversations(root / "train.jsonl", 1400)
+    rows = [{"question_id": n, "category": "count", "turns": [f"Please count {n + 2} boats."]} for n in range(PROMPTS)]
+    (root / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    tree = {"levels": 3, "k": 3, "nodes": 8}
+    values: dict[str, Any] = {
+        "run": str(root / "undisturbed"),
+        "threads": 1,
+        "target": {"path": str(root / "target"), "dtype": "float32"},
+        "data": {"conversations": [str(root / "train.jsonl")], "max_length": 128, "held_out": 0.1},
+        "features": {"batch_tokens": 1024, "shard_tokens": 1024},
+        "tree": tree,
+        "train": {
+            **{"max_steps": STEPS, "batch_size": 4, "accumulation": 2, "learning_rate": 1e-3, "warmup_steps": 8},
+            **{"log_every": 1, "save_every": 6, "eval_every": 18, "eval_conversations": 24},
+            **{"measure_prompts": 4, "measure_new_tokens": 16},
+        },
+        "bench": {
+            "prompts": {"path": str(root / "questions.jsonl"), "num_prompts": PROMPTS, "max_new_tokens": 20},
+            "warmup_prompts": 1,
+            "cycles": True,
+            "sampling": [{"temperature": 0.0}, {"temperature": 1.0}],
+            "rows": [
+                {"method": "vanilla"},
+                {"method": "eagle2", "tree": tree},
+                {"method": "eagle-chain", "tree": {"levels": 3}},
+            ],
+        },
+    }
+    tiny.recipe(root / "recipe.yaml", values)
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[WarmPython]:
-    with WarmPython() as python:
-        yield python
-
-
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> list[Stage]:
-    """The stages in their order, on a target that no stage has seen yet."""
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Each stage has run undisturbed, once, in one run directory."""
     root = tmp_path_factory.mktemp("kills")
-    recipe, run = prepare(root), root / "undisturbed"
-    return [Features(recipe, run), Training(recipe, run), Bench(recipe, run)]
-
-
-@pytest.fixture(scope="module")
-def known(stages: list[Stage], warm: WarmPython) -> list[Undisturbed]:
-    """Each stage run undisturbed, in one run directory."""
-    return [Undisturbed.of(stage, stage.undisturbed, [warm]) for stage in stages]
+    write_recipe(root)
+    stages = (
+        Stage("features", "data", ("features",), lambda _, run: None, "features/provenance.json"),
+        Stage(
+            "train",
+            "train",
+            ("heads/eagle1", "metrics.jsonl"),
+            lambda undisturbed, run: (run / "features").symlink_to(undisturbed / "features"),
+            "heads/eagle1/provenance.json",
+        ),
+        Stage(
+            "bench",
+            "infer",
+            ("bench",),
+            lambda undisturbed, run: shutil.copytree(undisturbed / "heads", run / "heads") and None,
+            "bench/provenance.json",
+        ),
+    )
+    with WarmPython() as python:
+        world = World(root, python, {stage.name: stage for stage in stages})
+        for stage in stages:
+            began = time.monotonic()
+            code = world.start(stage, root / "undisturbed")
+            assert code == 0, log_of(root / "undisturbed").read_text(errors="replace")[-2000:]
+            stage.seconds = time.monotonic() - began
+            counted = re.findall(r"^changes: (\d+)$", log_of(root / "undisturbed").read_text(), re.MULTILINE)
+            stage.changes = int(counted[-1])
+        yield world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(3), ids=list(KILLS))
-def test_a_stage_that_is_killed_at_a_random_moment_goes_on_to_the_same_bytes(
-    number: int, known: list[Undisturbed], warm: WarmPython, tmp_path: Path
-) -> None:
-    tally, chance = Tally(known[number].stage.name), random.Random(SEED)
-    while tally.counted < 1:
-        trial(known[number], warm, tmp_path / str(tally.runs), chance, tally, wanted=1)
-    assert tally.differences == [] and tally.equal == tally.runs
+@pytest.mark.parametrize("name", SOAK)
+def test_a_stage_that_is_killed_goes_on_to_the_same_bytes(name: str, world: World, tmp_path: Path) -> None:
+    stage, chance = world.stages[name], random.Random(name)
+    run = world.fresh(stage, tmp_path / "run")
+    assert world.start(stage, run, fatal=chance.randrange(2, stage.changes // 2)) == -9
+    assert world.start(stage, run, fatal=chance.randrange(2, stage.changes // 3)) == -9
+    world.start(stage, run, seconds=chance.random() * stage.seconds)
+    world.compare(stage, run, world.start(stage, run))
 
 
 @pytest.mark.slow
-def test_the_comparison_finds_what_is_lost_doubled_or_another_bit(known: list[Undisturbed], tmp_path: Path) -> None:
+def test_the_comparison_finds_a_flipped_bit_a_lost_line_and_a_file_left_over(world: World, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(known[0].stage.undisturbed, run)
-    features, training, bench = (each.stage for each in known)
-    assert [stage.differences(run) for stage in (features, training, bench)] == [[], [], []]
-    _flip(run / "features/shard-00002.safetensors")
-    assert len(features.differences(run)) == 1
-    (run / "features/.shard-00003.safetensors.7.tmp").touch()
-    assert len(features.differences(run)) == 2
-    _flip(run / "heads/eagle1/model.safetensors")
-    _flip(sorted((run / "seen").glob("step-*"))[-1] / "optimizer.bin")
-    (run / "metrics.jsonl").write_text("".join((run / "metrics.jsonl").read_text().splitlines(keepends=True)[:-1]))
-    assert len(training.differences(run)) == 3
-    records = run / "bench/records.jsonl"
-    lines = records.read_text().splitlines(keepends=True)
-    records.write_text("".join([*lines[:3], *lines[4:]]))
-    assert any("is lost" in found for found in bench.differences(run))
-    records.write_text("".join([*lines, lines[3]]))
-    assert any("is there twice" in found for found in bench.differences(run))
+    shutil.copytree(world.root / "undisturbed", run)
+    for stage in world.stages.values():
+        assert differences(stage, world.root / "undisturbed", run) == []
+        output = run / stage.outputs[0]
+        weights = next(output.glob("*.safetensors"), None)
+        if weights is not None:
+            content = bytearray(weights.read_bytes())
+            content[len(content) // 2] ^= 1
+            weights.write_bytes(content)
+        else:
+            lines = (output / "records.jsonl").read_text().splitlines(keepends=True)
+            (output / "records.jsonl").write_text("".join([*lines[:3], *lines[4:]]))
+        (output / ".left.tmp").touch()
+        assert len(differences(stage, world.root / "undisturbed", run)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_fifty_kills_at_random_moments_leave_no_trace(
-    stages: list[Stage], warm: WarmPython, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", SOAK)
+def test_kills_at_random_moments_leave_no_trace(
+    name: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cold, tallies, started = ColdPython(), [], time.monotonic()
-    for stage in stages:
-        known = Undisturbed.of(stage, stage.undisturbed, [cold, warm])
-        tally, chance = Tally(stage.name), random.Random(f"{SEED} {stage.name}")
-        tallies.append(tally)
-        while tally.counted < KILLS[stage.name]:
-            python: Python = cold if tally.cold < COLD_KILLS else warm
-            wanted = COLD_KILLS if python is cold else KILLS[stage.name]
-            trial(known, python, tmp_path / f"{stage.name}-{tally.runs}", chance, tally, wanted)
-            with capsys.disabled():
-                print(f"{stage.name}: {tally.counted} kills, {tally.equal} of {tally.runs} runs equal", flush=True)
+    stage, chance, kills, runs, cold = world.stages[name], random.Random(f"soak {name}"), 0, 0, 0
+    while kills < SOAK[name]:
+        run, runs, code = world.fresh(stage, tmp_path / str(runs)), runs + 1, -9
+        while code < 0:
+            has_begun = (run / "status.json").exists()
+            if kills >= SOAK[name]:
+                code = world.start(stage, run)
+            elif cold < 3:  # the command from nothing: the seconds of its imports count, too
+                code = run_cold(world.words(stage, run), log_of(run), 8 + chance.random() * stage.seconds)
+                cold += code < 0
+            else:
+                code = world.start(stage, run, seconds=chance.random() * stage.seconds)
+            is_counted = code < 0 and not (run / stage.whole).exists() and (has_begun or (run / "status.json").exists())
+            kills += is_counted
+        world.compare(stage, run, code)
     with capsys.disabled():
-        print(f"\n{table(tallies)}\n{time.monotonic() - started:,.0f} s", flush=True)
-    assert [found for tally in tallies for found in tally.differences] == []
-    assert {tally.stage: tally.counted for tally in tallies} == KILLS and sum(KILLS.values()) == 50
+        print(f"\n{name}: {kills} kills, {cold} of them cold; {runs} of {runs} runs equal", flush=True)
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("number", range(3), ids=list(KILLS))
+@pytest.mark.parametrize("name", SOAK)
 def test_a_stage_that_dies_before_any_change_to_a_file_goes_on_to_the_same_bytes(
-    number: int, known: list[Undisturbed], warm: WarmPython, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, world: World, tmp_path: Path
 ) -> None:
-    stage = known[number].stage
-    kills, differences = from_the_start(stage, warm, tmp_path / "start")
-    last_kills, last_differences = to_the_end(stage, warm, tmp_path / "end")
-    with capsys.disabled():
-        print(f"\n{stage.name}: killed before a change to a file, {kills} times in one run, {last_kills} near its end")
-    assert differences + last_differences == [] and min(kills, last_kills) > 12
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    stage = world.stages[name]
+    run, fatal = world.fresh(stage, tmp_path / "start"), 1
+    while (code := world.start(stage, run, fatal=fatal)) < 0:  # its n-th start dies before its n-th change
+        fatal += 1
+    world.compare(stage, run, code)
+    assert fatal > 12
+    for change in range(max(1, stage.changes - 24), stage.changes + 1):  # near the end, one by one
+        run = world.fresh(stage, tmp_path / "end")
+        world.start(stage, run, fatal=change)
+        world.compare(stage, run, world.start(stage, run))
