@@ -27,7 +27,9 @@ CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncat
 def run_cold(words: list[str], log: Path, seconds: float) -> int:
     """`python SCRIPT ...` as a user types it, killed after so many seconds; its exit code, -9 where it was killed."""
     with log.open("ab") as output:
-        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -21,6 +21,7 @@ from tests.kills.starts import WarmPython, run_cold
 
 PROMPTS, STEPS = 7, 72
 CLOCKS = {"ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify", "data_wait_share", "tokens_per_s", "step_ms"}
+RECORDS = ("provenance.json", "recipe.yaml")  # they name the run
 SOAK = {"features": 17, "train": 17, "bench": 16}
 
 
@@ -81,7 +82,7 @@ def differences(stage: Stage, undisturbed: Path, run: Path) -> list[str]:
 
 def content_of(output: Path, run: Path) -> dict[str, Any]:
     paths = [output] if output.is_file() else sorted(path for path in output.rglob("*") if path.is_file())
-    return {str(path.relative_to(run)): comparable(path) for path in paths if path.name != "provenance.json"}
+    return {str(path.relative_to(run)): comparable(path) for path in paths if path.name not in RECORDS}
 
 
 def comparable(path: Path) -> Any:
