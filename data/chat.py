@@ -20,7 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.conversations import Conversation, Message, Tally, TokenRow, UnusableRow
-from aerie.model.target import SHIPPED
+from aerie.model.storage import SHIPPED_TEMPLATE
 
 ATTEMPTS = 3  # renders of one conversation before a template that writes the time counts as unstable
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -107,7 +107,7 @@ class Chat:
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"{self.name}: the tokenizer has no chat template; name one with target.chat_template: FILE.jinja "
-                f"({SHIPPED} ships for Vicuna targets)"
+                f"({SHIPPED_TEMPLATE} ships for Vicuna targets)"
             )
         if supervise_all:
             whole = self._text(conversation, len(conversation.messages), False)

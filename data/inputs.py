@@ -10,8 +10,7 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.model import storage as provenance
-from aerie.model.storage import file_digest
-from aerie.model.target import template_path
+from aerie.model.storage import file_digest, template_path
 
 WHOLE_FILE_BYTES = 10**9  # longer files are sampled
 WEIGHT_FILES = ("*.safetensors", "*.bin")

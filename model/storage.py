@@ -1,4 +1,7 @@
-"""Files that are either whole or absent: written under a temporary name, synced, renamed."""
+"""Files that are whole or absent, and one answer to "is this mine, and is it whole?": the Manifest.
+
+Nothing here imports torch, so that a command can say at once that its output is there already.
+"""
 
 import errno
 import fcntl
@@ -12,20 +15,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
 from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError
 
+ROOT = Path(__file__).resolve().parent.parent  # the checkout
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
-TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
+TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save on a full disk; no errno
+TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
 
 
 @contextmanager
@@ -33,77 +41,42 @@ def explained(path: Path) -> Iterator[None]:
     """Turns a full disk and missing permission, met while writing path, into a NotWritable; other errors pass."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        number = _error_number(error)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        os_error = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors says it
+        number = error.errno if isinstance(error, OSError) else int(os_error[1]) if os_error else None
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in TORCH_WRITER):
+            number = errno.ENOSPC
         if number not in (*FULL, *REFUSED):
             raise
-        reason, is_full = os.strerror(number), number in FULL
+        is_full = number in FULL
         fix = "free some space" if is_full else "choose another --run, or change its permissions"
-        raise NotWritable(f"{path}: cannot be written ({reason}); {fix}", is_full) from error
+        raise NotWritable(f"{path}: cannot be written ({os.strerror(number)}); {fix}", is_full) from error
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls write(temporary path), then syncs and renames it to path, with the umask's usual permissions.
 
     NotWritable when the disk is full or may not be written to.
     """
     with explained(path):
-        _write_atomically(path, write)
-
-
-def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Writers of one file may be processes of the same number on two machines. remove_temporaries knows the name.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        write(temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # safetensors writes mode 0600 whatever the umask
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory survive a power cut, as far as its file system can."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # not every network file system knows it
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(path: Path) -> None:
-    """Makes every file below a directory, and their names, survive a power cut."""
-    for place in [*path.rglob("*"), path]:
-        if place.is_dir():
-            sync_directory(place)
-        elif place.is_file():
-            with place.open("rb") as handle:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # remove_temporaries knows the form
+        try:
+            write(temporary)
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)  # safetensors writes mode 0600 whatever the umask
+            with temporary.open("rb") as handle:
                 os.fsync(handle.fileno())
-
-
-def remove_temporaries(directory: Path) -> None:
-    """Removes what killed processes were writing in a directory; nobody else may be writing there."""
-    for path in directory.glob(".*.tmp"):
-        if TEMPORARY.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+            temporary.replace(path)
+            sync_directory(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes text to path atomically (UTF-8)."""
-    write_atomically(path, lambda temporary: _write_text(temporary, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -122,64 +95,87 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def directory_atomically(path: Path) -> Iterator[Path]:
-    """Yields a temporary directory that becomes path when the block ends without an exception."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """Yields a temporary directory that becomes path when the block ends without an exception.
+
+    What lay at path before is gone only when the new directory is durable. Several processes can fill it together: each
+    gives its rank and a barrier over all. NotWritable when the disk is full; nothing of the new directory is left then.
+    """
+    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     try:
-        yield temporary
-        sync_tree(temporary)
-        if path.exists():
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            path.rename(old)
-            temporary.rename(path)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(path)
-        sync_directory(path.parent)
-    finally:
+        with explained(path):
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            wait()
+            yield temporary
+            wait()
+            if rank == 0:
+                sync_tree(temporary)
+                shutil.rmtree(old, ignore_errors=True)
+                if path.is_dir():
+                    path.rename(old)
+                temporary.rename(path)
+                sync_directory(path.parent)
+                shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    wait()
 
 
-def _error_number(error: Exception) -> int | None:
-    """The errno; safetensors says it in its text alone."""
-    if isinstance(error, OSError):
-        return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+def remove_directory(path: Path) -> None:
+    """Removes a directory; a kill midway leaves no half of it under its name."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_dir():
+        path.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def digest(value: Any) -> str:
-    """The first 16 hex digits of the SHA-256 of value's canonical JSON."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def remove_temporaries(directory: Path) -> None:
+    """Removes what killed processes left half written or half removed; nobody else may be writing there."""
+    for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
-def content_digest(content: bytes) -> str:
-    """As file_digest, of bytes that lie in no file yet."""
-    return hashlib.sha256(content).hexdigest()[:16]
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory survive a power cut, as far as its file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
 
 
-def file_digest(path: Path) -> str:
-    """The first 16 hex digits of the SHA-256 of a file's bytes."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
+def sync_tree(directory: Path) -> None:
+    """Makes every file below a directory, and their names, survive a power cut."""
+    for path in [*directory.rglob("*"), directory]:
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
 
 
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
-
-
-class Lock:
-    """A lock on a file, which is made where it does not exist; a context that frees it."""
+class Lock(AbstractContextManager["Lock"]):
+    """A lock on a file, which is made where it does not exist; the end of a with block frees it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = _opened(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.file = path, path.open("ab")
 
     def acquire(self, shared: bool = False, wait: bool = True) -> bool | Literal["unknown"]:
-        """Whether this process has it now; "unknown", which is true as a condition, where there are no locks."""
+        """Whether this process has it now; "unknown", which is true as a condition, where there are no locks.
+
+        A caller that is told "unknown" removes nothing that may be another process's, and warns.
+        """
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:
             try:
@@ -190,10 +186,12 @@ class Lock:
                 if error.errno not in WITHOUT_LOCKS:
                     raise
                 return "unknown"
-            if _is_named(self.file, self.path):
-                return True
-            self.file.close()
-            self.file = _opened(self.path)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
+                    return True
+            self.file.close()  # another process removed or replaced the file before it was locked here
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("ab")
 
     def forget(self) -> None:
         """Removes the file: whoever takes a new one finds the work done."""
@@ -202,38 +200,148 @@ class Lock:
     def release(self) -> None:
         self.file.close()
 
-    def __enter__(self) -> "Lock":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
-def _is_named(file: IO[bytes], path: Path) -> bool:
-    """Whether path still is this open file: before it was locked another may have removed or replaced it."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _opened(path: Path) -> IO[bytes]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("ab")
-
+# --------------------------------------------------------------------------------------------------------- manifest
 
 FILE = "provenance.json"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors", "tokenizers")
 
 
+def digest(value: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of value's canonical JSON."""
+    return content_digest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def content_digest(content: bytes) -> str:
+    """The first 16 hex digits of the SHA-256 of some bytes."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def file_digest(path: Path) -> str:
+    """The first 16 hex digits of the SHA-256 of a file's bytes."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A directory with the files of its manifest, made from the inputs that were asked for."""
+
+    manifest: "Manifest"
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A file of a directory (perhaps the manifest itself) that is missing or not as it was written."""
+
+    path: Path
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A sound manifest of other inputs; differences tells the first keys: 'seed: 1 there, 2 asked'."""
+
+    manifest: "Manifest"
+    differences: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory holds and what it was made from. It is written last, so it marks the directory as complete.
+
+    files has the size and digest of each file by its name relative to the directory, inputs is all that decides their
+    content (JSON-ready: two runs with equal inputs would write the same), facts is what else a reader may want.
+
+        with directory_atomically(folder) as temporary:
+            ...  # write the files
+            Manifest.of(temporary, inputs={"seed": 1}, facts={"rows": 700}).write(temporary)
+
+        match Manifest.check(folder, inputs={"seed": 1}):
+            case Whole(manifest): return manifest.facts["rows"]
+            case Damaged() as damage: warn(f"{damage}; it is made anew")
+            case Foreign(_, differences): raise UserError(f"{folder}: is another run's ({differences})")
+
+    In the file the facts stand beside "inputs", "inputs_digest", "files" and "seal", a digest of all the others.
+    """
+
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, directory: Path, inputs: dict[str, Any] | None = None, facts: dict[str, Any] | None = None
+    ) -> "Manifest":
+        """The manifest of every file that is below a directory now."""
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+        files = {path.relative_to(directory).as_posix(): (path.stat().st_size, file_digest(path)) for path in paths}
+        return cls(files, inputs or {}, facts or {})
+
+    def as_json(self) -> dict[str, Any]:
+        table = {"inputs_digest": digest(self.inputs), "inputs": self.inputs, "files": self.files, **self.facts}
+        return {**table, "seal": digest(table)}
+
+    def write(self, directory: Path, name: str = FILE) -> None:
+        """Writes it to a file in the directory, atomically."""
+        write_json(directory / name, self.as_json())
+
+    @classmethod
+    def read(cls, directory: Path, name: str = FILE) -> "Manifest":
+        """The manifest in a directory; UserError when it is missing or not as it was written."""
+        return cls.from_json(read_json(directory / name), directory / name)
+
+    @classmethod
+    def from_json(cls, values: Any, path: Path) -> "Manifest":
+        """The manifest in a parsed file; path names it in errors."""
+        table = dict(values) if isinstance(values, dict) else {}
+        seal = table.pop("seal", None)
+        if seal is None:
+            raise UserError(f"{path}: was written by another version of this code")
+        if seal != digest(table):
+            raise UserError(f"{path}: is not what was written (its checksum differs)")
+        del table["inputs_digest"]
+        files = {file: (size, checksum) for file, (size, checksum) in table.pop("files").items()}
+        return cls(files, table.pop("inputs"), table)
+
+    @classmethod
+    def check(
+        cls, directory: Path, inputs: dict[str, Any] | None = None, content: bool = True, name: str = FILE
+    ) -> Whole | Damaged | Foreign:
+        """Whether a directory holds what its manifest lists, and was made from inputs (None: from whatever).
+
+        content: read every byte; otherwise only sizes are compared.
+        """
+        try:
+            manifest = cls.read(directory, name)
+        except UserError as error:
+            return Damaged(directory / name, str(error).removeprefix(f"{directory / name}: "))
+        if inputs is not None and digest(inputs) != digest(manifest.inputs):
+            return Foreign(manifest, differences(manifest.inputs, inputs))
+        return manifest.damage(directory, content) or Whole(manifest)
+
+    def damage(self, directory: Path, content: bool = True) -> Damaged | None:
+        """The first file that is missing from a directory or differs; None when all are as they were written."""
+        for name, (size, checksum) in self.files.items():
+            path = directory / name
+            if not path.is_file():
+                return Damaged(path, "missing")
+            if path.stat().st_size != size:
+                return Damaged(path, f"{path.stat().st_size:,} bytes long instead of {size:,}")
+            if content and file_digest(path) != checksum:
+                return Damaged(path, "is not what was written (its checksum differs)")
+        return None
+
+
 @dataclass
 class Stage:
-    """One step of the pipeline: its output directory and everything that its output depends on.
-
-    `inputs` is JSON-ready; two calls with equal inputs would write the same thing, so the second reuses the first.
-    """
+    """One step of the pipeline: its name, its output directory and the inputs of the output's manifest."""
 
     name: str
     output: Path
@@ -242,50 +350,61 @@ class Stage:
 
     def is_whole(self) -> bool:
         """True when the output is finished and was made from these inputs."""
-        return sound_record(self.output).get("inputs_digest") == digest(self.inputs)
+        return isinstance(Manifest.check(self.output, self.inputs), Whole)
 
     def require_own_directory(self, overwrite: bool) -> None:
         """UserError when the directory holds another run's output and overwrite was not asked for."""
-        path = self.output / FILE
-        if overwrite or not path.is_file():
+        if overwrite or not (self.output / FILE).is_file():
             return
-        found = sound_record(self.output)
-        if not found:
-            raise UserError(f"{path}: cannot be read; write it anew with --overwrite")
-        if found.get("inputs_digest") == digest(self.inputs):
-            return
-        raise UserError(
-            f"{self.output}: holds another {found.get('stage', 'output')} "
-            f"({differences(found.get('inputs', {}), self.inputs) or 'made by another version'}); "
-            f"choose another --run, or replace it with --overwrite"
-        )
+        match Manifest.check(self.output, self.inputs):
+            case Foreign(manifest, changed):
+                raise UserError(
+                    f"{self.output}: holds another {manifest.facts.get('stage', 'output')} ({changed}); "
+                    f"choose another --run, or replace it with --overwrite"
+                )
+            case Damaged(path):
+                raise UserError(f"{path}: cannot be read; write it anew with --overwrite")
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Writes provenance.json, which marks the output as whole, and returns it."""
-        record = {
-            "stage": self.name,
-            "inputs_digest": digest(self.inputs),
-            "inputs": self.inputs,
-            "seconds": round(time.time() - self.started, 1),
-            **facts,
-            **environment(),
-        }
-        write_json(self.output / FILE, record)
-        return record
+        took = {"stage": self.name, "seconds": round(time.time() - self.started, 1)}
+        manifest = Manifest(inputs=self.inputs, facts={**took, **facts, **environment()})
+        manifest.write(self.output)
+        return manifest.as_json()
 
 
 def sound_record(directory: Path) -> dict[str, Any]:
-    """What its provenance.json says; nothing where it is missing or broken, or its inputs are not those it digests."""
+    """What its provenance.json says; nothing where it is missing or damaged."""
     try:
-        record: dict[str, Any] = read_json(directory / FILE)
-        return record if record["inputs_digest"] == digest(record["inputs"]) else {}
-    except (UserError, KeyError, TypeError):
+        return Manifest.read(directory).as_json()
+    except UserError:
         return {}
 
 
+def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
+    """'key: 1 there, 2 asked' of the first three keys whose values differ; '' when none does."""
+
+    def compare(old: Any, new: Any, key: str) -> list[str]:
+        if isinstance(old, dict) and isinstance(new, dict):
+            prefix = f"{key}." if key else ""
+            return [row for k in sorted({*old, *new}) for row in compare(old.get(k), new.get(k), prefix + k)]
+        shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in (str(old), str(new))]
+        return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
+
+    return "; ".join(compare(there, asked, "")[:3])
+
+
 def environment() -> dict[str, Any]:
-    """Commit, dirty flag, versions and argv of this process."""
-    return {"commit": commit(), "dirty": is_dirty(), "argv": _argv(), "versions": versions()}
+    """Commit, dirty flag, argv and package versions of this process."""
+    script, *words = sys.argv or [""]
+    path = Path(script).resolve()
+    inside = path.suffix == ".py" and path.is_relative_to(ROOT)  # the machine's own directories stay out
+    argv = [path.relative_to(ROOT).as_posix() if inside else path.name, *words]
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {"commit": commit(), "dirty": is_dirty(), "argv": argv, "versions": versions}
 
 
 def commit() -> str | None:
@@ -299,15 +418,12 @@ def is_dirty() -> bool | None:
     return None if status is None else bool(status)
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that can move a number."""
-    found = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def _git(*arguments: str) -> str | None:
+    try:
+        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
@@ -321,68 +437,19 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
     write_status(path, stage, "running")
     try:
         state, code = run()
-    except Requeued:
-        _write_failure(path, stage, "requeue", REQUEUE)
-        raise
-    except KeyboardInterrupt:
-        _write_failure(path, stage, "interrupted", 130)
-        raise
-    except UserError:
-        _write_failure(path, stage, "failed", 2)
-        raise
-    except BaseException:
-        _write_failure(path, stage, "failed", 1)
+    except BaseException as error:
+        ends = ((Requeued, "requeue", REQUEUE), (KeyboardInterrupt, "interrupted", 130), (UserError, "failed", 2))
+        state, code = next(((state, code) for kind, state, code in ends if isinstance(error, kind)), ("failed", 1))
+        with suppress(NotWritable):  # a full disk is what may have failed
+            write_status(path, stage, state, code)
         raise
     write_status(path, stage, state, code)
     return code
 
 
-def _write_failure(path: Path, stage: str, state: str, code: int) -> None:
-    with suppress(NotWritable):  # a full disk is what may have failed
-        write_status(path, stage, state, code)
-
-
-def _argv() -> list[str]:
-    """The command without the machine's own directories; a script of this checkout by its path in it."""
-    if not sys.argv:
-        return []
-    script, root = Path(sys.argv[0]), Path(__file__).resolve().parent.parent
-    inside = script.suffix == ".py" and script.resolve().is_relative_to(root)
-    return [script.resolve().relative_to(root).as_posix() if inside else script.name, *sys.argv[1:]]
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        root = Path(__file__).resolve().parent.parent
-        result = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def differences(found: dict[str, Any], asked: dict[str, Any]) -> str:
-    """'key: 1 there, 2 asked' of the first few keys whose values differ; '' when none does."""
-    rows = [f"{key}: {_short(old)} there, {_short(new)} asked" for key, old, new in _flat_difference(found, asked, "")]
-    return "; ".join(rows[:3])
-
-
-def _flat_difference(found: Any, asked: Any, prefix: str) -> list[tuple[str, Any, Any]]:
-    if isinstance(found, dict) and isinstance(asked, dict):
-        rows = []
-        for key in sorted({*found, *asked}):
-            rows += _flat_difference(found.get(key), asked.get(key), f"{prefix}.{key}" if prefix else key)
-        return rows
-    return [] if digest(found) == digest(asked) else [(prefix, found, asked)]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
+# ------------------------------------------------------------------------------------------------------ known files
 
 RECORD = "progress.json"
-TEMPORARY_saves = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")  # a file's that is being written (model.files)
-TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # it tells no errno
 
 
 def name_of(step: int) -> str:
@@ -402,31 +469,12 @@ def folders(directory: Path) -> list[Path]:
 def write(
     folder: Path, values: Any, fill: Callable[[Path], None], rank: int = 0, wait: Callable[[], None] = lambda: None
 ) -> None:
-    """Makes the folder of what fill(temporary folder) writes, on all ranks, and of values, on the first.
-
-    wait is a barrier over all ranks. What lay there before is gone only when the new folder is durable. NotWritable
-    when the disk is full or may not be written to; nothing of the new folder is left then.
-    """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    try:
-        with explained(folder):
-            if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-            wait()
-            fill(temporary)
-            wait()
-            if rank == 0:
-                _seal(temporary, values)
-                _swap(temporary, folder)
-    except (OSError, RuntimeError, UserError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in TORCH_WRITER):
-            free = shutil.disk_usage(folder.parent).free
-            text = f"{folder}: cannot be written ({free:,} bytes are free on the disk); free some space"
-            raise NotWritable(text, is_full=True) from error
-        raise
-    wait()
+    """Makes the folder of what fill(temporary folder) writes, on all ranks, and of values, on the first."""
+    with directory_atomically(folder, rank, wait) as temporary:
+        fill(temporary)
+        wait()
+        if rank == 0:
+            Manifest.of(temporary, facts={"values": values}).write(temporary, RECORD)
 
 
 def read(folder: Path, record: Any = None) -> Any:
@@ -434,57 +482,14 @@ def read(folder: Path, record: Any = None) -> Any:
 
     record: that of another folder, which this one is held against.
     """
-    sealed = record if record is not None else read_json(folder / RECORD)
-    try:
-        values, files, seal = sealed["values"], dict(sealed["files"]), sealed["seal"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / RECORD}: was written by another version of this code") from error
-    if seal != digest([values, files]):
-        raise UserError(f"{folder / RECORD}: is not what was written (its checksum differs)")
-    for name, (size, expected) in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing")
-        if path.stat().st_size != size:
-            raise UserError(f"{path}: {path.stat().st_size:,} bytes long instead of {size:,}")
-        if file_digest(path) != expected:
-            raise UserError(f"{path}: is not what was written (its checksum differs)")
-    return values
+    path = folder / RECORD
+    manifest = Manifest.read(folder, RECORD) if record is None else Manifest.from_json(record, path)
+    if damage := manifest.damage(folder):
+        raise UserError(str(damage))
+    return manifest.facts["values"]
 
 
-def remove(folder: Path) -> None:
-    """Removes a folder; whatever kills it midway, no half of it can be taken for a save."""
-    doomed = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)
-    if folder.is_dir():
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sweep(directory: Path) -> None:
-    """Removes what killed processes left half written or half removed: temporary files, halves of folders."""
-    for place in [*directory.glob(".step-*.tmp"), *directory.glob(".step-*.old")]:
-        shutil.rmtree(place, ignore_errors=True)
-    for place in directory.glob(".*.tmp"):
-        if TEMPORARY_saves.fullmatch(place.name):
-            place.unlink(missing_ok=True)
-
-
-def _seal(folder: Path, values: Any) -> None:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {path.relative_to(folder).as_posix(): [path.stat().st_size, file_digest(path)] for path in paths}
-    write_json(folder / RECORD, {"values": values, "files": files, "seal": digest([values, files])})
-    sync_tree(folder)
-
-
-def _swap(temporary: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.is_dir():
-        folder.rename(old)
-    temporary.rename(folder)
-    sync_directory(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+remove, sweep = remove_directory, remove_temporaries
 
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
@@ -508,3 +513,14 @@ def digests(directory: Path) -> dict[str, str]:
     """File name -> digest of everything that decides a head."""
     names = (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN)
     return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}
+
+
+SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
+
+
+def template_path(path: str) -> Path:
+    """The file that target.chat_template names: relative paths count from the working directory, then the checkout."""
+    for place in (Path(path).expanduser(), ROOT / path):
+        if place.is_file():
+            return place
+    raise UserError(f"target.chat_template: {path}: no such file; a template for Vicuna ships as {SHIPPED_TEMPLATE}")

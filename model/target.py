@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.model.storage import digest
+from aerie.model.storage import digest, template_path
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -333,18 +333,6 @@ def _require_directory(config: TargetConfig) -> None:
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-SHIPPED = "configs/templates/vicuna.jinja"
-CHECKOUT = Path(__file__).resolve().parent.parent
-
-
-def template_path(path: str) -> Path:
-    """The file that target.chat_template names: relative paths count from the working directory, then the checkout."""
-    for place in (Path(path).expanduser(), CHECKOUT / path):
-        if place.is_file():
-            return place
-    raise UserError(f"target.chat_template: {path}: no such file; a template for Vicuna ships as {SHIPPED}")
 
 
 def read_template(path: str) -> str:

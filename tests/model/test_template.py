@@ -6,7 +6,9 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.model.target import SHIPPED, load_tokenizer, read_template, template_path
+from aerie.model.storage import SHIPPED_TEMPLATE as SHIPPED
+from aerie.model.storage import template_path
+from aerie.model.target import load_tokenizer, read_template
 from tests import tiny
 
 

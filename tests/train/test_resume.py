@@ -82,7 +82,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "before anything of the second save is written": (saves, "write", 4),  # the first and third are best weights
     "before its record": (saves, "write_json", 4),
     "before it is durable": (saves, "sync_tree", 4),
-    "before it has its name": (saves, "_swap", 4),
+    "before it has its name": (saves.Path, "rename", 4),
     "before the directory knows it": (saves, "sync_directory", 4),
     "before it is the latest": (resume, "write_text", 2),
     "before an older one goes": (saves, "remove", 1),

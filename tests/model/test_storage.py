@@ -1,0 +1,170 @@
+"""Laws of what is on the disk: whole or absent, mine or another's; and what scripts read of a command's end."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from aerie.configs.errors import NotWritable, UserError, exit_code, stop_on_signals
+from aerie.model.storage import (
+    FILE,
+    ROOT,
+    Damaged,
+    Foreign,
+    Lock,
+    Manifest,
+    Stage,
+    Whole,
+    directory_atomically,
+    environment,
+    remove_temporaries,
+    with_status,
+    write_json,
+    write_text,
+)
+from tests.disks import small_disk  # noqa: F401
+
+CLEANED: list[int] = []  # the signals after which a clean-up came to its end
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The handlers of before come back."""
+    CLEANED.clear()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    stop_on_signals()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def refuse() -> tuple[str, int]:
+    raise UserError("a mistake")
+
+
+def stopped_by(number: signal.Signals) -> Callable[[], tuple[str, int]]:
+    def run() -> tuple[str, int]:
+        try:
+            signal.raise_signal(number)
+        finally:
+            if number == signal.SIGUSR1:
+                signal.raise_signal(number)  # a batch script repeats it
+            CLEANED.append(number)
+        return "done", 0
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "state", "code"),
+    [
+        (lambda: ("done", 0), "done", 0),
+        (refuse, "failed", 2),
+        (stopped_by(signal.SIGTERM), "interrupted", 130),
+        (stopped_by(signal.SIGUSR1), "requeue", 75),
+    ],
+    ids=["done", "refused", "SIGTERM", "SIGUSR1"],
+)
+def test_a_commands_end_is_its_exit_code_and_its_status(
+    run: Callable[[], tuple[str, int]], state: str, code: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "status.json"
+    assert exit_code(lambda: with_status(path, "features", run)) == code
+    assert json.loads(path.read_text()) == {"stage": "features", "state": state, "code": code}
+    stopped = {"interrupted": [signal.SIGTERM], "requeue": [signal.SIGUSR1]}
+    assert stopped.get(state, []) == CLEANED
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [("train/main.py", "train/main.py"), (str(ROOT / "infer" / "main.py"), "infer/main.py"), ("/opt/bin/tool", "tool")],
+)
+def test_provenance_names_a_command_that_can_be_given_again_without_this_machines_directories(
+    monkeypatch: pytest.MonkeyPatch, script: str, told: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [script, "--config", "c.yaml"])
+    assert environment()["argv"] == [told, "--config", "c.yaml"]
+
+
+def written(directory: Path, seed: int = 1) -> Path:
+    with directory_atomically(directory) as temporary:
+        (temporary / "ranks").mkdir()
+        (temporary / "ranks/0").write_text(f"rank 0 with seed {seed}")
+        write_json(temporary / "weights.json", [seed, 0.5])
+        Manifest.of(temporary, {"seed": seed, "data": {"rows": (1, 2)}}, {"stage": "heads"}).write(temporary)
+    return directory
+
+
+def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -> None:
+    folder, mine = written(tmp_path / "made"), {"seed": 1, "data": {"rows": [1, 2]}}
+    found = Manifest.check(folder, mine)
+    assert isinstance(found, Whole) and found.manifest.facts == {"stage": "heads"} and len(found.manifest.files) == 2
+    other = Manifest.check(folder, {"seed": 2, "data": {"rows": [1, 2]}})
+    assert isinstance(other, Foreign) and other.differences == "seed: 1 there, 2 asked"
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        for place in range(0, len(content), 5):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+            damage = Manifest.check(folder, mine)
+            assert isinstance(damage, Damaged) and damage.path == path, place
+        path.write_bytes(content[:-3])
+        assert isinstance(Manifest.check(folder, content=path.name == FILE), Damaged)
+        path.unlink()
+        assert isinstance(Manifest.check(folder, mine), Damaged)
+        path.write_bytes(content)
+    assert isinstance(Manifest.check(folder, mine), Whole)
+
+
+def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> None:
+    stage, other = Stage("features", tmp_path, {"rows": "these"}), Stage("features", tmp_path, {"rows": "those"})
+    stage.require_own_directory(overwrite=False)
+    record = stage.finish(rows=7)
+    assert stage.is_whole() and not other.is_whole() and record["rows"] == 7 and record["versions"]["python"]
+    other.require_own_directory(overwrite=True)
+    with pytest.raises(UserError, match=r"holds another features .rows: these there, those asked.; choose another"):
+        other.require_own_directory(overwrite=False)
+    (tmp_path / FILE).write_text(json.dumps({**record, "rows": 8}))
+    assert not stage.is_whole()
+    with pytest.raises(UserError, match="cannot be read; write it anew with --overwrite"):
+        stage.require_own_directory(overwrite=False)
+
+
+def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    folder = written(tmp_path / "made")
+    with pytest.raises(ZeroDivisionError), directory_atomically(folder) as temporary:
+        (temporary / "half").write_text("half")
+        raise ZeroDivisionError
+    assert isinstance(Manifest.check(folder), Whole) and [path.name for path in tmp_path.iterdir()] == ["made"]
+    written(folder, seed=2)
+    assert (folder / "ranks/0").read_text() == "rank 0 with seed 2"
+    (folder / ".weights.json.0123abcd.tmp").write_text("left by a killed process")
+    (folder / ".hidden.tmp").write_text("a user's own")
+    (folder / ".ranks.old").mkdir()
+    remove_temporaries(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [".hidden.tmp", FILE, "ranks", "weights.json"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(small_disk: Path) -> None:  # noqa: F811
+    path = small_disk / "text"
+    write_text(path, "before")
+    with pytest.raises(NotWritable, match=r"text: cannot be written .No space left on device.; free some") as refused:
+        write_text(path, "x" * 2**21)
+    assert refused.value.is_full and path.read_text() == "before"
+    with pytest.raises(NotWritable), directory_atomically(small_disk / "folder") as temporary:
+        (temporary / "big").write_bytes(b"x" * 2**21)
+    assert [entry.name for entry in small_disk.iterdir()] == ["text"]
+
+
+def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) -> None:
+    path = tmp_path / "folder/lock"
+    with Lock(path) as first, Lock(path) as second:
+        assert first.acquire() and not second.acquire(wait=False) and not second.acquire(shared=True, wait=False)
+        first.forget()  # who waits takes the file that others see
+        first.release()
+        assert second.acquire(shared=True)
+        with Lock(path) as third:
+            assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)
