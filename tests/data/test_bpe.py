@@ -1,14 +1,11 @@
 """Laws of the embedded tokenizer."""
 
-import subprocess
-import sys
-from pathlib import Path
 from random import Random
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from aerie.data.corpus import FAMILIES
+from aerie.data.corpus.families import FAMILIES
 from aerie.data.corpus.synthetic import END, PAD, train_tokenizer
 
 CHAT = [
@@ -80,19 +77,3 @@ def test_the_generation_prompt_is_a_prefix_of_the_answered_conversation(tokenize
 def test_an_unknown_role_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(Exception, match="not critic"):
         tokenizer.apply_chat_template([{"role": "critic", "content": "Hm."}], tokenize=False)
-
-
-@pytest.mark.slow
-def test_a_saved_tokenizer_renders_the_same_in_another_process(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    code = (
-        "import sys; from transformers import AutoTokenizer; t = AutoTokenizer.from_pretrained(sys.argv[1]);"
-        "e = t.apply_chat_template(eval(sys.argv[2]), return_dict=True, return_assistant_tokens_mask=True);"
-        "print(e['input_ids'], e['assistant_masks'], t.eos_token, t.pad_token)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path), repr(CHAT)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    assert result.stdout.strip() == f"{encoded['input_ids']} {encoded['assistant_masks']} {END} {PAD}", result.stderr

@@ -1,10 +1,10 @@
 """Laws of the embedded corpus: the same bytes, disjoint questions, right answers."""
 
 import ast
+import hashlib
 import json
 import math
 import re
-import string
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -16,12 +16,15 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import SyntheticConfig
-from aerie.data.corpus import FAMILIES, functions
-from aerie.data.corpus import families as letters
-from aerie.data.corpus.families import Turn
+from aerie.data.corpus.families import FAMILIES, Turn
 from aerie.data.corpus.synthetic import opening_key, write_corpus
 
 SMALL = SyntheticConfig(num_conversations=400, num_prompts=28)
+DIGESTS = {
+    "train.jsonl": "2459b486478b868e",
+    "prompts.jsonl": "c56d3b887c2c66fa",
+    "calibration.jsonl": "24116a86a4f89083",
+}
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 ROW = re.compile(r"^(\w+)(?: \| |,|: )(\d+)$", re.MULTILINE)
 OPERATIONS: dict[str, Callable[[int, int], float]] = {
@@ -75,12 +78,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(corpus: Path, tmp_path: Path) -> None:
-    write_corpus(SMALL, tmp_path / "again")
-    write_corpus(SyntheticConfig(400, 28, seed=1), tmp_path / "other")
-    for name in ("train.jsonl", "prompts.jsonl", "calibration.jsonl"):
-        assert (tmp_path / "again" / name).read_bytes() == (corpus / name).read_bytes()
-        assert (tmp_path / "other" / name).read_bytes() != (corpus / name).read_bytes()
+def test_a_seed_gives_the_bytes_that_it_always_gave_and_another_seed_others(corpus: Path, tmp_path: Path) -> None:
+    write_corpus(SyntheticConfig(400, 28, seed=1), tmp_path)
+    for name, digest in DIGESTS.items():
+        assert hashlib.sha256((corpus / name).read_bytes()).hexdigest()[:16] == digest
+        assert (tmp_path / name).read_bytes() != (corpus / name).read_bytes()
 
 
 def test_no_question_is_in_two_of_the_three_files(corpus: Path) -> None:
@@ -101,11 +103,6 @@ def test_a_family_with_few_questions_still_keeps_its_measuring_ones_out_of_train
     said = {f"Say {number}!" for number in range(1, 13)}
     assert len(said & held) == 8
     assert said & trained == said - held
-
-
-def test_a_question_is_recognised_whatever_its_case_and_punctuation() -> None:
-    assert opening_key("Sort: A, b!") == opening_key("sort  a B")
-    assert opening_key("add 2") != opening_key("add 3")
 
 
 def test_more_prompts_than_a_family_has_are_refused_in_one_line(
@@ -184,7 +181,8 @@ def test_generated_functions_do_what_the_question_asks() -> None:
     for turns in drawn("code", 600):
         code = re.findall(r"```python\n(.*?)\n```", turns[0].answer, re.DOTALL)[0]
         name = re.findall(r"def (\w+)", code)[0]
-        run = functions.compiled(code, name)
+        scope: dict[str, Any] = {}
+        exec(code, scope)  # noqa: S102 (our own corpus)
         meaning = next(key for key in MEANING if key in turns[0].question)
         constant = re.search(r"(?:than|by|of) (\d+)", turns[0].question)
         word = re.search(r"(one|two|three) (?:times|exclamation)", turns[0].question)
@@ -192,10 +190,10 @@ def test_generated_functions_do_what_the_question_asks() -> None:
         example = turns[0].question
         value = _example(example)
         expected = MEANING[meaning](value, k)
-        assert run(value) == expected, (turns[0].question, code)
+        assert scope[name](value) == expected, (turns[0].question, code)
         assert repr(expected) in turns[0].answer
         for line in re.findall(r"assert (.*)", turns[1].answer):
-            exec(f"assert {line}", {name: run})  # noqa: S102 (our own corpus)
+            exec(f"assert {line}", scope)  # noqa: S102 (our own corpus)
         seen.add(meaning)
     assert seen == set(MEANING)
 
@@ -225,28 +223,12 @@ def test_sorted_filtered_and_totalled_tables_are_right() -> None:
     assert len(checked) == 5
 
 
-def test_conversions_use_the_factor_that_everybody_knows() -> None:
-    factors = {("kilometer", "meters"): 1000, ("foot", "inches"): 12, ("pound", "ounces"): 16, ("day", "hours"): 24}
-    checked = 0
-    for turns in drawn("conversion", 800):
-        for one, factor, small in re.findall(r"One (\w+) equals (\d+) (\w+)", turns[0].answer):
-            assert factors.get((one, small), int(factor)) == int(factor)
-            checked += (one, small) in factors
-    assert checked > 5
-
-
 def test_the_parts_of_a_schedule_follow_each_other_without_gaps() -> None:
     for turns in drawn("schedule", 200):
         lengths = [int(number) for number in re.findall(r"(\d+) minutes", turns[0].question)]
         times = [int(h) * 60 + int(m) for h, m in re.findall(r"^(\d+):(\d\d) ", turns[0].answer, re.MULTILINE)]
         assert [later - earlier for earlier, later in pairwise(times)] == lengths
         assert any(f"{sum(lengths)} minutes, breaks" in turn.answer for turn in turns)
-
-
-def test_a_reply_uses_only_what_the_letter_told() -> None:
-    for occasion in letters.OCCASIONS:
-        told = {slot for text in (occasion.body, occasion.purpose) for _, slot, _, _ in string.Formatter().parse(text)}
-        assert {slot for _, slot, _, _ in string.Formatter().parse(occasion.reply)} <= told | {None}, occasion.purpose
 
 
 def test_letters_are_signed_by_the_sender_and_address_the_recipient() -> None:
