@@ -51,14 +51,10 @@ class EntropyConfig:
     # Whose entropy counts on a tree (SVIP is silent): the best path's; the frontier's mean, weighted by survival; its
     # minimum (all must be uncertain); or each node's own, which is then not expanded while others are.
     over: Literal["top_path", "value_weighted", "minimum", "per_node"] = "top_path"
-    # excluded: algorithm 1 to the letter, which looks at the next law, pays its forward, and draws nothing from it
-    token: Literal["kept", "excluded"] = "kept"
 
     def __post_init__(self) -> None:
         if not (0.0 < self.c < inf and 0.0 <= self.h < inf):
             raise ValueError(f"c must be positive and h not negative, not c {self.c:g} and h {self.h:g}")
-        if self.over == "per_node" and self.token == "excluded":
-            raise ValueError("over: per_node leaves uncertain nodes as leaves, their tokens are kept; leave token out")
 
     @property
     def max_entropy(self) -> float:
@@ -86,8 +82,8 @@ Signal = Literal["probability", "momentum", "expectation"]
 class VoteConfig:
     """DEAGLE's vote. Thresholds are the paper's; where its text and its equations differ, both readings are here.
 
-    Two literal readings are degenerate. Equation 25 (old_over_new) is at least 1: momentum never votes. Equations 22
-    and 26 without a bonus are at most the depth: expectation always votes. A rule that they decide alone is refused.
+    Momentum is section 3.4's S_d / S_{d-1}: the ratio of equation 25 is at least 1 and would never vote. Equations 22
+    and 26 without a bonus are at most the depth: expectation always votes, and deciding alone it is refused.
     """
 
     __pydantic_config__ = STRICT
@@ -96,7 +92,6 @@ class VoteConfig:
     votes: int | None = None  # null: two, or one where there is one signal
     probability_threshold: float = 0.15
     momentum_threshold: float = 0.6
-    momentum: Literal["new_over_old", "old_over_new"] = "new_over_old"  # section 3.4, or equation 25
     momentum_from: int = 1  # the first depth with a ratio; 1: the root's S is 1; 2: S_2 / S_1 is the first
     declines: int = 2  # "two times"
     consecutive: bool = False  # whether these must be levels in a row
@@ -121,8 +116,6 @@ class VoteConfig:
             raise ValueError(f"bonus is a number of tokens, not negative, not {self.bonus:g}")
         if self.needed <= ("expectation" in self.signals and self.bonus <= 0):
             raise ValueError("without a bonus the expectation always votes: every tree would end at its first level")
-        if self.needed > len(self.signals) - ("momentum" in self.signals and self.momentum == "old_over_new"):
-            raise ValueError("old_over_new is at least 1: momentum never votes, and no tree would end before `levels`")
 
     @property
     def needed(self) -> int:
@@ -153,7 +146,6 @@ class MarginalGainConfig:
     __pydantic_config__ = STRICT
     rule: Literal["marginal_gain"] = "marginal_gain"
     threshold: float = 0.5  # expected tokens; its README, and 0.7 in its demonstration
-    late: bool = False  # as its code: decided one forward later, whose level is thrown away; the same tree
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.threshold < 1.0:
@@ -173,10 +165,8 @@ StopConfig = Annotated[
 
 
 def asks_below(stop: StopConfig) -> bool:
-    """Whether a rule is asked after `ends` too: which nodes grow, or whether laws already paid for are used."""
-    if isinstance(stop, EntropyConfig):
-        return stop.over == "per_node" or stop.token == "excluded"
-    return isinstance(stop, MarginalGainConfig) and stop.late
+    """Whether a rule says which nodes grow."""
+    return isinstance(stop, EntropyConfig) and stop.over == "per_node"
 
 
 def beyond(stop: StopConfig, levels: int) -> str | None:
@@ -413,7 +403,7 @@ class TreeConfig:
         if self.shape != "dynamic" and (self.rank != "survival" or not self.rerank):
             raise ValueError(f"rank and rerank belong to a dynamic tree, this shape is {self.shape}; leave them out")
         if self.shape not in ("dynamic", "chain") and asks_below(self.stop):
-            raise ValueError("per_node, excluded and late need a shape that chooses its nodes: dynamic or chain")
+            raise ValueError("per_node needs a shape that chooses its nodes: dynamic or chain")
         if not self.rerank and self.nodes != self.k * self.levels + 1:
             raise ValueError(
                 f"without reranking every level's k best are verified: set nodes to {self.k * self.levels + 1}"

@@ -88,7 +88,10 @@ class Drafting:
     """A drafter, a shape and the shape's stop rule as one proposer.
 
     forwards_per_tree is for the record: 1 where one forward yields all levels' laws (Medusa), null for one a level.
+    keep: every tree has its pool (Tree.pool), for whoever measures; set it before an answer begins.
     """
+
+    keep = False
 
     def __init__(self, drafter: CachedDrafter, shape: Shape, forwards_per_tree: int | None = None) -> None:
         self.drafter, self.shape = drafter, shape
@@ -114,7 +117,7 @@ class Drafting:
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         assert self._sampler is not None, "reset first"
-        tree = self.shape.grow(self.drafter, root, max_levels, self._sampler)
+        tree = self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep)
         return tree if self._forwards_per_tree is None else replace(tree, draft_forwards=self._forwards_per_tree)
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Rule = Literal["R1", "R3", "R4"]
+Path = tuple[int, ...]  # the target's ids below the root
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,63 @@ class Proposal:
 
 
 def draft_ids(target_ids: Callable[[Tensor], Tensor], laws: Tensor) -> Tensor | None:
-    """The target's ids [Vd] of the columns of laws [.., Vd]; null where target_ids hands its columns back."""
+    """The target's ids [Vd] of the columns of laws [.., Vd]; null where target_ids returns its argument."""
     columns = torch.arange(laws.shape[-1], device=laws.device)
     ids = target_ids(columns)
     return None if ids is columns else ids
+
+
+@dataclass(frozen=True)
+class Level:
+    """One drafted level: n candidates below r expanded nodes. Stop rules see it, and the pool keeps it."""
+
+    depth: int  # 1 for the root's children
+    log_q: Tensor  # [r, Vd] the laws that the candidates come from, before any processor
+    parents: Tensor  # [r] the expanded nodes, numbered through all candidates of the tree; the root is 0
+    rows: Tensor  # [n] which expanded node each candidate stands below
+    tokens: Tensor  # [n] target ids
+    confidence: Tensor  # [n] log q, calibrated where the tree is
+    survival: Tensor  # [n] log survival
+    frontier: Tensor  # [f] which candidates may be expanded next, the best first
+    alive: Tensor  # [f] their log survival
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All candidates that a tree was chosen from, level by level; the root is candidate 0."""
+
+    levels: list[Level]
+    kept: Tensor  # [N] the candidate that each node of the tree is, ascending
+    ids: Tensor  # [Vd] the target's ids of the laws' columns
+    reranked: bool  # a dynamic tree: what stands in the frontiers need not be in the tree, nor the other way round
+    stopped_by: str | None  # the stop rule that ended growth; null: the last level was reached
+
+    def laws(self) -> dict[int, Tensor]:
+        """log q [Vd] of the children of each node of the tree that was expanded, by the node, ascending."""
+        node_of = {candidate: node for node, candidate in enumerate(self.kept.tolist())}
+        laws = [pair for level in self.levels for pair in zip(level.parents.tolist(), level.log_q, strict=True)]
+        return {node_of[candidate]: law for candidate, law in sorted(laws, key=lambda p: p[0]) if candidate in node_of}
+
+    def paths(self) -> list[Path]:
+        """The tokens down to each candidate, the root's own token left out."""
+        paths: list[Path] = [()]
+        for level in self.levels:
+            above = level.parents[level.rows].tolist()
+            paths += [(*paths[parent], token) for parent, token in zip(above, level.tokens.tolist(), strict=True)]
+        return paths
+
+    def frontiers(self) -> list[tuple[list[Path], Tensor]]:
+        """Per level the paths and log survivals of a dynamic tree's frontier before reranking, of all nodes in others.
+
+        The survivals [f] of level d sum to DEAGLE's S_d once they are exponentiated.
+        """
+        paths, first, frontiers = self.paths(), 1, []
+        for level in self.levels:
+            count = level.tokens.shape[0]
+            places = level.frontier if self.reranked else torch.arange(count, device=level.tokens.device)
+            frontiers.append(([paths[first + place] for place in places.tolist()], level.survival[places]))
+            first += count
+        return frontiers
 
 
 @dataclass(frozen=True)
@@ -50,9 +104,9 @@ class Tree:
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int
     proposal: Proposal | None = None  # null: children were picked deterministically (R0, R2)
-    passengers: Tensor | None = (
-        None  # [N] boolean: rows that ride along and are never accepted; siblings may then repeat
-    )
+    # [N] boolean: rows that ride along and are never accepted (lookahead's window); siblings may then repeat
+    passengers: Tensor | None = None
+    pool: Pool | None = None  # what it was chosen from, where the shape was asked to keep it
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -60,16 +114,15 @@ class Tree:
     @property
     def num_drafted(self) -> int:
         """Nodes that may be accepted: neither the root nor passengers."""
-        riding = 0 if self.passengers is None else int(self.passengers.sum())
-        return len(self) - 1 - riding
+        return len(self) - 1 - (0 if self.passengers is None else int(self.passengers.sum()))
 
 
 def root_only(token: Tensor) -> Tree:
     """The tree of plain decoding: the token [1] alone."""
     zero = torch.zeros(1, dtype=torch.long, device=token.device)
-    one = torch.ones(1, 1, dtype=torch.bool, device=token.device)
-    nothing = torch.zeros(1, device=token.device)
-    return Tree(token, zero, zero, one, nothing, nothing, levels=0, draft_forwards=0)
+    itself = torch.ones(1, 1, dtype=torch.bool, device=token.device)
+    certain = torch.zeros(1, device=token.device)
+    return Tree(token, zero, zero, itself, certain, certain, levels=0, draft_forwards=0)
 
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
@@ -82,122 +135,14 @@ def ancestors(parents: Tensor, levels: int) -> Tensor:
     return reach.scatter_(1, torch.stack(above, dim=1), True)
 
 
-def check_connected(tree: Tree) -> None:
-    """Raises AssertionError unless every node's parent is in the tree, one level above and before it."""
-    index = torch.arange(1, len(tree), device=tree.parents.device)
-    parents = tree.parents[1:]
-    assert bool((parents >= 0).all()) and bool((parents < index).all()), "a node's parent is missing or comes after it"
-    assert bool((tree.depth[1:] == tree.depth[parents] + 1).all()), "a node does not stand one level below its parent"
-
-
 def describe(tree: Tree, names: list[str]) -> str:
     """The tree as indented text, one node a line with its token, confidence and survival (EAGLE-2, figure 7)."""
-    parents, depth = tree.parents.tolist(), tree.depth.tolist()
+    depth, parents = tree.depth.tolist(), tree.parents.tolist()
     confidence, survival = tree.confidence.exp().tolist(), tree.survival.exp().tolist()
-    children: dict[int, list[int]] = {}
-    for node in range(1, len(tree)):
-        children.setdefault(parents[node], []).append(node)
-    lines, stack = [], [0]
-    while stack:
-        node = stack.pop()
-        lines.append(f"{'  ' * depth[node]}{names[node]!r}  q {confidence[node]:.3f}  survival {survival[node]:.3f}")
-        stack.extend(reversed(children.get(node, [])))
-    return "\n".join(lines)
 
+    def lines(node: int) -> list[str]:
+        line = f"{'  ' * depth[node]}{names[node]!r}  q {confidence[node]:.3f}  survival {survival[node]:.3f}"
+        children = [child for child in range(node + 1, len(tree)) if parents[child] == node]
+        return [line, *(below for child in children for below in lines(child))]
 
-@dataclass(frozen=True)
-class Verdict:
-    """The accepted nodes from the root down, their tokens without the root's, and the bonus token."""
-
-    path: list[int]
-    tokens: list[int]
-    bonus: int
-
-    @property
-    def accepted(self) -> int:
-        return len(self.tokens)
-
-
-def reached(tree: Tree, refused: Tensor) -> Tensor:
-    """Which nodes [N] stand on a path without a refused node; refused [N] is boolean, the root's entry is not read."""
-    refused = refused.clone()
-    refused[0] = False
-    if tree.passengers is not None:
-        refused |= tree.passengers
-    return ~(tree.mask & refused).any(dim=1)
-
-
-def deepest(tree: Tree, refused: Tensor) -> Tensor:
-    """The index [] of the deepest node that is reached, the first of several."""
-    return torch.where(reached(tree, refused), tree.depth, -1).argmax()
-
-
-def ending_at(tree: Tree, last: Tensor, bonus: Tensor) -> Verdict:
-    """The verdict of the path down to node last [] and the bonus token [] after it: the one device synchronisation."""
-    row = torch.cat([tree.mask[last].to(tree.tokens.dtype), tree.tokens, bonus.reshape(1)]).tolist()
-    count = len(tree)
-    path = [node for node in range(count) if row[node]]
-    return Verdict(path, [row[count + node] for node in path[1:]], row[-1])
-
-
-class Candidates:
-    """The drafted nodes of one tree, shallow-first; the root is candidate 0. A node's score never exceeds its parent's.
-
-    So the best by score are connected once ties go to the shallower node, which a stable sort sees to.
-    """
-
-    def __init__(self, root: Tensor) -> None:
-        self._tokens, self._size = [root], 1
-        self._firsts: list[int] = []  # of each level, the index of its first candidate
-        self._parents: list[Tensor] = []  # of each level, the indices of its expanded nodes
-        zero = torch.zeros(1, device=root.device)
-        self._confidence, self._survival, self._score = [zero], [zero], [zero]
-        self._frontiers: list[Tensor] = []
-
-    @property
-    def levels(self) -> int:
-        return len(self._parents)
-
-    def add(self, tokens: Tensor, parents: Tensor, confidence: Tensor, survival: Tensor, score: Tensor) -> int:
-        """Adds one level: nodes [rows * k], k under each of the candidates [rows]; the index of the first of them."""
-        first = self._size
-        self._tokens.append(tokens)
-        self._parents.append(parents)
-        self._confidence.append(confidence)
-        self._survival.append(survival)
-        self._score.append(score)
-        self._firsts.append(first)
-        self._size += tokens.shape[0]
-        return first
-
-    def pick(self, frontier: Tensor) -> None:
-        """Notes the candidates [k] that a level was ranked down to."""
-        self._frontiers.append(frontier)
-
-    def best(self, nodes: int) -> Tensor:
-        """The best `nodes` candidates by score, the root among them, in level order."""
-        order = torch.cat(self._score).sort(descending=True, stable=True).indices[:nodes]
-        return order.sort().values
-
-    def picked(self) -> Tensor:
-        """The root and every candidate that was picked, in level order."""
-        root = self._frontiers[0].new_zeros(1)
-        return torch.cat([root, *self._frontiers]).sort().values
-
-    def tree(self, kept: Tensor, k: int, draft_forwards: int) -> Tree:
-        """The tree of the candidates kept [N], in level order, parents among them. Every level had k a row."""
-        expanded = torch.cat(self._parents)  # the root first, k candidates for each
-        above = expanded.index_select(0, (kept - 1).clamp_(min=0).floor_divide_(k))  # the root is its own parent
-        parents = torch.searchsorted(kept, above)
-        if kept.device.type == "cpu":  # elsewhere it would be a synchronisation
-            assert torch.equal(kept[parents], above), "a kept node's parent was cut"
-        return Tree(
-            tokens=torch.cat(self._tokens).index_select(0, kept),
-            parents=parents,
-            depth=torch.bucketize(kept, torch.tensor(self._firsts, device=kept.device), right=True),
-            mask=ancestors(parents, self.levels),
-            confidence=torch.cat(self._confidence).index_select(0, kept),
-            survival=torch.cat(self._survival).index_select(0, kept),
-            levels=self.levels,
-            draft_forwards=draft_forwards,
-        )
+    return "\n".join(lines(0))

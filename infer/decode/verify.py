@@ -1,10 +1,11 @@
-"""Medusa's typical acceptance. NOT lossless: the output's law is not the target's.
+"""A lossless choice among the drafted nodes (rules R0 to R4), and Medusa's typical acceptance, which is NOT lossless.
 
-A drafted token is kept when the target finds it likely enough for its own uncertainty, however it was drafted, so
-nothing pays back for the tokens that are kept too often.
-Source: Medusa (arXiv 2401.10774), section 2.3.1.
+R0: the target's argmax. R2: the target's own draw at every node, whatever was drafted. R1, R3 and R4: speculative
+sampling of children that were drawn from q, in a chain, as siblings without replacement, and with replacement.
+p are the target's laws, q the draft's, both after the processors.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,39 +13,95 @@ from torch import Tensor
 
 from aerie.configs.schema.decode import TypicalConfig
 from aerie.infer.decode.sampling import Sampler, draw
-from aerie.infer.decode.tree import Proposal, Tree, Verdict, deepest, ending_at, reached
+from aerie.infer.decode.tree import Proposal, Tree
+
+Verification = Literal["R0", "R1", "R2", "R3", "R4", "typical (not lossless)"]
+NOT_LOSSLESS: Verification = "typical (not lossless)"
 
 
-def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
-    """The verdict for the target's laws p [N, V]: the longest path of typical tokens, of equal ones the most probable.
+@dataclass(frozen=True)
+class Verdict:
+    """The accepted nodes from the root down, their tokens without the root's, and the bonus token."""
 
-    Token x is typical where p(x) > min(epsilon, delta exp(-H(p))). The bonus token is the target's argmax, as in the
-    paper, where every cycle's first token is the greedy one and accepted unseen.
+    path: list[int]
+    tokens: list[int]
+    bonus: int
+
+    @property
+    def accepted(self) -> int:
+        return len(self.tokens)
+
+
+def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
+    """The verdict for the target's logits [N, V] at every node, by the rule that the tree's children ask for.
+
+    typical, which is not lossless, replaces that rule where tokens are sampled.
     """
-    own = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
-    threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
-    alive = reached(tree, own <= threshold[tree.parents])
-    depth = tree.depth.where(alive, tree.depth.new_full((), -1))
-    chance = own.log().where(alive, own.new_zeros(()))
-    chance[0] = 0.0
-    score = tree.mask.to(chance.dtype) @ chance  # [N] log p of the path
-    last = score.where(depth == depth.max(), score.new_full((), float("-inf"))).argmax()
-    return ending_at(tree, last, p[last].argmax(-1))
+    rule = rule_of(tree.proposal, sampler, typical)
+    if rule in ("R0", "R2"):
+        return walk(tree, sampler.choose(logits))
+    if typical is not None:
+        return accept_typical(tree, sampler.law(logits), typical)
+    return reject(tree, sampler.law(logits), sampler.generator)
 
 
-def entropy(p: Tensor) -> Tensor:
-    """H(p) in nats [..] of laws [.., V]; tokens without a chance count nothing."""
-    return -p.xlogy(p).sum(-1)
+def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None) -> Verification:
+    """The rule that verifies a tree of this proposal under these settings."""
+    if not sampler.decoding.do_sample:
+        return "R0"
+    if typical is not None:
+        return NOT_LOSSLESS
+    return "R2" if proposal is None else proposal.rule
+
+
+def walk(tree: Tree, choice: Tensor) -> Verdict:
+    """R0 and R2: the verdict for the target's choice [N] at every node. Siblings must differ.
+
+    A node is reached when it and all its ancestors are what the target chose at their parents.
+    """
+    count = len(tree)
+    columns = [tree.tokens, tree.parents, choice]
+    if tree.passengers is not None:
+        columns.append(tree.passengers.to(choice.dtype))
+    # one synchronisation; so few numbers are walked faster on the host than a device starts the kernels for them
+    row = torch.cat(columns).tolist()
+    tokens, parents, chosen = row[:count], row[count : 2 * count], row[2 * count : 3 * count]
+    rides = row[3 * count :] or [0] * count
+    path = [0]
+    for node in range(1, count):  # in level order, so that a parent is walked before its children
+        if parents[node] == path[-1] and tokens[node] == chosen[path[-1]] and not rides[node]:
+            path.append(node)
+    return Verdict(path, [tokens[node] for node in path[1:]], chosen[path[-1]])
 
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
-    """The verdict for a tree of sampled children and the target's laws p [N, V], by the rule of its proposal."""
-    assert tree.proposal is not None, "children that were not sampled are verified by walking"
-    assert tree.passengers is None, "a passenger would be taken for a sampled child"
+    """R1, R3 and R4: the verdict for a tree of sampled children and the target's laws p [N, V]."""
+    assert tree.proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
     q = tree.proposal.over(p.shape[-1])
     if tree.proposal.rule == "R1":
-        return _reject_chain(tree, p, q, generator)
-    return _reject_tree(tree, p, q, generator)
+        uniform = torch.rand(len(tree) - 1, generator=generator, device=p.device)
+        last, law = accept_chain(p, q[:-1], tree.tokens[1:], uniform)  # a chain's nodes are numbered by their depth
+        return _ending_at(tree, last, draw(law[None], generator))
+    # every inner node is tried at once, and the path is read off afterwards: two synchronisations in all
+    families: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        families.setdefault(parent, []).append(node)
+    parents = sorted(families, key=lambda parent: -len(families[parent]))  # the largest families first
+    inner = torch.tensor(parents, device=p.device)  # [M]
+    children = [  # of each rank, the nodes [m] below the first m parents
+        torch.tensor([families[parent][rank] for parent in parents if len(families[parent]) > rank], device=p.device)
+        for rank in range(len(families[parents[0]]))
+    ]
+    uniform = torch.rand(len(parents), len(children), generator=generator, device=p.device)
+    siblings = [tree.tokens[nodes] for nodes in children]
+    chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
+    refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
+    for rank, nodes in enumerate(children):
+        refused[nodes] = chosen[: nodes.shape[0]] != rank
+    last = torch.where(_reached(tree, refused), tree.depth, -1).argmax()  # the deepest
+    row = torch.full((len(tree),), -1, device=p.device).scatter_(0, inner, torch.arange(len(inner), device=p.device))
+    law = torch.where(row[last] >= 0, left[row[last].clamp(min=0)], p[last])  # [V]: a leaf has refused nothing
+    return _ending_at(tree, last, draw(law[None], generator))
 
 
 def accept_chain(p: Tensor, q: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,12 +111,12 @@ def accept_chain(p: Tensor, q: Tensor, tokens: Tensor, uniform: Tensor) -> tuple
     Source: Leviathan et al. (arXiv 2211.17192), algorithm 1.
     """
     gamma = tokens.shape[-1]
-    taken = uniform * _of(q, tokens) < _of(p[..., :gamma, :], tokens)
-    accepted = taken.long().cumprod(-1).sum(-1)  # [..]
-    row = accepted[..., None, None].expand(*accepted.shape, 1, p.shape[-1])
-    refused = (accepted < gamma)[..., None]  # else every token was accepted, and nothing is to be subtracted
+    taken = uniform * _of(q, tokens) < _of(p[..., :gamma, :], tokens)  # r < p(x) / q(x), without the division
+    n = taken.long().cumprod(-1).sum(-1)  # [..]
+    row = n[..., None, None].expand(*n.shape, 1, p.shape[-1])
+    refused = (n < gamma)[..., None]  # else every token was accepted, and nothing is to be subtracted
     law = residual(p.gather(-2, row).squeeze(-2), q.gather(-2, row.clamp(max=gamma - 1)).squeeze(-2) * refused)
-    return accepted, law
+    return n, law
 
 
 def accept_sibling(
@@ -71,6 +128,7 @@ def accept_sibling(
     rank to rank; uniform [M, K] in [0, 1). replaced: every sibling was drawn from q (R4), else without replacement
     (R3), the token of rank i from q restricted to what ranks 0 .. i-1 left. What is left has a meaning only where no
     child is accepted: it is the law of the token that follows.
+    Source: SpecInfer (arXiv 2305.09781) for R4; EAGLE-1's released code for R3.
     """
     p, q = p.clone(), q.clone()
     chosen = torch.full(p.shape[:1], -1, device=p.device)
@@ -83,28 +141,6 @@ def accept_sibling(
         if not replaced:
             q[:count] = without(q_i, tokens)
     return chosen, p
-
-
-def acceptance(tree: Tree, p: Tensor) -> Tensor:
-    """The chance [N] that `reject` goes on to each node once it stands at its parent; 0 for the root.
-
-    Given the tokens that were drawn, over the uniform numbers alone: of siblings, that those before it are refused and
-    it is accepted. p [N, V] are the target's laws.
-    """
-    assert tree.proposal is not None, "children that were not sampled are accepted with p"
-    q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens
-    chances = torch.zeros_like(tree.confidence)
-    refused: dict[int, Tensor] = {}  # by parent: the chance that its children so far are all refused
-    left: dict[int, tuple[Tensor, Tensor]] = {}
-    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-        p_i, q_i = left.get(parent, (p[parent], q[parent]))
-        token = tokens[node]
-        own = (_of(p_i, token) / _of(q_i, token).clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)
-        before = refused.get(parent, torch.ones_like(own))
-        chances[node], refused[parent] = before * own, before * (1 - own)
-        struck = without(q_i, token) if tree.proposal.rule == "R3" else q_i
-        left[parent] = residual(p_i, q_i), struck
-    return chances
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -123,87 +159,68 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
     return left / left.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
 
 
-def _reject_chain(tree: Tree, p: Tensor, q: Tensor, generator: torch.Generator) -> Verdict:
-    tokens = tree.tokens[1:]
-    uniform = torch.rand(tokens.shape, generator=generator, device=p.device)
-    last, law = accept_chain(p, q[:-1], tokens, uniform)  # a chain's nodes are numbered by their depth
-    return ending_at(tree, last, draw(law[None], generator))
+def acceptance(tree: Tree, p: Tensor) -> Tensor:
+    """The chance [N] that `reject` goes on to each node once it stands at its parent; 0 for the root.
 
-
-def _reject_tree(tree: Tree, p: Tensor, q: Tensor, generator: torch.Generator) -> Verdict:
-    """Tries every inner node at once and reads the path off afterwards: two synchronisations in all."""
-    assert tree.proposal is not None
-    families: dict[int, list[int]] = {}
+    Given the tokens that were drawn, over the uniform numbers alone: of siblings, that those before it are refused and
+    it is accepted. p [N, V] are the target's laws.
+    """
+    assert tree.proposal is not None, "children that were not sampled are accepted with p"
+    q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens
+    chances = torch.zeros_like(tree.confidence)
+    # by parent: the chance that its children so far are all refused, and what they left of p and q
+    state = {0: (torch.ones_like(chances[0]), p[0], q[0])}
     for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
-        families.setdefault(parent, []).append(node)
-    parents = sorted(families, key=lambda parent: -len(families[parent]))  # the largest families first
-    most = len(families[parents[0]])
-    inner = torch.tensor(parents, device=p.device)  # [M]
-    children = [
-        torch.tensor([families[parent][rank] for parent in parents if len(families[parent]) > rank], device=p.device)
-        for rank in range(most)
-    ]
-    uniform = torch.rand(len(parents), most, generator=generator, device=p.device)
-    siblings = [tree.tokens[nodes] for nodes in children]
-    chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
-    refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
-    for rank, nodes in enumerate(children):
-        refused[nodes] = chosen[: nodes.shape[0]] != rank
-    last = deepest(tree, refused)
-    row = torch.full((len(tree),), -1, device=p.device).scatter_(0, inner, torch.arange(len(inner), device=p.device))
-    law = torch.where(row[last] >= 0, left[row[last].clamp(min=0)], p[last])  # [V]: a leaf has refused nothing
-    return ending_at(tree, last, draw(law[None], generator))
+        refused, p_i, q_i = state.get(parent, (torch.ones_like(chances[0]), p[parent], q[parent]))
+        token = tokens[node]
+        accepted = (_of(p_i, token) / _of(q_i, token).clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)
+        chances[node] = refused * accepted
+        struck = without(q_i, token) if tree.proposal.rule == "R3" else q_i
+        state[parent] = refused * (1 - accepted), residual(p_i, q_i), struck
+    return chances
+
+
+def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
+    """Typical acceptance for the target's laws p [N, V], NOT lossless: the longest path of typical tokens.
+
+    Token x is typical where p(x) > min(epsilon, delta exp(-H(p))), however it was drafted: nothing pays back for the
+    tokens that are kept too often. Of equally long paths the most probable is taken. The bonus token is the target's
+    argmax, as in the paper, where every cycle's first token is the greedy one and accepted unseen.
+    Source: Medusa (arXiv 2401.10774), section 2.3.1.
+    """
+    p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
+    threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
+    alive = _reached(tree, p_node <= threshold[tree.parents])
+    depth = tree.depth.where(alive, tree.depth.new_full((), -1))
+    log_p = p_node.log().where(alive, p_node.new_zeros(()))
+    log_p[0] = 0.0
+    score = tree.mask.to(log_p.dtype) @ log_p  # [N] log p of the path
+    last = score.where(depth == depth.max(), score.new_full((), float("-inf"))).argmax()
+    return _ending_at(tree, last, p[last].argmax(-1))
+
+
+def entropy(p: Tensor) -> Tensor:
+    """H(p) in nats [..] of laws [.., V]; tokens without a chance count nothing."""
+    return -p.xlogy(p).sum(-1)
+
+
+def _reached(tree: Tree, refused: Tensor) -> Tensor:
+    """Which nodes [N] stand on a path without a refused node; refused [N] is boolean, the root's entry is not read."""
+    refused = refused.clone()
+    refused[0] = False
+    if tree.passengers is not None:
+        refused |= tree.passengers
+    return ~(tree.mask & refused).any(dim=1)
+
+
+def _ending_at(tree: Tree, last: Tensor, bonus: Tensor) -> Verdict:
+    """The verdict of the path down to node last [] and the bonus token [] after it: the one device synchronisation."""
+    row = torch.cat([tree.mask[last].to(tree.tokens.dtype), tree.tokens, bonus.reshape(1)]).tolist()
+    count = len(tree)
+    path = [node for node in range(count) if row[node]]
+    return Verdict(path, [row[count + node] for node in path[1:]], row[-1])
 
 
 def _of(law: Tensor, tokens: Tensor) -> Tensor:
     """The entries [..] of laws [.., V] at tokens [..]."""
     return law.gather(-1, tokens[..., None]).squeeze(-1)
-
-
-__all__ = ["NOT_LOSSLESS", "Verdict", "rule_of", "verify", "walk"]
-
-Verification = Literal["R0", "R1", "R2", "R3", "R4", "typical (not lossless)"]
-NOT_LOSSLESS: Verification = "typical (not lossless)"
-
-
-def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
-    """The verdict for the target's logits [N, V] at every node, by the rule that the tree's children ask for.
-
-    typical, which is not lossless, replaces that rule where tokens are sampled.
-    """
-    rule = rule_of(tree.proposal, sampler, typical)
-    if rule in ("R0", "R2"):
-        return walk(tree, sampler.choose(logits))
-    if rule == NOT_LOSSLESS:
-        assert typical is not None
-        return accept_typical(tree, sampler.law(logits), typical)
-    return reject(tree, sampler.law(logits), sampler.generator)
-
-
-def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None) -> Verification:
-    """The rule that verifies a tree of this proposal under these settings."""
-    if not sampler.decoding.do_sample:
-        return "R0"
-    if typical is not None:
-        return NOT_LOSSLESS
-    return "R2" if proposal is None else proposal.rule
-
-
-def walk(tree: Tree, choice: Tensor) -> Verdict:
-    """The verdict for the target's choice [N] at every node. Siblings must differ.
-
-    One device synchronisation. A node is reached when it and all its ancestors are what the target chose at their
-    parents; so many numbers are walked faster on the host than a device starts the kernels for them.
-    """
-    count = len(tree)
-    columns = [tree.tokens, tree.parents, choice]
-    if tree.passengers is not None:
-        columns.append(tree.passengers.to(choice.dtype))
-    row = torch.cat(columns).tolist()
-    chosen = row[2 * count : 3 * count]
-    rides = row[3 * count :] or [0] * count
-    path = [0]
-    for node in range(1, count):  # in level order, so that a parent is walked before its children
-        if row[count + node] == path[-1] and row[node] == chosen[path[-1]] and not rides[node]:
-            path.append(node)
-    return Verdict(path, [row[node] for node in path[1:]], chosen[path[-1]])

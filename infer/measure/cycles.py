@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +20,8 @@ from aerie.configs.read import STRICT
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.proposer import CachedDrafter, Cycle, Drafting
 from aerie.infer.decode.shape import DynamicTree, Shape
-from aerie.infer.decode.stop import Level, Stop, entropy
-from aerie.infer.decode.tree import Tree, describe
+from aerie.infer.decode.stop import Stop, entropy
+from aerie.infer.decode.tree import Level, Tree, describe
 from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as of_drawn
 from aerie.infer.measure.record import CycleArrays
@@ -75,8 +74,8 @@ class WatchedStop(Stop):
 
     @property
     def name(self) -> str:
-        """The rule as recipes call it: classes are named after their rule."""
-        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self.stop).__name__).lower()
+        """The rule as recipes call it."""
+        return str(self.stop.config.rule)
 
     def reset(self) -> None:
         self.stop.reset()
@@ -93,10 +92,6 @@ class WatchedStop(Stop):
         mask = self.stop.expands(level)
         self.ended = mask is not None and not bool(mask.any())
         return mask
-
-    def declines(self, log_q: Tensor, above: Tensor) -> bool:
-        self.ended = self.stop.declines(log_q, above)
-        return self.ended
 
     def learn(self, accepted: int, levels: int) -> None:
         self.stop.learn(accepted, levels)

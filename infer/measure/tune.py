@@ -42,7 +42,7 @@ from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.decode.proposer import CachedDrafter, Cycle, Drafting, Proposer
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import Drafter
-from aerie.infer.decode.stop import Constant, Stop
+from aerie.infer.decode.stop import Stop
 from aerie.infer.decode.tree import Tree, root_only
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.record import Record
@@ -488,7 +488,7 @@ class Recorder:
 
     def __init__(self, levels: int, k: int) -> None:
         self.levels, self.k = levels, k
-        self.stop: Stop = Constant(levels)
+        self.stop = Stop()
         self.tokens: list[Tensor] = []  # of each place [L, K, K]
         self.survival: list[Tensor] = []
         self.frontier: list[Tensor] = []  # [L - 1, K]
@@ -501,8 +501,8 @@ class Recorder:
     def draft_slots(self) -> int:
         return self.levels * self.k
 
-    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
-        del max_levels, sampler
+    def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
+        del max_levels, sampler, keep
         k = self.k
         tokens = torch.full((self.levels, k, k), -1, dtype=torch.long)
         survival = torch.full((self.levels, k, k), -torch.inf)

@@ -2,15 +2,13 @@
 
 import math
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
 
 from aerie.configs.schema.decode import TreeConfig
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.decode.tree import Candidates, check_connected
-from tests.infer.test_shape import GREEDY, VOCAB, TableDrafter, brute_force, paths
+from tests.infer.test_shape import GREEDY, VOCAB, TableDrafter, brute_force, check_connected, paths
 
 Path = tuple[int, ...]
 
@@ -90,49 +88,3 @@ def test_ablations_that_make_no_sense_are_refused() -> None:
         TreeConfig("chain", rank="confidence")
     with pytest.raises(ValueError, match="set nodes to 61"):
         TreeConfig(rerank=False)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_kept_candidates_are_those_of_naive_loops(seed: int) -> None:
-    """Random levels and scores: which are kept, and the tree's every column, with equal scores among them."""
-    dice = torch.Generator().manual_seed(seed)
-    k, levels, count = (int(torch.randint(low, 5, (1,), generator=dice)) for low in (2, 1, 1))
-    pool = Candidates(torch.tensor([7]))
-    nodes: list[dict[str, Any]] = [{"token": 7, "parent": 0, "depth": 0, "path": [0], "score": 0.0}]
-    frontier = [0]
-    for depth in range(1, levels + 1):
-        size = len(frontier) * k
-        tokens = torch.randint(0, 50, (size,), generator=dice)
-        above = torch.tensor([nodes[parent]["score"] for parent in frontier]).repeat_interleave(k)
-        score = above - torch.randint(0, 3, (size,), generator=dice)
-        confidence, survival = torch.randn(2, size, generator=dice)
-        first = pool.add(tokens, torch.tensor(frontier), confidence, survival, score)
-        assert first == len(nodes)
-        for row in range(size):
-            parent = frontier[row // k]
-            values = {"token": int(tokens[row]), "parent": parent, "depth": depth, "score": float(score[row])}
-            laws = {"confidence": float(confidence[row]), "survival": float(survival[row])}
-            nodes.append({**values, **laws, "path": [*nodes[parent]["path"], first + row]})
-        frontier = sorted(torch.randperm(size, generator=dice)[: min(k, size)].add(first).tolist())
-        pool.pick(torch.tensor(frontier))
-    wanted = sorted(sorted(range(len(nodes)), key=lambda node: -nodes[node]["score"])[: count * k])
-    assert pool.best(count * k).tolist() == wanted
-    picked = pool.picked().tolist()
-    assert picked[0] == 0 and len(picked) == 1 + k * levels
-    for kept in (wanted, picked):
-        tree = pool.tree(torch.tensor(kept), k, draft_forwards=levels)
-        assert tree.tokens.tolist() == [nodes[node]["token"] for node in kept]
-        assert tree.parents.tolist() == [kept.index(nodes[node]["parent"]) for node in kept]
-        assert tree.depth.tolist() == [nodes[node]["depth"] for node in kept]
-        assert tree.mask.tolist() == [[other in nodes[node]["path"] for other in kept] for node in kept]
-        for name in ("confidence", "survival"):
-            assert getattr(tree, name).tolist() == pytest.approx([nodes[node].get(name, 0.0) for node in kept])
-        assert (tree.levels, tree.draft_forwards) == (levels, levels)
-
-
-def test_a_kept_node_without_its_parent_is_noticed() -> None:
-    pool, zero = Candidates(torch.tensor([7])), torch.zeros(2)
-    pool.add(torch.tensor([1, 2]), torch.tensor([0]), zero, zero, zero)
-    pool.add(torch.tensor([3, 4]), torch.tensor([2]), zero, zero, zero)
-    with pytest.raises(AssertionError, match="parent was cut"):
-        pool.tree(torch.tensor([0, 1, 3]), 2, 2)

@@ -8,10 +8,10 @@ from torch import Tensor
 from aerie.configs.schema.decode import TreeConfig
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Chain, make_shape
-from aerie.infer.decode.stop import Constant, Level
-from aerie.infer.decode.tree import Tree, check_connected
+from aerie.infer.decode.stop import Stop
+from aerie.infer.decode.tree import Level, Tree
 from tests.infer.laws import SETTINGS, sampler
-from tests.infer.test_shape import VOCAB, TableDrafter
+from tests.infer.test_shape import VOCAB, TableDrafter, check_connected
 
 ROOT = torch.tensor([7])
 
@@ -23,20 +23,20 @@ class Mapped(TableDrafter):
         return 2 * columns + 1
 
 
-class Remembers(Constant):
+class Remembers(Stop):
     """Stops at a depth, and remembers which levels it was shown."""
 
     def __init__(self, levels: int) -> None:
-        super().__init__(levels)
+        super().__init__(levels=levels)
         self.seen: list[Level] = []
 
     def ends(self, level: Level) -> bool:
         self.seen.append(level)
-        return super().ends(level)
+        return level.depth >= self.levels
 
 
 def chain(drafter: TableDrafter, chosen: Sampler, levels: int = 3, sampled: bool = True) -> Tree:
-    return Chain(Constant(levels), levels, sampled).grow(drafter, ROOT, levels, chosen)
+    return Chain(Stop(), levels, sampled).grow(drafter, ROOT, levels, chosen)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)

@@ -11,7 +11,8 @@ from aerie.configs.schema.decode import MethodConfig, TypicalConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode import engine, verify
 from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.tree import Tree, Verdict
+from aerie.infer.decode.tree import Tree
+from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure.lossless import Options, demonstrate, write_miniature
 from aerie.model.storage import read_json
 

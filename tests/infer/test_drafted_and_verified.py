@@ -8,16 +8,16 @@ from torch import Tensor
 
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Chain, Shape, StaticTree
-from aerie.infer.decode.stop import Constant
+from aerie.infer.decode.stop import Stop
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import verify
 from tests.infer.laws import LENGTH, SETTINGS, VOCAB, World, p_value, sampler, world
 
 RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
 SHAPES: dict[str, Callable[[], Shape]] = {
-    "R1": lambda: Chain(Constant(2), 2),
-    "R3": lambda: StaticTree(Constant(2), RAGGED, "sampled"),
-    "R4": lambda: StaticTree(Constant(2), RAGGED, "replaced"),
+    "R1": lambda: Chain(Stop(), 2),
+    "R3": lambda: StaticTree(Stop(), RAGGED, "sampled"),
+    "R4": lambda: StaticTree(Stop(), RAGGED, "replaced"),
 }
 DRAWS = 2500
 

@@ -11,10 +11,10 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.lookahead import Lookahead, Pool
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.proposer import Cycle
-from aerie.infer.decode.tree import check_connected
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import LEVEL, draw, tiny_vocabulary
+from tests.infer.test_shape import check_connected
 
 SETTINGS = {
     "published": LookaheadConfig(),

@@ -18,7 +18,8 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, make_decoder
 from aerie.infer.decode.proposer import Cycle
 from aerie.infer.decode.sampling import Sampler, draw
-from aerie.infer.decode.tree import Tree, Verdict
+from aerie.infer.decode.tree import Tree
+from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure.lossless import (
     ALPHA,
     EDGES,

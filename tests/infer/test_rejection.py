@@ -323,5 +323,5 @@ def test_the_rule_follows_the_proposal_and_the_temperature() -> None:
 
 def test_a_deterministic_tree_is_not_rejection_sampled() -> None:
     grown, logits = random_tree(torch.Generator().manual_seed(0), "R3")
-    with pytest.raises(AssertionError, match="verified by walking"):
+    with pytest.raises(AssertionError, match="drawn children"):
         reject(Tree(**{**grown.__dict__, "proposal": None}), logits.softmax(-1), torch.Generator())

@@ -108,7 +108,7 @@ def test_a_draft_of_the_targets_own_laws_is_always_accepted(row: str) -> None:
     SpeculativeDecoder(target, drafting).generate(
         torch.tensor([[1, 5, 3]]), temperature=0.9, top_p=0.9, top_k=0, max_new_tokens=30, on_cycle=watch
     )
-    assert max(accepted) == make_shape(ROWS[row]).stop.levels  # type: ignore[attr-defined]
+    assert max(accepted) == make_shape(ROWS[row]).levels  # type: ignore[attr-defined]
 
 
 def test_typical_acceptance_says_that_it_is_not_lossless() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import ProbabilitySumConfig, TreeConfig
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.decode.tree import Tree, ancestors, check_connected, describe, root_only
+from aerie.infer.decode.tree import Tree, ancestors, describe, root_only
 
 VOCAB = 11
 GREEDY = Sampler(Decoding(False, 0.0, 0, 1.0, 0.0, 8), torch.Generator())
@@ -39,6 +39,13 @@ class TableDrafter:
         self.calls += 1
         self.rows = [(*self.rows[p], t) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
         return torch.stack([self.law(path) for path in self.rows])
+
+
+def check_connected(tree: Tree) -> None:
+    """Every node's parent is in the tree, one level above and before it."""
+    parents = tree.parents[1:]
+    assert bool((parents >= 0).all()) and bool((parents < torch.arange(1, len(tree))).all())
+    assert bool((tree.depth[1:] == tree.depth[parents] + 1).all())
 
 
 def brute_force(drafter: TableDrafter, levels: int, k: int, nodes: int) -> dict[tuple[int, ...], float]:
@@ -107,13 +114,6 @@ def test_certain_drafts_stay_connected_although_every_survival_ties() -> None:
         assert int(tree.depth.max()) == min(8, nodes - 1)
 
 
-def test_a_lost_parent_is_found() -> None:
-    tree = make_shape(TreeConfig(levels=3, k=2, nodes=8)).grow(TableDrafter(0), torch.tensor([0]), 3, GREEDY)
-    broken = Tree(**{**tree.__dict__, "parents": tree.parents.roll(1)})
-    with pytest.raises(AssertionError):
-        check_connected(broken)
-
-
 def test_a_chain_is_the_argmax_path() -> None:
     drafter = TableDrafter(3)
     tree = make_shape(TreeConfig(shape="chain", levels=4, nodes=5)).grow(drafter, torch.tensor([2]), 4, GREEDY)
@@ -162,3 +162,37 @@ def test_a_tree_prints_one_line_a_node() -> None:
     tree = make_shape(TreeConfig(levels=2, k=2, nodes=5)).grow(TableDrafter(0), torch.tensor([0]), 2, GREEDY)
     lines = describe(tree, [str(t) for t in tree.tokens.tolist()]).splitlines()
     assert len(lines) == 5 and lines[0].startswith("'0'") and "survival" in lines[1]
+
+
+KEPT = {
+    "chain": TreeConfig(shape="chain", levels=4, nodes=5, stop=ProbabilitySumConfig(checks=(3,), threshold=1.0)),
+    "static": TreeConfig(shape="static", choices="eagle1"),
+    "dynamic": TreeConfig(levels=4, k=3, nodes=9),
+    "all levels": TreeConfig(levels=4, k=3, nodes=13, rank="confidence", rerank=False),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_kept_pool_holds_the_laws_and_frontiers_of_the_same_tree(name: str, temperature: float) -> None:
+    shape = make_shape(KEPT[name])
+
+    def grown(keep: bool) -> Tree:
+        chosen = Sampler(Decoding(temperature > 0, temperature, 0, 0.9, 0.0, 8), torch.Generator().manual_seed(3))
+        return shape.grow(TableDrafter(5), torch.tensor([7]), 4, chosen, keep)
+
+    tree, plain, drafter = grown(keep=True), grown(keep=False), TableDrafter(5)
+    assert plain.pool is None and tree.tokens.equal(plain.tokens) and tree.mask.equal(plain.mask)
+    pool, names = tree.pool, [(), *paths(tree)]
+    assert pool is not None and len(pool.levels) == tree.levels
+    assert [pool.paths()[candidate] for candidate in pool.kept.tolist()] == names
+    laws = pool.laws()
+    assert list(laws) == sorted(laws) and {*tree.parents.tolist()} <= laws.keys()
+    assert all(law.equal(drafter.law(names[node])) for node, law in laws.items())
+    assert pool.stopped_by == ("probability_sum" if name == "chain" else None)
+    for depth, (branches, survival) in enumerate(pool.frontiers(), start=1):
+        below = [sum(float(drafter.law(path[:at])[path[at]]) for at in range(depth)) for path in branches]
+        assert temperature > 0 or survival.tolist() == pytest.approx(below, abs=1e-4)
+        if not KEPT[name].rerank or name == "chain":
+            assert {*branches} == {path for path in names if len(path) == depth}
+    assert name != "dynamic" or all(len(branches) == 3 for branches, _ in pool.frontiers())

@@ -7,14 +7,14 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from aerie.configs.schema.decode import Choice, TreeConfig, inline
+from aerie.configs.schema.decode import Choice, HeuristicConfig, TreeConfig, inline
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Children, StaticTree, make_shape
-from aerie.infer.decode.stop import Constant
-from aerie.infer.decode.tree import Tree, check_connected
+from aerie.infer.decode.stop import Heuristic, Stop
+from aerie.infer.decode.tree import Tree
 from tests.infer.laws import sampler
 from tests.infer.test_chain import Mapped, Remembers
-from tests.infer.test_shape import VOCAB, TableDrafter, paths
+from tests.infer.test_shape import VOCAB, TableDrafter, check_connected, paths
 
 ROOT = torch.tensor([7])
 EAGLE1 = inline(TreeConfig(shape="static", choices="eagle1"))
@@ -24,7 +24,7 @@ MEDUSA = inline(TreeConfig(shape="static", choices="medusa63"))
 def grow(
     drafter: TableDrafter, chosen: Sampler, choices: tuple[Choice, ...] = EAGLE1, children: Children = "sampled"
 ) -> Tree:
-    return StaticTree(Constant(9), choices, children).grow(drafter, ROOT, 9, chosen)
+    return StaticTree(Stop(), choices, children).grow(drafter, ROOT, 9, chosen)
 
 
 @pytest.mark.parametrize("choices", [EAGLE1, MEDUSA, ((0,), (3,), (3, 2), (3, 0), (3, 2, 1))])
@@ -152,8 +152,8 @@ def test_a_draft_vocabulary_is_mapped_in_tokens_and_laws() -> None:
 @pytest.mark.parametrize("levels", [1, 2, 4])
 def test_growth_ends_at_what_is_left_to_write_and_at_the_stop_rule(levels: int, temperature: float) -> None:
     for shape, limit in (
-        (StaticTree(Constant(9), EAGLE1, "sampled"), levels),
-        (StaticTree(Constant(levels), EAGLE1, "sampled"), 9),
+        (StaticTree(Stop(), EAGLE1, "sampled"), levels),
+        (StaticTree(Heuristic(HeuristicConfig(start=levels)), EAGLE1, "sampled"), 9),
     ):
         drafter = TableDrafter(3, sharpness=1.0)
         tree = shape.grow(drafter, ROOT, limit, sampler(temperature, 1.0))
@@ -165,10 +165,9 @@ def test_growth_ends_at_what_is_left_to_write_and_at_the_stop_rule(levels: int, 
 def test_a_stop_rule_sees_the_frontier_by_falling_survival() -> None:
     drafter, stop = TableDrafter(3), Remembers(9)
     StaticTree(stop, EAGLE1, "best").grow(drafter, ROOT, 9, sampler(0.0, 1.0))
-    assert [len(level.survival) for level in stop.seen] == [4, 4, 1, 1]
+    assert [len(level.alive) for level in stop.seen] == [4, 4, 1, 1]
     for level in stop.seen:
-        assert bool((level.survival.diff() <= 0).all())
-        torch.testing.assert_close(level.above[level.rows] + level.confidence, level.survival)
+        assert bool((level.alive.diff() <= 0).all()) and level.survival[level.frontier].equal(level.alive)
 
 
 def test_room_is_made_for_every_node_that_is_fed() -> None:
@@ -179,7 +178,7 @@ def test_room_is_made_for_every_node_that_is_fed() -> None:
             fed.append(len(tokens))
             return super().step(tokens, parents)
 
-    shape = StaticTree(Constant(9), EAGLE1, "best")
+    shape = StaticTree(Stop(), EAGLE1, "best")
     shape.grow(Counting(0), ROOT, 9, sampler(0.0, 1.0))
     assert sum(fed) == shape.draft_slots == 10 and shape.max_nodes == 26
 

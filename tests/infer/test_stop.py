@@ -11,10 +11,10 @@ from aerie.configs.schema.decode import (
     MarginalGainConfig,
     ProbabilitySumConfig,
     StopConfig,
-    TreeConfig,
     VoteConfig,
 )
-from aerie.infer.decode.stop import Level, Stop, make_stop
+from aerie.infer.decode.stop import Stop, make_stop
+from aerie.infer.decode.tree import Level
 
 VOCAB, DRAWS = 5, 100_000
 RULES: dict[str, StopConfig] = {
@@ -43,14 +43,14 @@ class Chains:
 
     def stops(self, rule: Stop) -> tuple[Tensor, Tensor]:
         """Whether the rule ends the chain at its first token [V], and at its second [V, V]."""
-        zero, first, second = torch.zeros(1), torch.zeros(VOCAB).bool(), torch.zeros(VOCAB, VOCAB).bool()
+        first, second = torch.zeros(VOCAB).bool(), torch.zeros(VOCAB, VOCAB).bool()
         row = torch.zeros(1, dtype=torch.long)
         for x in range(VOCAB):
             for y in range(VOCAB):
                 rule.begin()
                 a, b = self.q1[x : x + 1].log(), self.q2[x, y : y + 1].log()
-                first[x] = rule.ends(Level(1, a, a, self.q1.log()[None], zero, row))
-                second[x, y] = rule.ends(Level(2, b, a + b, self.q2[x].log()[None], a, row))
+                first[x] = rule.ends(Level(1, self.q1.log()[None], row, row, row, a, a, row, a))
+                second[x, y] = rule.ends(Level(2, self.q2[x].log()[None], row, row, row, b, a + b, row, a + b))
         return first, second
 
     def texts(self, rule: Stop, drop: bool) -> Tensor:
@@ -77,7 +77,7 @@ class Chains:
 
 
 def made(stop: StopConfig) -> Stop:
-    return make_stop(TreeConfig("chain", levels=2, nodes=3, stop=stop))
+    return make_stop(stop, levels=2, nodes=3)
 
 
 @pytest.mark.parametrize("name", RULES)

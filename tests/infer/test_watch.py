@@ -15,7 +15,8 @@ from aerie.infer.decode.drafters.multi_token import MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.proposer import CachedDrafter, Cycle, Drafting
-from aerie.infer.decode.stop import Level, Stop, entropy, make_stop
+from aerie.infer.decode.stop import Stop, entropy, make_stop
+from aerie.infer.decode.tree import Level
 from aerie.infer.measure.cycles import LINE, CycleLine, CycleRecorder, Growth, Origin, WatchedStop, watched
 from aerie.model.target import Target
 from tests import tiny
@@ -129,7 +130,7 @@ class Spy(Stop):
         self.trees.append([])
 
     def ends(self, level: Level) -> bool:
-        self.trees[-1].append(float(level.survival.exp().sum()))
+        self.trees[-1].append(float(level.alive.exp().sum()))
         return False
 
 
@@ -192,7 +193,7 @@ def test_a_greedy_tree_is_compared_with_the_plain_softmax(target: Target) -> Non
 
 @pytest.mark.parametrize("config", get_args(get_args(StopConfig)[0]))
 def test_a_rule_is_named_as_recipes_name_it(config: Any) -> None:
-    assert WatchedStop(make_stop(TreeConfig(stop=config()))).name == config().rule
+    assert WatchedStop(make_stop(config(), 6, 60)).name == config().rule
 
 
 @pytest.mark.parametrize(
@@ -200,8 +201,7 @@ def test_a_rule_is_named_as_recipes_name_it(config: Any) -> None:
     [
         (replace(WIDE, stop=EntropyConfig(c=1.0, h=0.01)), "entropy"),
         (replace(WIDE, stop=EntropyConfig(c=1.0, h=0.01, over="per_node")), "entropy"),
-        (replace(CHAIN, stop=EntropyConfig(c=1.0, h=0.01, token="excluded")), "entropy"),
-        (replace(CHAIN, stop=ConfidenceConfig(1.0)), "confidence"),
+        (replace(CHAIN, stop=ConfidenceConfig(threshold=1.0)), "confidence"),
         (replace(WIDE, stop=ProbabilitySumConfig(checks=(2,), threshold=1.0)), "probability_sum"),
         (WIDE, "levels"),
     ],

@@ -5,7 +5,8 @@ import torch
 
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.proposer import Cycle
-from aerie.infer.decode.tree import Proposal, Tree, Verdict, ancestors
+from aerie.infer.decode.tree import Proposal, Tree, ancestors
+from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure.oracle import oracle_length
 from tests.infer.calibration.test_acceptance import P, Q, rows, sampler
 

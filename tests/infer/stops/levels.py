@@ -3,15 +3,22 @@
 import torch
 from torch import Tensor
 
-from aerie.infer.decode.stop import Level, Stop
+from aerie.infer.decode.stop import Stop
+from aerie.infer.decode.tree import Level
 
 
 def level(depth: int, survival: list[float], candidates: list[float] | None = None) -> Level:
     """A level whose frontier has these survivals; every node came from the same law."""
-    found = torch.tensor(survival).log()
-    every = None if candidates is None else torch.tensor(candidates).log()
-    zero = torch.zeros(len(survival), dtype=torch.long)
-    return Level(depth, found, found, torch.zeros(1, 2), torch.zeros(1), zero, every)
+    alive = torch.tensor(survival).log()
+    every = alive if candidates is None else torch.tensor(candidates).log()
+    rows = torch.zeros(len(every), dtype=torch.long)
+    return Level(depth, torch.zeros(1, 2), rows[:1], rows, rows, every, every, torch.arange(len(alive)), alive)
+
+
+def level_of(depth: int, log_q: Tensor, rows: list[int], survival: list[float]) -> Level:
+    """A level whose nodes, the best first, come from these rows of laws log q [r, Vd]."""
+    at, alive = torch.tensor(rows), torch.tensor(survival).log()
+    return Level(depth, log_q, torch.arange(len(log_q)), at, at, alive, alive, torch.arange(len(at)), alive)
 
 
 def uncertain(*counts: float) -> Tensor:

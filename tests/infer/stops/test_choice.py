@@ -13,6 +13,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import load
 from aerie.configs.schema.decode import (
     ConfidenceConfig,
+    ConstantConfig,
     EntropyConfig,
     HeuristicConfig,
     MarginalGainConfig,
@@ -22,11 +23,12 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.decode.stop import Constant, Level, make_stop
+from aerie.infer.decode.stop import make_stop
 from aerie.model.heads.eagle import Eagle1Head
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import LEVEL, draw, tiny_vocabulary
+from tests.infer.stops.levels import level_of
 from tests.infer.test_engine import decoder, greedy, make_target, prompts
 from tests.infer.test_shape import GREEDY, TableDrafter
 
@@ -36,7 +38,6 @@ STOPS: dict[str, StopConfig] = {
     "heuristic": HeuristicConfig(start=3),
     "confidence": ConfidenceConfig(),
     "entropy": EntropyConfig(),
-    "entropy excluded": EntropyConfig(token="excluded"),
     "entropy weighted": EntropyConfig(over="value_weighted"),
     "entropy minimum": EntropyConfig(over="minimum"),
     "entropy per node": EntropyConfig(over="per_node"),
@@ -44,7 +45,6 @@ STOPS: dict[str, StopConfig] = {
     "vote selected": VoteConfig(over="selected"),
     "probability_sum": ProbabilitySumConfig(checks=(2, 4)),
     "marginal_gain": MarginalGainConfig(),
-    "marginal_gain late": MarginalGainConfig(late=True),
 }
 ABLATIONS = {
     "without value": replace(TREE, rank="confidence"),
@@ -93,7 +93,7 @@ def test_greedy_output_equals_generate_on_twenty_prompts(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["entropy per node", "vote", "marginal_gain late", "without both"])
+@pytest.mark.parametrize("name", ["entropy per node", "vote", "without both"])
 def test_sampled_text_has_the_targets_law_whatever_ends_the_tree(name: str) -> None:
     """5,000 draws of four tokens, trees of up to two levels; children are deterministic (rule R2)."""
     target = tiny_vocabulary()
@@ -105,14 +105,13 @@ def test_sampled_text_has_the_targets_law_whatever_ends_the_tree(name: str) -> N
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_every_rule_ends_some_trees_early_and_wastes_no_forward_unless_it_says_so(name: str) -> None:
+def test_every_rule_ends_some_trees_early_and_wastes_no_forward(name: str) -> None:
     levels = set()
     for shape in (TREE, CHAIN):
         for seed in range(10):
             drafter = TableDrafter(seed)
             tree = make_shape(replace(shape, stop=STOPS[name])).grow(drafter, torch.tensor([2]), 6, GREEDY)
-            late = "excluded" in name or "late" in name
-            assert drafter.calls == tree.draft_forwards == tree.levels + (late and tree.levels < 6)
+            assert drafter.calls == tree.draft_forwards == tree.levels
             levels.add(tree.levels)
     assert min(levels) < 6
 
@@ -135,22 +134,19 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("shape", [TREE, CHAIN])
 def test_a_stop_rule_reads_at_most_one_number_a_level(name: str, shape: TreeConfig) -> None:
     config = shape if name == "constant" else replace(shape, stop=STOPS[name])
-    rule, zero = make_stop(config), torch.zeros(1)
-    width = 1 if shape is CHAIN else 4
+    rule, width = make_stop(config.stop, 6, 20), 1 if shape is CHAIN else 4
     laws = torch.randn(width, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     rule.begin()
     for depth in range(1, 6):
-        confidence = torch.full((width,), -0.05)
-        level = Level(depth, confidence, depth * confidence, laws, zero.expand(width), torch.arange(width))
+        level = level_of(depth, laws, list(range(width)), [0.95**depth] * width)
         with Reads() as reads:
             ended = rule.ends(level)
             mask = rule.expands(level)
             if mask is not None:
                 torch.arange(width)[mask]
-            declined = not ended and rule.declines(laws, level.above)
         expected = 0 if name in ("constant", "heuristic") or (name == "probability_sum" and depth not in (2, 4)) else 1
         assert reads.count <= expected
-        assert declined in (False, True)
+        assert ended in (False, True)
 
 
 def test_a_recipe_names_a_rule_and_its_options_anywhere_a_tree_stands(tmp_path: Path) -> None:
@@ -166,7 +162,7 @@ def test_a_recipe_names_a_rule_and_its_options_anywhere_a_tree_stands(tmp_path: 
 
 def test_every_config_has_its_rule_and_the_default_is_a_constant_depth() -> None:
     configs = typing.get_args(typing.get_args(StopConfig)[0])
-    made = [make_stop(replace(TREE, stop=config())) for config in configs]
-    assert isinstance(make_stop(TREE), Constant) and make_stop(TREE) == Constant(6)
-    assert len({type(rule) for rule in made}) == len(configs)
+    assert TREE.stop == ConstantConfig() and len({type(make_stop(config(), 6, 7)) for config in configs}) == len(
+        configs
+    )
     assert len({config().rule for config in configs}) == len(configs)

@@ -7,10 +7,10 @@ import torch
 
 from aerie.configs.schema.decode import EntropyConfig, TreeConfig
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.decode.stop import Entropy, Level, entropy
-from aerie.infer.decode.tree import Tree, check_connected
-from tests.infer.stops.levels import uncertain
-from tests.infer.test_shape import GREEDY, TableDrafter
+from aerie.infer.decode.stop import Entropy, entropy
+from aerie.infer.decode.tree import Tree
+from tests.infer.stops.levels import level_of, uncertain
+from tests.infer.test_shape import GREEDY, TableDrafter, check_connected
 
 
 def grown(drafter: TableDrafter, stop: EntropyConfig, **changes: int) -> Tree:
@@ -51,26 +51,10 @@ def test_equation_7_a_chain_ends_with_the_token_of_the_first_uncertain_law(bound
     assert len(lengths) > 2
 
 
-def test_algorithm_1_to_the_letter_pays_one_forward_more_and_leaves_the_uncertain_token_out() -> None:
-    bound, shorter = 0.8, 0
-    config = EntropyConfig(c=0.15, h=math.sqrt(0.15 * bound), token="excluded")
-    for seed in range(12):
-        drafter = TableDrafter(seed, sharpness=4.0)
-        tree = grown(drafter, config)
-        path = tuple(tree.tokens[1:].tolist())
-        assert len(path) >= 1 and drafter.calls == tree.draft_forwards
-        assert all(float(entropy(drafter.law(path[:depth])[None])) <= bound for depth in range(1, len(path)))
-        if len(path) < 6:
-            assert float(entropy(drafter.law(path)[None])) > bound and tree.draft_forwards == len(path) + 1
-            shorter += 1
-    assert shorter > 6
-
-
 def asked(over: str, counts: list[float], survival: list[float]) -> bool:
     """Whether the rule with bound 1 nat ends a level whose nodes came from laws with these entropies, e^counts."""
     config = EntropyConfig(c=1.0, h=1.0, over=over)  # type: ignore[arg-type]
-    log_value, rows = torch.tensor(survival).log(), torch.arange(len(counts))
-    return Entropy(config).ends(Level(2, log_value, log_value, uncertain(*counts), log_value, rows))
+    return Entropy(config).ends(level_of(2, uncertain(*counts), list(range(len(counts))), survival))
 
 
 def test_the_readings_for_trees_by_hand() -> None:
@@ -86,8 +70,7 @@ def test_the_readings_for_trees_by_hand() -> None:
 
 def test_every_reading_looks_at_the_law_that_the_node_came_from() -> None:
     """Two laws, three nodes: the first node stands below the second law."""
-    log_value = torch.tensor([0.4, 0.3, 0.2]).log()
-    level = Level(2, log_value, log_value, uncertain(1, 8), log_value[:2], torch.tensor([1, 0, 0]))
+    level = level_of(2, uncertain(1, 8), [1, 0, 0], [0.4, 0.3, 0.2])
     rule = Entropy(EntropyConfig(c=1.0, h=1.0))
     assert rule.ends(level) and rule.expands(level) is None
     mask = Entropy(EntropyConfig(c=1.0, h=1.0, over="per_node")).expands(level)
@@ -95,14 +78,9 @@ def test_every_reading_looks_at_the_law_that_the_node_came_from() -> None:
 
 
 @pytest.mark.parametrize("over", ["top_path", "value_weighted", "minimum", "per_node"])
-@pytest.mark.parametrize("token", ["kept", "excluded"])
-def test_a_tree_one_node_wide_is_a_chain_in_every_reading(over: str, token: str) -> None:
-    if over == "per_node" and token == "excluded":
-        with pytest.raises(ValueError, match="per_node"):
-            EntropyConfig(over="per_node", token="excluded")
-        return
+def test_a_tree_one_node_wide_is_a_chain_in_every_reading(over: str) -> None:
     for seed in range(6):
-        config = EntropyConfig(over=over, token=token, h=0.4)  # type: ignore[arg-type]
+        config = EntropyConfig(over=over, h=0.4)  # type: ignore[arg-type]
         tree, chain = grown(TableDrafter(seed), config, k=1, nodes=7), grown(TableDrafter(seed), config)
         assert tree.tokens.tolist() == chain.tokens.tolist() and tree.draft_forwards == chain.draft_forwards
 
@@ -126,17 +104,6 @@ def test_per_node_nobody_stands_below_an_uncertain_node_and_the_others_are_expan
                 assert (names[node] in parents) == certain
                 leaves, inner = leaves + (not certain), inner + certain
     assert leaves > 3 and inner > 3
-
-
-def test_an_excluded_level_of_a_tree_costs_its_forward_and_no_node() -> None:
-    shorter = 0
-    for seed in range(8):
-        drafter = TableDrafter(seed)
-        tree = grown(drafter, EntropyConfig(h=0.35, token="excluded", over="minimum"), k=3, nodes=40)
-        assert tree.draft_forwards == drafter.calls == tree.levels + (tree.levels < 6)
-        assert int(tree.depth.max()) <= tree.levels
-        shorter += tree.levels < 6
-    assert shorter > 2
 
 
 def test_a_rule_without_sense_is_refused() -> None:

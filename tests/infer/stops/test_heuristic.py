@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from aerie.configs.schema.decode import HeuristicConfig, TreeConfig
+from aerie.configs.schema.decode import HeuristicConfig
 from aerie.infer.decode.stop import Heuristic, make_stop
 from tests.infer.stops.levels import level
 
@@ -41,7 +41,7 @@ def test_the_length_stays_between_one_and_the_cap() -> None:
 
 @pytest.mark.parametrize("across", [False, True])
 def test_a_new_prompt_forgets_the_length_unless_told(across: bool) -> None:
-    rule = make_stop(TreeConfig("chain", levels=40, stop=HeuristicConfig(across_prompts=across)))
+    rule = make_stop(HeuristicConfig(across_prompts=across), 40, 41)
     assert isinstance(rule, Heuristic)
     rule.learn(5, 5)
     rule.reset()

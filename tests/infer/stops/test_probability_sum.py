@@ -15,7 +15,7 @@ def test_it_ends_at_the_first_check_below_the_threshold() -> None:
 
 def test_asked_at_every_depth_it_is_deagles_probability_signal() -> None:
     every = ProbabilitySum(ProbabilitySumConfig(checks=tuple(range(1, 19)), threshold=0.15))
-    signal = Vote(VoteConfig(signals=("probability",)), 60)
+    signal = Vote(VoteConfig(signals=("probability",)))
     for step in range(1, 100):
         assert depth_of(every, steady(step / 100)) == depth_of(signal, steady(step / 100))
 
