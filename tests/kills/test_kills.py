@@ -21,7 +21,7 @@ from tests.kills.starts import WarmPython, run_cold
 
 PROMPTS, STEPS = 7, 72
 CLOCKS = {"ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify", "data_wait_share", "tokens_per_s", "step_ms"}
-RECORDS = ("provenance.json", "recipe.yaml")  # they name the run
+RECORDS = ("provenance.json", "recipe.yaml", "reference.json")  # they name the run, or hold times
 SOAK = {"features": 17, "train": 17, "bench": 16}
 
 
