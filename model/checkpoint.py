@@ -179,10 +179,9 @@ def new_head(
     if config.init_from is not None:
         return _warm_start(config, ends, path, after_blocks)
     generator = torch.Generator().manual_seed(seed)
-    embedding = ends.embedding.float().cpu()
     if config.kind == "eagle1":
         first = Eagle1Head(eagle1_config(config, text_config, ends))
-        first.initialise(embedding, generator)
+        first.initialise(ends, generator)
         return first
     if config.kind == "medusa":
         medusa = MedusaHead(medusa_config(config, text_config, ends))
@@ -192,9 +191,9 @@ def new_head(
         hydra = HydraHead(hydra_config(config, text_config, ends))
         hydra.initialise(ends, generator, config.initializer_range)
         return hydra
-    vocabulary = vocabulary or DraftVocabulary.identity(embedding.shape[0])
+    vocabulary = vocabulary or DraftVocabulary.identity(ends.embedding.shape[0])
     head = Eagle3Head(eagle3_config(config, text_config, ends, after_blocks, vocabulary.size))
-    head.initialise(embedding, generator)
+    head.initialise(ends, generator)
     head.set_vocabulary(vocabulary)
     if config.lm_head_init == "target":
         head.take_lm_head(ends.lm_head, path)

@@ -1,13 +1,13 @@
 """The decoder layer that every trained head is built of: RMSNorm, RoPE, attention, SwiGLU.
 
-Parameter names are those of Llama in transformers, because published heads use them. The layer takes its keys and
-values from whoever calls it, so that training (a whole sequence), drafting (a preallocated buffer) and the unrolled
-forward (step 0 plus the slot's own later steps) share one set of weights and one forward each.
+Parameter names are those of Llama in transformers, because published heads use them. Attention takes earlier keys and
+values from a memory: none while a whole sequence is trained, a preallocated buffer while drafting, the earlier steps in
+the unrolled forward. So all three share one set of weights and one forward.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from aerie.configs.errors import UserError
 from aerie.model.unroll import Documents, unrolled_attention
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+Rope = tuple[Tensor, Tensor]  # cos and sin, broadcast over heads
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,13 @@ class LayerSizes:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    attention_bias: bool = False
+    qkv_bias: bool = False
     qk_norm: bool = False  # Qwen3: RMSNorm over head_dim on queries and keys, before RoPE
+
+    @classmethod
+    def of(cls, config: Any) -> "LayerSizes":
+        """The sizes in a head's configuration, whose fields have the same names."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)})
 
 
 class RMSNorm(nn.Module):
@@ -73,34 +79,23 @@ class Rotary:
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
         self._scale = float(rotary.attention_scaling)
         self.max_positions = max_positions
-        self._cos: Tensor | None = None
-        self._sin: Tensor | None = None
+        self._table: Rope | None = None  # cos and sin [rows, head_dim]
 
-    def at(self, positions: Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, positions: Tensor, length: int, like: Tensor) -> Rope:
         """cos and sin at positions [..., T], all below length: two tensors [..., 1, T, head_dim] of like's dtype."""
-        if (
-            self._cos is None
-            or self._cos.shape[0] < length
-            or self._cos.device != like.device
-            or self._cos.dtype != like.dtype
-        ):
-            self._tabulate(length, like)
-        assert self._cos is not None and self._sin is not None
-        return self._cos[positions].unsqueeze(-3), self._sin[positions].unsqueeze(-3)
+        cos, sin = self._tabulated(length, like)
+        return cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)
 
-    def between(self, first: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def between(self, first: int, stop: int, like: Tensor) -> Rope:
         """cos and sin at positions first .. stop - 1, two views [1, 1, stop - first, head_dim]."""
-        if (
-            self._cos is None
-            or self._cos.shape[0] < stop
-            or self._cos.device != like.device
-            or self._cos.dtype != like.dtype
-        ):
-            self._tabulate(stop, like)
-        assert self._cos is not None and self._sin is not None
-        return self._cos[None, None, first:stop], self._sin[None, None, first:stop]
+        cos, sin = self._tabulated(stop, like)
+        return cos[None, None, first:stop], sin[None, None, first:stop]
 
-    def _tabulate(self, length: int, like: Tensor) -> None:
+    def _tabulated(self, length: int, like: Tensor) -> Rope:
+        table = self._table
+        fits = table is not None and table[0].device == like.device and table[0].dtype == like.dtype
+        if table is not None and fits and len(table[0]) >= length:
+            return table
         if length > self.max_positions:
             raise UserError(
                 f"position {length - 1} is beyond the head's max_position_embeddings {self.max_positions}; "
@@ -109,8 +104,9 @@ class Rotary:
         rows = min(self.max_positions, max(256, 2 ** math.ceil(math.log2(max(length, 1)))))
         angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._frequencies)  # [rows, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)  # [rows, head_dim]
-        self._cos = (angles.cos() * self._scale).to(like.device, like.dtype)
-        self._sin = (angles.sin() * self._scale).to(like.device, like.dtype)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        self._table = (cos.to(like.device, like.dtype), sin.to(like.device, like.dtype))
+        return self._table
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -150,6 +146,17 @@ class UnrollMemory:
     values: list[Tensor] = field(default_factory=list)
 
 
+Memory = KeyValueBuffer | UnrollMemory | None
+
+
+class Merged(NamedTuple):
+    """A layer's projections stacked for drafting: one product for queries, keys and values, one for gate and up."""
+
+    qkv: Tensor  # [(H + 2 KV) * hd, inputs]
+    bias: Tensor | None  # [(H + 2 KV) * hd]
+    gate_up: Tensor  # [2 I, D]
+
+
 class Attention(nn.Module):
     """Causal self-attention with RoPE and grouped key/value heads."""
 
@@ -157,15 +164,38 @@ class Attention(nn.Module):
         super().__init__()
         self.sizes = sizes
         heads, kv, dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
-        self.q_proj = nn.Linear(input_size, heads * dim, bias=sizes.attention_bias)
-        self.k_proj = nn.Linear(input_size, kv * dim, bias=sizes.attention_bias)
-        self.v_proj = nn.Linear(input_size, kv * dim, bias=sizes.attention_bias)
+        self.q_proj = nn.Linear(input_size, heads * dim, bias=sizes.qkv_bias)
+        self.k_proj = nn.Linear(input_size, kv * dim, bias=sizes.qkv_bias)
+        self.v_proj = nn.Linear(input_size, kv * dim, bias=sizes.qkv_bias)
         self.o_proj = nn.Linear(heads * dim, sizes.hidden_size, bias=False)
         if sizes.qk_norm:
             self.q_norm = RMSNorm(dim, sizes.rms_norm_eps)
             self.k_norm = RMSNorm(dim, sizes.rms_norm_eps)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, rope: Rope, mask: Tensor | None = None, memory: Memory = None, merged: Merged | None = None
+    ) -> Tensor:
+        """[B, T, D] of x [B, T, inputs]: over x itself, and over the rows of a buffer. mask None: causal.
+
+        With an UnrollMemory this is one unroll step for all slots at once: slot p's chain at step k sees the step-0
+        keys of its document up to p (or those that mask [.., T, T] allows) and its own keys of steps 1..k, in one
+        softmax: what step-by-step drafting from prefix p would see. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
+        """
+        q, k, v = self._merged(x, rope, merged) if merged is not None else self.project(x, rope)
+        if isinstance(memory, UnrollMemory):
+            memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
+            memory.values.append(v)
+            out = unrolled_attention(q.to(v.dtype), memory.keys, memory.values, mask, memory.documents)
+        else:
+            is_causal = mask is None and memory is None  # one new slot sees all of a buffer without a mask
+            if memory is not None:
+                k, v = memory.append(k, v)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]."""
         shape = (*x.shape[:-1], -1, self.sizes.head_dim)
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -173,26 +203,17 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """Attention over x itself (mask None: causal); drafting over a buffer is model/fused.py."""
-        q, k, v = self.project(x, rope)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def unroll(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, memory: UnrollMemory) -> Tensor:
-        """One unroll step for all slots at once: step-0 keys up to the slot, later steps' keys of the slot alone.
-
-        Slot p's chain at step k sees the step-0 keys of its document up to p (or those that mask [.., T, T] allows) and
-        its own keys of steps 1..k, in one softmax: what step-by-step drafting from prefix p would see. Source: EAGLE-3
-        (arXiv 2503.01840), figure 6.
-        """
-        q, k, v = self.project(x, rope)
-        memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
-        memory.values.append(v)
-        out = unrolled_attention(q.to(v.dtype), memory.keys, memory.values, mask, memory.documents)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+    def _merged(self, x: Tensor, rope: Rope, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by one product; queries and keys turn together."""
+        sizes = self.sizes
+        heads, kv = sizes.num_attention_heads, sizes.num_key_value_heads
+        qkv = F.linear(x, merged.qkv, merged.bias).view(*x.shape[:-1], -1, sizes.head_dim).transpose(1, 2)
+        qk, v = qkv.split([heads + kv, kv], dim=1)
+        if sizes.qk_norm:
+            q, k = qk.split([heads, kv], dim=1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
+        q, k = rotate(qk, *rope).split([heads, kv], dim=1)
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -204,56 +225,70 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
         self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, merged: Merged | None = None) -> Tensor:
+        if merged is None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = F.linear(x, merged.gate_up).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate).mul_(up))
 
 
-class FusedAttention:
-    """Attention over a buffer's rows and the new ones, with one product for queries, keys and values."""
+class DecoderLayer(nn.Module):
+    """A pre-norm decoder layer, in three forms that differ in what its attention reads.
 
-    def __init__(self, attention: Attention) -> None:
-        sizes = attention.sizes
-        self.heads, self.kv_heads, self.head_dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.weight = merge([projection.weight for projection in projections])  # [(H + 2 KV) * hd, inputs]
-        self.bias = merge([p.bias for p in projections]) if attention.q_proj.bias is not None else None
-        self.out = attention.o_proj.weight
-        self.norms = (attention.q_norm, attention.k_norm) if sizes.qk_norm else None
+    "normed": the normed hidden state, as in Llama. "raw": the state itself (EAGLE-1's first layer has no input norm).
+    "pair": [normed embedding; normed feature] (EAGLE-3's first layer); its residual is the feature, or with
+    norm_before_residual the normed feature.
+    """
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, buffer: KeyValueBuffer) -> Tensor:
-        """x [1, n, inputs], rope [.., n or 1, hd], additive mask [1, 1, n, S] -> [1, n, D]."""
-        both = F.linear(x, self.weight, self.bias).view(1, x.shape[1], -1, self.head_dim).transpose(1, 2)
-        q_and_k, v = both.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if self.norms is not None:
-            q, k = q_and_k.split([self.heads, self.kv_heads], dim=1)
-            q_and_k = torch.cat([self.norms[0](q), self.norms[1](k)], dim=1)
-        cos, sin = rope
-        half = self.head_dim // 2
-        turned = torch.cat([-q_and_k[..., half:], q_and_k[..., :half]], dim=-1)
-        q, k = (q_and_k * cos + turned * sin).split([self.heads, self.kv_heads], dim=1)
-        k, v = buffer.append(k, v)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.heads != self.kv_heads)
-        return F.linear(out.transpose(1, 2).flatten(2), self.out)
+    def __init__(
+        self, sizes: LayerSizes, reads: Literal["normed", "raw", "pair"] = "normed", norm_before_residual: bool = False
+    ) -> None:
+        super().__init__()
+        self.reads, self.norm_before_residual = reads, norm_before_residual
+        width, eps = sizes.hidden_size, sizes.rms_norm_eps
+        if reads != "raw":
+            self.input_layernorm = RMSNorm(width, eps)  # in a pair: of the embedding
+        if reads == "pair":
+            self.hidden_norm = RMSNorm(width, eps)  # of the feature
+        self.self_attn = Attention(sizes, 2 * width if reads == "pair" else width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(sizes)
 
+    def forward(
+        self,
+        x: Tensor,
+        embedded: Tensor | None,
+        rope: Rope,
+        mask: Tensor | None = None,
+        memory: Memory = None,
+        merged: Merged | None = None,
+    ) -> Tensor:
+        """[B, T, D] of hidden states x [B, T, D]; embedded [B, T, D] is read by a pair alone."""
+        given, residual = x, x
+        if self.reads == "normed":
+            given = self.input_layernorm(x)
+        elif self.reads == "pair":
+            assert embedded is not None
+            normed = self.hidden_norm(x)
+            given = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, T, 2D]
+            residual = normed if self.norm_before_residual else x
+        x = residual + self.self_attn(given, rope, mask, memory, merged)
+        return x + self.mlp(self.post_attention_layernorm(x), merged)
 
-class FusedMLP:
-    """SwiGLU after its norm, with one product for gate and up."""
-
-    def __init__(self, norm: RMSNorm, mlp: MLP) -> None:
-        self.norm = norm
-        self.weight = merge([mlp.gate_proj.weight, mlp.up_proj.weight])  # [2 I, D]
-        self.down = mlp.down_proj.weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x, self.norm.weight.shape, self.norm.weight, self.norm.eps)
-        gate, up = F.linear(normed, self.weight).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), self.down)
+    def merge(self) -> Merged:
+        """The merged projections; the layer's own parameters become views of them, so that both stay equal."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        bias = _stacked([layer.bias for layer in qkv]) if attention.sizes.qkv_bias else None
+        return Merged(
+            _stacked([layer.weight for layer in qkv]), bias, _stacked([mlp.gate_proj.weight, mlp.up_proj.weight])
+        )
 
 
 @torch.no_grad()
-def merge(parameters: list[Tensor]) -> Tensor:
-    """The parameters stacked along their first axis; each becomes a view of its part."""
-    merged = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, merged.split([len(p) for p in parameters]), strict=True):
+def _stacked(parameters: list[Tensor]) -> Tensor:
+    """The parameters along their first axis; each becomes a view of its part."""
+    stacked = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, stacked.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
-    return merged
+    return stacked

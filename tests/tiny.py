@@ -136,7 +136,7 @@ def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -
         **changes,
     }
     made = Eagle1Head(Eagle1Config(**sizes))
-    made.initialise(embedding, torch.Generator().manual_seed(seed))
+    made.initialise(TargetEnds(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
             parameter.data.mul_(scale)
@@ -166,7 +166,7 @@ def eagle3_head(
         **changes,
     }
     made = Eagle3Head(Eagle3Config(**sizes))
-    made.initialise(embedding, torch.Generator().manual_seed(seed))
+    made.initialise(TargetEnds(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
     made.set_vocabulary(DraftVocabulary.of_ids(ids, vocab_size))
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aerie.model.layers import MLP, Attention, KeyValueBuffer, LayerSizes, RMSNorm, Rotary
+from aerie.model.layers import DecoderLayer, KeyValueBuffer, LayerSizes, RMSNorm, Rotary
 from aerie.model.target import TargetEnds, transformed
 
 Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], the place in its branch) -> x [S, W]
@@ -60,10 +60,6 @@ class Branch(nn.Module):
     def __init__(self, inputs: int, width: int, num_layers: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(ResidualBlock(inputs if i == 0 else width, width) for i in range(num_layers))
-
-    def initialise(self, generator: torch.Generator) -> None:
-        for block in self.blocks:
-            cast(ResidualBlock, block).initialise(generator)
 
     def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
         """[..., D] of inputs [..., W]; dropout acts on each block's input, and on what the LM head is given."""
@@ -124,8 +120,9 @@ class MedusaHead(nn.Module):
 
     def initialise(self, ends: TargetEnds, generator: torch.Generator) -> None:
         """The law of every future token begins as the target's own law of the next one."""
-        for branch in self.branches:
-            cast(Branch, branch).initialise(generator)
+        for block in self.modules():
+            if isinstance(block, ResidualBlock):
+                block.initialise(generator)
         self.laws.initialise(ends)
 
     def state(self, index: int, features: Tensor, drop: Drop | None = None) -> Tensor:
@@ -156,35 +153,16 @@ class HydraConfig(MultiTokenConfig):
 
     def sizes(self) -> LayerSizes:
         """Of the prefix layer."""
-        widths = (self.intermediate_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
-        assert self.rms_norm_eps is not None and None not in widths, "this head has no prefix layer"
-        return LayerSizes(self.hidden_size, *cast(tuple[int, int, int, int], widths), self.rms_norm_eps)
+        assert self.prefix_layer, "this head has no prefix layer"
+        return LayerSizes.of(self)
 
 
-class PrefixLayer(nn.Module):
+class PrefixLayer(DecoderLayer):
     """A Llama decoder layer and a norm after it."""
 
     def __init__(self, sizes: LayerSizes) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.self_attn = Attention(sizes, sizes.hidden_size)
-        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.mlp = MLP(sizes)
+        super().__init__(sizes)
         self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, buffer: KeyValueBuffer | None
-    ) -> Tensor:
-        """[B, T, D]; with a buffer attention is over its rows and the new ones, as mask [.., T, S] allows."""
-        given, attention = self.input_layernorm(x), self.self_attn
-        if buffer is None:
-            x = x + attention(given, rope, mask)
-        else:
-            q, k, v = attention.project(given, rope)
-            k, v = buffer.append(k, v)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-            x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
-        return self.norm(x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class HydraHead(nn.Module):
@@ -218,8 +196,9 @@ class HydraHead(nn.Module):
                 if parameter.ndim == 2:
                     made = torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator)
                     parameter.data.copy_(made)
-        for branch in self.branches:
-            cast(Branch, branch).initialise(generator)
+        for block in self.modules():
+            if isinstance(block, ResidualBlock):
+                block.initialise(generator)
         self.laws.initialise(ends)
 
     def prefix(
@@ -236,7 +215,9 @@ class HydraHead(nn.Module):
         """
         if not self.config.prefix_layer:
             return features
-        return self.prefix_layer(features, self.rotary.between(*span, features), mask, buffers[0] if buffers else None)
+        rope = self.rotary.between(*span, features)
+        x = self.prefix_layer(features, None, rope, mask, buffers[0] if buffers else None)
+        return self.prefix_layer.norm(x)
 
     def state(self, index: int, state: Tensor, embeddings: Tensor, drop: Drop | None = None) -> Tensor:
         """What the LM head of future token `index` is given: [n, D]; see `step`."""

@@ -6,8 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from aerie.configs.errors import UserError
-from aerie.model.heads.eagle import Eagle1Layer
-from aerie.model.layers import LayerSizes, Rotary
+from aerie.model.layers import DecoderLayer, LayerSizes, Rotary
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -36,14 +35,14 @@ def test_the_layer_is_llamas(scaling: dict[str, object] | None) -> None:
     theirs = LlamaDecoderLayer(config, 0).eval()
     for parameter in theirs.parameters():
         parameter.data.normal_(0.0, 0.3)
-    ours = Eagle1Layer(LayerSizes(32, 48, 4, 2, 16, 1e-5), first=False)
+    ours = DecoderLayer(LayerSizes(32, 48, 4, 2, 16, 1e-5))
     ours.load_state_dict(theirs.state_dict())
     x, positions = torch.randn(2, 11, 32), torch.arange(11)[None] + 3
     cos, sin = LlamaRotaryEmbedding(config)(x, positions)
     mask = torch.ones(11, 11, dtype=torch.bool).tril()[None, None]
     expected = theirs(x, attention_mask=mask, position_embeddings=(cos, sin))
     rope = Rotary(5e5, scaling, 16, 128).at(positions, 14, x)
-    out = ours.finish(x, ours.self_attn(ours.normed(x), rope, None))
+    out = ours(x, None, rope)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
