@@ -835,7 +835,7 @@ def planned(sitting: Sitting, rank: int) -> tuple[CachePlan, Any, dict[str, Any]
     text = hf_config.get_text_config()
     path, stage = sitting.target.path, sitting.stage
     taps = taps_of(sitting.head.kind, sitting.features.after_blocks, text.num_hidden_layers, path)
-    check_size(sitting.head.draft_vocab_size, text.vocab_size)
+    check_size(getattr(sitting.head, "draft_vocab_size", None), text.vocab_size)
     data, tokenizer, tally = tokenised(sitting.target, sitting.data, rank)
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
     plan = plan_cache(stage.output, data, replace(sitting.features, after_blocks=taps), path, hf_config, origin)

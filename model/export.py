@@ -12,9 +12,10 @@ from transformers import GenerationConfig
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.model.checkpoint import check_content, check_sizes, completed, head_facts
-from aerie.model.formats.common import NUMBERED, AnyConfig, Destination, Export, HeadContent, HeadFiles, unread
+from aerie.model.formats.common import NUMBERED, Destination, Export, HeadContent, HeadFiles, unread
 from aerie.model.formats.layouts import WRITABLE, Layout, read_content
 from aerie.model.formats.sglang import SERVER, ZERO_BIAS
+from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import head_directory, is_on_hub
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, directory_atomically, write_json

@@ -19,9 +19,10 @@ from aerie.model.checkpoint import (
     vocabulary_of,
 )
 from aerie.model.export import TargetFacts, check_asked, check_depth, other_weights
-from aerie.model.formats.common import AnyConfig, HeadContent, HeadFiles, open_taps, table, unread
+from aerie.model.formats.common import HeadContent, HeadFiles, open_taps, table, unread
 from aerie.model.formats.layouts import read_config, read_content
 from aerie.model.formats.sglang import SERVER
+from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import head_directory
 from aerie.model.storage import CONFIG
@@ -140,7 +141,7 @@ def _rope_line(rope: dict[str, Any]) -> str:
 def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], target: TargetFacts | None) -> list[str]:
     """What keeps the head from loading, or from fitting the target."""
     config, place = content.config, files.weights_place
-    checks: list[Callable[[], None]] = list(loading_checks(content, place))
+    checks: list[Callable[[], object]] = list(loading_checks(content, place))
     if target is not None:
         head = str(place.parent)
         if {"d2t", "t2d"} <= content.tensors.keys():

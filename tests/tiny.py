@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from aerie.configs.schema.target_and_head import HeadConfig, HeadKind
+from aerie.configs.schema.target_and_head import HeadKind, HydraSection, MedusaSection
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import new_head
 from aerie.model.heads.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
@@ -176,7 +176,8 @@ def eagle3_head(
 
 def multi_token_head(kind: HeadKind, target_ends: TargetEnds, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
     """A Medusa or Hydra head for a tiny llama with these ends; noise moves every weight, so that a lost one shows."""
-    made = new_head(HeadConfig(kind=kind, **keys), llama().config, target_ends, seed)
+    section = MedusaSection if kind == "medusa" else HydraSection
+    made = new_head(section(**keys), llama().config, target_ends, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in made.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=noise)

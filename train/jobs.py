@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
-from aerie.configs.schema.target_and_head import MULTI_TOKEN, HeadConfig, TargetConfig
+from aerie.configs.schema.target_and_head import MULTI_TOKEN, DraftLMSection, HeadConfig, TargetConfig
 from aerie.configs.schema.train import TrainConfig
 from aerie.data.batches import Order, ShardPools, TokenisedRow
 from aerie.data.cache import COMMAND, FeatureCache, read_index, rows_digest
@@ -21,7 +21,8 @@ from aerie.data.conversations import Tally
 from aerie.data.features import OnlineFeatures, check_rows, text_fingerprint
 from aerie.data.inputs import conversation_inputs, sampled_digest, target_inputs
 from aerie.data.tokens import CountedVocabulary, draft_vocabulary, forced_ids, given_vocabulary, statistics, tokenize
-from aerie.model.checkpoint import Head, new_head, position_warnings
+from aerie.model.checkpoint import new_head, position_warnings
+from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.hub import head_directory
 from aerie.model.storage import FILE, digest, sound_record
@@ -76,7 +77,9 @@ class Source:
         """A new head's, counted on the training rows."""
         vocab_size, tokenizer = int(self.ends.embedding.shape[0]), load_tokenizer(self.request.target)
         forced = forced_ids(tokenizer, _end_ids(self.request.target, tokenizer), vocab_size)
-        return draft_vocabulary(self.tokens, self.request.head.draft_vocab_size, vocab_size, forced, self.origin)
+        return draft_vocabulary(
+            self.tokens, getattr(self.request.head, "draft_vocab_size", None), vocab_size, forced, self.origin
+        )
 
     def kept_vocabulary(self, vocabulary: DraftVocabulary) -> CountedVocabulary:
         """A warm start's, counted on the training rows; UserError when it cannot end a turn of this target."""
@@ -225,6 +228,7 @@ def causal_lm_job(request: Request, frame: Frame) -> tuple[Job, int]:
     rows = tokenize(data, tokenizer, end_of_turn_ids(tokenizer, None), Tally(), disable_bar=disable_bar)
     if frame.speaks:
         print(f"train: {statistics(rows.train).line()}", flush=True)
+    assert isinstance(request.head, DraftLMSection)
     lm = new_causal_lm(request.head, tokenizer, config.seed)
     _prepare_lm(lm, config, data.max_length)
     job = frame.job(
@@ -244,6 +248,7 @@ def distilled_lm_job(source: Source, frame: Frame) -> tuple[Job, int]:
     """The job of a draft LM that learns a target's tokens and laws, and how many tokens its laws are over."""
     request, config, ends = source.request, frame.config, source.ends
     vocab_size = int(ends.embedding.shape[0])
+    assert isinstance(request.head, DraftLMSection)
     lm = new_causal_lm(request.head, load_tokenizer(request.target), config.seed, vocab_size)
     _prepare_lm(lm, config, request.data.max_length)
     module = DistilledLM(lm, config, vocab_size)

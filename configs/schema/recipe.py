@@ -16,7 +16,7 @@ from aerie.configs.read import STRICT
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
 from aerie.configs.schema.decode import OPTIONS, USUAL, MethodConfig, TreeChanges, name_rule
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, PromptsConfig, TuneConfig
-from aerie.configs.schema.target_and_head import HeadConfig, TargetConfig
+from aerie.configs.schema.target_and_head import DEFAULT_KIND, Eagle1Section, HeadConfig, TargetConfig
 from aerie.configs.schema.train import TrainConfig
 
 
@@ -28,7 +28,7 @@ class Recipe:
     run: str  # the run's directory
     target: TargetConfig
     data: DataConfig
-    head: HeadConfig = HeadConfig()
+    head: HeadConfig = Eagle1Section()
     features: FeaturesConfig = FeaturesConfig()
     train: TrainConfig = TrainConfig()
     tree: TreeChanges = TreeChanges()  # of the usual method of the recipe's head, for generate and measured tau
@@ -46,7 +46,7 @@ class Recipe:
     def _name_rules(cls, values: Any) -> Any:
         """A `stop` without a rule changes that of the head's usual method, or of the one that calibrate names."""
         head, calibrate = (values.get(name) or {} for name in ("head", "calibrate"))
-        usual = USUAL.get(head.get("kind", HeadConfig.kind)) if isinstance(head, dict) else None
+        usual = USUAL.get(head.get("kind", DEFAULT_KIND)) if isinstance(head, dict) else None
         if "tree" in values:
             values = {**values, "tree": name_rule(values["tree"], usual)}
         if isinstance(calibrate, dict) and "tree" in calibrate:
@@ -146,7 +146,7 @@ def _forgotten(path: Path, overrides: list[str]) -> list[str]:
         return []
     values = yaml_recipe.read_yaml(path)[0]
     head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
-    kind = head.get("kind", HeadConfig.kind)
+    kind = head.get("kind", DEFAULT_KIND)
     other_kind = given.get("head.kind", kind) != kind
     method = calibrate.get("method") or USUAL.get(kind)
     other_method = given.get("calibrate.method", method) != method or (other_kind and not calibrate.get("method"))

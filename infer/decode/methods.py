@@ -29,7 +29,8 @@ from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter,
 from aerie.infer.decode.engine import SpeculativeDecoder, end_ids
 from aerie.infer.decode.proposer import CachedDrafter, Drafting, Proposer
 from aerie.infer.decode.shape import make_shape
-from aerie.model.checkpoint import Head, check_fits, head_facts, load_head, position_warnings
+from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
+from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.hub import head_directory
@@ -220,7 +221,7 @@ def load_head_for(target: Target, head: str) -> Head:
     """
     published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
     module = load_head(Path(head), dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
-    check_fits(module, target.ends, head, target.recipe.path)
+    check_sizes(module.config, target.ends, head, target.recipe.path)
     warn_of_another_target(head, target)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)

@@ -26,7 +26,13 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
-from aerie.configs.schema.target_and_head import HeadConfig, HeadKind, TargetConfig
+from aerie.configs.schema.target_and_head import (
+    Eagle1Section,
+    Eagle3Section,
+    HydraSection,
+    MedusaSection,
+    TargetConfig,
+)
 from aerie.data.progress import bar
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, end_ids
 from aerie.infer.decode.methods import Drafters, make_decoder
@@ -130,11 +136,10 @@ def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY
     draft_ids = torch.tensor([token for token in range(vocabulary) if token % 3 != 2])
     _save(model, directory / "target")
     target = Target(model, config)
-    kinds: tuple[HeadKind, ...] = ("eagle1", "eagle3", "medusa", "hydra")
-    for kind in kinds:
-        three = kind == "eagle3"
+    for section in (Eagle1Section(), Eagle3Section(), MedusaSection(), HydraSection(prefix_layer=True)):
+        three = section.kind == "eagle3"
         head = new_head(
-            HeadConfig(kind=kind, prefix_layer=kind == "hydra"),
+            section,
             target.config,
             target.ends,
             seed,
@@ -144,7 +149,7 @@ def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY
         for name, parameter in head.named_parameters():
             if parameter.ndim == 2 and name != "embed_tokens.weight":
                 _disturb(parameter.data, HEAD_NOISE, generator)
-        save_head(head, directory / "heads" / kind)
+        save_head(head, directory / "heads" / section.kind)
     for parameter in model.parameters():
         if parameter.ndim == 2:
             _disturb(parameter.data, DRAFT_NOISE, generator)

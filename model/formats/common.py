@@ -9,18 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from aerie.configs.errors import UserError
+from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 from aerie.model.heads.multi_token import HydraConfig, MedusaConfig
 
 EagleConfig = Eagle1Config | Eagle3Config
-AnyConfig = EagleConfig | MedusaConfig | HydraConfig
 SPECULATIVE_TOKENS = 5  # a server's drafts per cycle where nobody says (speculators' own default for EAGLE-3)
-KINDS: dict[type[AnyConfig], str] = {
-    Eagle1Config: "eagle1",
-    Eagle3Config: "eagle3",
-    MedusaConfig: "medusa",
-    HydraConfig: "hydra",
-}
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class HeadContent:
 
     @property
     def kind(self) -> str:
-        return KINDS[type(self.config)]
+        return next(kind for kind, classes in HEADS.items() if classes.config is type(self.config))
 
     @property
     def eagle(self) -> EagleConfig:

@@ -9,8 +9,6 @@ from typing import Any, get_args, get_type_hints
 from aerie.configs.errors import UserError
 from aerie.model.formats import medusa, safeailab, sglang, speculators
 from aerie.model.formats.common import (
-    KINDS,
-    AnyConfig,
     Destination,
     Export,
     HeadContent,
@@ -21,13 +19,13 @@ from aerie.model.formats.common import (
     read_taps,
     whole,
 )
+from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import Eagle3Config
 from aerie.model.heads.multi_token import HydraConfig, MedusaConfig
 from aerie.model.storage import CONFIG, read_json
 from aerie.model.weights import read_tensors
 
 KIND = "aerie_kind"
-SCHEMAS: dict[str, type[AnyConfig]] = {kind: schema for schema, kind in KINDS.items()}
 READERS: dict[type, Callable[[dict[str, Any], str, Path], Any]] = {bool: flag, int: whole, float: number}
 PREFIX_SIZES = (
     "intermediate_size",
@@ -42,13 +40,13 @@ PREFIX_SIZES = (
 def kind_of(values: dict[str, Any], names: set[str]) -> str | None:
     """The kind of head, None where this layout does not hold one that is known."""
     found = values.get(KIND)
-    return found if isinstance(found, str) and found in SCHEMAS else None
+    return found if isinstance(found, str) and found in HEADS else None
 
 
 def read(files: HeadFiles) -> HeadContent:
     """The head as it was saved; UserError for a missing key or taps in another numbering."""
     place, values = files.config_place, files.values
-    schema = SCHEMAS[values[KIND]]
+    schema = HEADS[values[KIND]].config
     if schema is Eagle3Config and "after_blocks" in values:
         values = {**values, "after_blocks": read_taps(values, None, place)[0]}
     config = schema(**_known(values, schema, place))

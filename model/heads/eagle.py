@@ -120,13 +120,13 @@ class EagleHead(nn.Module):
         """What is fed back as the next slot's feature, of the last layer's output [B, T, D]."""
         return x
 
-    def initialise(self, target: TargetEnds, generator: torch.Generator) -> None:
-        """Normal(0, 0.02) matrices, zero biases and, where the widths agree, the target's embedding, frozen."""
+    def initialise(self, ends: TargetEnds, generator: torch.Generator, initializer_range: float = 0.02) -> None:
+        """Normal(0, initializer_range) matrices, zero biases; where the widths agree, the target's frozen embedding."""
         for name, parameter in self.named_parameters():
             if name == EMBEDDING and self.shares_embedding:
-                parameter.data.copy_(target.embedding)
+                parameter.data.copy_(ends.embedding)
             elif parameter.ndim == 2:
-                parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator))
+                parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))
             elif name.endswith("bias"):
                 parameter.data.zero_()
 

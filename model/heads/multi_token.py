@@ -118,7 +118,7 @@ class MedusaHead(nn.Module):
         self.branches = nn.ModuleList(Branch(width, width, config.num_layers) for _ in range(config.num_heads))
         self.laws = TokenLaws(config)
 
-    def initialise(self, ends: TargetEnds, generator: torch.Generator) -> None:
+    def initialise(self, ends: TargetEnds, generator: torch.Generator, initializer_range: float = 0.02) -> None:
         """The law of every future token begins as the target's own law of the next one."""
         for block in self.modules():
             if isinstance(block, ResidualBlock):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
-from aerie.configs.schema.target_and_head import HeadConfig, TargetConfig
+from aerie.configs.schema.target_and_head import Eagle1Section, TargetConfig
 from aerie.data.cache import FILE, FeatureCache
 from aerie.data.chat import Row
 from aerie.data.features import CachePlan, Sitting, batches, extract, require_own_shards
@@ -179,7 +179,7 @@ def test_what_another_recipe_finished_while_the_target_was_loaded_is_not_removed
     target: Target, tmp_path: Path
 ) -> None:
     stage = Stage("features", tmp_path, {"rows": "these"})
-    nothing = TargetConfig(""), DataConfig(("rows.jsonl",)), FeaturesConfig(), HeadConfig()
+    nothing = TargetConfig(""), DataConfig(("rows.jsonl",)), FeaturesConfig(), Eagle1Section()
     sitting = Sitting(*nothing, stage, JobShare(), overwrite=False)
     plan = caches.plan(tmp_path, target, DATA)
     require_own_shards(plan, overwrite=False)  # as before the target is loaded

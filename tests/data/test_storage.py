@@ -118,11 +118,11 @@ def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(form: Form,
 
 def test_training_refuses_a_cache_in_another_form_than_the_recipe_asks(tmp_path: Path) -> None:
     from aerie.configs.schema.data import DataConfig, FeaturesConfig
-    from aerie.configs.schema.target_and_head import HeadConfig
+    from aerie.configs.schema.target_and_head import Eagle1Section
 
     target = caches.load_target(tmp_path / "target")
     caches.cache(tmp_path / "cache", target, TokenisedData(caches.rows(4), []), storage="int8")
     data = DataConfig(conversations=("rows.jsonl",))
-    asked = Request(HeadConfig(), target.recipe, data, FeaturesConfig(storage="fp8"))
+    asked = Request(Eagle1Section(), target.recipe, data, FeaturesConfig(storage="fp8"))
     with pytest.raises(UserError, match="built with "):
         cached_source(tmp_path / "cache", asked)

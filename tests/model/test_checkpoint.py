@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import HeadConfig
-from aerie.model.checkpoint import check_fits, eagle1_config, load_head, new_head, save_head
+from aerie.configs.read import as_dict, validate
+from aerie.configs.schema.recipe import Recipe
+from aerie.configs.schema.target_and_head import Eagle1Section
+from aerie.model.checkpoint import check_sizes, config_for, load_head, new_head, save_head
 from aerie.model.layers import Rotary
 from tests import tiny
 
@@ -84,9 +86,9 @@ def test_a_damaged_head_is_one_sentence_and_no_model(saved: Path, damage: str) -
 def test_a_head_for_another_target_is_refused() -> None:
     head = tiny.head(tiny.ends().embedding)
     with pytest.raises(UserError, match="hidden size is 32, that of other is 64"):
-        check_fits(head, tiny.ends(hidden_size=64), "head", "other")
+        check_sizes(head.config, tiny.ends(hidden_size=64), "head", "other")
     with pytest.raises(UserError, match="vocabulary is 320, that of other is 400"):
-        check_fits(head, tiny.ends(vocab_size=400), "head", "other")
+        check_sizes(head.config, tiny.ends(vocab_size=400), "head", "other")
 
 
 def test_a_new_head_spells_out_the_targets_rope_and_length() -> None:
@@ -99,21 +101,21 @@ def test_a_new_head_spells_out_the_targets_rope_and_length() -> None:
         "original_max_position_embeddings": 64,
     }
     text = tiny.llama(rope_parameters=scaling).config
-    config = eagle1_config(HeadConfig(), text, tiny.ends())
+    config = config_for(Eagle1Section(), text, tiny.ends())
     assert config.rope_theta == 500000.0 and config.max_position_embeddings == 256
     assert config.rope_scaling is not None and config.rope_scaling["rope_type"] == "llama3"
-    plain = eagle1_config(HeadConfig(rope_theta=1e4, max_position_embeddings=64), text, tiny.ends())
+    plain = config_for(Eagle1Section(rope_theta=1e4, max_position_embeddings=64), text, tiny.ends())
     assert (plain.rope_theta, plain.rope_scaling, plain.max_position_embeddings) == (1e4, None, 64)
 
 
 def test_a_warm_start_takes_the_other_heads_weights(saved: Path) -> None:
-    head = new_head(HeadConfig(init_from=str(saved)), tiny.llama().config, tiny.ends(), seed=9)
+    head = new_head(Eagle1Section(init_from=str(saved)), tiny.llama().config, tiny.ends(), seed=9)
     assert torch.equal(head.fc.weight, load_head(saved).fc.weight)
 
 
 def test_the_same_seed_gives_the_same_new_head() -> None:
     text = tiny.llama().config
-    one, two, other = (new_head(HeadConfig(), text, tiny.ends(), seed) for seed in (1, 1, 2))
+    one, two, other = (new_head(Eagle1Section(), text, tiny.ends(), seed) for seed in (1, 1, 2))
     assert torch.equal(one.fc.weight, two.fc.weight) and not torch.equal(one.fc.weight, other.fc.weight)
     assert torch.equal(one.embed_tokens.weight, tiny.ends().embedding)
 
@@ -129,12 +131,45 @@ def test_a_warm_start_of_eagle1_takes_the_recipes_positions_and_keeps_the_heads_
 ) -> None:
     save_head(tiny.head(tiny.ends().embedding, rope_theta=5e5), tmp_path / "head")
     text, place = tiny.llama().config, str(tmp_path / "head")
-    kept = new_head(HeadConfig(init_from=place), text, tiny.ends(), 0)
+    kept = new_head(Eagle1Section(init_from=place), text, tiny.ends(), 0)
     assert (kept.config.rope_theta, kept.config.max_position_embeddings) == (5e5, 256)
-    asked = HeadConfig(init_from=place, rope_theta=2e4, max_position_embeddings=512)
+    asked = Eagle1Section(init_from=place, rope_theta=2e4, max_position_embeddings=512)
     changed = new_head(asked, text, tiny.ends(), 0)
     assert (changed.config.rope_theta, changed.config.max_position_embeddings) == (2e4, 512)
     x, at = torch.zeros(1, 1, 1), torch.tensor([[300]])
     assert torch.equal(changed.rotary.at(at, 301, x)[0], Rotary(2e4, None, 8, 512).at(at, 301, x)[0])
     with pytest.raises(UserError, match=r"head\.head_dim: the recipe asks 16"):
-        new_head(HeadConfig(init_from=place, head_dim=16), text, tiny.ends(), 0)
+        new_head(Eagle1Section(init_from=place, head_dim=16), text, tiny.ends(), 0)
+
+
+def section(**head: Any) -> Any:
+    values = {"run": "r", "target": {"path": "t"}, "data": {"conversations": ["c.jsonl"]}, "head": head}
+    return validate(values, Recipe, "r.yaml", {}).head
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"num_heads": 5}, "r.yaml: head.num_heads: unknown key"),
+        ({"kind": "eagle1", "hidden_size": 32}, "head.hidden_size: unknown key"),
+        ({"kind": "eagle3", "bias": True}, "head.bias: unknown key"),
+        ({"kind": "eagle3", "draft_vocab_size": 0}, "head.draft_vocab_size: input should be greater than 0, not 0"),
+        ({"kind": "eagle3", "head_dim": 7}, "head.head_dim: input should be a multiple of 2, not 7"),
+        ({"kind": "eagle3", "init_from": "x", "lm_head_init": "target"}, "head: lm_head_init begins a new head"),
+        ({"kind": "medusa", "prefix_layer": True}, "head.prefix_layer: unknown key"),
+        ({"kind": "medusa", "num_heads": 0}, "head.num_heads: input should be greater than 0"),
+        ({"kind": "hydra", "head_dim": 8}, "head: head_dim belongs to the prefix layer; set prefix_layer: true"),
+        ({"kind": "draft_lm", "hidden_size": 8}, "head: a draft_lm trained from scratch needs intermediate_size, num_"),
+        ({"kind": "eagel3"}, "head: unknown kind 'eagel3'; did you mean 'eagle3'?"),
+    ],
+)
+def test_a_key_of_another_kind_and_a_size_of_no_head_are_one_line(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        section(**keys)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_head_without_a_kind_is_eagle1_and_is_written_out_with_it() -> None:
+    assert section() == Eagle1Section() and section(head_dim=8) == Eagle1Section(head_dim=8)
+    assert as_dict(section(kind="hydra", prefix_layer=True, head_dim=8))["kind"] == "hydra"
+    assert section(**as_dict(section(kind="medusa", num_heads=3))).num_heads == 3

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import constants
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.configs.schema.target_and_head import Eagle3Section
 from aerie.model.checkpoint import head_facts, load_head, new_head, save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory, readable_errors, require_login
@@ -51,9 +51,7 @@ def test_a_shipped_head_is_fetched_by_name_and_equals_the_local_one(hub: Hub, tm
     assert isinstance(two, Eagle3Head) and two.config == one.config and head_facts("me/head") == {"step": 7}
     for name, value in one.state_dict().items():
         assert torch.equal(value, two.state_dict()[name]), name
-    warm = new_head(
-        HeadConfig(kind="eagle3", init_from="me/head"), tiny.llama().config, tiny.ends(), 0, after_blocks=TAPS
-    )
+    warm = new_head(Eagle3Section(init_from="me/head"), tiny.llama().config, tiny.ends(), 0, after_blocks=TAPS)
     assert torch.equal(warm.fc.weight, one.fc.weight)
 
 

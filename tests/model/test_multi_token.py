@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import HeadConfig, HeadKind
-from aerie.model.checkpoint import check_fits, load_head, new_head, save_head
+from aerie.configs.schema.target_and_head import HeadKind, HydraSection, MedusaSection
+from aerie.model.checkpoint import check_sizes, load_head, new_head, save_head
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.layers import KeyValueBuffer
 from aerie.model.target import TargetEnds
@@ -198,7 +198,7 @@ def test_a_damaged_head_is_one_sentence_and_no_model(tmp_path: Path, damage: str
 
 def test_a_head_for_another_target_is_refused() -> None:
     with pytest.raises(UserError, match="hidden size is 32, that of other is 64"):
-        check_fits(tiny.multi_token_head("medusa", ENDS), tiny.ends(hidden_size=64), "head", "other")
+        check_sizes(tiny.multi_token_head("medusa", ENDS).config, tiny.ends(hidden_size=64), "head", "other")
 
 
 def test_the_same_seed_gives_the_same_new_head() -> None:
@@ -212,29 +212,12 @@ def test_the_same_seed_gives_the_same_new_head() -> None:
 def test_a_warm_start_takes_the_other_heads_weights_and_refuses_another_shape(tmp_path: Path) -> None:
     head = tiny.multi_token_head("hydra", ENDS, noise=0.1, num_layers=2, prefix_layer=True)
     save_head(head, tmp_path)
-    keys: dict[str, Any] = {"kind": "hydra", "init_from": str(tmp_path), "num_layers": 2, "prefix_layer": True}
+    keys: dict[str, Any] = {"init_from": str(tmp_path), "num_layers": 2, "prefix_layer": True}
     text = tiny.llama().config
-    again = new_head(HeadConfig(**keys), text, ENDS, seed=9)
+    again = new_head(HydraSection(**keys), text, ENDS, seed=9)
     assert all(value.equal(again.state_dict()[name]) for name, value in head.state_dict().items())
     for name, value in (("num_layers", 1), ("num_heads", 3), ("prefix_layer", False), ("rope_theta", 5e5)):
         with pytest.raises(UserError, match=f"head.{name}: the recipe asks {value}, .* has"):
-            new_head(HeadConfig(**{**keys, name: value}), text, ENDS, seed=9)
+            new_head(HydraSection(**{**keys, name: value}), text, ENDS, seed=9)
     with pytest.raises(UserError, match="is an hydra head, the recipe asks for medusa"):
-        new_head(HeadConfig(kind="medusa", init_from=str(tmp_path)), text, ENDS, seed=9)
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"kind": "eagle1", "num_heads": 5}, "num_heads belongs to medusa and hydra"),
-        ({"kind": "medusa", "num_heads": 0}, "must be at least 1"),
-        ({"kind": "medusa", "prefix_layer": True}, "prefix_layer belongs to hydra"),
-        ({"kind": "medusa", "hidden_size": 32}, "hidden_size is set by the target"),
-        ({"kind": "hydra", "num_attention_heads": 4}, "num_attention_heads belongs to no part of this hydra head"),
-        ({"kind": "hydra", "draft_vocab_size": 4}, "draft_vocab_size belongs to eagle3"),
-        ({"kind": "hydra", "prefix_layer": True, "num_hidden_layers": 2}, "num_hidden_layers belongs to no part"),
-    ],
-)
-def test_keys_of_another_kind_are_refused(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        HeadConfig(**keys)
+        new_head(MedusaSection(init_from=str(tmp_path)), text, ENDS, seed=9)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.schema.target_and_head import HeadConfig
-from aerie.model.checkpoint import eagle1_config, eagle3_config, position_warnings
+from aerie.configs.schema.target_and_head import Eagle1Section, Eagle3Section
+from aerie.model.checkpoint import config_for, position_warnings
 from tests import tiny
 
 LONG: dict[str, Any] = {
@@ -25,8 +25,8 @@ LONG: dict[str, Any] = {
 def test_a_head_that_follows_its_target_is_no_matter() -> None:
     for changes in ({}, LONG):
         text = tiny.llama(**changes).config
-        assert position_warnings(eagle1_config(HeadConfig(), text, tiny.ends()), text, "head") == []
-        new = eagle3_config(HeadConfig(kind="eagle3"), text, tiny.ends(), (1, 2), 320)
+        assert position_warnings(config_for(Eagle1Section(), text, tiny.ends()), text, "head") == []
+        new = config_for(Eagle3Section(), text, tiny.ends(), (1, 2), 320)
         assert position_warnings(replace(new, max_position_embeddings=200_000), text, "head") == []
 
 
@@ -46,7 +46,7 @@ def test_the_defaults_that_ruin_heads_are_each_a_sentence_with_the_place(
     changes: dict[str, Any], said: list[str]
 ) -> None:
     text = tiny.llama(**LONG).config
-    config = eagle3_config(HeadConfig(kind="eagle3"), text, tiny.ends(), (1, 2), 320)
+    config = config_for(Eagle3Section(), text, tiny.ends(), (1, 2), 320)
     found = position_warnings(replace(config, **changes), text, "heads/x")
     assert len(found) == len(said)
     for sentence, part in zip(found, said, strict=True):

@@ -7,13 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.configs.schema.target_and_head import DraftLMSection
 from aerie.data.batches import collate
 from aerie.train.objectives.lm import CausalLM, CausalLMObjective, new_causal_lm, save_causal_lm
 from tests import tiny
 
-SIZES = HeadConfig(
-    kind="draft_lm",
+SIZES = DraftLMSection(
     num_hidden_layers=2,
     hidden_size=32,
     intermediate_size=64,
@@ -77,7 +76,7 @@ def test_the_saved_directory_is_an_ordinary_one(tmp_path: Path) -> None:
 
 def test_init_from_goes_on_with_an_existing_lm_and_refuses_a_missing_one(tmp_path: Path) -> None:
     path = tiny.target(tmp_path / "target")
-    settings = HeadConfig(kind="draft_lm", init_from=str(path))
+    settings = DraftLMSection(init_from=str(path))
     assert new_causal_lm(settings, tiny.tokenizer(), 0).config.num_hidden_layers == 4
     with pytest.raises(UserError, match=r"head\.init_from"):
-        new_causal_lm(HeadConfig(kind="draft_lm", init_from=str(tmp_path / "none")), tiny.tokenizer(), 0)
+        new_causal_lm(DraftLMSection(init_from=str(tmp_path / "none")), tiny.tokenizer(), 0)

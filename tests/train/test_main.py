@@ -268,7 +268,6 @@ def test_a_draft_lm_learns_on_tokens_of_its_own_and_again_the_same(made: Path, t
     [
         (["--train.measure_prompts", "2"], "train.measure_prompts: decodes with draft heads"),
         (["--train.packing", "true"], "train.packing: packs rows for eagle3"),
-        (["--head.kind", "eagle1", "--head.hidden_size", "null"], "belongs to draft_lm, this head is eagle1"),
         (["--head.max_position_embeddings", "100"], "data.max_length: 128 is beyond"),
         (["--run", "nowhere"], "nowhere/features: no such feature cache; build it with:"),
         (["--head.init_from", "OTHER"], "a draft LM shares the tokenizer of its target"),
@@ -482,9 +481,9 @@ def test_whether_a_run_is_whole_is_told_without_torch(made: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--head.head_dim", "7"], "head_dim must be even"),
-        (["--head.hidden_size", "0"], "hidden_size must be positive"),
-        (["--head.rope_theta", "-1"], "rope_theta must be positive"),
+        (["--head.head_dim", "7"], "input should be a multiple of 2, not 7"),
+        (["--head.hidden_size", "0"], "input should be greater than 0, not 0"),
+        (["--head.rope_theta", "-1"], "input should be greater than 0, not -1"),
         (["--train.measure_prompts", "2", "--data.held_out", "0"], "data.held_out is 0"),
         (["--compare-objective", "0"], "needs at least one batch"),
     ],

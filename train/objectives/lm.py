@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import HeadConfig, TargetConfig
+from aerie.configs.schema.target_and_head import DraftLMSection, TargetConfig
 from aerie.configs.schema.train import TrainConfig
 from aerie.data.batches import Batch, empty_like, keyed_generator
 from aerie.model.storage import directory_atomically
@@ -104,7 +104,7 @@ class CausalLMObjective:
         return {"loss": means["cross_entropy"], "accuracy": means["accuracy"]}
 
 
-def new_causal_lm(config: HeadConfig, tokenizer: Any, seed: int, vocab_size: int | None = None) -> Any:
+def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int | None = None) -> Any:
     """A Llama with tied embeddings, or the LM that config.init_from names, which must read the tokenizer's ids.
 
     vocab_size: rows of the embedding (a target may pad its own); null: as many as the tokenizer has tokens.

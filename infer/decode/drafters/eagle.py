@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.errors import UserError
-from aerie.model.checkpoint import Head
+from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.layers import KeyValueBuffer
 from aerie.model.target import Target

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.configs.schema.target_and_head import Eagle3Section
 from aerie.model.checkpoint import load_head, new_head, save_head
 from aerie.model.export import export
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
@@ -69,11 +69,9 @@ def test_llamas_eagle3_head_reads_its_fifteen_keys_and_the_targets_embedding(tmp
 
 def test_a_published_head_is_a_warm_start_with_its_own_rope(tmp_path: Path) -> None:
     place = safeailab_eagle3(tmp_path / "head")
-    made = new_head(
-        HeadConfig(kind="eagle3", init_from=str(place)), tiny.llama().config, tiny.ends(), 0, after_blocks=TAPS
-    )
+    made = new_head(Eagle3Section(init_from=str(place)), tiny.llama().config, tiny.ends(), 0, after_blocks=TAPS)
     assert isinstance(made, Eagle3Head) and made.config.rope_theta == 10000.0
-    longer = HeadConfig(kind="eagle3", init_from=str(place), rope_theta=5e5, max_position_embeddings=4096)
+    longer = Eagle3Section(init_from=str(place), rope_theta=5e5, max_position_embeddings=4096)
     other = new_head(longer, tiny.llama().config, tiny.ends(), 0, after_blocks=TAPS)
     assert other.config.rope_theta == 5e5 and other.rotary.max_positions == 4096
     save_head(other, tmp_path / "saved")
