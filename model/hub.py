@@ -58,47 +58,37 @@ def require_login() -> None:
 @contextmanager
 def readable_errors(repo: str, is_push: bool = False) -> Iterator[None]:
     """Turns what huggingface_hub raises into one line that names the repository and the fix, and never a token."""
-    from huggingface_hub import errors
+    from huggingface_hub import errors, get_token
 
+    here = "" if is_push else "no such local directory, and "
     try:
         yield
     except errors.GatedRepoError as error:
         raise UserError(f"{repo}: gated on the Hub; ask for access on its page, then run: hf auth login") from error
     except errors.RepositoryNotFoundError as error:
-        here = "" if is_push else "no such local directory, and "
         raise UserError(f"{repo}: {here}no such repository on the Hub (if it is private: hf auth login)") from error
     except errors.RevisionNotFoundError as error:
         raise UserError(f"{repo}: the repository has no such revision") from error
-    except errors.LocalEntryNotFoundError as error:
-        if isinstance(error.__cause__, errors.HfHubHTTPError):  # it was reached, and answered
-            raise UserError(f"{repo}: {_refusal(error.__cause__, is_push)}") from error
-        here = "" if is_push else "no such local directory, and "
-        raise UserError(f"{repo}: {here}the Hub cannot be reached") from error
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
-        raise UserError(f"{repo}: {_refusal(error, is_push)}") from error
-
-
-def _refusal(error: Exception, is_push: bool) -> str:
-    """What the Hub's answer means for the user, and the fix."""
-    response = getattr(error, "response", None)
-    status, address = getattr(response, "status_code", None), str(getattr(response, "url", ""))
-    is_hub = "/api/" in address or ".git/info/lfs" in address  # and not the storage behind it, whose links expire
-    if status == 401 and is_hub:
-        return "the Hub does not accept this login (its token may have expired); run: hf auth login"
-    if status == 403 and is_hub and is_push:
-        return (
-            "this login may not write there, and repeating will not help; use a token with write permission to it "
-            "(hf auth login), or a repository of your own"
-        )
-    if status == 403 and is_hub:
-        return "this login may not read it; ask its owner for access, or run: hf auth login"
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    text = f"the Hub refused or broke off: {_without_token(lines[0])}"
-    return f"{text}; nothing is half there: the same command goes on" if is_push else f"{text}; try again"
-
-
-def _without_token(text: str) -> str:
-    from huggingface_hub import get_token
-
-    token = get_token()
-    return text.replace(token, "***") if token else text
+        cause: BaseException = error
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            if not isinstance(error.__cause__, errors.HfHubHTTPError):
+                raise UserError(f"{repo}: {here}the Hub cannot be reached") from error
+            cause = error.__cause__  # it was reached, and answered
+        response = getattr(cause, "response", None)
+        address = str(getattr(response, "url", ""))
+        is_hub = "/api/" in address or ".git/info/lfs" in address  # not the storage behind it, whose links expire
+        fixes = {
+            (401, True): "the Hub does not accept this login (its token may have expired); run: hf auth login",
+            (403, True): "this login may not write there, and repeating will not help; use a token with write "
+            "permission to it (hf auth login), or a repository of your own",
+            (403, False): "this login may not read it; ask its owner for access, or run: hf auth login",
+        }
+        status = getattr(response, "status_code", None)
+        fix = fixes.get((status, is_push or status == 401)) if is_hub else None
+        if fix is None:
+            first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+            token = get_token()
+            fix = f"the Hub refused or broke off: {first.replace(token, '***') if token else first}; "
+            fix += "nothing is half there: the same command goes on" if is_push else "try again"
+        raise UserError(f"{repo}: {fix}") from error

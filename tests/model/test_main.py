@@ -42,12 +42,12 @@ def test_a_published_head_is_inspected_and_converted_to_every_layout(
     assert "fits" in capsys.readouterr().out
     assert call(monkeypatch, "inspect", head, "--json") == 0
     assert json.loads(capsys.readouterr().out)["layout"] == "safeailab"
-    for to in commands.LAYOUTS:
+    for to in ("safeailab", "sglang", "speculators"):
         assert call(monkeypatch, "convert", head, "--to", to, "--target", target, "--out", tmp_path / to) == 0
         out = capsys.readouterr().out
         assert "note: names no taps; [2, 4, 5] are taken" in out and "equal bit for bit" in out
         assert load_head(tmp_path / to).kind == "eagle3"
-    assert set(commands.LAYOUTS) == set(WRITABLE)
+    assert {"safeailab", "sglang", "speculators"} == set(WRITABLE)
 
 
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -60,8 +60,8 @@ def test_mistakes_are_one_line_and_exit_code_2(
     cases = [
         ((*convert,), "not empty; name a new directory, or replace it with --overwrite"),
         (("convert", tmp_path / "none", *convert[2:-1], tmp_path / "new"), "no such head directory"),
-        ((*convert[:-1], tmp_path / "new", "--after-blocks", "2,x"), "not a list of block numbers"),
-        ((*convert[:-1], tmp_path / "new", "--after-blocks", "4,2"), "must ascend"),
+        ((*convert[:-1], tmp_path / "new", "--after-blocks", "2,x"), "must be ascending block numbers"),
+        ((*convert[:-1], tmp_path / "new", "--after-blocks", "4,2"), "must be ascending"),
         ((*convert[:-1], head / "config.json" / "sub"), "config.json is no directory; name another place"),
         ((*convert[:-1], tmp_path / "new", "--speculative-tokens", "-1"), "a cycle drafts at least one token"),
         ((*convert[:-1], tmp_path / "new", "--speculative-tokens", "0"), "a cycle drafts at least one token"),
@@ -146,12 +146,6 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
         process.stdout.close()
         said = process.stderr.read()
     assert process.returncode == 141 and said == b""
-
-    def elsewhere() -> int:
-        raise BrokenPipeError("a socket's")
-
-    with pytest.raises(BrokenPipeError):
-        exit_code(elsewhere)
 
 
 @pytest.mark.slow

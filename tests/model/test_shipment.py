@@ -17,7 +17,7 @@ from aerie.model.checkpoint import save_head
 from aerie.model.export import export
 from aerie.model.formats.sglang import CHECKED
 from aerie.model.inspection import inspect_head, screen
-from aerie.model.push import Order, Permissions, pack
+from aerie.model.push import Order, pack
 from aerie.model.storage import digests
 from tests import tiny
 from tests.model.formats import published
@@ -83,14 +83,14 @@ def content(file: Path | bytes) -> str:
 def readme(directory: Path, **changes: Any) -> tuple[dict[str, Any], str]:
     """The card's front matter and its text."""
     order = Order(**{"directory": directory, "repo": "me/head", **changes})
-    content = pack(order, Permissions(without_results=True), is_dirty=False).files["README.md"]
+    content = pack(dataclasses.replace(order, without_results=True), is_dirty=False).files["README.md"]
     assert isinstance(content, bytes)
     _, front, body = content.decode().split("---\n", maxsplit=2)
     return yaml.safe_load(front), body
 
 
 def test_the_head_its_records_and_its_card_go_and_no_conversation(head: Path) -> None:
-    shipment = pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+    shipment = pack(Order(head, "me/head"), is_dirty=False)
     assert shipment.files.keys() == {
         "config.json",
         "model.safetensors",
@@ -115,7 +115,7 @@ def test_the_card_tells_target_data_tokens_tau_speedup_hardware_and_three_ways_t
     assert "Hardware: device a CPU, threads 2. Commit 0123456789ab." in body
     assert "1,627,195 tokens, 1,150 steps" in body and "ECE 0.0575" in body and "90.00% of the training answers" in body
     assert "`secret.jsonl`" in body and str(head.parents[2]) not in body  # no paths of this machine
-    assert "infer/main.py generate --target meta-llama/Llama-3.1-8B-Instruct --head me/head" in body
+    assert "aerie generate --target meta-llama/Llama-3.1-8B-Instruct --head me/head" in body
     assert "convert me/head --to speculators" in body and "vllm serve draft" in body
     assert "convert me/head --to sglang" in body and "--speculative-algorithm EAGLE3" in body
 
@@ -148,7 +148,7 @@ def test_no_local_path_and_nobodys_name_leaves_the_machine(
         place = tmp_path / "out"
     for name in (None, "someone/tiny-llama"):
         order = Order(place, "me/head", run=run, target_name=name, licence="mit")
-        shipment = pack(order, Permissions(), is_dirty=False)
+        shipment = pack(order, is_dirty=False)
         texts = {file: content(shipment.files[file]) for file in shipment.files if not file.endswith(".safetensors")}
         assert len(texts) == 6
         for file, text in texts.items():
@@ -173,7 +173,7 @@ def test_no_local_path_and_nobodys_name_leaves_the_machine(
 def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(tmp_path: Path) -> None:
     def shipped(place: Path, out: Path) -> Path:
         out.mkdir()
-        files = pack(Order(place, "me/head"), Permissions(without_results=True), is_dirty=False).files
+        files = pack(Order(place, "me/head", without_results=True), is_dirty=False).files
         for name, file in files.items():
             (out / name).write_bytes(file if isinstance(file, bytes) else file.read_bytes())
         return out
@@ -191,7 +191,7 @@ def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(tmp_path: Pa
 
 
 def test_records_without_local_paths_are_shipped_as_they_are(head: Path) -> None:
-    files = pack(Order(head, "me/head"), Permissions(), is_dirty=False).files
+    files = pack(Order(head, "me/head"), is_dirty=False).files
     assert files["config.json"] == head / "config.json" and files["model.safetensors"] == head / "model.safetensors"
 
 
@@ -199,19 +199,18 @@ def test_records_without_local_paths_are_shipped_as_they_are(head: Path) -> None
 def test_a_published_medusa_or_hydra_head_ships_as_it_was_published(tmp_path: Path, kind: str) -> None:
     place = {"medusa": multi_token.medusa, "hydra": multi_token.hydra}[kind](tmp_path / "head")[1]
     order = Order(place, "me/head", target_name="lmsys/vicuna-7b-v1.3")
-    shipment = pack(order, Permissions(without_results=True), is_dirty=False)
+    shipment = pack(dataclasses.replace(order, without_results=True), is_dirty=False)
     assert shipment.files.keys() == {"config.json", f"{kind}_lm_head.pt", "README.md"}
     text = content(shipment.files["README.md"])
     assert (
-        f"{kind.title()} draft head" in text
-        and "infer/main.py generate --target lmsys/vicuna-7b-v1.3 --head me/head" in text
+        f"{kind.title()} draft head" in text and "aerie generate --target lmsys/vicuna-7b-v1.3 --head me/head" in text
     )
 
 
 def test_a_draft_lm_is_no_draft_head_and_the_way_to_ship_it_is_told(tmp_path: Path) -> None:
     place = tiny.target(tmp_path / "draft_lm")
     with pytest.raises(UserError, match=r"a whole language model \(a draft_lm, or a target\).*hf upload me/head "):
-        pack(Order(place, "me/head", target_name="a/b"), Permissions(without_results=True), is_dirty=False)
+        pack(Order(place, "me/head", target_name="a/b", without_results=True), is_dirty=False)
 
 
 def test_the_card_names_the_sglang_whose_counting_the_files_follow(head: Path, tmp_path: Path) -> None:
@@ -230,16 +229,16 @@ def test_the_card_names_the_sglang_whose_counting_the_files_follow(head: Path, t
 def test_records_that_cannot_be_parsed_are_one_sentence(head: Path) -> None:
     (head / "recipe.yaml").write_text("a: [\n")
     with pytest.raises(UserError, match=r"recipe\.yaml: not YAML"):
-        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        pack(Order(head, "me/head"), is_dirty=False)
     (head / "recipe.yaml").write_text("- a list\n")
     write_json(head / "provenance.json", {"tokens": "many", "dirty": False})
-    assert "recipe.yaml" not in pack(Order(head, "me/head"), Permissions(), is_dirty=False).files
+    assert "recipe.yaml" not in pack(Order(head, "me/head"), is_dirty=False).files
 
 
 def test_an_exported_head_ships_with_the_reports_of_the_head_it_was_made_from(head: Path, tmp_path: Path) -> None:
     export(head, "speculators", tmp_path / "out", ends_facts())
     order = Order(tmp_path / "out", "me/head", run=head.parents[1])
-    assert "summary.json" in pack(order, Permissions(), is_dirty=False).files
+    assert "summary.json" in pack(order, is_dirty=False).files
     front, body = readme(tmp_path / "out", run=head.parents[1])
     assert "vllm" in front["tags"] and "vllm serve me/head\n" in body and "convert me/head --to speculators" not in body
 
@@ -247,7 +246,7 @@ def test_an_exported_head_ships_with_the_reports_of_the_head_it_was_made_from(he
 def test_reports_of_another_head_are_refused(head: Path) -> None:
     save_head(published.eagle3(seed=9), head, target_path="a/b")
     with pytest.raises(UserError, match="was measured with another head"):
-        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        pack(Order(head, "me/head"), is_dirty=False)
 
 
 def test_results_without_a_record_of_the_head_are_nobodys(head: Path) -> None:
@@ -257,8 +256,8 @@ def test_results_without_a_record_of_the_head_are_nobodys(head: Path) -> None:
         if wrong is not None:
             write_json(run / "bench" / "provenance.json", wrong)
         with pytest.raises(UserError, match=r"bench: (holds no record of|was measured with).*--without-results"):
-            pack(Order(head, "me/head"), Permissions(), is_dirty=False)
-        shipment = pack(Order(head, "me/head"), Permissions(without_results=True), is_dirty=False)
+            pack(Order(head, "me/head"), is_dirty=False)
+        shipment = pack(Order(head, "me/head", without_results=True), is_dirty=False)
         assert "summary.json" not in shipment.files and "4.08" not in content(shipment.files["README.md"])
         assert any(note.startswith("report/summary.json left out") for note in shipment.notes)
 
@@ -267,7 +266,7 @@ def test_the_calibration_of_another_head_stays_here(head: Path) -> None:
     run = head.parents[1]
     summary = json.loads((run / "report" / "summary.json").read_text())
     write_json(run / "report" / "summary.json", {**summary, "calibration": {"ece": 0.0575}})
-    shipped = pack(Order(head, "me/head"), Permissions(), is_dirty=False).files
+    shipped = pack(Order(head, "me/head"), is_dirty=False).files
     assert shipped["summary.json"] == run / "report" / "summary.json" and "calibration.json" in shipped
     for wrong in (None, {"inputs": {"head": [{**digests(head), "model.safetensors": "another"}]}}):
         (run / "calibration" / "provenance.json").unlink()
@@ -275,7 +274,7 @@ def test_the_calibration_of_another_head_stays_here(head: Path) -> None:
             write_json(run / "calibration" / "provenance.json", wrong)
         else:
             write_json(run / "calibration" / "other.json", {})
-        shipment = pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        shipment = pack(Order(head, "me/head"), is_dirty=False)
         assert "calibration.json" not in shipment.files and "ECE" not in content(shipment.files["README.md"])
         assert "0.0575" not in content(shipment.files["summary.json"])
         assert any(note.startswith("calibration left out: ") for note in shipment.notes)
@@ -284,20 +283,25 @@ def test_the_calibration_of_another_head_stays_here(head: Path) -> None:
 
 def test_push_checks_the_target_that_it_is_given_and_asks_for_it_where_only_it_tells_the_taps(tmp_path: Path) -> None:
     numbered = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}}
-    place, told = published.specforge(tmp_path / "head", numbered), Permissions(without_results=True)
-    with pytest.raises(UserError, match="only its target tells; give it with --target"):
-        pack(Order(place, "me/head", target_name="a/b"), told, is_dirty=False)
-    shipment = pack(Order(place, "me/head", target_name="a/b", target=ends_facts()), told, is_dirty=False)
+    place = published.specforge(tmp_path / "head", numbered)
+    with pytest.raises(UserError, match="give it with --target"):
+        pack(Order(place, "me/head", target_name="a/b", without_results=True), is_dirty=False)
+    shipment = pack(
+        Order(place, "me/head", target_name="a/b", target=ends_facts(), without_results=True), is_dirty=False
+    )
     assert "hidden_states [4, 5, 7]" in content(shipment.files["README.md"])
-    plain = pack(Order(published.specforge(tmp_path / "plain"), "me/head", target_name="a/b"), told, is_dirty=False)
+    plain = pack(
+        Order(published.specforge(tmp_path / "plain"), "me/head", target_name="a/b", without_results=True),
+        is_dirty=False,
+    )
     assert "not determined by its files: the default ones of its target" in content(plain.files["README.md"])
     save_head(published.eagle3(), tmp_path / "own", target="0123", target_path="a/b")
     with pytest.raises(UserError, match="other weights than tiny"):
-        pack(Order(tmp_path / "own", "me/head", target=ends_facts()), told, is_dirty=False)
+        pack(Order(tmp_path / "own", "me/head", target=ends_facts(), without_results=True), is_dirty=False)
 
 
 def test_the_card_says_what_this_project_had_to_do_with_the_head(head: Path, tmp_path: Path) -> None:
-    assert "), trained with aerie. Spec" in readme(head)[1]
+    assert "trained with aerie. Spec" in readme(head)[1]
     export(head, "sglang", tmp_path / "out", ends_facts())
     assert "in the sglang layout, converted with aerie" in readme(tmp_path / "out")[1]
     foreign = readme(published.specforge(tmp_path / "theirs"), target_name="a/b")[1]
@@ -318,10 +322,10 @@ def test_a_report_of_several_heads_ships_with_each_and_shows_its_own_rows(head: 
     assert "| eagle3 | chain, 5 levels |" in body and "| vanilla | - |" in body and "| medusa |" not in body
     write_json(run / "report" / "summary.json", {"rows": rows[:1] + rows[2:]})
     with pytest.raises(UserError, match="no measured results"):
-        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        pack(Order(head, "me/head"), is_dirty=False)
     write_json(run / "bench" / "provenance.json", {"inputs": {"head": [others]}})
     with pytest.raises(UserError, match="was measured with another head"):
-        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        pack(Order(head, "me/head"), is_dirty=False)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -334,33 +338,33 @@ def test_a_medusa_or_hydra_head_ships_with_a_card_that_says_where_it_decodes(tmp
 def test_without_results_only_when_told(head: Path) -> None:
     shutil.rmtree(head.parents[1] / "report")
     with pytest.raises(UserError, match=r"no measured results .*--without-results"):
-        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
+        pack(Order(head, "me/head"), is_dirty=False)
     assert "Nothing was measured with this head yet." in readme(head)[1]
 
 
 def test_an_uncommitted_tree_only_when_told(head: Path) -> None:
     with pytest.raises(UserError, match="this checkout differs from its commit"):
-        pack(Order(head, "me/head"), Permissions(), is_dirty=True)
+        pack(Order(head, "me/head"), is_dirty=True)
     provenance = json.loads((head / "provenance.json").read_text())
     write_json(head / "provenance.json", {**provenance, "dirty": True})
     with pytest.raises(UserError, match="was trained from an uncommitted tree"):
-        pack(Order(head, "me/head"), Permissions(), is_dirty=False)
-    card = pack(Order(head, "me/head"), Permissions(uncommitted=True), is_dirty=True).files["README.md"]
+        pack(Order(head, "me/head"), is_dirty=False)
+    card = pack(Order(head, "me/head", uncommitted=True), is_dirty=True).files["README.md"]
     assert isinstance(card, bytes) and b"Commit 0123456789ab, with uncommitted changes" in card
 
 
 def test_a_broken_head_and_one_without_a_target_are_refused(tmp_path: Path) -> None:
     save_head(published.eagle3(), tmp_path / "head")
     with pytest.raises(UserError, match="name it with --target-name"):
-        pack(Order(tmp_path / "head", "me/head"), Permissions(without_results=True), is_dirty=False)
+        pack(Order(tmp_path / "head", "me/head", without_results=True), is_dirty=False)
     named = pack(
-        Order(tmp_path / "head", "me/head", target_name="local/deep/path"), Permissions(without_results=True), False
+        Order(tmp_path / "head", "me/head", target_name="local/deep/path", without_results=True), is_dirty=False
     )
     assert any("no base_model" in note for note in named.notes)
     values = json.loads((tmp_path / "head" / "config.json").read_text())
     write_json(tmp_path / "head" / "config.json", {**values, "intermediate_size": 96})
     with pytest.raises(UserError, match="has shape"):
-        pack(Order(tmp_path / "head", "me/head"), Permissions(without_results=True), is_dirty=False)
+        pack(Order(tmp_path / "head", "me/head", without_results=True), is_dirty=False)
 
 
 @pytest.mark.parametrize(
