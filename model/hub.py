@@ -85,7 +85,7 @@ def readable_errors(repo: str, is_push: bool = False) -> Iterator[None]:
             (403, False): "this login may not read it; ask its owner for access, or run: hf auth login",
         }
         status = getattr(response, "status_code", None)
-        fix = fixes.get((status, is_push or status == 401)) if is_hub else None
+        fix = fixes.get((int(status or 0), is_push or status == 401)) if is_hub else None
         if fix is None:
             first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
             token = get_token()
