@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -78,18 +79,17 @@ class Batch:
         return mask
 
     def to(self, device: torch.device | str) -> "Batch":
+        """The batch on a device, with its states decoded there."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)._decoded()
-
-    def _decoded(self) -> "Batch":
-        """The batch with its states as they are used."""
-        if self.dtype is None or self.features is None:
-            return self
-        first, rest = (None, None) if self.scales is None else self.scales.split((1, self.scales.shape[-1] - 1), -1)
-        taps = None if self.taps is None else decode(self.taps, rest, self.dtype)
-        features = decode(self.features, first, self.dtype)
-        return replace(self, features=features, taps=taps, scales=None, dtype=None)
+        if self.dtype is not None and self.features is not None:
+            scales = moved.pop("scales", None)  # [B, T, 1 + L]
+            of_hidden, of_taps = (None, None) if scales is None else (scales[..., :1], scales[..., 1:])
+            moved["features"] = decode(moved["features"], of_hidden, self.dtype)
+            if self.taps is not None:
+                moved["taps"] = decode(moved["taps"], of_taps, self.dtype)
+            moved |= {"scales": None, "dtype": None}
+        return replace(self, **moved)
 
 
 def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool = False) -> Batch:
@@ -99,16 +99,32 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
         return Batch(empty, empty.clone(), torch.zeros(1, dtype=torch.long), (-1,))
     ids = [torch.as_tensor(row.input_ids, dtype=torch.long) for row in rows]
     turns = [torch.as_tensor(row.turns, dtype=torch.long) for row in rows]
-    join = _pack if packed else _pad
+    if packed:  # turn numbers that no two conversations share
+        used = [0, *accumulate(int(row.max()) for row in turns)]
+        turns = [torch.where(row > 0, row + before, 0) for row, before in zip(turns, used, strict=False)]
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        if packed:
+            return torch.cat(list(tensors))[None]  # [1, sum of T, ...]
+        longest = max(2, *(len(row) for row in tensors))
+        out = tensors[0].new_zeros(len(tensors), longest, *tensors[0].shape[1:])  # [B, T, ...]
+        for padded, row in zip(out, tensors, strict=True):
+            padded[: len(row)] = row
+        return out
+
+    def join_states(name: str) -> Tensor | None:
+        tensors: list[Any] = [getattr(row, name, None) for row in rows]
+        return None if tensors[0] is None else join(tensors)
+
     return Batch(
         input_ids=join(ids),
-        turns=join(_apart(turns) if packed else turns),
-        lengths=torch.tensor([len(x) for x in ids]),
+        turns=join(turns),
+        lengths=torch.tensor([len(row) for row in ids]),
         rows=tuple(numbers),
-        features=_optional([getattr(row, "last_hidden", None) for row in rows], join),
-        taps=_optional([getattr(row, "taps", None) for row in rows], join),
-        documents=tuple(len(x) for x in ids) if packed else None,
-        scales=_optional([getattr(row, "scales", None) for row in rows], join),
+        features=join_states("last_hidden"),
+        taps=join_states("taps"),
+        documents=tuple(len(row) for row in ids) if packed else None,
+        scales=join_states("scales"),
         dtype=getattr(rows[0], "dtype", None),
     )
 
@@ -142,13 +158,10 @@ class Order:
         pools: "ShardPools | None" = None,
     ) -> None:
         """pools: where the rows lie, so that an epoch reads some shards after the others; None: all at once."""
-        self.lengths = lengths
-        self.seed = seed
-        self.accumulation = accumulation
-        self.world_size = world_size
+        self.lengths, self.seed, self.pools = lengths, seed, pools
+        self.accumulation, self.world_size = accumulation, world_size
         self.rows_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = -(-len(lengths) // self.rows_per_step)
-        self.pools = pools
         self._epoch: tuple[int, list[list[int]]] | None = None
 
     def epoch_of(self, step: int) -> int:
@@ -170,15 +183,16 @@ class Order:
     def _steps_of(self, epoch: int) -> list[list[int]]:
         generator = keyed_generator(self.seed, epoch)
         count, steps = len(self.lengths), self.steps_per_epoch
-        shuffled = _permuted(range(count), generator) if self.pools is None else self.pools.shuffled(generator)
+        shuffled = permuted(range(count), generator) if self.pools is None else self.pools.shuffled(generator)
         cuts = [count * step // steps for step in range(steps + 1)]
-        made: list[list[int]] = []
+        rows_of_steps: list[list[int]] = []
         for first in range(0, steps, WINDOW_STEPS):
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
-            cut = [window[cuts[step] - cuts[first] : cuts[step + 1] - cuts[first]] for step in range(first, last)]
-            made += cut if self.pools is None else _permuted(cut, generator)
-        return _permuted(made, generator) if self.pools is None else made
+            parts = [window[cuts[step] - cuts[first] : cuts[step + 1] - cuts[first]] for step in range(first, last)]
+            # Long steps must not all come first; with pools the steps of a window stay together.
+            rows_of_steps += parts if self.pools is None else permuted(parts, generator)
+        return permuted(rows_of_steps, generator) if self.pools is None else rows_of_steps
 
 
 @dataclass(frozen=True)
@@ -190,15 +204,15 @@ class ShardPools:
 
     def shuffled(self, generator: torch.Generator) -> list[int]:
         """All rows: shards in a random order, and the rows of each `at_once` of them in a random order."""
-        order = _permuted(self.shards, generator)
-        made: list[int] = []
+        order, rows = permuted(self.shards, generator), list[int]()
         for first in range(0, len(order), self.at_once):
-            made += _permuted([row for shard in order[first : first + self.at_once] for row in shard], generator)
-        return made
+            rows += permuted([row for shard in order[first : first + self.at_once] for row in shard], generator)
+        return rows
 
 
-def _permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
-    return [values[place] for place in torch.randperm(len(values), generator=generator).tolist()]
+def permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
+    """The values in a random order."""
+    return [values[index] for index in torch.randperm(len(values), generator=generator).tolist()]
 
 
 def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
@@ -212,31 +226,3 @@ def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
             pending = following
         if pending is not None:
             yield pending.result()
-
-
-def _pad(tensors: list[Tensor]) -> Tensor:
-    longest = max(2, *(len(x) for x in tensors))
-    out = tensors[0].new_zeros(len(tensors), longest, *tensors[0].shape[1:])  # [B, T, ...]
-    for row, values in zip(out, tensors, strict=True):
-        row[: len(values)] = values
-    return out
-
-
-def _pack(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors)[None]  # [1, sum of T, ...]
-
-
-def _apart(turns: list[Tensor]) -> list[Tensor]:
-    """The turns with numbers that no two conversations share."""
-    made, used = [], 0
-    for each in turns:
-        made.append(torch.where(each > 0, each + used, 0))
-        used = max(used, int(made[-1].max()))
-    return made
-
-
-def _optional(tensors: list[Tensor | None], join: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
-    present = [x for x in tensors if x is not None]
-    if len(present) not in (0, len(tensors)):
-        raise ValueError("some rows have features and some have none")
-    return join(present) if present else None

@@ -1,9 +1,12 @@
-"""Conversations as tokens with the assistant's turns marked, by rendering prefixes with the tokenizer's own template.
+"""Conversations as tokens with a loss mask, made by rendering prefixes with the tokenizer's own chat template.
 
-For the assistant turn at messages[i]: P = render(messages[:i], add_generation_prompt=True) is what the target reads
-before it answers, F = render(messages[:i + 1]) is that and the answer. What F adds to P is the assistant's, up to its
-first end-of-turn token. When every F is a prefix of the whole conversation's render, one row carries all turns; when
-not (templates that drop earlier thinking or write something per call), each turn is a row of its own.
+For the assistant turn at messages[i], `prompt` = render(messages[:i], add_generation_prompt=True) is what the target
+reads before it answers, and `text` = render(messages[:i + 1]) is that and the answer. What `text` adds to `prompt` is
+the assistant's (`Chat.render` finds it in characters); the tokens of it up to its first end-of-turn token are learnt
+(`Chat._mark` makes the mask, `Row.turns`). Tokens that the generation prompt writes are not learnt.
+
+When every `text` is a prefix of the whole conversation's render, one row carries all turns. When not (templates that
+drop earlier thinking), each turn is a row of its own.
 """
 
 import re
@@ -11,7 +14,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -19,7 +22,7 @@ from tokenizers import Encoding, Tokenizer
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.conversations import Conversation, Message, Tally, TokenRow, UnusableRow
+from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
 from aerie.model.storage import SHIPPED_TEMPLATE
 
 ATTEMPTS = 3  # renders of one conversation before a template that writes the time counts as unstable
@@ -28,7 +31,7 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of one training row. turns[t] is 0 where token t is not learnt, j >= 1 in the j-th assistant turn.
+    """Tokens of one training row, and its loss mask: turns[t] is 0 where token t is not learnt, j in the j-th answer.
 
     Turn numbers ascend along the row; a turn's end-of-turn token belongs to it. source is 'file: row n'.
     """
@@ -39,7 +42,7 @@ class Row:
 
     @property
     def num_supervised(self) -> int:
-        return len(self.turns) - sum(1 for turn in self.turns if turn == 0)
+        return sum(1 for turn in self.turns if turn)
 
     @property
     def num_slots(self) -> int:
@@ -54,6 +57,12 @@ class Rendered:
     text: str
     spans: tuple[tuple[int, int], ...]
     source: str
+
+
+def shared_start(first: str, second: str) -> int:
+    """The number of characters that both texts begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def end_of_turn_ids(tokenizer: Any, generation_eos: int | Sequence[int] | None) -> set[int]:
@@ -80,18 +89,15 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int], tally: Tally) -> None:
-        self.tokenizer = tokenizer
-        self.end_ids = frozenset(end_ids)
-        self.tally = tally
+        self.tokenizer, self.end_ids, self.tally = tokenizer, frozenset(end_ids), tally
         self.name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
                 f"{self.name}: {type(tokenizer).__name__} is a slow tokenizer, which cannot say which characters a "
                 f"token covers; use a checkpoint with tokenizer.json"
             )
-        self.special_ids = frozenset(tokenizer.all_special_ids) | {
-            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         # A copy without the last step of tokenisation, which only adds special tokens and trims blanks off the offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.post_processor = None
@@ -109,59 +115,67 @@ class Chat:
                 f"{self.name}: the tokenizer has no chat template; name one with target.chat_template: FILE.jinja "
                 f"({SHIPPED_TEMPLATE} ships for Vicuna targets)"
             )
+        messages, source = conversation.messages, conversation.place
         if supervise_all:
-            whole = self._text(conversation, len(conversation.messages), False)
-            return [self._rendered(whole, [(0, len(whole))], conversation.place)]
+            whole = self._text(conversation, len(messages), False)
+            return [self._rendered(whole, [(0, len(whole))], source)]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         for _ in range(ATTEMPTS):
-            turns, is_stable = self._render_turns(conversation)
-            if is_stable:
+            prompts = [self._text(conversation, index, True) for index in answers]
+            texts = [self._text(conversation, index + 1, False) for index in answers]
+            whole, pairs = texts[-1], list(zip(texts, prompts, strict=True))
+            is_plain = all(text.startswith(prompt) and whole.startswith(text) for text, prompt in pairs)
+            # Where it is not, the clock of a template that writes the time may have moved between two renders.
+            if is_plain or self._text(conversation, answers[0], True) == prompts[0]:
                 break
         else:
             raise UnusableRow("the template renders differently on each call", "two renders of one conversation differ")
-        whole = turns[-1][0]
-        if all(whole.startswith(text) for text, _ in turns):
-            return [self._rendered(whole, [span for _, span in turns], conversation.place)]
-        return [
-            self._rendered(text, [span], f"{conversation.place}, answer {number}")
-            for number, (text, span) in enumerate(turns, start=1)
+        spans = [
+            (self._answer_start(conversation, index, text, prompt), len(text))
+            for index, (text, prompt) in zip(answers, pairs, strict=True)
         ]
+        if all(whole.startswith(text) for text in texts):
+            return [self._rendered(whole, spans, source)]
+        rows = enumerate(zip(texts, spans, strict=True), start=1)
+        return [self._rendered(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Row]:
         """The renders as tokens; one call per batch, which the tokenizer spreads over its threads."""
         encodings = self.backend.encode_batch([row.text for row in rendered], add_special_tokens=False)
         return [self._mark(row, encoding) for row, encoding in zip(rendered, encodings, strict=True)]
 
-    def _render_turns(self, conversation: Conversation) -> tuple[list[tuple[str, tuple[int, int]]], bool]:
-        """For each assistant turn the render that ends with it and its span there; False if the clock moved between."""
-        turns = []
-        is_plain = True
-        for index, message in enumerate(conversation.messages):
-            if message["role"] == "assistant":
-                prompt = self._text(conversation, index, True)
-                text = self._text(conversation, index + 1, False)
-                is_plain = is_plain and text.startswith(prompt)
-                turns.append((prompt, text, index))
-        is_plain = is_plain and all(turns[-1][1].startswith(text) for _, text, _ in turns)
-        if not is_plain and self._text(conversation, turns[0][2], True) != turns[0][0]:
-            return [], False  # the first render, made again after the last: another date or time by now
-        return [
-            (text, (self._border(conversation, prompt, text, index), len(text))) for prompt, text, index in turns
-        ], True
+    def _mark(self, rendered: Rendered, encoding: Encoding) -> Row:
+        """The loss mask: every token that begins in an answer, up to the answer's end-of-turn token."""
+        ids = array("i", encoding.ids)
+        turns = array("i", bytes(ids.itemsize * len(ids)))  # zeros
+        starts, ends = ([offsets[side] for offsets in encoding.offsets] for side in (0, 1))
+        for number, (start, end) in enumerate(rendered.spans, start=1):
+            first, stop = bisect_left(starts, start), bisect_right(ends, end)
+            if first > 0 and ends[first - 1] > start:
+                self.tally.add("left out", "a token straddles prompt and answer", rendered.source)
+            end_token = next((at for at in range(first, stop) if ids[at] in self.end_ids), None)
+            if end_token is None:  # base models: up to the answer's last special token
+                reason = "the answer's end is none of the target's end-of-turn tokens"
+                self.tally.add("left out", reason, rendered.source)
+                last = stop - 1
+                end_token = next((at for at in range(last, first - 1, -1) if ids[at] in self.special_ids), last)
+            turns[first : end_token + 1] = array("i", [number]) * (end_token + 1 - first)
+        return Row(ids, turns, rendered.source)
 
-    def _border(self, conversation: Conversation, prompt: str, text: str, index: int) -> int:
+    def _answer_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int:
         """Where the answer begins in text: behind the prompt, or behind what both share of the generation prompt.
 
         A generation prompt that opens '<think>' is no prefix of an answer that was stored without thinking.
         """
         if text.startswith(prompt):
             return len(prompt)
-        history = self._text(conversation, index, False)
-        border = common_start(prompt, text)
-        if border <= len(history):
+        shared = shared_start(prompt, text)
+        if shared <= len(self._text(conversation, index, False)):
             sentence = f"turn {index + 1}: the text before the answer is another one once the answer is there"
             raise UnusableRow("the template rewrites what stands before an answer", sentence)
-        self.tally.leave_out("the generation prompt's last part is not in the render of the answer", conversation.place)
-        return border
+        reason = "the generation prompt's last part is not in the render of the answer"
+        self.tally.add("left out", reason, conversation.place)
+        return shared
 
     def _text(self, conversation: Conversation, end: int, add_generation_prompt: bool) -> str:
         messages: list[Message] = list(conversation.messages[:end])
@@ -179,52 +193,5 @@ class Chat:
     def _rendered(self, text: str, spans: list[tuple[int, int]], source: str) -> Rendered:
         if LONE_SURROGATE.search(text):  # half of a UTF-16 pair, common in scraped text; no tokenizer takes it
             text = LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
-            self.tally.mend("half of a surrogate pair replaced", source)
+            self.tally.add("mended", "half of a surrogate pair replaced", source)
         return Rendered(text, tuple(spans), source)
-
-    def _mark(self, rendered: Rendered, encoding: Encoding) -> Row:
-        ids = array("i", encoding.ids)
-        turns = array("i", bytes(ids.itemsize * len(ids)))
-        offsets = encoding.offsets
-        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-        for number, (start, end) in enumerate(rendered.spans, start=1):
-            first = bisect_left(starts, start)
-            if first > 0 and ends[first - 1] > start:
-                self.tally.leave_out("a token straddles prompt and answer", rendered.source)
-            stop = self._end_of_turn(ids, first, bisect_right(ends, end), rendered.source)
-            turns[first:stop] = array("i", [number]) * (stop - first)
-        return Row(ids, turns, rendered.source)
-
-    def _end_of_turn(self, ids: "array[int]", first: int, stop: int, source: str) -> int:
-        """One past the first end-of-turn token in [first, stop); without one past the last special token, or stop."""
-        for position in range(first, stop):
-            if ids[position] in self.end_ids:
-                return position + 1
-        self.tally.leave_out("the answer's end is none of the target's end-of-turn tokens", source)
-        return next((at + 1 for at in range(stop - 1, first - 1, -1) if ids[at] in self.special_ids), stop)
-
-
-def common_start(first: str, second: str) -> int:
-    """The number of characters that both texts begin with."""
-    pairs = zip(first, second, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
-
-
-def whole_row(row: Row) -> Row:
-    """The row with every token but the first in turn 1: how a target is trained from scratch."""
-    return Row(row.input_ids, array("i", [0] + [1] * (len(row.input_ids) - 1))[: len(row.input_ids)], row.source)
-
-
-def from_token_row(row: TokenRow, num_ids: int) -> Row:
-    """A pretokenised row, each run of ones in its mask a turn; UserError for an id the target's vocabulary lacks."""
-    largest = max(row.input_ids, default=0)
-    if largest >= num_ids or min(row.input_ids, default=0) < 0:
-        raise UserError(
-            f"{row.place}: token id {largest:,} is outside the target's vocabulary ({num_ids:,}); "
-            f"these rows were made with another tokenizer"
-        )
-    turns, number = array("i"), 0
-    for value, run in groupby(row.loss_mask):
-        number += value
-        turns.extend(array("i", [number * value]) * len(list(run)))
-    return Row(array("i", row.input_ids), turns, row.place)

@@ -15,17 +15,17 @@ from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.target_and_head import MULTI_TOKEN, DraftLMSection, HeadConfig, TargetConfig
 from aerie.configs.schema.train import TrainConfig
 from aerie.data.batches import Order, ShardPools, TokenisedRow
-from aerie.data.cache import COMMAND, FeatureCache, read_index, rows_digest
+from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.chat import end_of_turn_ids
 from aerie.data.conversations import Tally
 from aerie.data.features import OnlineFeatures, check_rows, text_fingerprint
-from aerie.data.inputs import conversation_inputs, sampled_digest, target_inputs
+from aerie.data.inputs import COMMAND, INDEX, conversation_inputs, sampled_digest, target_inputs
 from aerie.data.tokens import CountedVocabulary, draft_vocabulary, forced_ids, given_vocabulary, statistics, tokenize
 from aerie.model.checkpoint import new_head, position_warnings
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.hub import head_directory
-from aerie.model.storage import FILE, digest, sound_record
+from aerie.model.storage import FILE, Manifest, digest, sound_record
 from aerie.model.target import Target, TargetEnds, fingerprint, load_ends, load_tokenizer, taps_of
 from aerie.model.vocab import DraftVocabulary
 from aerie.train.loop import Job, Measure, Save, Supply, total_steps
@@ -114,10 +114,10 @@ def online_source(request: Request, whole: Target | None, speaks: bool) -> Sourc
     text_config, ends, taps = _target_of(request, whole)
     tokenizer = load_tokenizer(request.target)
     end_ids = _end_ids(request.target, tokenizer)
-    rows = tokenize(request.data, tokenizer, end_ids, Tally(), disable_bar=None if speaks else True)
+    rows = tokenize(request.data, tokenizer, end_ids, Tally(), speaks)
     check_rows([*rows.train, *rows.held_out], text_config, request.target.path)
     if speaks:
-        print(f"train: {statistics(rows.train).line()}", flush=True)
+        print(f"train: {statistics(rows.train)}", flush=True)
     dtype = None if request.features.dtype is None else getattr(torch, request.features.dtype)
     return Source(
         request=request,
@@ -224,10 +224,9 @@ def causal_lm_job(request: Request, frame: Frame) -> tuple[Job, int]:
     """The job of a small LM on tokens alone, and the vocabulary's size."""
     config, data = frame.config, request.data
     tokenizer = load_tokenizer(request.target)
-    disable_bar = None if frame.speaks else True
-    rows = tokenize(data, tokenizer, end_of_turn_ids(tokenizer, None), Tally(), disable_bar=disable_bar)
+    rows = tokenize(data, tokenizer, end_of_turn_ids(tokenizer, None), Tally(), frame.speaks)
     if frame.speaks:
-        print(f"train: {statistics(rows.train).line()}", flush=True)
+        print(f"train: {statistics(rows.train)}", flush=True)
     assert isinstance(request.head, DraftLMSection)
     lm = new_causal_lm(request.head, tokenizer, config.seed)
     _prepare_lm(lm, config, data.max_length)
@@ -354,13 +353,12 @@ def reads_cache(head: HeadConfig, features: FeaturesConfig, train: TrainConfig) 
     return features.mode != "online" and not _is_without_target(head, train)
 
 
-def cache_states(cache: Path) -> str | None:
-    """A digest of every bit of the feature cache's rows; None of a cache of before there were checksums.
+def cache_states(cache: Path) -> str:
+    """A digest of every bit of the feature cache's rows.
 
     Caches that were made of the same inputs may differ in it by rounding.
     """
-    checksums = [shard.checksum for shard in read_index(cache, sizes=False).shards]
-    return None if None in checksums else digest(checksums)
+    return digest(Manifest.read(cache, INDEX).files)
 
 
 def cache_record(cache: Path) -> dict[str, Any] | None:

@@ -25,8 +25,7 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import usual_tree
 from aerie.configs.schema.train import require_read
-from aerie.data.cache import COMMAND
-from aerie.data.inputs import changed_since, conversation_inputs
+from aerie.data.inputs import COMMAND, changed_since, conversation_inputs
 from aerie.model.storage import FILE, Stage, digest, read_json, remove_temporaries, with_status, write_text
 from aerie.train import resume
 from aerie.train.jobs import cache_record, cache_states, reads_cache, train_inputs

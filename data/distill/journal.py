@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from aerie.configs.errors import UserError
 from aerie.data.distill.answer import SERVER_SKIPS, Answer
-from aerie.data.tokens import Share
+from aerie.data.progress import Share
 from aerie.model.storage import digest
 
 Status = Literal["done", "skipped", "failed"]

@@ -44,8 +44,7 @@ from aerie.data.distill.prompts import (
     write_prompts,
 )
 from aerie.data.inputs import named_inputs
-from aerie.data.progress import bar
-from aerie.data.tokens import Share
+from aerie.data.progress import Share, bar
 from aerie.model.storage import FILE, Lock, Stage, digest, read_json, write_atomically, write_json, write_text
 from aerie.model.target import load_tokenizer
 

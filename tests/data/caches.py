@@ -18,7 +18,7 @@ from tests import tiny
 
 def rows(count: int, seed: int = 0, longest: int = 40) -> list[Row]:
     """Rows of 3 to `longest` random tokens with one turn each."""
-    chance = random.Random(seed)  # noqa: S311
+    chance = random.Random(seed)
     made = []
     for number in range(count):
         length = chance.randint(3, longest)
@@ -40,7 +40,18 @@ def plan(directory: Path, target: Target, data: TokenisedData, **features: Any) 
     return plan_cache(directory, data, config, target.recipe.path, load_config(target.recipe), origin)
 
 
+def write(target: Target, plan: CachePlan, **options: Any) -> Any:
+    """The index of the cache as this process writes it."""
+    return extract(target, plan, PartialState(), {"data": {"max_length": 40}}, **options)[0]
+
+
 def cache(directory: Path, target: Target, data: TokenisedData, **features: Any) -> FeatureCache:
     """The cache of these rows, extracted in this process."""
-    extract(target, plan(directory, target, data, **features), PartialState(), {"data": {"max_length": 40}})
+    write(target, plan(directory, target, data, **features))
     return FeatureCache.open(directory)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file of a cache but the provenance, which has times in it."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != "provenance.json"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}

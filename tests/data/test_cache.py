@@ -1,84 +1,253 @@
-"""Laws of the feature cache as a sequence."""
+"""Laws of the feature cache: what is read is what was written, however it is stored, and damage is never read."""
 
-import pickle
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.cache import FeatureCache
+from aerie.data.batches import collate
+from aerie.data.cache import FeatureCache, Form, ShardBuffer, Storage, StorageError, decode, encode, rows_digest
 from aerie.data.chat import Row
-from aerie.data.tokens import TokenisedData
-from aerie.model.target import fingerprint, load_ends
+from aerie.data.features import check
+from aerie.data.tokens import TokenisedData, count_tokens
+from aerie.model.target import Target, fingerprint, load_ends
+from tests import tiny
 from tests.data import caches
 
+FORMS: list[Form] = ["bf16", "fp8", "int8"]
 DATA = TokenisedData(train=caches.rows(11), held_out=caches.rows(4, seed=1))
+ROWS = [*DATA.train, *DATA.held_out]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("cache")
-    return caches.cache(root / "features", caches.load_target(root / "target"), DATA, after_blocks=(1, 3))
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return caches.load_target(tmp_path_factory.mktemp("target") / "target")
 
 
-def ids(found: FeatureCache) -> list[list[int]]:
-    return [row.input_ids.tolist() for row in found]
+@pytest.fixture(scope="module")
+def cache(target: Target, tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
+    return caches.cache(tmp_path_factory.mktemp("cache"), target, DATA, after_blocks=(1, 3))
 
 
-def given(rows: Sequence[Row]) -> list[list[int]]:
-    return [list(row.input_ids) for row in rows]
-
-
-def test_the_splits_hold_the_rows_in_order_and_together_are_the_cache(cache: FeatureCache) -> None:
-    assert len(cache.contents.shards) > 2
+def test_splits_and_slices_are_views_in_order_with_each_row_under_its_number(cache: FeatureCache) -> None:
     train, held_out = cache.split("train"), cache.split("held_out")
-    assert ids(train) == given(DATA.train) and ids(held_out) == given(DATA.held_out)
-    assert ids(cache) == ids(train) + ids(held_out)
-    assert (
-        train.lengths + held_out.lengths == cache.lengths == [len(row) for row in given([*DATA.train, *DATA.held_out])]
-    )
-
-
-def test_a_row_keeps_its_number_in_every_view(cache: FeatureCache) -> None:
-    assert [row.number for row in cache.split("held_out")] == [11, 12, 13, 14]
-    assert [row.number for row in cache[3:9:2]] == [3, 5, 7]
-    assert cache[-1].number == 14
+    assert len(cache.shards) > 2 and [row.input_ids.tolist() for row in cache] == [row.input_ids for row in ROWS]
+    assert [row.turns.tolist() for row in held_out] == [row.turns for row in DATA.held_out]
+    assert train.lengths + held_out.lengths == cache.lengths == [len(row.input_ids) for row in ROWS]
+    assert [row.number for row in held_out] == [11, 12, 13, 14] and [row.number for row in cache[3:9:2]] == [3, 5, 7]
     with pytest.raises(IndexError):
-        cache.split("train")[11]
+        train[11]
+    for view in (cache, train, held_out):
+        assert [row for shard in view.shards for row in shard] == list(range(len(view)))
+    cache[1].last_hidden.zero_()  # a copy
+    assert cache[1].last_hidden.abs().sum() > 0
 
 
-def test_a_view_can_be_sent_to_another_process(cache: FeatureCache) -> None:
-    assert cache[12].turns.tolist() == list(DATA.held_out[1].turns)  # a file is mapped by now
-    copy = pickle.loads(pickle.dumps(cache))  # noqa: S301
-    assert torch.equal(copy[12].last_hidden, cache[12].last_hidden)
+def test_tokens_are_counted_without_reading_states(cache: FeatureCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = count_tokens(((row.input_ids, row.turns) for row in DATA.train), 320)
+    monkeypatch.setattr("aerie.data.cache.STATES", None)  # reading a state would fail
+    assert count_tokens(cache.split("train").tokens(), 320).tolist() == expected.tolist()
 
 
-def test_the_fingerprint_is_the_one_that_training_computes_without_the_trunk(cache: FeatureCache) -> None:
-    path = cache.directory.parent / "target"
-    text_config, ends = load_ends(TargetConfig(path=str(path)))
-    expected = {"target": fingerprint(text_config, ends), "after_blocks": (1, 3), "dtype": "float32"}
+def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the_command(
+    cache: FeatureCache, target: Target, tmp_path: Path
+) -> None:
+    text_config, ends = load_ends(TargetConfig(path=target.recipe.path))  # as training does, without the trunk
+    expected = {"target": fingerprint(text_config, ends), "after_blocks": (1, 3), "storage": None}
     assert len(FeatureCache.open(cache.directory, expected)) == 15
+    for changed, said in (
+        ({"after_blocks": [1, 2]}, r"built with after_blocks: \[1, 3\] there, \[1, 2\] asked"),
+        ({"data": {"max_length": 2048}}, r"data.max_length: 40 there, 2048 asked"),
+        ({"target": "other"}, r"target: [0-9a-f]{16} there, other asked"),
+        ({"storage": "fp8"}, r"storage: None there, fp8 asked"),
+    ):
+        with pytest.raises(UserError, match=f"{said}; rebuild with: python data/main.py features .*--overwrite"):
+            FeatureCache.open(cache.directory, changed)
+    with pytest.raises(UserError, match="no such feature cache; build it with"):
+        FeatureCache.open(tmp_path / "nowhere")
 
 
-def test_a_mismatch_is_refused_with_both_values_and_the_command_that_rebuilds(cache: FeatureCache) -> None:
-    with pytest.raises(UserError) as refusal:
-        FeatureCache.open(cache.directory, {"after_blocks": (1, 2)})
-    assert str(refusal.value) == (
-        f"{cache.directory}: built with after_blocks (1, 3), this recipe asks (1, 2); "
-        f"rebuild with: python data/main.py features --config RECIPE --overwrite"
-    )
-    with pytest.raises(UserError, match=r"data.max_length 40, this recipe asks 2048"):
-        FeatureCache.open(cache.directory, {"data": {"max_length": 2048}})
-    with pytest.raises(UserError, match=r"built with target [0-9a-f]{16}, this recipe asks other"):
-        FeatureCache.open(cache.directory, {"target": "other"})
+# ---------------------------------------------------------------------------------------------------------- storage
 
 
-def test_the_shards_of_a_view_partition_its_rows_by_file(cache: FeatureCache) -> None:
-    for view in (cache, cache.split("train"), cache.split("held_out")):
-        assert [row for rows in view.shards for row in rows] == list(range(len(view)))
-        for rows in view.shards:
-            assert len({view.file_of(row) for row in rows}) == 1
-    assert len({cache.file_of(rows[0]) for rows in cache.shards}) == len(cache.contents.shards)
+def states(tokens: int = 200, width: int = 64, num_states: int = 3) -> torch.Tensor:
+    """States whose sizes differ by token and by state, and in which one dimension is a hundred times the others."""
+    generator = torch.Generator().manual_seed(0)
+    made = torch.randn(tokens, num_states, width, generator=generator)
+    made *= 10.0 ** torch.randint(-4, 4, (tokens, num_states, 1), generator=generator)
+    made[..., 5] *= 100
+    return made.flatten(1)
+
+
+def restored(form: Form, made: torch.Tensor) -> torch.Tensor:
+    stored = encode(made, 3, Storage(torch.float32, form))
+    return decode(stored.values, stored.scales, torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_its_own_scale(form: Form) -> None:
+    made = states()
+    largest = made.unflatten(1, (3, -1)).abs().amax(-1, keepdim=True).expand(-1, -1, 64).flatten(1)
+    bound = {
+        "bf16": made.abs() / 256,
+        "fp8": (made.abs() / 16).clamp_min(largest / 448 / 1024),  # half a step: 3 bits, then subnormals of 2 ** -9
+        "int8": largest / 127 / 2,
+    }[form]
+    assert ((restored(form, made) - made).abs() <= 1.001 * bound).all()
+    if form != "bf16":
+        louder = made.clone().unflatten(1, (3, -1))
+        louder[7, 1] *= 1e6
+        changed = restored(form, louder.flatten(1)) != restored(form, made)
+        assert changed.unflatten(1, (3, -1)).any(-1).nonzero().tolist() == [[7, 1]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 80_000.0])
+def test_values_that_the_dtype_cannot_hold_are_told_by_token_and_refused_with_the_row(form: Form, bad: float) -> None:
+    made, storage = states(width=8) / 1e12, Storage(torch.float16, form)  # float16 ends at 65,504
+    made[3], made[4, 3], made[9, 20] = 0.0, 60_000.0, bad
+    stored = encode(made, 3, storage)
+    assert (~stored.finite).nonzero().flatten().tolist() == [9]
+    assert decode(stored.values, stored.scales, torch.float16)[3].eq(0).all()
+    buffer = ShardBuffer([Row([1] * 200, [1] * 200, "b: row 9")], 24, 0, storage)
+    with pytest.raises(UserError, match=f"b: row 9: the target's states are not finite in {form} for float16"):
+        buffer.put(0, encode(made, 1, storage), None)
+
+
+def test_the_measured_error_weighs_every_dimension_and_every_token_alike() -> None:
+    made, ends = states(num_states=1), tiny.ends(hidden_size=64)
+    errors = {form: StorageError.measure(made, None, Storage(torch.float32, form), ends.logits) for form in FORMS}
+    assert errors["bf16"].dimensions[0] < 0.003 < errors["fp8"].dimensions[0] < 0.05 < errors["int8"].dimensions[0]
+    assert errors["bf16"].law < errors["fp8"].law and errors["bf16"].choice > 0.98
+    exact = StorageError.measure(states(600, 64, 1), made, Storage(torch.float32), ends.logits)
+    assert (exact.dimensions, exact.law, exact.choice, exact.num_tokens) == ([0.0, 0.0], 0.0, 1.0, 600)
+    assert StorageError.mean([errors["int8"], errors["int8"]]).num_tokens == 400
+    alone = StorageError(600, [0.0], 0.0, 1.0)
+    assert StorageError.mean([errors["int8"], alone]).law == pytest.approx(errors["int8"].law / 4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(
+    form: Form, cache: FeatureCache, target: Target, tmp_path: Path
+) -> None:
+    stored = caches.cache(tmp_path, target, DATA, after_blocks=(1, 3), storage=form)
+    sizes = [sum(path.stat().st_size for path in view.directory.glob("*.safetensors")) for view in (cache, stored)]
+    assert sizes[1] < (0.75 if form == "bf16" else 0.65) * sizes[0]
+    for packed in (False, True):
+        exact, read = (
+            collate([view[row] for row in (0, 4, 2)], (0, 4, 2), packed).to("cpu") for view in (cache, stored)
+        )
+        assert read.scales is None and read.dtype is None
+        for whole, found, taps in ((exact.features, read.features, 1), (exact.taps, read.taps, 2)):
+            assert whole is not None and found is not None and found.dtype == torch.float32
+            assert found.eq(0).eq(whole.eq(0)).float().mean() > 0.9  # padding stays zero
+            assert 0 < (found - whole).norm() / whole.norm() < 0.05 and found.shape[-1] == taps * target.hidden_size
+    error = stored.manifest.facts["error"]
+    assert cache.manifest.facts["error"] is None and len(error["dimensions"]) == 3 and 0 < error["law"] < 0.2
+
+
+def test_the_rows_digest_sees_ids_turns_and_borders() -> None:
+    sets = ([Row([1, 2], [0, 1], "")], [Row([1, 3], [0, 1], "")], [Row([1, 2], [0, 2], "")])
+    assert len({rows_digest(rows) for rows in (*sets, [Row([1], [0], ""), Row([2], [1], "")])}) == 4
+
+
+# ----------------------------------------------------------------------------------------------------------- damage
+
+
+def change(name: str, value: int) -> Callable[[Path], None]:
+    """Changes one number of a shard as a flipped bit on a disk would: nothing else of the file moves."""
+
+    def apply(path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        tensors[name].view(-1)[7] = value
+        path.unlink()
+        save_file(tensors, path)
+
+    return apply
+
+
+def widen_training(path: Path) -> None:
+    """Moves a held-out row into the training split."""
+    index: dict[str, Any] = json.loads(path.read_text())
+    index["splits"] = {"train": [0, 12], "held_out": [12, 15]}
+    path.write_text(json.dumps(index))
+
+
+SHARD = "shard-00001.safetensors"
+DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "torn shard": (SHARD, lambda path: path.write_bytes(path.read_bytes()[:-100])),
+    "empty shard": (SHARD, lambda path: path.write_bytes(b"")),
+    "deleted shard": (SHARD, Path.unlink),
+    "flipped state": (SHARD, change("last_hidden", 99)),
+    "flipped token id": (SHARD, change("input_ids", 99)),
+    "flipped turn": (SHARD, change("turns", 5)),
+    "flipped header": (SHARD, lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"I32", 1))),
+    "another shard in its place": (SHARD, lambda path: shutil.copy(path.with_name("shard-00000.safetensors"), path)),
+    "changed index": ("index.json", widen_training),
+    "truncated index": ("index.json", lambda path: path.write_bytes(path.read_bytes()[:-200])),
+    "no index": ("index.json", Path.unlink),
+    "torn record": ("shard-00001.json", lambda path: path.write_bytes(path.read_bytes()[:-9])),
+}
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_each_damage_is_named_never_read_and_mended_alone(
+    name: str,
+    damage: Callable[[Path], Any],
+    cache: FeatureCache,
+    target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = tmp_path / "features"
+    shutil.copytree(cache.directory, directory)
+    times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    assert check(directory) == 0
+    capsys.readouterr()
+    damage(directory / name)
+    assert check(directory) == 1
+    out = capsys.readouterr().out
+    assert f"{directory / name}: " in out and "features --config RECIPE --verify" in out
+    with pytest.raises(UserError, match=rf"{name}.*: python data/main.py features"):
+        list(FeatureCache.open(directory))
+    if "token" in name or "turn" in name:
+        with pytest.raises(UserError, match="does not match its checksum"):
+            list(FeatureCache.open(directory).tokens())
+    caches.write(target, caches.plan(directory, target, DATA, after_blocks=(1, 3)))
+    assert caches.contents(directory) == caches.contents(cache.directory) and check(directory) == 0
+    mended = {"index.json", "shard-00001.safetensors", "shard-00001.json"}
+    assert all(path.name in mended or path.stat().st_mtime_ns == times[path.name] for path in directory.iterdir())
+
+
+def test_every_byte_of_a_row_is_under_its_checksum(cache: FeatureCache, tmp_path: Path) -> None:
+    directory = tmp_path / "features"
+    shutil.copytree(cache.directory, directory)
+    path = directory / SHARD
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    for place in [*range(begin, len(content), len(content) // 40), len(content) - 1]:
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :])
+        with pytest.raises(UserError, match=rf"{SHARD}: row \d+ of the shard does not match its checksum"):
+            list(FeatureCache.open(directory))
+
+
+def test_a_cache_that_is_replaced_under_a_reader_is_noticed_and_mapped_rows_stay(
+    cache: FeatureCache, target: Target, tmp_path: Path
+) -> None:
+    directory = tmp_path / "features"
+    shutil.copytree(cache.directory, directory)
+    reader = FeatureCache.open(directory)
+    before = reader[0].last_hidden
+    caches.write(target, caches.plan(directory, target, DATA, after_blocks=(0, 3)), overwrite=True)
+    assert reader[0].last_hidden.equal(before)
+    with pytest.raises(UserError, match="does not match its checksum"):
+        list(reader)

@@ -6,7 +6,7 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.conversations import Conversation, Tally, TokenRow, load_conversations, split_by_hash
+from aerie.data.conversations import MAX_REASONS, Conversation, Tally, TokenRow, load_conversations, split_by_hash
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
 
@@ -49,7 +49,7 @@ def test_every_shape_gives_the_same_conversation(tmp_path: Path, row: dict[str, 
     (same,), _ = load(tmp_path, {"messages": HELLO})
     assert list(conversation.messages) == HELLO
     assert conversation.digest == same.digest
-    assert not tally.findings
+    assert not tally.counts
 
 
 def test_named_fields_come_before_the_usual_ones(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_tools_calls_and_reasoning_are_kept(tmp_path: Path) -> None:
     assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert conversation.messages[4]["reasoning_content"] == "easy"
-    assert not tally.findings
+    assert not tally.counts
 
 
 def test_tokens_and_mask_pass_through(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_tokens_and_mask_pass_through(tmp_path: Path) -> None:
 def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kept: str, reason: str) -> None:
     (conversation,), tally = load(tmp_path, {"conversations": turns(text)})
     assert " ".join(message["role"] for message in conversation.messages) == kept
-    assert [(kind, found) for kind, found in tally.findings] == [("mended", reason)]
+    assert list(tally.counts) == [("mended", reason)]
 
 
 def test_joined_turns_keep_both_texts(tmp_path: Path) -> None:
@@ -127,18 +127,18 @@ def test_joined_turns_keep_both_texts(tmp_path: Path) -> None:
         ({"prompt": 3, "completion": "three"}, "field is no text"),
         ({"stranger": 1}, "keys of no known shape"),
         (["hello"], "row is no object"),
-        ({"input_ids": [1, 2], "loss_mask": [1]}, "mask and ids differ in length"),
-        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "mask is not 0 and 1"),
-        ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "token ids or mask are no integers"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "token ids and their mask do not fit"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "token ids and their mask do not fit"),
+        ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "token ids and their mask do not fit"),
     ],
 )
 def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason: str) -> None:
     kept, tally = load(tmp_path, {"messages": HELLO}, row)
     assert len(kept) == tally.kept == 1
     assert tally.rows == 2
-    ((key, finding),) = tally.findings.items()
+    ((key, example),) = tally.examples.items()
     assert key == ("skipped", reason)
-    assert "rows.jsonl: row 2: " in finding.example
+    assert "rows.jsonl: row 2: " in example
 
 
 def test_wrong_keys_in_the_first_row_are_an_error_with_a_suggestion(tmp_path: Path) -> None:
@@ -146,8 +146,23 @@ def test_wrong_keys_in_the_first_row_are_an_error_with_a_suggestion(tmp_path: Pa
         load(tmp_path, {"question": "hello", "anwser": "fine"})
     with pytest.raises(UserError, match=r"has keys a, b; expected conversations.*set data\.prompt_field"):
         load(tmp_path, {"a": "hello", "b": "fine"})
-    with pytest.raises(UserError, match=r"no 'questoin'.*did you mean 'question'"):
+    with pytest.raises(UserError, match=r"expected questoin and text, .*did you mean 'questoin' instead of 'question'"):
         load(tmp_path, {"question": "a", "text": "b"}, prompt_field="questoin", completion_field="text")
+
+
+def test_the_tally_counts_each_reason_with_its_first_place_and_endless_reasons_together() -> None:
+    tally = Tally(rows=5)
+    tally.add("skipped", "unknown role", "a.json: row 2", "turn 1 is from 'gtp'")
+    tally.add("skipped", "unknown role", "a.json: row 4", "turn 3 is from 'gtp'")
+    tally.add("mended", "joined", "a.json: row 1")
+    assert tally.table().splitlines() == [
+        "conversations: 5 read, 3 kept, 2 skipped",
+        "  skipped          2  unknown role (a.json: row 2: turn 1 is from 'gtp')",
+        "  mended           1  joined (a.json: row 1)",
+    ]
+    for number in range(1000):
+        tally.add("skipped", f"reason {number}", "a.json: row 1")
+    assert len(tally.counts) == MAX_REASONS + 1 and tally.skipped == 1002
 
 
 def test_nothing_left_is_an_error_with_the_reasons(tmp_path: Path) -> None:

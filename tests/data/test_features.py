@@ -1,123 +1,181 @@
-"""Laws of the extraction: the cache is the target's own states, whatever the batches, interruptions and processes."""
+"""Laws of the extraction: the cache is the target's own states, whoever made it, and whatever interrupted it."""
 
+import errno
+import fcntl
 import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from torch import Tensor
+from transformers import LlamaConfig
 
-from aerie.configs.errors import UserError
-from aerie.configs.schema.data import DataConfig, FeaturesConfig
-from aerie.configs.schema.target_and_head import Eagle1Section, TargetConfig
-from aerie.data.cache import FILE, FeatureCache
+from aerie.configs.errors import NotWritable, UserError
+from aerie.configs.schema.data import FeaturesConfig
+from aerie.data.batches import collate
+from aerie.data.cache import FeatureCache
 from aerie.data.chat import Row
-from aerie.data.features import CachePlan, Sitting, batches, extract, require_own_shards
-from aerie.data.tokens import Share as JobShare
+from aerie.data.features import SHARD_BYTES, WRITING, CachePlan, OnlineFeatures, batches, extract, pack, plan_cache
+from aerie.data.progress import Share
 from aerie.data.tokens import TokenisedData
-from aerie.model.storage import Stage
+from aerie.model.storage import Lock, write_text
 from aerie.model.target import Target
 from tests.data import caches
+from tests.disks import mounted
 
-DATA = TokenisedData(train=caches.rows(14), held_out=caches.rows(3, seed=1))
-ROWS: list[Row] = [*DATA.train, *DATA.held_out]
+DATA = TokenisedData(train=caches.rows(24), held_out=caches.rows(3, seed=1))
+ROWS = [*DATA.train, *DATA.held_out]
 TAPS = (0, 3)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    torch.set_num_threads(1)
-    return caches.load_target(tmp_path_factory.mktemp("target"))
+    return caches.load_target(tmp_path_factory.mktemp("target") / "target")
 
 
-def direct(target: Target, row: Row) -> tuple[Tensor, Tensor]:
-    """last_hidden [T, D] and taps [T, 2D] of transformers' own forward of the row alone."""
-    with torch.inference_mode():
-        output = target.model(input_ids=torch.tensor([row.input_ids]), output_hidden_states=True)
-    return output.hidden_states[-1][0], torch.cat([output.hidden_states[k][0] for k in TAPS], dim=-1)
+@pytest.fixture(scope="module")
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the cache as one undisturbed process writes it."""
+    plan = caches.plan(tmp_path_factory.mktemp("whole"), target, DATA)
+    assert len(plan.shards) >= 5
+    caches.write(target, plan)
+    return caches.contents(plan.directory)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
+@pytest.fixture
+def plan(target: Target, tmp_path: Path) -> CachePlan:
+    return caches.plan(tmp_path / "features", target, DATA)
 
 
-def run(target: Target, plan: CachePlan, **options: Any) -> None:
-    extract(target, plan, PartialState(), {}, **options)
+def is_done(plan: CachePlan, whole: dict[str, bytes]) -> bool:
+    return caches.contents(plan.directory) == whole
 
 
-def test_the_cache_holds_the_states_of_a_direct_forward(target: Target, tmp_path: Path) -> None:
-    cache = caches.cache(tmp_path, target, DATA, after_blocks=TAPS, batch_tokens=1)  # one row a batch: no padding
-    for row, found in zip(ROWS, cache, strict=True):
-        last_hidden, taps = direct(target, row)
-        assert found.taps is not None
-        torch.testing.assert_close(found.last_hidden, last_hidden, atol=1e-6, rtol=0)
-        torch.testing.assert_close(found.taps, taps, atol=1e-6, rtol=0)
+# ------------------------------------------------------------------------------------------------------------- plan
 
 
-def test_padding_and_batch_composition_do_not_move_the_states(target: Target, tmp_path: Path) -> None:
-    alone = caches.cache(tmp_path / "alone", target, DATA, batch_tokens=1)
-    for batch_tokens, shard_tokens in ((100, 120), (4096, 100_000)):
-        together = caches.cache(
-            tmp_path / str(batch_tokens), target, DATA, batch_tokens=batch_tokens, shard_tokens=shard_tokens
-        )
-        error = max((a.last_hidden - b.last_hidden).abs().max().item() for a, b in zip(alone, together, strict=True))
-        assert error < 1e-5
+def plan_of(directory: Path, data: TokenisedData = DATA, dtype: str = "auto", **features: Any) -> CachePlan:
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, dtype="bfloat16")
+    return plan_cache(directory, data, FeaturesConfig(**features), "owner/target", config, {"target": {"dtype": dtype}})
 
 
-def test_batches_stay_within_their_tokens_and_take_every_row_once() -> None:
-    chance = random.Random(0)  # noqa: S311
+def test_the_estimate_counts_tokens_taps_and_bytes_and_writes_nothing(tmp_path: Path) -> None:
+    made, tokens = plan_of(tmp_path / "features", after_blocks=(0, 3)), sum(len(row.input_ids) for row in ROWS)
+    text, needed = made.estimate(Share())
+    assert f"27 rows, {tokens:,} tokens x 200 bytes (bfloat16)" in text and needed > 200 * tokens
+    assert not (tmp_path / "features").exists()
+    assert plan_of(tmp_path, dtype="float32").storage.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("row", "taps", "said"),
+    [
+        (Row([1] * 65, [0] + [1] * 64, "a: row 7"), (), "a: row 7: 65 tokens, but the context of owner/target is 64"),
+        (
+            Row([1, 320, 2], [0, 1, 1], "a: row 7"),
+            (),
+            "a: row 7: token id 320 is outside the vocabulary of owner/target",
+        ),
+        (ROWS[0], (1, 4), "features.after_blocks: 4 is no tap of owner/target, which has 4 blocks"),
+    ],
+)
+def test_what_the_target_does_not_have_is_refused_by_place(tmp_path: Path, row: Row, taps: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        plan_of(tmp_path, TokenisedData([row], []), after_blocks=taps)
+
+
+def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
+    chance = random.Random(0)
     lengths = [chance.randint(1, 90) for _ in range(300)]
+    shards = list(pack(lengths, 64))
+    assert [row for shard in shards for row in shard] == list(range(300))
+    assert all(len(shard) == 1 or sum(lengths[row] for row in shard) <= 64 for shard in shards)
     groups = batches(lengths, 256)
-    assert sorted(place for group in groups for place in group) == list(range(300))
-    assert all(len(group) * max(lengths[place] for place in group) <= 256 for group in groups)
+    assert sorted(position for group in groups for position in group) == list(range(300))
+    assert all(len(group) * max(lengths[position] for position in group) <= 256 for group in groups)
     assert len(groups) < 1.2 * sum(lengths) / 256  # little padding
     assert batches([300, 300], 256) == [[0], [1]]
 
 
-def test_a_deleted_and_a_truncated_shard_are_made_again_and_the_others_kept(target: Target, tmp_path: Path) -> None:
-    plan = caches.plan(tmp_path, target, DATA)
-    run(target, plan)
-    before, kept = contents(tmp_path), plan.path_of(0).stat().st_mtime_ns
-    assert len(plan.shards) >= 3
-    plan.path_of(1).unlink()
-    plan.path_of(2).write_bytes(plan.path_of(2).read_bytes()[:-4])
-    with pytest.raises(UserError, match=r"shard-00001\.safetensors is missing"):
-        FeatureCache.open(tmp_path)
-    run(target, plan)
-    assert contents(tmp_path) == before
-    assert plan.path_of(0).stat().st_mtime_ns == kept
+# ----------------------------------------------------------------------------------------------------------- states
 
 
-def test_an_interrupted_extraction_leaves_whole_shards_only_and_goes_on(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_cache_holds_the_states_of_a_direct_forward_whatever_the_padding(target: Target, tmp_path: Path) -> None:
+    views = [
+        caches.cache(tmp_path / str(tokens), target, DATA, after_blocks=TAPS, batch_tokens=tokens)
+        for tokens in (1, 100, 4096)
+    ]
+    for number, row in enumerate(ROWS):
+        with torch.inference_mode():
+            output = target.model(input_ids=torch.tensor([row.input_ids]), output_hidden_states=True)
+        taps = torch.cat([output.hidden_states[k][0] for k in TAPS], dim=-1)
+        for view in views:
+            found = view[number]
+            assert found.taps is not None
+            torch.testing.assert_close(found.last_hidden, output.hidden_states[-1][0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(found.taps, taps, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_made_in_the_step_are_the_cached_ones_to_rounding(target: Target, tmp_path: Path, packed: bool) -> None:
+    cache = caches.cache(tmp_path, target, TokenisedData(DATA.train[:6], []), after_blocks=(1, 2))
+    cached = collate([cache[number] for number in range(6)], range(6), packed)
+    online = OnlineFeatures(target, (1, 2))(collate(DATA.train[:6], range(6), packed))
+    assert online.documents == cached.documents and online.input_ids.equal(cached.input_ids)
+    for found, expected in ((online.features, cached.features), (online.taps, cached.taps)):
+        assert found is not None and expected is not None and found.dtype == expected.dtype
+        assert found.shape == expected.shape and (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        torch.nn.Parameter(torch.ones(())).mul(found).sum().backward()  # autograd refuses inference tensors
+    supply, batch = OnlineFeatures(target, (), torch.bfloat16), collate(DATA.train[:2], [0, 1])
+    filled = supply(batch)
+    assert filled.taps is None and filled.features is not None and filled.features.dtype == torch.bfloat16
+    assert supply(filled) is filled
+
+
+def test_a_target_whose_states_are_not_finite_is_refused_with_the_row_and_writes_no_shard(tmp_path: Path) -> None:
+    broken = caches.load_target(tmp_path / "target")
+    broken.model.get_decoder().layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    plan = caches.plan(tmp_path / "features", broken, DATA)
+    with pytest.raises(UserError, match=r"rows.jsonl: row \d+: the target's states are not finite in float32"):
+        caches.write(broken, plan)
+    assert list(plan.directory.glob("shard*")) == []
+
+
+# ---------------------------------------------------------------------------------------------------------- writers
+
+
+@pytest.mark.parametrize(
+    "shares", [("2/2", "1/2"), ("3/3", "1/3", "2/3"), ("2/5", "1/1"), ("1/2", "4/4", "2/4", "1/4")]
+)
+def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
+    shares: tuple[str, ...], target: Target, whole: dict[str, bytes], plan: CachePlan
 ) -> None:
-    many = TokenisedData(caches.rows(60), DATA.held_out)
-    plan, forwards = caches.plan(tmp_path / "cut", target, many), Target.features
+    times, index = dict[str, int](), None
+    for share in shares:
+        assert index is None or share == shares[-1]
+        index = caches.write(target, plan, share=Share.of(share))
+        for path in plan.directory.glob("shard*"):
+            assert times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns  # never made twice
+    assert index is not None and is_done(plan, whole)
 
-    def interrupted(self: Target, ids: Tensor, *rest: object) -> object:
-        if plan.state_of(1) == "whole":  # written by a thread, while later shards are computed
-            raise KeyboardInterrupt
-        return forwards(self, ids, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Target, "features", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(target, plan)
-    monkeypatch.undo()
-    left = contents(plan.directory)
-    assert 2 <= len(left) < len(plan.shards) and FILE not in left  # the third may have been under way
-    assert [plan.state_of(shard, thorough=True) for shard in range(len(left))] == ["whole"] * len(left)
-    (plan.directory / ".shard-00002.safetensors.1.tmp").write_bytes(b"left by a killed process")
-    run(target, plan)
-    uncut = caches.plan(tmp_path / "uncut", target, many)
-    run(target, uncut)
-    assert contents(plan.directory) == contents(uncut.directory)
+def test_shares_take_every_shard_once_whatever_their_processes() -> None:
+    taken = [n for job in (1, 2, 3) for rank in range(job) for n in Share(job, 3).part(20, rank, job)]
+    assert sorted(taken) == list(range(20))
+    for text in ("0/4", "5/4", "1", "1/", "/4", "a/b", "1/0", "-1/4"):
+        with pytest.raises(UserError, match=r"--shard: .* is no share; write i/n"):
+            Share.of(text)
 
 
 @dataclass(frozen=True)
-class Share:
+class Process:
     """What the extraction asks of accelerate's PartialState, for processes that run one after the other."""
 
     process_index: int
@@ -128,80 +186,126 @@ class Share:
 
 
 def test_each_process_makes_its_own_shards_and_the_first_writes_the_index_when_all_exist(
-    target: Target, tmp_path: Path
+    target: Target, whole: dict[str, bytes], plan: CachePlan
 ) -> None:
-    plan = caches.plan(tmp_path / "shared", target, DATA)
-    with pytest.raises(UserError, match="absent after the extraction"):
-        extract(target, plan, Share(0, 2), {})
-    written = [plan.state_of(shard) == "whole" for shard in range(len(plan.shards))]
-    assert written == [shard % 2 == 0 for shard in range(len(plan.shards))]
-    assert extract(target, plan, Share(1, 2), {}) is None
-    assert extract(target, plan, Share(0, 2), {}) is not None
-    single = caches.plan(tmp_path / "single", target, DATA)
-    run(target, single)
-    assert contents(plan.directory) == contents(single.directory)
+    fingerprint = {"data": {"max_length": 40}}
+    with pytest.raises(UserError, match=r"shard-00001.safetensors: not whole after the extraction"):
+        extract(target, plan, Process(0, 2), fingerprint)
+    numbers = range(len(plan.shards))
+    assert plan.missing(numbers) == list(numbers[1::2])
+    assert extract(target, plan, Process(1, 2), fingerprint)[0] is None
+    assert extract(target, plan, Process(0, 2), fingerprint)[0] is not None and is_done(plan, whole)
 
 
-def test_a_smaller_run_removes_the_surplus_shards_and_the_index_fits(target: Target, tmp_path: Path) -> None:
-    caches.cache(tmp_path, target, DATA)
-    fewer = TokenisedData(DATA.train[:3], DATA.held_out)
-    plan = caches.plan(tmp_path, target, fewer)
-    run(target, plan, may_replace=lambda: True)
-    assert len(FeatureCache.open(tmp_path)) == 6
-    assert sorted(contents(tmp_path)) == [FILE, *(plan.path_of(shard).name for shard in range(len(plan.shards)))]
-
-
-def test_shards_of_other_rows_are_refused_unless_they_may_be_overwritten(target: Target, tmp_path: Path) -> None:
-    caches.cache(tmp_path, target, DATA)
-    require_own_shards(caches.plan(tmp_path, target, DATA), overwrite=False)
-    other = caches.plan(tmp_path, target, TokenisedData(caches.rows(14, seed=5), []))
-    with pytest.raises(UserError, match=r"shard-00000\.safetensors was made from other rows or by another target"):
-        require_own_shards(other, overwrite=False)
-    require_own_shards(other, overwrite=True)
-
-
-def test_sound_shards_beyond_the_plan_are_refused_and_torn_ones_removed(target: Target, tmp_path: Path) -> None:
-    larger, plan = (caches.plan(tmp_path, target, TokenisedData(rows, [])) for rows in (ROWS, ROWS[:3]))
-    run(target, larger)
-    (tmp_path / FILE).unlink()  # as if it had been interrupted
-    last = larger.path_of(len(larger.shards) - 1)
-    for path in set(tmp_path.glob("shard*")) - {last}:
-        path.unlink()
-    with pytest.raises(UserError, match=f"{last.name} was made from other rows"):
-        run(target, plan)
-    assert larger.state_of(len(larger.shards) - 1, thorough=True) == "whole"
-    last.write_bytes(last.read_bytes()[:-4])
-    run(target, plan)
-    assert not last.exists() and len(FeatureCache.open(tmp_path)) == 3
-
-
-def test_what_another_recipe_finished_while_the_target_was_loaded_is_not_removed(
-    target: Target, tmp_path: Path
+def test_an_interrupted_extraction_keeps_whole_shards_and_goes_on(
+    target: Target, whole: dict[str, bytes], plan: CachePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Stage("features", tmp_path, {"rows": "these"})
-    nothing = TargetConfig(""), DataConfig(("rows.jsonl",)), FeaturesConfig(), Eagle1Section()
-    sitting = Sitting(*nothing, stage, JobShare(), overwrite=False)
-    plan = caches.plan(tmp_path, target, DATA)
-    require_own_shards(plan, overwrite=False)  # as before the target is loaded
-    other = caches.plan(tmp_path, target, TokenisedData(caches.rows(14, seed=5), []))
-    run(target, other)
-    before = contents(tmp_path)
-    with pytest.raises(UserError, match=r"was made from other rows or by another target"):
-        run(target, plan)
-    for path in tmp_path.glob("shard*"):
-        path.unlink()
-    Stage("features", tmp_path, {"rows": "others"}).finish()
-    with pytest.raises(UserError, match="holds another features"):
-        run(target, plan, may_replace=sitting.may_replace)
-    assert {name for name in before if not name.startswith("shard")} < set(contents(tmp_path))
-    run(target, plan, may_replace=replace(sitting, overwrite=True).may_replace)
-    assert len(FeatureCache.open(tmp_path)) == len(ROWS)
+    forwards = Target.features
+
+    def interrupted(self: Target, ids: Tensor, *rest: Any) -> Any:
+        if plan.is_whole(1):  # written by a thread, while later shards are computed
+            raise KeyboardInterrupt
+        return forwards(self, ids, *rest)
+
+    monkeypatch.setattr(Target, "features", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        caches.write(target, plan)
+    monkeypatch.undo()
+    left = list(plan.directory.glob("*.safetensors"))
+    assert 2 <= len(left) < len(plan.shards) and not (plan.directory / "index.json").exists()
+    (plan.directory / ".shard-00002.safetensors.0123abcd.tmp").write_bytes(b"left by a killed process")
+    (plan.directory / ".tmpleft").write_bytes(b"as safetensors leaves it")
+    plan.path_of(1).write_bytes(plan.path_of(1).read_bytes()[:-4])
+    plan.path_of(0).with_suffix(".json").unlink()  # killed between a shard and its record
+    caches.write(target, plan)
+    assert is_done(plan, whole)
 
 
-def test_a_target_whose_states_are_not_finite_is_refused_with_the_row_and_writes_no_shard(tmp_path: Path) -> None:
-    broken = caches.load_target(tmp_path / "target")
-    broken.model.get_decoder().layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
-    plan = caches.plan(tmp_path / "features", broken, DATA)
-    with pytest.raises(UserError, match=r"rows.jsonl: row \d+: the target's states are not finite in float32"):
-        run(broken, plan)
-    assert contents(plan.directory) == {}
+def test_two_writers_of_one_cache_share_the_work(target: Target, whole: dict[str, bytes], plan: CachePlan) -> None:
+    forwards: list[str] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(target, name)
+
+        def features(self, *arguments: Any) -> Any:
+            forwards.append(threading.current_thread().name)
+            return target.features(*arguments)
+
+    writers = [threading.Thread(target=caches.write, args=(Counting(), plan)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(timeout=60)
+    assert is_done(plan, whole) and {forwards.count(writer.name) > 0 for writer in writers} == {True}
+    groups = [batches([len(row.input_ids) for row in plan.rows_of(n)], 128) for n in range(len(plan.shards))]
+    assert len(forwards) == sum(map(len, groups))
+
+
+def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
+    target: Target, whole: dict[str, bytes], plan: CachePlan, tmp_path: Path
+) -> None:
+    caches.write(target, plan, share=Share(1, 2))
+    other = caches.plan(plan.directory, target, DATA, after_blocks=(2,))
+    (at_work,) = (plan.directory / WRITING).glob("cache-*")
+    with Lock(at_work) as lock:
+        lock.acquire(shared=True)
+        before = {path.name: path.read_bytes() for path in plan.directory.glob("shard*")}
+        with pytest.raises(UserError, match="another process is writing another cache there; wait for its end"):
+            caches.write(target, other, overwrite=True)
+        assert {path.name: path.read_bytes() for path in plan.directory.glob("shard*")} == before
+        caches.write(target, plan, share=Share(2, 2))  # one of the same recipe is welcome
+        assert (plan.directory / WRITING).exists()  # somebody is still at work
+    fewer = caches.plan(plan.directory, target, TokenisedData(DATA.train[:3], DATA.held_out))
+    for foreign in (other, fewer):
+        with pytest.raises(UserError, match=r"was made from other rows or by another target; .*--overwrite"):
+            caches.write(target, foreign)
+    caches.write(target, fewer, overwrite=True)
+    alone = caches.plan(tmp_path / "alone", target, TokenisedData(DATA.train[:3], DATA.held_out))
+    caches.write(target, alone)
+    assert is_done(fewer, caches.contents(alone.directory))  # no surplus shard, no lock is left
+
+
+def test_without_locks_no_temporary_file_is_removed_and_one_warning_says_so(
+    target: Target, plan: CachePlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    others = plan.directory / ".shard-00002.safetensors.00000000.tmp"
+    write_text(others, "under way on another node")
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", unsupported)
+        caches.write(target, plan)
+    assert others.is_file() and len(FeatureCache.open(plan.directory)) == len(ROWS)
+    assert capsys.readouterr().err.count("warning: ") == 1
+    caches.write(target, plan)
+    assert not others.exists() and capsys.readouterr().err.count("warning: ") == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB in memory."""
+    yield from mounted(tmp_path / "disk", 256)
+
+
+def test_a_full_or_read_only_disk_says_what_is_missing_and_loses_nothing(
+    small_disk: Path, target: Target, whole: dict[str, bytes], plan: CachePlan
+) -> None:
+    tight, filler = replace(plan, directory=small_disk / "features"), small_disk / "filler"
+    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - tight.bytes_of(0) - tight.bytes_of(1) - 30_000))
+    with pytest.raises(NotWritable, match=r"No space left on device.*: [\d,]+ bytes in \d shards are still to be"):
+        caches.write(target, tight)
+    assert 0 < len(tight.missing(range(len(tight.shards)))) < len(tight.shards)
+    assert not [path for path in small_disk.rglob("*") if "tmp" in path.name]
+    assert tight.estimate(Share())[1] > tight.free_bytes()
+    filler.unlink()
+    caches.write(target, tight)
+    assert is_done(tight, whole)
+    sizes = [
+        sum(path.stat().st_size for path in small_disk.glob(f"features/{tight.path_of(n).stem}*")) for n in range(5)
+    ]
+    assert all(0 <= tight.bytes_of(n) - taken < SHARD_BYTES + 400 for n, taken in enumerate(sizes))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(NotWritable, match=r"cannot be written .Read-only file system.; choose another --run"):
+        caches.write(target, tight)

@@ -78,15 +78,6 @@ def test_a_changed_tokenizer_or_template_changes_the_inputs(
     assert digest(inputs()) != digest(before)
 
 
-def test_a_directory_of_conversations_counts_each_file(tmp_path: Path, target: Path) -> None:
-    folder = tmp_path / "many"
-    tiny.write_conversations(folder / "one.jsonl", 3)
-    data, config = DataConfig(conversations=(str(folder),)), TargetConfig(path=str(target))
-    before = feature_inputs(config, data, FeaturesConfig())
-    tiny.write_conversations(folder / "two.jsonl", 3)
-    assert feature_inputs(config, data, FeaturesConfig()) != before
-
-
 def test_an_absent_target_or_template_file_is_refused_by_name(tmp_path: Path, target: Path) -> None:
     with pytest.raises(UserError, match=r"gone: no such target directory"):
         target_inputs(TargetConfig(path=str(tmp_path / "gone")))

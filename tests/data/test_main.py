@@ -3,372 +3,279 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from accelerate import PartialState
 
 from aerie.configs.errors import exit_code
+from aerie.data import cache as cache_module
 from aerie.data.cache import FeatureCache
 from aerie.data.main import main
+from aerie.train.main import main as train
 from tests import tiny
+from tests.data.caches import contents
+from tests.train.kills import ended_by, kill_at
 
 ROOT = Path(__file__).resolve().parents[2]
 Command = Callable[..., int]
 
 
+def call(command: Callable[[], int], *words: object) -> int:
+    """The exit code of a command run in this process."""
+    before, sys.argv = sys.argv, ["main.py", *map(str, words)]
+    try:
+        return exit_code(command)
+    finally:
+        sys.argv = before
+        PartialState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, conversations, a recipe and a run with a feature cache of some shards."""
+    root = tmp_path_factory.mktemp("made")
+    tiny.target(root / "target")
+    tiny.write_conversations(root / "rows.jsonl", 24)
+    write_recipe(root, root)
+    assert call(main, "features", "--config", root / "recipe.yaml") == 0
+    return root
+
+
+def write_recipe(root: Path, directory: Path) -> Path:
+    """A recipe over root's target and conversations; its run is directory/run."""
+    values = {
+        "run": str(directory / "run"),
+        "threads": 1,
+        "target": {"path": str(root / "target")},
+        "data": {"conversations": [str(root / "rows.jsonl")], "held_out": 0.2, "max_length": 128},
+        "features": {"shard_tokens": 300, "batch_tokens": 256},
+        "head": {"kind": "eagle1"},
+        "train": {"max_steps": 2, "batch_size": 8, "warmup_steps": 1, "eval_every": 0},
+    }
+    path: Path = tiny.recipe(directory / "recipe.yaml", values)
+    return path
+
+
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Command:
-    torch.set_num_threads(1)
-
-    def run(*words: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["data/main.py", *(str(word) for word in words)])
-        return exit_code(main)
-
-    return run
+def recipe(made: Path, tmp_path: Path) -> Path:
+    """A recipe with a copy of the cache."""
+    shutil.copytree(made / "run", tmp_path / "run")
+    return write_recipe(made, tmp_path)
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """A recipe over a tiny target and 24 conversations, in several shards."""
-    return tiny.recipe(
-        tmp_path / "recipe.yaml",
-        {
-            "run": str(tmp_path / "run"),
-            "threads": 1,
-            "target": {"path": str(tiny.target(tmp_path / "target"))},
-            "data": {"conversations": [str(tiny.write_conversations(tmp_path / "rows.jsonl", 24))], "held_out": 0.2},
-            "features": {"shard_tokens": 400, "batch_tokens": 256},
-        },
-    )
+def features(recipe: Path) -> Path:
+    return recipe.parent / "run/features"
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+def refusal(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("features: ", "check: "))]
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
 
 
 def status(run: Path) -> Any:
     return json.loads((run / "status.json").read_text())
 
 
-def refusal(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on standard error."""
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
-
-
 def test_features_are_written_once_and_then_reused(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, features: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("features", "--config", recipe, "--is-whole") == 1
-    assert command("features", "--config", recipe) == 0
+    whole = contents(features)
+    shutil.rmtree(features)
+    assert call(main, "features", "--config", recipe, "--is-whole") == 1
+    assert call(main, "features", "--config", recipe) == 0
     assert "24 read, 24 kept" in capsys.readouterr().out
-    before = files(tmp_path / "run")
-    assert status(tmp_path / "run") == {"stage": "features", "state": "done", "code": 0}
-    cache = FeatureCache.open(tmp_path / "run" / "features")
-    assert len(cache.split("train")) + len(cache.split("held_out")) == len(cache) == 24
-    assert command("features", "--config", recipe, "--is-whole") == 0
-    assert capsys.readouterr().out == ""
-    assert command("features", "--config", recipe) == 0
-    assert capsys.readouterr().out == f"features: whole, reused ({tmp_path / 'run' / 'features'})\n"
-    assert files(tmp_path / "run") == before
+    assert contents(features) == whole and len(FeatureCache.open(features)) == 24
+    assert status(recipe.parent / "run") == {"stage": "features", "state": "done", "code": 0}
+    assert call(main, "features", "--config", recipe, "--is-whole") == 0
+    assert call(main, "features", "--config", recipe) == 0
+    assert capsys.readouterr().out == f"features: whole, reused ({features})\n"
+    assert call(main, "check", "--config", recipe) == 0
 
 
-def test_a_whole_cache_is_reported_without_importing_torch(command: Command, recipe: Path) -> None:
-    assert command("features", "--config", recipe) == 0
+def test_a_whole_cache_is_reported_without_importing_torch_or_transformers(recipe: Path) -> None:
     words = ["data/main.py", "features", "--config", str(recipe)]
     script = (
-        f"import sys; sys.argv = {words}; from aerie.data.main import main; main(); assert 'torch' not in sys.modules"
+        f"import sys; sys.argv = {words}; from aerie.data.main import main; main(); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("features: whole, reused")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("features: whole, reused")
 
 
-def test_a_lost_shard_makes_the_cache_incomplete_and_comes_back(command: Command, recipe: Path, tmp_path: Path) -> None:
-    assert command("features", "--config", recipe) == 0
-    shard = tmp_path / "run" / "features" / "shard-00001.safetensors"
-    before = shard.read_bytes()
-    shard.unlink()
-    assert command("features", "--config", recipe, "--is-whole") == 1
-    assert command("features", "--config", recipe) == 0
-    assert shard.read_bytes() == before
-
-
-def test_the_plan_counts_rows_tokens_and_bytes_and_writes_nothing(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_plan_and_estimate_read_no_more_than_they_need_and_write_nothing(
+    recipe: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "target" / "model.safetensors").write_bytes(b"weights are not read")
-    assert command("features", "--config", recipe, "--plan", "--features.after_blocks", "[1]") == 0
-    out = capsys.readouterr().out
-    assert "features: 24 rows, " in out and " tokens x 264 bytes (float32)" in out
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_eagle3_head_gets_the_default_taps_and_the_cache_says_which(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("features", "--config", recipe, "--head.kind", "eagle3") == 2
-    line = capsys.readouterr().err
-    assert (
-        "has 4 blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps in features.after_blocks"
-        in line
-    )
-    assert command("features", "--config", recipe, "--head.kind", "eagle3", "--features.after_blocks", "[]") == 2
-    assert "an eagle3 head fuses at least one tap" in capsys.readouterr().err
-    deep = tiny.target(tmp_path / "deep", num_blocks=8)
-    changed = ("--config", recipe, "--target", deep, "--run", tmp_path / "deep_run", "--head.kind", "eagle3")
-    assert command("features", *changed) == 0
-    cache = FeatureCache.open(tmp_path / "deep_run" / "features", {"after_blocks": [2, 4, 5]})
-    taps = cache[0].taps
-    assert taps is not None and taps.shape[1] == 3 * 32
-    assert command("features", *changed, "--is-whole") == 0
-
-
-BAD_INPUTS: dict[str, tuple[list[str], str]] = {
-    "missing conversations": (["--data.conversations", "[gone.jsonl]"], "gone.jsonl: no such file"),
-    "missing target": (["--target", "./gone"], "./gone: no such target directory"),
-    "missing template": (["--target.chat_template", "gone.jinja"], "gone.jinja: no such file"),
-    "a tap too deep": (["--features.after_blocks", "[4]"], "features.after_blocks: 4 is no tap"),
-    "descending taps": (["--features.after_blocks", "[2, 1]"], "after_blocks must ascend"),
-    "unknown dtype": (["--features.dtype", "float8"], "--features.dtype: "),
-    "unknown option": (["--features.batch_token", "4"], "did you mean 'features.batch_tokens'?"),
-    "not an integer": (["--data.limit", "many"], "--data.limit: "),
-}
-
-
-@pytest.mark.parametrize("words,expected", BAD_INPUTS.values(), ids=BAD_INPUTS)
-def test_bad_input_exits_with_2_and_one_line_and_overwrites_nothing(
-    words: list[str],
-    expected: str,
-    command: Command,
-    recipe: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command("features", "--config", recipe) == 0
-    before = files(tmp_path / "run" / "features")
-    capsys.readouterr()
-    assert command("features", "--config", recipe, "--overwrite", *words) == 2
-    assert expected in refusal(capsys)
-    assert files(tmp_path / "run" / "features") == before
-
-
-def test_a_target_without_a_template_is_refused_with_the_way_to_pass_one(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare = tiny.target(tmp_path / "bare", chat_template=None)
-    assert command("features", "--config", recipe, "--target", bare) == 2
-    assert "target.chat_template" in refusal(capsys)
-    assert status(tmp_path / "run") == {"stage": "features", "state": "failed", "code": 2}
-    assert list(files(tmp_path / "run")) == ["status.json"]
-
-
-def test_another_recipes_cache_is_refused_and_replaced_only_with_overwrite(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("features", "--config", recipe) == 0
-    before = files(tmp_path / "run")
-    capsys.readouterr()
-    changed = ("--config", recipe, "--features.after_blocks", "[0]")
-    assert command("features", *changed) == 2
-    line = refusal(capsys)
-    assert "features.after_blocks: [] there, [0] asked" in line and "--overwrite" in line
-    assert files(tmp_path / "run") == before
-    assert command("features", *changed, "--overwrite") == 0
-    assert FeatureCache.open(tmp_path / "run" / "features", {"after_blocks": [0]})[0].taps is not None
-
-
-def test_an_unfinished_cache_of_another_recipe_is_not_mixed_in(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("features", "--config", recipe) == 0
-    for name in ("provenance.json", "index.json"):
-        (tmp_path / "run" / "features" / name).unlink()
-    before = files(tmp_path / "run" / "features")
-    capsys.readouterr()
-    assert command("features", "--config", recipe, "--dtype", "bfloat16") == 2
-    assert "was made from other rows or by another target" in refusal(capsys)
-    assert files(tmp_path / "run" / "features") == before
-
-
-def test_shares_fill_one_cache_and_only_the_last_makes_it_whole(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    assert command("features", "--config", recipe, "--shard", "2/3") == 0
-    assert "share 2/3 is written" in capsys.readouterr().out
-    assert json.loads((run / "status-features-2-of-3.json").read_text())["state"] == "share-done"
-    assert command("features", "--config", recipe, "--is-whole") == 1
-    assert command("check", "--config", recipe) == 1
-    assert "index.json: missing" in capsys.readouterr().out
-    assert command("features", "--config", recipe, "--shard", "3/2") == 2
-    assert "--shard: 3/2 is no share; write i/n" in refusal(capsys)
-    assert command("features", "--config", recipe) == 0  # another number goes on
-    assert command("features", "--config", recipe, "--is-whole") == 0
-    assert command("check", "--config", recipe) == 0
-    assert "24 rows, " in capsys.readouterr().out
-    (run / "status.json").unlink()
-    assert command("features", "--config", recipe, "--shard", "1/3") == 0
-    assert "features: whole, reused" in capsys.readouterr().out
-    assert json.loads((run / "status-features-1-of-3.json").read_text())["state"] == "done"
-    assert not (run / "status.json").exists()
-    assert command("features", "--config", recipe, "--shard", "1/1") == 0
-    assert status(run)["state"] == "done"
-
-
-def test_a_flipped_byte_is_named_by_check_and_mended_by_verify(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("features", "--config", recipe) == 0
-    shard = tmp_path / "run" / "features" / "shard-00001.safetensors"
-    before = shard.read_bytes()
-    shard.write_bytes(before[:-9] + bytes([before[-9] ^ 1]) + before[-8:])
-    capsys.readouterr()
-    assert command("check", "--config", recipe) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("shard-00001.safetensors: row ") and "1 problem; " in out and "--verify" in out
-    assert command("features", "--config", recipe, "--verify", "--plan") == 0
-    assert shard.read_bytes() != before
-    assert command("features", "--config", recipe, "--verify") == 0
-    assert shard.read_bytes() == before and command("check", "--config", recipe) == 0
-
-
-def test_the_estimate_times_the_target_and_writes_nothing(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("features", "--config", recipe, "--estimate", "--features.storage", "int8") == 0
+    run = ("--run", tmp_path / "other")
+    assert call(main, "features", "--config", recipe, *run, "--estimate", "--features.storage", "int8") == 0
     out = capsys.readouterr().out
     assert " tokens x 44 bytes (int8 for float32)" in out and re.search(r"tok/s \(measured now.* take \d.* h;", out)
-    assert not (tmp_path / "run").exists()
+    shutil.copytree(made / "target", tmp_path / "target")
+    (tmp_path / "target/model.safetensors").write_bytes(b"weights are not read")
+    words = ("--target", tmp_path / "target", "--features.after_blocks", "[1]")
+    assert call(main, "features", "--config", recipe, *run, "--plan", *words) == 0
+    out = capsys.readouterr().out
+    assert "features: 24 rows, " in out and " tokens x 264 bytes (float32)" in out
+    for command in ("check", "show"):
+        assert call(main, command, "--config", recipe, *run, "--plan") == 0
+    assert not (tmp_path / "other").exists()
 
 
-def test_the_forms_error_is_printed_and_another_form_is_another_cache(
-    command: Command, recipe: Path, capsys: pytest.CaptureFixture[str]
+def test_an_eagle3_head_gets_the_default_taps_and_the_cache_says_which(recipe: Path, tmp_path: Path) -> None:
+    deep = tiny.target(tmp_path / "deep", num_blocks=8)
+    changed = ("--config", recipe, "--target", deep, "--run", tmp_path / "deep_run", "--head.kind", "eagle3")
+    assert call(main, "features", *changed) == 0
+    taps = FeatureCache.open(tmp_path / "deep_run/features", {"after_blocks": [2, 4, 5]})[0].taps
+    assert taps is not None and taps.shape[1] == 3 * 32
+    assert call(main, "features", *changed, "--is-whole") == 0
+
+
+MISTAKES: list[tuple[str, str]] = [
+    ("--data.conversations [gone.jsonl]", "gone.jsonl: no such file"),
+    ("--target ./gone", "./gone: no such target directory"),
+    ("--target.chat_template gone.jinja", "gone.jinja: no such file"),
+    ("--features.after_blocks [4]", "features.after_blocks: 4 is no tap"),
+    ("--features.after_blocks [2,1]", "after_blocks must ascend"),
+    ("--features.dtype float8", "--features.dtype: "),
+    ("--features.batch_token 4", "did you mean 'features.batch_tokens'?"),
+    ("--features.mode online --features.storage fp8", "storage and shuffle_shards are of a cache"),
+    ("--data.limit many", "--data.limit: "),
+    ("--shard 3/2", "--shard: 3/2 is no share; write i/n"),
+    ("--head.kind eagle3", "has 4 blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps"),
+    ("--target BARE", "target.chat_template"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
+def test_a_mistake_exits_with_2_and_one_line_and_overwrites_nothing(
+    words: str, said: str, recipe: Path, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("features", "--config", recipe, "--features.storage", "fp8") == 0
+    before = contents(features)
+    if "BARE" in words:
+        words = words.replace("BARE", str(tiny.target(tmp_path / "bare", chat_template=None)))
+    assert call(main, "features", "--config", recipe, "--overwrite", *words.split()) == 2
+    assert said in refusal(capsys) and contents(features) == before
+
+
+def test_another_recipes_cache_is_refused_whole_or_not_and_replaced_only_with_overwrite(
+    recipe: Path, features: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, changed = contents(features), ("--config", recipe, "--features.storage", "fp8")
+    assert call(main, "features", *changed) == 2
+    line = refusal(capsys)
+    assert "features.storage: None there, fp8 asked" in line and "--overwrite" in line
+    provenance = features / "provenance.json"
+    provenance.write_text(provenance.read_text().replace('"max_length": 128', '"max_length": 129'))
+    assert call(main, "features", "--config", recipe) == 2
+    assert "provenance.json: cannot be read; write it anew with --overwrite" in refusal(capsys)
+    for name in ("provenance.json", "index.json"):
+        (features / name).unlink()
+    assert call(main, "features", *changed) == 2
+    assert "was made from other rows or by another target" in refusal(capsys)
+    assert {**contents(features), "index.json": b""} == {**before, "index.json": b""}
+    assert call(main, "features", *changed, "--overwrite") == 0
     assert re.search(r"fp8 for float32: relative error of a dimension: last state \d", capsys.readouterr().out)
-    assert command("features", "--config", recipe) == 2
-    assert "features.storage: fp8 there, None asked" in refusal(capsys)
-    assert command("features", "--config", recipe, "--features.mode", "online", "--features.storage", "fp8") == 2
-    assert "storage and shuffle_shards are of a cache" in refusal(capsys)
+    assert FeatureCache.open(features, {"storage": "fp8"})[0].scales is not None
 
 
-def test_reading_is_measured_beside_the_steps_of_the_last_training(
-    command: Command, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_shares_of_any_number_are_continued_by_any_other_after_a_kill(
+    recipe: Path, features: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("features", "--config", recipe) == 0
-    capsys.readouterr()
-    assert command("read", "--config", recipe, "--steps", "2") == 0
-    out = capsys.readouterr().out
-    assert "GB/s" in out and "2 steps, " in out and "has trained nothing yet" in out
-    record = {"kind": "eagle1", "step": 1, "step_ms": 20.0, "data_wait_share": 0.5}
-    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert command("read", "--config", recipe, "--steps", "2", "--features.shuffle_shards", "1") == 0
-    out = capsys.readouterr().out
-    assert "beside steps of 10 ms, " in out and "really trained waited 50.0%" in out
-    for step_ms in ("-5", "0", "nan", "inf"):
-        assert command("read", "--config", recipe, "--step-ms", step_ms) == 2
-        assert f"--step-ms: must be a positive number of milliseconds, not {step_ms}" in refusal(capsys)
+    whole, run = contents(features), features.parent
+    shutil.rmtree(features)
+
+    def die(share: str, shard: int) -> None:
+        kill_at(cache_module, "write_atomically", shard)
+        call(main, "features", "--config", recipe, "--shard", share)
+
+    for share, shard in (("1/2", 2), ("1/1", 1)):  # none of them gets through
+        assert ended_by(lambda share=share, shard=shard: die(share, shard)) == -signal.SIGKILL
+        assert call(main, "features", "--config", recipe, "--is-whole") == 1
+        assert call(train, "--config", recipe) == 2
+    assert call(main, "features", "--config", recipe, "--shard", "2/3") == 0
+    assert "share 2/3 is written" in capsys.readouterr().out
+    assert json.loads((run / "status-features-2-of-3.json").read_text())["state"] == "share-done"
+    assert call(main, "check", "--config", recipe) == 1
+    assert "index.json: No such file" in capsys.readouterr().out
+    assert call(main, "features", "--config", recipe) == 0 and contents(features) == whole
+    assert call(main, "features", "--config", recipe, "--shard", "1/3") == 0
+    assert json.loads((run / "status-features-1-of-3.json").read_text())["state"] == "done"
 
 
-def test_show_marks_the_answers(command: Command, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("show", "--config", recipe, "--limit", "2") == 0
+def test_damage_is_named_by_check_and_training_and_mended_by_verify(
+    recipe: Path, features: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, shard = contents(features), features / "shard-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 1
+    shard.write_bytes(content)
+    assert call(main, "check", "--config", recipe) == 1
+    assert f"{shard}: is not what was written" in capsys.readouterr().out
+    assert call(train, "--config", recipe) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert str(shard) in error and "features --config RECIPE --verify" in error
+    assert not (recipe.parent / "run/heads/eagle1/config.json").exists()
+    assert call(main, "features", "--config", recipe, "--verify", "--plan") == 0 and contents(features) != whole
+    assert call(main, "features", "--config", recipe, "--verify") == 0 and contents(features) == whole
+    shard.unlink()  # a missing one is noticed without --verify
+    assert call(main, "features", "--config", recipe, "--is-whole") == 1
+    assert call(main, "features", "--config", recipe) == 0 and contents(features) == whole
+
+
+def test_show_marks_the_answers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(main, "show", "--config", recipe, "--limit", "2") == 0
     out = capsys.readouterr().out
     assert out.count("supervised") == 2 and "\x1b[32m" in out
-    assert command("show", "--config", recipe, "--limit", "1", "--plain") == 0
-    plain = capsys.readouterr().out
+    assert call(main, "show", "--config", recipe, "--limit", "1", "--plain") == 0
     answer = tiny.conversations(1)[0]["conversations"][1]["value"]
-    assert "\x1b" not in plain and f"[1:{answer}<|end|>]" in plain
+    assert f"[1:{answer}<|end|>]" in capsys.readouterr().out
+    assert call(main, "show", "--config", recipe, "--limit", "0") == 2
 
 
 def test_the_corpus_and_its_tokenizer_are_written_whole_and_reused(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    section = {"num_conversations": 30, "num_prompts": 8, "vocab_size": 400}
-    values = {"run": str(run), "target": {"path": str(run / "tokenizer")}, "synthetic": section}
-    recipe = tiny.recipe(
-        tmp_path / "r.yaml", {**values, "data": {"conversations": [str(run / "conversations/train.jsonl")]}}
-    )
-    assert command("synthetic", "--config", recipe, "--plan") == 0
-    assert not run.exists()
-    assert command("synthetic", "--config", recipe) == 0
-    before = files(run)
-    assert {"conversations/train.jsonl", "conversations/prompts.jsonl", "conversations/calibration.jsonl"} < set(before)
-    assert {"tokenizer/tokenizer.json", "tokenizer/provenance.json", "conversations/provenance.json"} < set(before)
-    capsys.readouterr()
-    assert command("synthetic", "--config", recipe) == 0
-    assert "synthetic: whole, reused" in capsys.readouterr().out
-    assert files(run) == before
-    assert command("show", "--config", recipe, "--plain") == 0  # the tokenizer's own template marks the answers
-    assert "<|assistant|>[1:" in capsys.readouterr().out
-    assert command("synthetic", "--config", recipe, "--synthetic.seed", "1") == 2
-    assert "synthetic.seed: 0 there, 1 asked" in refusal(capsys)
-    assert files(run) == before
-
-
-def test_the_corpus_does_not_replace_files_that_are_not_its_own(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine = tmp_path / "run" / "conversations" / "mine.jsonl"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("{}\n")
-    values = {"run": str(tmp_path / "run"), "target": {"path": "none/none"}, "data": {"conversations": ["none/none"]}}
-    recipe = tiny.recipe(tmp_path / "r.yaml", {**values, "synthetic": {"num_conversations": 10}})
-    assert command("synthetic", "--config", recipe) == 2
-    assert "holds files that this stage did not write" in refusal(capsys)
-    assert mine.read_text() == "{}\n"
-
-
-def launch(recipe: Path, run: Path, *launcher: str, changes: tuple[str, ...] = ()) -> None:
-    """Runs the features command in a process of its own, in another directory than the checkout."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = [*launcher, str(ROOT / "data" / "main.py"), "features", "--config", str(recipe), f"--run={run}", *changes]
-    done = subprocess.run(words, cwd=recipe.parent, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert ("process 1 of 2" in done.stderr) == (len(launcher) > 1)
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same_bytes_as_one(recipe: Path, tmp_path: Path) -> None:
-    zero = str(ROOT / "configs" / "accelerate" / "zero1.yaml")
-    launch(recipe, tmp_path / "one", sys.executable)
-    launch(recipe, tmp_path / "two", sys.executable, "-m", "accelerate.commands.launch", "--config_file", zero)
-    one, two = files(tmp_path / "one" / "features"), files(tmp_path / "two" / "features")
-    assert len([name for name in one if name.startswith("shard-")]) >= 3
-    assert {name: text for name, text in one.items() if name != "provenance.json"} == {
-        name: text for name, text in two.items() if name != "provenance.json"
+    values: dict[str, Any] = {
+        "run": str(run),
+        "target": {"path": str(run / "tokenizer")},
+        "synthetic": {"num_conversations": 30, "num_prompts": 8, "vocab_size": 400},
+        "data": {"conversations": [str(run / "conversations/train.jsonl")]},
     }
+    recipe = tiny.recipe(tmp_path / "recipe.yaml", values)
+    assert call(main, "synthetic", "--config", recipe, "--plan") == 0 and not run.exists()
+    assert call(main, "synthetic", "--config", recipe) == 0
+    before = contents(run)
+    assert {"conversations/train.jsonl", "conversations/prompts.jsonl", "tokenizer/tokenizer.json"} < set(before)
+    assert call(main, "synthetic", "--config", recipe) == 0
+    assert "synthetic: whole, reused" in capsys.readouterr().out
+    assert call(main, "show", "--config", recipe, "--plain") == 0  # the tokenizer's own template marks the answers
+    assert "<|assistant|>[1:" in capsys.readouterr().out
+    assert call(main, "synthetic", "--config", recipe, "--synthetic.seed", "1") == 2
+    assert "synthetic.seed: 0 there, 1 asked" in refusal(capsys)
+    (run / "conversations/provenance.json").unlink()
+    assert call(main, "synthetic", "--config", recipe) == 2
+    assert "holds files that this stage did not write" in refusal(capsys)
+    assert {**contents(run), "status.json": b""} == {**before, "status.json": b""}
 
 
 @pytest.mark.slow
-def test_a_killed_extraction_goes_on_to_the_same_bytes(recipe: Path, tmp_path: Path) -> None:
-    launch(recipe, tmp_path / "whole", sys.executable, changes=("--features.shard_tokens", "40"))
-    cut, kills = tmp_path / "cut" / "features", 0
-    words = [sys.executable, str(ROOT / "data" / "main.py"), "features", "--config", str(recipe)]
+def test_two_processes_write_the_same_bytes_as_one(recipe: Path, features: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for least in (2, 9):  # shards that lie there when it is killed
-        child = subprocess.Popen(
-            [*words, f"--run={cut.parent}", "--features.shard_tokens", "40"],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        while child.poll() is None and len(list(cut.glob("shard-*"))) < least:
-            time.sleep(0.001)
-        child.send_signal(signal.SIGKILL)
-        kills += child.wait(timeout=60) == -signal.SIGKILL
-        assert not (cut / "provenance.json").exists() or child.returncode == 0
-    assert kills >= 1
-    (cut / ".tmpleft").write_bytes(b"as safetensors leaves it")
-    launch(recipe, cut.parent, sys.executable, changes=("--features.shard_tokens", "40"))
-    one, two = files(tmp_path / "whole" / "features"), files(cut)
-    assert len(one) > 20 and {**one, "provenance.json": b""} == {**two, "provenance.json": b""}
+    zero = str(ROOT / "configs/accelerate/zero1.yaml")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", zero]
+    words = [str(ROOT / "data/main.py"), "features", "--config", str(recipe), f"--run={tmp_path / 'two'}"]
+    done = subprocess.run(
+        [*launcher, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "process 1 of 2" in done.stderr, done.stderr
+    assert contents(tmp_path / "two/features") == contents(features)

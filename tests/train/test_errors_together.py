@@ -69,13 +69,11 @@ def _damage(directory: Path, split: str) -> None:
     cache = FeatureCache.open(directory)
     rows = cache.split(split)
     number = rows.numbers[Order(rows.lengths, 0, 2, world_size=2).parts(1, rank=1)[0][0] if split == "train" else 1]
-    shard = max(
-        (entry for entry in cache.contents.shards if entry.first_row <= number), key=lambda each: each.first_row
-    )
-    before = sum(cache.contents.lengths[shard.first_row : number])
-    content = bytearray((directory / shard.file).read_bytes())
+    shard, span = next((shard, span) for shard, span in enumerate(cache.shards) if number in span)
+    path, before = directory / f"shard-{shard:05d}.safetensors", sum(cache.lengths[span.start : number])
+    content = bytearray(path.read_bytes())
     (size,) = struct.unpack("<Q", content[:8])
     states = json.loads(content[8 : 8 + size])["last_hidden"]
     begin = 8 + size + states["data_offsets"][0]
     content[begin + before * states["shape"][1] * 4 + 2] ^= 0x10
-    (directory / shard.file).write_bytes(content)
+    path.write_bytes(content)

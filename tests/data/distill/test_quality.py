@@ -14,7 +14,7 @@ from aerie.data.distill.gate import flaws
 from aerie.data.distill.journal import Journal, Outcome
 from aerie.data.distill.prompts import Prompt
 from aerie.data.distill.run import Job, histogram, merge, render
-from aerie.data.tokens import Share
+from aerie.data.progress import Share
 from tests.data.distill.answering import config, thinking
 
 GATE = GateConfig()

@@ -37,7 +37,7 @@ def done(*answers: Answer, questions: tuple[str, ...] = ("a?", "b?", "c?")) -> O
 def tokens(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> TokenisedData:
     """What the training reads of the rows."""
     config = DataConfig((str(write_rows(path / "rows.jsonl", rows)),), held_out=0.0)
-    return tokenize(config, reader.tokenizer, reader.end_ids, Tally(), disable_bar=True)
+    return tokenize(config, reader.tokenizer, reader.end_ids, Tally(), speaks=False)
 
 
 def supervised(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:

@@ -15,7 +15,7 @@ from aerie.data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unan
 from aerie.data.distill.journal import Journal, Outcome, ended_rows, forget_others, journals
 from aerie.data.distill.prompts import Overlap, Prompt
 from aerie.data.distill.run import LOCK, Interview, Job, merge
-from aerie.data.tokens import Share
+from aerie.data.progress import Share
 from aerie.model.storage import Lock
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill.answering import asking, config, echo, prompts, thinking
