@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from aerie.model.formats.common import SPECULATIVE_TOKENS
+from aerie.model.formats.content import SPECULATIVE_TOKENS
 from aerie.model.formats.sglang import CHECKED
 from aerie.model.hub import HUB_ID, is_on_hub
 from aerie.model.storage import read_json

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.target_and_head import HeadConfig
-from aerie.model.formats.common import HeadContent
+from aerie.model.formats.content import HeadContent
 from aerie.model.formats.layouts import read_content, recognise
 from aerie.model.heads import HEADS, AnyConfig, Head
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config, Eagle3Head, EagleHead

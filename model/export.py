@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.model.checkpoint import check_content, check_sizes, completed, head_facts
-from aerie.model.formats.common import NUMBERED, Destination, Export, HeadContent, HeadFiles, unread
+from aerie.model.formats.content import NUMBERED, Destination, Export, HeadContent, HeadFiles, unread
 from aerie.model.formats.layouts import WRITABLE, Layout, read_content
 from aerie.model.formats.sglang import SERVER, ZERO_BIAS
 from aerie.model.heads import AnyConfig
@@ -24,6 +24,15 @@ from aerie.model.weights import write_tensors
 
 BESIDE = ("recipe.yaml", "provenance.json")  # what goes along with the head
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # facts about one export, which the next does not inherit
+BOOKKEEPING = {  # keys of config.json that say nothing about how a head drafts
+    *("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
+    *("pad_token_id", "torch_dtype", "transformers_version", "use_cache", "aerie", "aerie_kind", "model_type"),
+    *("hidden_act", "mlp_bias", "tie_word_embeddings", "embed_requires_grad", "speculators_version"),
+    *("speculators_model_type", "speculators_config", "transformer_layer_config", "eagle_config", "rope_theta"),
+    *("rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("max_sequence_length", "base_model_name_or_path", "pretraining_tp", "attention_bias", "layernorms", NUMBERED),
+    "quantization_config",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +51,15 @@ class TargetFacts:
         config = TargetConfig(path)
         architectures = load_config(config).architectures
         text_config, ends = load_ends(config)
-        destination = Destination(
-            target=name or path,
-            architectures=tuple(architectures or ()),
-            num_blocks=int(text_config.num_hidden_layers),
-            max_position_embeddings=int(getattr(text_config, "max_position_embeddings", 0) or 0),
-        )
-        if speculative_tokens is not None:
-            destination = dataclasses.replace(destination, speculative_tokens=speculative_tokens)
-        return cls(path, text_config, ends, destination, _end_ids(path))
+        positions = int(getattr(text_config, "max_position_embeddings", 0) or 0)
+        blocks = int(text_config.num_hidden_layers)
+        destination = Destination(name or path, tuple(architectures or ()), blocks, positions, speculative_tokens)
+        try:
+            stops = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:  # the file is optional
+            stops = None
+        end_ids = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
+        return cls(path, text_config, ends, destination, end_ids)
 
     @property
     def default_taps(self) -> tuple[int, ...] | None:
@@ -88,34 +97,38 @@ def export(
         raise UserError(f"{source}: no such head directory")
     if directory.resolve() == output.resolve():
         raise UserError(f"--out {output}: is the head itself; name another directory")
-    layout, files, content, state = whole(directory, target, after_blocks or target.default_taps)
+    layout, files, content, state = read_complete(directory, target, after_blocks or target.default_taps)
     if after_blocks is not None:
         check_asked(content.config, after_blocks, files)
-    facts = read_facts(directory)
+    facts = {name: value for name, value in head_facts(directory).items() if name not in OF_AN_EXPORT}
     other = other_weights(facts, target)
     if other is not None and not any_target:
         raise UserError(f"{source}: {other}; give its own target, or write it for this one with --any-target")
-    made = WRITABLE[to](dataclasses.replace(content, tensors=state), target.destination)
+    written = WRITABLE[to](dataclasses.replace(content, tensors=state), target.destination)
     origin = {"layout": layout.name, "files": digests(directory)}
-    values = {**made.values, "aerie": {**facts, **made.values.get("aerie", {}), "exported_from": origin}}
     dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
+    values = {**written.values, "aerie": {**facts, **written.values.get("aerie", {}), "exported_from": origin}}
     values |= {"dtype": dtype, "torch_dtype": dtype}  # transformers 5 and 4
     with directory_atomically(output) as place:
-        weights = write_tensors(place, made.tensors, made.pickled)
+        weights = write_tensors(place, written.tensors, written.pickled)
         write_json(place / CONFIG, values)
         for name in BESIDE:
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, place / name)
-        _, _, again, state_again = whole(place, target, None)
-        _require_equal((content.config, state), (again.config, state_again), to)
-    notes = () if other is None else (f"{other}: few of its drafts will be accepted",)
-    notes = (*notes, *content.guesses, *differences(files, content, made, target.destination.target), *made.notes)
+        _, _, again, state_again = read_complete(place, target, None)
+        positions = again.config.max_position_embeddings  # the one number that an export may raise
+        same = dataclasses.replace(content.config, max_position_embeddings=positions) == again.config
+        same = same and state.keys() == state_again.keys()
+        if not (same and all(_same(state[name], state_again[name]) for name in state)):
+            raise AssertionError(f"layout {to}: the head was read back otherwise than it was written")
+    notes = [f"{other}: few of its drafts will be accepted"] if other is not None else []
+    notes += [*content.guesses, *differences(files, content, written, target.destination.target), *written.notes]
     if (directory / CALIBRATOR).is_file():
-        notes = (*notes, f"{CALIBRATOR} left out: it is of the head as it lies in {directory}; servers do not read it")
-    return Exported(output / weights.name, len(made.tensors), layout.name, notes)
+        notes.append(f"{CALIBRATOR} left out: it is of the head as it lies in {directory}; servers do not read it")
+    return Exported(output / weights.name, len(written.tensors), layout.name, tuple(notes))
 
 
-def whole(
+def read_complete(
     directory: Path, target: TargetFacts, after_blocks: tuple[int, ...] | None
 ) -> tuple[Layout, HeadFiles, HeadContent, dict[str, Tensor]]:
     """A head's layout, files, content and complete tensors; UserError where it does not fit the target.
@@ -153,93 +166,47 @@ def check_depth(config: AnyConfig, num_blocks: int, head_path: str, target_path:
 
 
 def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
-    """A sentence about a head that was trained on other weights than the target's, None where it was not.
+    """A sentence about a head whose facts say that it was trained on other weights than the target's, else None.
 
-    facts are the head's own. Rounding to a 16-bit dtype makes no other target.
+    Rounding to a 16-bit dtype makes no other target.
     """
     recorded = facts.get("target")
     if recorded is None or recorded in fingerprints(target.text_config, target.ends):
         return None
-    own = fingerprint(target.text_config, target.ends)
-    return f"was trained on a target with other weights than {target.path} (fingerprint {recorded}, not {own})"
-
-
-def read_facts(directory: Path) -> dict[str, Any]:
-    """What was written under "aerie" in a head's config.json."""
-    return {name: value for name, value in head_facts(directory).items() if name not in OF_AN_EXPORT}
-
-
-def _end_ids(path: str) -> tuple[int, ...]:
-    try:
-        ends = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the file is optional
-        ends = None
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
-
-
-def _require_equal(
-    one: tuple[AnyConfig, dict[str, Tensor]], two: tuple[AnyConfig, dict[str, Tensor]], layout: str
-) -> None:
-    """An export that reads back otherwise is a fault of this project, and nothing is written."""
-    positions = two[0].max_position_embeddings
-    if dataclasses.replace(one[0], max_position_embeddings=positions) != two[0]:
-        raise AssertionError(f"layout {layout}: {one[0]} was read back as {two[0]}")
-    for name in one[1].keys() | two[1].keys():
-        if name not in one[1] or name not in two[1] or not _same(one[1][name], two[1][name]):
-            raise AssertionError(f"layout {layout}: {name} was read back otherwise than it was written")
+    here = fingerprint(target.text_config, target.ends)
+    return f"was trained on a target with other weights than {target.path} (fingerprint {recorded}, not {here})"
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
     """Bit for bit, so that not-a-number equals itself."""
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    return torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
+    alike = one.dtype == two.dtype and one.shape == two.shape
+    return alike and torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
 
 
-BOOKKEEPING = {  # keys of config.json that say nothing about how a head drafts
-    *("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
-    *("pad_token_id", "torch_dtype", "transformers_version", "use_cache", "aerie", "aerie_kind", "model_type"),
-    *("hidden_act", "mlp_bias", "tie_word_embeddings", "embed_requires_grad", "speculators_version"),
-    *("speculators_model_type", "speculators_config", "transformer_layer_config", "eagle_config", "rope_theta"),
-    *("rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    "quantization_config",
-    *("max_sequence_length", "base_model_name_or_path", "pretraining_tp", "attention_bias", "layernorms", NUMBERED),
-}
-
-
-def differences(files: HeadFiles, content: HeadContent, made: Export, target: str) -> list[str]:
-    """A sentence for each; files and content are the source's, target is what servers are told to load."""
-    notes = _tensor_differences(files, made)
-    carried = {field.name for field in dataclasses.fields(content.config)} | made.values.keys() | BOOKKEEPING
+def differences(files: HeadFiles, content: HeadContent, written: Export, target: str) -> list[str]:
+    """A sentence for whatever the export has that its source lacks, or the other way round."""
+    notes, old, new = [], files.tensors, written.tensors
+    if EMBEDDING in new and EMBEDDING not in old:
+        dtype = str(new[EMBEDDING].dtype).removeprefix("torch.")
+        notes.append(f"{EMBEDDING} is added, the target's in {dtype}: not every reader takes it from the target")
+    tables = [name for name in ("d2t", "t2d") if name in old]
+    if dropped := [name for name in tables if name not in new]:
+        notes.append(f"{' and '.join(dropped)} left out: both vocabularies are one, and readers expect no tables then")
+    for name in tables:
+        if name in new and old[name].dtype != new[name].dtype:
+            dtypes = [str(table.dtype).removeprefix("torch.") for table in (old[name], new[name])]
+            notes.append(f"{name} holds {dtypes[0]} and is written as {dtypes[1]}, the same numbers, as readers expect")
+    if derived := sorted(name for name in old if name.endswith("rotary_emb.inv_freq")):
+        notes.append(f"{', '.join(derived)} left out: config.json decides RoPE's frequencies")
+    carried = {field.name for field in dataclasses.fields(content.config)} | written.values.keys() | BOOKKEEPING
     lost = sorted(name for name, value in files.values.items() if name not in carried and value not in (None, False))
     if lost:
         notes.append(f"config.json's {', '.join(lost)} left out: this project does not know what they mean")
     notes += [f"left out: {text}" for text in unread(files.values)]
-    is_speculators = "speculators_config" in made.values
+    is_speculators = "speculators_config" in written.values
     if content.speculative_tokens is not None and not is_speculators:
-        notes.append(
-            f"its {content.speculative_tokens} drafts per cycle are left out: such a server takes them on its "
-            f"command line"
-        )
+        drafts = content.speculative_tokens
+        notes.append(f"its {drafts} drafts per cycle are left out: such a server takes them on its command line")
     if is_speculators and not is_on_hub(target):
         notes.append(f"servers are told to load {target}, which is a local path; give its Hub id with --target-name")
-    return notes
-
-
-def _tensor_differences(files: HeadFiles, made: Export) -> list[str]:
-    notes = []
-    if EMBEDDING in made.tensors and EMBEDDING not in files.tensors:
-        dtype = str(made.tensors[EMBEDDING].dtype).removeprefix("torch.")
-        notes.append(f"{EMBEDDING} is added, the target's in {dtype}: not every reader takes it from the target")
-    tables = [name for name in ("d2t", "t2d") if name in files.tensors and name not in made.tensors]
-    if tables:
-        notes.append(f"{' and '.join(tables)} left out: both vocabularies are one, and readers expect no tables then")
-    for name in ("d2t", "t2d"):
-        old, new = files.tensors.get(name), made.tensors.get(name)
-        if old is not None and new is not None and old.dtype != new.dtype:
-            kinds = [str(table.dtype).removeprefix("torch.") for table in (old, new)]
-            notes.append(f"{name} holds {kinds[0]} and is written as {kinds[1]}, the same numbers, as readers expect")
-    derived = sorted(name for name in files.tensors if name.endswith("rotary_emb.inv_freq"))
-    if derived:
-        notes.append(f"{', '.join(derived)} left out: config.json decides RoPE's frequencies")
     return notes

@@ -12,18 +12,16 @@ from typing import Any
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.model.formats.common import (
+from aerie.model.formats.content import (
     Destination,
     Export,
     HeadContent,
     HeadFiles,
-    flag,
     read_sizes,
     read_taps,
     refuse,
     renamed,
-    table,
-    whole,
+    take,
     write_sizes,
 )
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eagle3Config
@@ -50,36 +48,40 @@ def read(files: HeadFiles) -> HeadContent:
         return read_eagle3(files)
     values, place = files.values, files.config_place
     sizes = read_sizes(values, place)
-    bias = flag(values, "bias", place, default="bias" not in values)
+    bias = take(values, "bias", bool, place, "bias" not in values)
     if "bias" not in values and "fc.bias" not in files.tensors:
         raise UserError(
             f"{files.weights_place}: has no 'fc.bias', and {place.name} has no \"bias\", which means true; "
             f'a head without one says "bias": false'
         )
-    config = Eagle1Config(**sizes, bias=bias, qkv_bias=flag(values, "qkv_bias", place))
+    config = Eagle1Config(**sizes, bias=bias, qkv_bias=take(values, "qkv_bias", bool, place, False))
     return HeadContent(config, without_derived(files.tensors))
 
 
 def read_eagle3(files: HeadFiles) -> HeadContent:
     """An EAGLE-3 head by SafeAILab's names, or with `layers.0` for `midlayer` as other projects name it."""
     values, place = files.values, files.config_place
-    extra = table(values, "eagle_config", place)
-    if not flag(extra, "use_aux_hidden_state", place, default=True):
+    extra: dict[str, Any] = take(values, "eagle_config", dict, place, {})
+    if not take(extra, "use_aux_hidden_state", bool, place, True):
         raise UserError(f"{place}: use_aux_hidden_state is false: the head reads no taps; such heads are not supported")
     tensors = midlayer_first(without_derived(files.tensors), files.weights_place)
     sizes = read_sizes(values, place)
     taps, guess = read_taps(values, files.after_blocks, place)
     config = Eagle3Config(
         **sizes,
-        draft_vocab_size=whole(values, "draft_vocab_size", place, sizes["vocab_size"]),
-        target_hidden_size=whole(values, "target_hidden_size", place, sizes["hidden_size"]),
+        draft_vocab_size=take(values, "draft_vocab_size", int, place, sizes["vocab_size"]),
+        target_hidden_size=take(values, "target_hidden_size", int, place, sizes["hidden_size"]),
         after_blocks=taps,
         qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
         fc_norm="fc_norm.0.weight" in tensors,
-        norm_output=flag(values, "norm_output", place),
-        norm_before_residual=flag(values, "norm_before_residual", place),
-        norm_before_fc=flag(
-            values if "norm_before_fc" in values else extra, "norm_before_fc", place, "input_norm.weight" in tensors
+        norm_output=take(values, "norm_output", bool, place, False),
+        norm_before_residual=take(values, "norm_before_residual", bool, place, False),
+        norm_before_fc=take(
+            values if "norm_before_fc" in values else extra,
+            "norm_before_fc",
+            bool,
+            place,
+            "input_norm.weight" in tensors,
         ),
     )
     return HeadContent(config, tensors, () if guess is None else (guess,), is_embedding_optional=True)

@@ -12,7 +12,7 @@ import torch
 
 from aerie.configs.errors import UserError
 from aerie.model.formats import safeailab
-from aerie.model.formats.common import (
+from aerie.model.formats.content import (
     NUMBERED,
     Destination,
     Export,

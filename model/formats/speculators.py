@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from aerie.configs.errors import UserError
-from aerie.model.formats.common import (
+from aerie.model.formats.content import (
     NUMBERED,
     SPECULATIVE_TOKENS,
     Destination,
     Export,
     HeadContent,
     HeadFiles,
-    flag,
     read_sizes,
     read_taps,
     refuse,
     renamed,
-    table,
-    whole,
+    take,
     write_sizes,
 )
 from aerie.model.formats.safeailab import eagle3_tensors, midlayer_first
@@ -59,14 +57,14 @@ def read(files: HeadFiles) -> HeadContent:
         guesses.append("norm_before_residual is not said; false is taken, as speculators does (vLLM takes true)")
     config = Eagle3Config(
         **sizes,
-        draft_vocab_size=whole(values, "draft_vocab_size", place, DRAFT_VOCABULARY),
-        target_hidden_size=whole(values, "target_hidden_size", place, sizes["hidden_size"]),
+        draft_vocab_size=take(values, "draft_vocab_size", int, place, DRAFT_VOCABULARY),
+        target_hidden_size=take(values, "target_hidden_size", int, place, sizes["hidden_size"]),
         after_blocks=taps,
         qk_norm=layer.get("model_type") == "qwen3",
-        fc_norm=flag(values, "fc_norm", place),
-        norm_output=flag(values, "norm_output", place),
-        norm_before_residual=flag(values, "norm_before_residual", place),
-        norm_before_fc=flag(values, "norm_before_fc", place),
+        fc_norm=take(values, "fc_norm", bool, place, False),
+        norm_output=take(values, "norm_output", bool, place, False),
+        norm_before_residual=take(values, "norm_before_residual", bool, place, False),
+        norm_before_fc=take(values, "norm_before_fc", bool, place, False),
     )
     drafts = _speculative_tokens(values, place)
     return HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
@@ -118,21 +116,21 @@ def write(content: HeadContent, destination: Destination) -> Export:
 def _read_eagle1(files: HeadFiles, layer: dict[str, Any]) -> HeadContent:
     """The EAGLE-1 head of an early version, whose embedding is always the target's."""
     place: Path = files.config_place
-    if flag(files.values, "layernorms", place):
+    if take(files.values, "layernorms", bool, place, False):
         raise UserError(f"{place}: layernorms is true: a HASS head, which has norms that no EAGLE-1 head has")
     sizes = read_sizes({**layer, "num_hidden_layers": 1}, place)
     tensors = renamed(files.tensors, _old_name, files.weights_place)
-    config = Eagle1Config(**sizes, bias=flag(files.values, "fusion_bias", place))
+    config = Eagle1Config(**sizes, bias=take(files.values, "fusion_bias", bool, place, False))
     return HeadContent(config, tensors, is_embedding_optional=True)
 
 
 def _speculative_tokens(values: dict[str, Any], place: Path) -> int | None:
     """The first proposal's drafts per cycle, None where there is none."""
-    methods = table(values, "speculators_config", place).get("proposal_methods")
+    methods = take(values, "speculators_config", dict, place, {}).get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else {}
     if not isinstance(first, dict) or first.get("speculative_tokens") is None:
         return None
-    return whole(first, "speculative_tokens", place)
+    return take(first, "speculative_tokens", int, place)
 
 
 def _old_name(name: str) -> str:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aerie.model.export import TargetFacts
-from aerie.model.formats.common import Destination
+from aerie.model.formats.content import Destination
 from aerie.model.heads.eagle import Eagle3Head
 from tests import tiny
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.model.formats.common import read_taps
+from aerie.model.formats.content import read_taps
 
 HERE, NUMBERED = Path("config.json"), "eagle_aux_hidden_state_layer_ids"
 
