@@ -156,7 +156,7 @@ def _sentence(item: Any, schema: type, source: str, lines: dict[str, str]) -> st
     name = ".".join(location)
     known = next((key for end in range(len(location), 0, -1) if (key := ".".join(location[:end])) in lines), None)
     where = lines[known] if known else source
-    prefix = where if where == f"--{name}" or where.startswith(f"--{name}.") else f"{where}: {name}"
+    prefix = where if where == f"--{name}" or where.startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{prefix}: unknown key{_suggestion(location, names)}"
     if item["type"] in ("union_tag_not_found", "union_tag_invalid"):
@@ -178,6 +178,8 @@ def _suggestion(location: list[str], names: list[str]) -> str:
     """The key that was meant: one of the same section, or of any section with a similar last part."""
     *section, leaf = location
     beside = [name.rsplit(".", 1)[-1] for name in names if name.rpartition(".")[0] == _plain(section)]
+    if leaf in beside:  # of another member of a union
+        return f"; it belongs to another kind of {section[-1]}, leave it out"
     close = difflib.get_close_matches(leaf, beside, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {'.'.join([*section, close[0]])!r}?"
@@ -200,7 +202,7 @@ def _names(schema: type) -> tuple[list[str], set[str]]:
     def visit(hint: Any, place: list[str], is_union: bool) -> None:
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             for key, inner in typing.get_type_hints(hint).items():
-                if is_union and typing.get_origin(inner) is typing.Literal:
+                if is_union and typing.get_origin(inner) is typing.Literal and len(typing.get_args(inner)) == 1:
                     tags.update(".".join([*place, str(tag)]) for tag in typing.get_args(inner))
                 names.append(".".join([*place, key]))
                 visit(inner, [*place, key], False)

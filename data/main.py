@@ -295,7 +295,6 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     """The target in this process, with the run's draft head where there is one."""
     import torch
 
-    from aerie.configs.schema.decode import usual_tree
     from aerie.data.distill.run import LocalTarget
     from aerie.infer.decode.methods import usual_decoder
     from aerie.model.target import Target
@@ -304,8 +303,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     target = Target.load(recipe.target, _device(recipe))
     head = RunPaths(Path(recipe.run)).head(recipe)
     drafts = recipe.distill.decoder == "auto" and (head / "config.json").is_file()
-    tree = usual_tree(recipe.head.kind, recipe.tree) if drafts else None
-    decoder = usual_decoder(target, str(head) if drafts else None, tree)
+    decoder = usual_decoder(target, str(head) if drafts else None, recipe.tree if drafts else None)
     print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
 
     def decode(prompt: list[int], sampling: Any, seed: int) -> list[int]:

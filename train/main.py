@@ -23,7 +23,6 @@ from aerie.configs import read as yaml_recipe
 from aerie.configs.errors import UserError, exit_code
 from aerie.configs.read import as_dict
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import usual_tree
 from aerie.configs.schema.train import require_read
 from aerie.data.inputs import COMMAND, changed_since, conversation_inputs
 from aerie.model.storage import FILE, Stage, digest, read_json, remove_temporaries, with_status, write_text
@@ -301,7 +300,8 @@ def _job(setting: Setting, is_plan: bool = False) -> "tuple[Job, int]":
     if is_lm:
         return distilled_lm_job(source, frame)
     measure = partial(_measured_tau, setting, source) if measured and not is_plan else None
-    levels = usual_tree(recipe.head.kind, recipe.tree).levels
+    assert recipe.tree is not None
+    levels = recipe.tree.levels
     return draft_head_job(source, frame, levels, measure)
 
 
@@ -315,7 +315,8 @@ def _measured_tau(setting: Setting, source: "Source", head: Any) -> "Measure":
 
     config, target = setting.recipe.train, source.target
     assert target is not None
-    tree = usual_tree(setting.recipe.head.kind, setting.recipe.tree)
+    tree = setting.recipe.tree
+    assert tree is not None
     context = getattr(source.text_config, "max_position_embeddings", None) or head.config.max_position_embeddings
     room = min(context, head.config.max_position_embeddings) - config.measure_new_tokens
     prompts = list(islice(_openings(source.held_out, room), config.measure_prompts))

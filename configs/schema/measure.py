@@ -5,7 +5,7 @@ from math import inf
 from typing import Any
 
 from aerie.configs.read import STRICT
-from aerie.configs.schema.decode import Method, MethodConfig, TreeChanges
+from aerie.configs.schema.decode import Method, MethodConfig, TreeConfig
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SweepConfig:
     name: str
     vary: str  # a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), or temperature
     values: tuple[Any, ...]
-    rows: tuple[MethodConfig, ...]
+    rows: tuple[dict[str, Any], ...]  # as the bench's, each read anew with every value in its place
     sampling: tuple[SamplingConfig, ...] = ()  # empty: the bench's
     tasks: tuple[str, ...] = ()  # names; empty: all
     num_prompts: int | None = None  # the first ones of each task; null: all
@@ -136,7 +136,7 @@ class CalibrateConfig:
     __pydantic_config__ = STRICT
     prompts: PromptsConfig
     method: Method | None = None  # null: the usual one of the recipe's head
-    tree: TreeChanges = TreeChanges()
+    tree: TreeConfig | None = None  # of the method, as a row's; a recipe names what differs from its published one
     bins: int = 20
     temperature: float = 0.0  # of the decoding
     oracle_levels: int | None = None  # also draft this deep at every cycle: the oracle draft length; SVIP: 40
@@ -144,7 +144,7 @@ class CalibrateConfig:
     nodes: int | None = None  # of the rebuilt tree, with the root; null: as many as the tree that it replaces
 
     def __post_init__(self) -> None:
-        if self.tree.calibrated is not None:
+        if self.tree is not None and self.tree.calibrated is not None:
             raise ValueError("calibrate measures the head's own confidence; leave tree.calibrated out")
         if self.temperature < 0 or (self.oracle_levels is not None and self.oracle_levels < 1):
             raise ValueError("calibrate needs temperature >= 0 and oracle_levels >= 1 (null: no oracle)")

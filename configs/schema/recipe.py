@@ -14,7 +14,7 @@ from aerie.configs import read as yaml_recipe
 from aerie.configs.errors import UserError
 from aerie.configs.read import STRICT
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
-from aerie.configs.schema.decode import OPTIONS, USUAL, MethodConfig, TreeChanges, name_rule
+from aerie.configs.schema.decode import OPTIONS, USUAL, MethodConfig, TreeConfig, completed
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, PromptsConfig, TuneConfig
 from aerie.configs.schema.target_and_head import DEFAULT_KIND, Eagle1Section, HeadConfig, TargetConfig
 from aerie.configs.schema.train import TrainConfig
@@ -31,7 +31,8 @@ class Recipe:
     head: HeadConfig = Eagle1Section()
     features: FeaturesConfig = FeaturesConfig()
     train: TrainConfig = TrainConfig()
-    tree: TreeChanges = TreeChanges()  # of the usual method of the recipe's head, for generate and measured tau
+    # of the usual method of the recipe's head, for generate and measured tau; the file names what differs from that
+    tree: TreeConfig | None = None
     calibrate: CalibrateConfig | None = None
     bench: BenchConfig | None = None
     tune: TuneConfig | None = None
@@ -43,15 +44,14 @@ class Recipe:
 
     @model_validator(mode="before")
     @classmethod
-    def _name_rules(cls, values: Any) -> Any:
-        """A `stop` without a rule changes that of the head's usual method, or of the one that calibrate names."""
+    def _complete_trees(cls, values: Any) -> Any:
+        """`tree` is completed from the usual method of the head's kind, calibrate's from the method that it names."""
         head, calibrate = (values.get(name) or {} for name in ("head", "calibrate"))
-        usual = USUAL.get(head.get("kind", DEFAULT_KIND)) if isinstance(head, dict) else None
-        if "tree" in values:
-            values = {**values, "tree": name_rule(values["tree"], usual)}
-        if isinstance(calibrate, dict) and "tree" in calibrate:
-            tree = name_rule(calibrate["tree"], calibrate.get("method") or usual)
-            values = {**values, "calibrate": {**calibrate, "tree": tree}}
+        usual = USUAL.get(str(head.get("kind", DEFAULT_KIND))) if isinstance(head, dict) else None
+        values = {**values, "tree": completed(usual, values.get("tree")) if usual else None}
+        if isinstance(calibrate, dict) and calibrate:
+            tree = completed(calibrate.get("method") or usual, calibrate.get("tree"))
+            values["calibrate"] = {**calibrate, "tree": tree}
         return values
 
     @property

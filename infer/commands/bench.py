@@ -7,7 +7,7 @@ from pathlib import Path
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, load
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import METHODS, MethodConfig, tree_of
+from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.decode import digests as choice_digests
 from aerie.configs.schema.measure import BenchConfig
 from aerie.infer.commands.chosen import HEAD, Commands, head_of, recipe_of
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     suite = suite_of(section)
     heads, trees = [], []
     for row, place in zip(suite.rows, suite.places, strict=True):
-        trees.append(tree_of(row, place))
+        trees.append(row.tree)
         unseen = arguments.plan and row.head is not None and METHODS[row.method].heads and is_on_hub(row.head)
         heads.append(row.head if unseen else head_of(row, recipe, paths, head, place))  # a plan fetches nothing
         if not unseen:

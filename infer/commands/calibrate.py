@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import MethodConfig, sized, tree_of, usual_method
+from aerie.configs.schema.decode import USUAL, MethodConfig
 from aerie.configs.schema.decode import digests as choice_digests
 from aerie.infer.commands.chosen import HEAD, Commands, check_given, head_of, kinds_of, recipe_of
 from aerie.infer.decode.methods import check_levels
@@ -37,11 +37,11 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = recipe.calibrate
     if section is None:
         raise UserError(f"{arguments.config}: has no section 'calibrate'; add one with prompts: {{path: ...}}")
-    asked = MethodConfig(section.method or usual_method(recipe.head.kind), section.tree)
+    asked = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
     if not kinds_of(asked.method):
         raise UserError(f"calibrate.method: {asked.method} has no head, and so no confidence that could be measured")
     check_given(arguments.head, asked.method)
-    tree = tree_of(asked, "calibrate")
+    tree = asked.tree
     used = head_of(asked, recipe, paths, head, "calibrate")
     check_levels(tree, used, "calibrate")
     check_inputs(recipe.target, [used], section.prompts)
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(
             f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
-            f"{asked.method}, {as_dict(sized(tree)) if tree else 'no tree'}, {used} -> {paths.calibration}"
+            f"{asked.method}, {as_dict(tree) if tree else 'no tree'}, {used} -> {paths.calibration}"
         )
         return 0
     if stage.is_whole():
@@ -82,7 +82,7 @@ def _measure_calibration(
                 yield encode(prompt.text, tokenizer, target), prompt.task
                 progress.update()
 
-        recording = record(decoder, tree_of(asked, "calibrate.tree"), questions(), settings)
+        recording = record(decoder, asked.tree, questions(), settings)
     lines = write_calibration(stage.output, recording, section.bins, head, lambda token: str(tokenizer.decode([token])))
     encoded = [encode(prompt.text, tokenizer, target) for prompt in prompts]
     rebuilt = rebuild(target, asked, head, encoded, section, stage.output)

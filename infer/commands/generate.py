@@ -8,7 +8,7 @@ from typing import get_args
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict, from_overrides, load
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import Method, MethodConfig, sized, tree_of, usual_method
+from aerie.configs.schema.decode import USUAL, Method, MethodConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.inputs import target_inputs
 from aerie.infer.commands.chosen import HEAD, Commands, check_given, kinds_of, present_head
@@ -37,14 +37,14 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     target_config, asked, head, threads = _generation(arguments, unknown)
-    tree = tree_of(asked, "generate")
+    tree = asked.tree
     check_levels(tree, head, "generate")
     check_weights([head])
     target_inputs(target_config)
     settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     check_settings(settings)
     if arguments.plan:
-        grown = as_dict(sized(tree)) if tree else "no tree"
+        grown = as_dict(tree) if tree else "no tree"
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
         print(f"generate: {target_config.path}, {asked.method} with {head or 'no head'}, {grown}{law}")
         return 0
@@ -67,7 +67,7 @@ def _generation(
         return _without_recipe(arguments, unknown)
     own, others = pipeline.method_words(unknown)
     recipe = pipeline.load(arguments, others)
-    paths, usual = pipeline.RunPaths(Path(recipe.run)), usual_method(recipe.head.kind)
+    paths, usual = pipeline.RunPaths(Path(recipe.run)), USUAL[recipe.head.kind]
     asked = _asked(arguments, usual, own)
     if asked.method == usual and arguments.row is None:
         tree = pipeline.load(arguments, [*others, *(f"--{word}" for word in own if word.startswith("tree."))]).tree
@@ -89,7 +89,7 @@ def _without_recipe(
         raise UserError(
             "generate needs --config RECIPE, or --target and --head (or --method vanilla, pld or lookahead)"
         )
-    usual = arguments.method or ("vanilla" if arguments.head is None else usual_method(kind_at(arguments.head)))
+    usual = arguments.method or ("vanilla" if arguments.head is None else USUAL[kind_at(arguments.head)])
     asked = _asked(arguments, usual, pipeline.method_words(unknown, alone=True)[0])
     words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
     given = [f"{key}={value}" for key, value in words.items() if value is not None]

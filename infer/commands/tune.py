@@ -6,13 +6,14 @@ from pathlib import Path
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import TUNABLE
 from aerie.configs.schema.measure import TuneConfig
 from aerie.infer.commands.chosen import HEAD, Commands, recipe_of
 from aerie.infer.decode.methods import heads_by_kind
 from aerie.infer.measure.bench import check_inputs, inputs_of, prepare
 from aerie.infer.measure.tune import check_apart
 from aerie.model.storage import Stage, with_status
+
+TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees are searched; a static one comes from `calibrate`
 
 
 def add(commands: Commands) -> None:

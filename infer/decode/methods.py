@@ -15,9 +15,7 @@ from aerie.configs.schema.decode import (
     PromptLookupConfig,
     TreeConfig,
     check_kind,
-    sized,
-    tree_of,
-    usual_tree,
+    published_tree,
 )
 from aerie.configs.schema.target_and_head import MULTI_TOKEN
 from aerie.infer.decode.calibrator import Calibrate, calibrate_of, unchanged
@@ -103,7 +101,7 @@ def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
     num_heads = read_json(head_directory(head) / CONFIG).get(
         "num_heads"
     )  # published layouts: told by the weights alone
-    levels = sized(tree).levels
+    levels = tree.levels
     if num_heads is not None and levels > num_heads:
         static = f"give tree.choices without paths longer than {num_heads}"
         fix = static if tree.shape == "static" else f"set tree.levels to {num_heads}"
@@ -175,7 +173,7 @@ def make_decoder(
     drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method"
 ) -> SpeculativeDecoder:
     """A decoder for a method as the recipe has it at this place; head: the directory, null where it needs none."""
-    target, tree = drafters.target, tree_of(asked, place)
+    target, tree = drafters.target, asked.tree
     if asked.method == "vanilla":
         return SpeculativeDecoder(target)
     proposer: Proposer
@@ -196,7 +194,8 @@ def usual_decoder(target: Target, head: str | None, tree: TreeConfig | None) -> 
     """A decoder with a head in this tree (null: the published one of its kind's usual method); no head: vanilla."""
     if head is None:
         return SpeculativeDecoder(target)
-    tree = tree or usual_tree(kind_at(Path(head)))
+    tree = tree or published_tree(USUAL[kind_at(Path(head))])
+    assert tree is not None
     calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
     return SpeculativeDecoder(target, drafting(Drafters(target).of(head), tree, calibrate))
 
@@ -206,7 +205,6 @@ def drafting(drafter: CachedDrafter, tree: TreeConfig, calibrate: Calibrate = un
 
     calibrate is what `tree.calibrated` names; without it the head's own confidence is used (in training, say).
     """
-    tree = sized(tree)
     if isinstance(drafter, MedusaDrafter | HydraDrafter):
         check_level(tree.levels - 1, drafter.head.config.num_heads)
     return Drafting(

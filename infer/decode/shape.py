@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import Choice, TreeConfig, inline, sized
+from aerie.configs.schema.decode import ChainConfig, Choice, DynamicConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.calibrator import Calibrate, unchanged
 from aerie.infer.decode.sampling import Sampler, argmax, draw, race
 from aerie.infer.decode.stop import Stop, make_stop
@@ -62,13 +62,14 @@ class Shape(Protocol):
 
 def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
     """The shape that a recipe names; calibrate maps the head's log q to the confidence that survival is made of."""
-    config = sized(config)
     stop = make_stop(config.stop, config.levels, config.nodes)
-    if config.shape == "chain":
-        return Chain(stop, config.levels, config.children != "best", calibrate)
-    if config.shape == "static":
-        return StaticTree(stop, inline(config), config.children or "sampled", calibrate)
-    return DynamicTree(stop, config, calibrate)
+    match config:
+        case ChainConfig():
+            return Chain(stop, config.levels, config.children != "best", calibrate)
+        case StaticConfig():
+            return StaticTree(stop, config.paths, config.children, calibrate)
+        case DynamicConfig():
+            return DynamicTree(stop, config, calibrate)
 
 
 class Chain:
@@ -295,7 +296,7 @@ class DynamicTree:
     Source: EAGLE-2 (arXiv 2406.16858), sections 4.1 (expansion), 4.2 (reranking) and 5.2 (ablations).
     """
 
-    def __init__(self, stop: Stop, config: TreeConfig, calibrate: Calibrate = unchanged) -> None:
+    def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate = unchanged) -> None:
         self.stop, self.calibrate = stop, calibrate
         self.levels, self.k, self.nodes = config.levels, config.k, config.nodes
         self.max_nodes, self.draft_slots = config.nodes, config.levels * config.k

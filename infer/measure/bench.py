@@ -3,6 +3,7 @@
 A sweep's row that equals one of the bench's, or another sweep's, is measured once and shown in both.
 """
 
+import copy
 import itertools
 import os
 import platform
@@ -192,15 +193,17 @@ def _varied(
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise UserError(f"{place}: a temperature is a number, 0 or more")
         used = list(dict.fromkeys(replace(sampling, temperature=float(value)) for sampling in used))
-        return [(row, sampling) for sampling in used for row in sweep.rows]
-    return [(with_value(row, sweep.vary, value, place), sampling) for sampling in used for row in sweep.rows]
+        rows = [validate(row, MethodConfig, place, {}) for row in sweep.rows]
+    else:
+        rows = [with_value(row, sweep.vary, value, place) for row in sweep.rows]
+    return [(row, sampling) for sampling in used for row in rows]
 
 
-def with_value(row: MethodConfig, key: str, value: Any, place: str) -> MethodConfig:
-    """The row with one dotted key set; UserError, naming the place, for what a recipe could not say there either."""
-    values = as_dict(row)
+def with_value(row: dict[str, Any], key: str, value: Any, place: str) -> MethodConfig:
+    """A recipe's row with one dotted key set; UserError, naming the place, for what a recipe could not say there."""
+    values = copy.deepcopy(row)
     *parents, leaf = key.split(".")
-    section = values
+    section: Any = values
     for parent in parents:
         if section.get(parent) is None:
             section[parent] = {}
@@ -245,7 +248,9 @@ def inputs_of(
 
 def calibrators_of(rows: Sequence[MethodConfig], heads: Sequence[str | None]) -> dict[str, Any]:
     """The digests of the calibrators that rows decode by; nothing where none does. UserError where one is missing."""
-    asked = {head for row, head in zip(rows, heads, strict=True) if head is not None and row.tree.calibrated}
+    asked = {
+        head for row, head in zip(rows, heads, strict=True) if head is not None and row.tree and row.tree.calibrated
+    }
     paths = {head: head_directory(head) / CALIBRATOR for head in sorted(asked)}
     for path in paths.values():
         if not path.is_file():

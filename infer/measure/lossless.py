@@ -22,7 +22,6 @@ from aerie.configs.schema.decode import (
     Method,
     MethodConfig,
     ProbabilitySumConfig,
-    TreeChanges,
     VoteConfig,
 )
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
@@ -489,15 +488,15 @@ LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second le
 LONGER: dict[Method, int] = {"sps-heuristic": 5}  # its second draft is the first to depend on what was accepted
 # what ends trees of two levels now and then, as the published thresholds do deeper ones
 EARLY_VOTE = VoteConfig(probability_threshold=0.7, momentum_threshold=0.7, declines=1)
-SMALL = TreeChanges(k=2, nodes=5)  # of a vocabulary of 8 the published trees would hold nearly everything
+SMALL: dict[str, Any] = {"k": 2, "nodes": 5}  # of a vocabulary of 8 the published trees would hold nearly everything
 MINIATURES: dict[Method, MethodConfig] = {
-    "sps-heuristic": MethodConfig("sps-heuristic", TreeChanges(stop=HeuristicConfig(start=2))),
-    "eagle2": MethodConfig("eagle2", SMALL),
-    "eagle3": MethodConfig("eagle3", SMALL),
-    "deagle": MethodConfig("deagle", replace(SMALL, stop=EARLY_VOTE)),
-    "svip": MethodConfig("svip", SMALL),
-    "ddd": MethodConfig("ddd", replace(SMALL, stop=ProbabilitySumConfig(checks=(1, 2), threshold=0.7))),
-    "opt-tree": MethodConfig("opt-tree", replace(SMALL, stop=MarginalGainConfig(threshold=0.7))),
+    "sps-heuristic": MethodConfig.of("sps-heuristic", stop=HeuristicConfig(start=2)),
+    "eagle2": MethodConfig.of("eagle2", **SMALL),
+    "eagle3": MethodConfig.of("eagle3", **SMALL),
+    "deagle": MethodConfig.of("deagle", **SMALL, stop=EARLY_VOTE),
+    "svip": MethodConfig.of("svip", **SMALL),
+    "ddd": MethodConfig.of("ddd", **SMALL, stop=ProbabilitySumConfig(checks=(1, 2), threshold=0.7)),
+    "opt-tree": MethodConfig.of("opt-tree", **SMALL, stop=MarginalGainConfig(threshold=0.7)),
     "lookahead": MethodConfig(
         "lookahead", lookahead=LookaheadConfig(ngram=3, window=5, guesses=7, pool_from_text=True)
     ),

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aerie.configs.schema.decode import ConstantConfig, TreeConfig
+from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -122,8 +122,8 @@ def with_oracle(decoder: SpeculativeDecoder, tree: TreeConfig | None, levels: in
         return
     if isinstance(drafting.drafter, MedusaDrafter | HydraDrafter):
         levels = min(levels, drafting.drafter.head.config.num_heads)
-    nodes = tree.nodes if tree.rerank else tree.k * levels + 1
-    shape = make_shape(replace(tree, levels=levels, nodes=nodes, stop=ConstantConfig()))
+    deep = tree if isinstance(tree, StaticConfig) else replace(tree, levels=levels)
+    shape = make_shape(replace(deep, stop=ConstantConfig()))
     proposer = OracleProposer(drafting, decoder.lm, shape)
     decoder.proposer = proposer
     try:

@@ -1,5 +1,6 @@
 """How often a head's r-th guess is the target's token, by depth: what a static tree is rebuilt from."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, product
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import Choice, MethodConfig, TreeConfig, best_choices, inline, sized, tree_of
+from aerie.configs.schema.decode import Choice, MethodConfig, StaticConfig
 from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.progress import bar
 from aerie.infer.decode.methods import Drafters, make_decoder
@@ -19,7 +20,7 @@ from aerie.model.target import Target
 
 
 class RankCollector:
-    """Called after each cycle of a tree of best children; `accuracy` is what `choices.best_choices` takes.
+    """Called after each cycle of a tree of best children; `accuracy` is what `best_choices` takes.
 
     A child counts once its parent is on the accepted path: only then was it asked. It is accepted or not at T = 0, and
     with the target's probability of its token at T > 0 (R2). The tree should hold every rank that is to be ranked, at
@@ -73,11 +74,11 @@ def rebuild(
     Decodes the prompts [1, T] greedily with a wide tree, and writes choices.yaml into the output directory, and beside
     the head where that is a directory.
     """
-    tree = tree_of(asked, "calibrate")
-    if tree is None or tree.shape != "static":
+    tree = asked.tree
+    if not isinstance(tree, StaticConfig):
         return None
-    collector = RankCollector(sized(tree).levels, section.ranks)
-    wide = replace(asked, tree=replace(asked.tree, choices=probe(tree, section.ranks)), typical=None)
+    collector = RankCollector(tree.levels, section.ranks)
+    wide = replace(asked, tree=replace(tree, choices=probe(tree, section.ranks)), typical=None)
     decoder = make_decoder(Drafters(target), wide, head, "calibrate")
     with bar(len(prompts), "prompts", "ranks") as progress:
         for ids in prompts:
@@ -90,22 +91,22 @@ def rebuild(
         _write(place / CHOICES, choices, asked.method)
     return (
         f"{asked.method}: a tree of {len(choices)} drafted nodes rebuilt from the head's ranks, expected tau "
-        f"{expected_tau(choices, accuracy):.2f} ({expected_tau(inline(tree), accuracy):.2f} for the tree it replaces); "
+        f"{expected_tau(choices, accuracy):.2f} ({expected_tau(tree.paths, accuracy):.2f} for the tree it replaces); "
         f"use it with: --tree.choices {places[-1] / CHOICES}"
     )
 
 
-def probe(tree: TreeConfig, ranks: int) -> tuple[Choice, ...]:
+def probe(tree: StaticConfig, ranks: int) -> tuple[Choice, ...]:
     """The tree's nodes and so many ranks below every likely node, as deep as the tree."""
-    asked = {*inline(tree)}
-    for depth in range(sized(tree).levels):
+    asked = {*tree.paths}
+    for depth in range(tree.levels):
         for path in product(range(min(ranks, REACH + 1)), repeat=depth):
             if sum(path) <= REACH:
                 asked |= {(*path, rank) for rank in range(ranks)}
     return tuple(sorted(asked, key=lambda choice: (len(choice), choice)))
 
 
-def rebuilt(tree: TreeConfig, accuracy: Sequence[Sequence[float]], nodes: int | None) -> tuple[Choice, ...]:
+def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None) -> tuple[Choice, ...]:
     """The tree of so many nodes with the root (null: as many as the tree has) that can expect the longest paths.
 
     accuracy[depth][rank] is RankCollector's. Where siblings are drawn, a tree may not leave a rank out before another:
@@ -113,7 +114,31 @@ def rebuilt(tree: TreeConfig, accuracy: Sequence[Sequence[float]], nodes: int | 
     """
     if tree.children != "best":
         accuracy = [list(accumulate(shares, min)) for shares in accuracy]
-    return best_choices(accuracy, (nodes or sized(tree).nodes) - 1)
+    return best_choices(accuracy, (nodes or tree.nodes) - 1)
+
+
+def best_choices(accuracy: Sequence[Sequence[float]], num_choices: int) -> tuple[Choice, ...]:
+    """The tree of num_choices drafted nodes with the most accepted tokens to expect, in level order.
+
+    accuracy[depth][rank] is how often the child of this rank is the target's token, given that its parent was; depth 0
+    is the root's children. Greedily adds the node with the largest product of accuracies along its path; fewer nodes
+    when the table has no more. Source: Medusa (arXiv 2401.10774), section 2.3.3.
+    """
+    nodes: list[Choice] = []
+    heap: list[tuple[float, int, Choice]] = []
+
+    def offer(parent: Choice, chance: float) -> None:
+        if len(parent) < len(accuracy):
+            for rank, own in enumerate(accuracy[len(parent)]):
+                if own > 0:
+                    heapq.heappush(heap, (-chance * own, len(parent) + 1, (*parent, rank)))
+
+    offer((), 1.0)
+    while heap and len(nodes) < num_choices:
+        chance, _, choice = heapq.heappop(heap)
+        nodes.append(choice)
+        offer(choice, -chance)
+    return tuple(sorted(nodes, key=lambda choice: (len(choice), choice)))
 
 
 def expected_tau(choices: Sequence[Choice], accuracy: Sequence[Sequence[float]]) -> float:

@@ -5,7 +5,7 @@ records.jsonl has one Record a line and only grows: a line that a kill cut short
 
 import zipfile
 import zlib
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import STRICT, as_dict
-from aerie.configs.schema.decode import METHODS, MethodConfig, StopConfig, TreeConfig, sized, tree_of
+from aerie.configs.schema.decode import METHODS, MethodConfig, StopConfig, TreeConfig, published_tree
 from aerie.model.storage import digest, read_json, write_atomically
 
 T = TypeVar("T")
@@ -301,30 +301,28 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
         assert shape is not None
         given = {**as_dict(options), **typical}
         return TreeShape(shape, *options.sizes, settings=given, text=options.text, variant=_words(typical))
-    tree = tree_of(row, "bench.rows")
+    tree = row.tree
     if tree is None:
         return None
-    size, published = sized(tree), METHODS[row.method].tree
+    published = published_tree(row.method)
     assert published is not None
     kept = {key: value for key, value in as_dict(tree).items() if key in KEPT}
     settings = {**kept, "children": _children(tree), **typical}
     words = _words({**_changes(tree, published), **typical})
-    return TreeShape(size.shape, size.levels, size.k, size.nodes, settings, variant=words)
+    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings, variant=words)
 
 
 def _changes(tree: TreeConfig, published: TreeConfig) -> dict[str, Any]:
     """The settings that are not the method's own, but for a tree's sizes."""
     found = _rule_changes(tree.stop, published.stop)
-    if tree.rank != published.rank:
-        found["rank"] = tree.rank
-    if tree.rerank != published.rerank:
-        found["rerank"] = tree.rerank
-    usual = _children(published) if tree.shape == published.shape else _children(replace(tree, children=None))
-    if _children(tree) != usual:
-        found["children"] = tree.children
-    if tree.choices != published.choices:
-        named = isinstance(tree.choices, str)
-        found["choices"] = tree.choices if named else digest(tree.choices)[:6]
+    other = published if tree.shape == published.shape else type(tree)  # of another shape: its defaults
+    for key in ("rank", "rerank", "children"):
+        value = getattr(tree, key, None)
+        if value != getattr(other, key, None):
+            found[key] = value
+    choices = getattr(tree, "choices", None)
+    if choices != getattr(published, "choices", None):
+        found["choices"] = choices if isinstance(choices, str) else digest(choices)[:6]
     if tree.calibrated is not None:
         found["calibrated"] = tree.calibrated
     return found
@@ -341,7 +339,7 @@ def _rule_changes(stop: StopConfig, published: StopConfig) -> dict[str, Any]:
 
 
 def _children(tree: TreeConfig) -> str:
-    return tree.children or ("best" if tree.shape == "dynamic" else "sampled")
+    return getattr(tree, "children", "best")  # a dynamic tree knows no others
 
 
 def _typical(row: MethodConfig) -> dict[str, Any]:

@@ -18,20 +18,18 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.decode import (
-    METHODS,
+    USUAL,
+    ChainConfig,
     ConfidenceConfig,
+    DynamicConfig,
     EntropyConfig,
     MarginalGainConfig,
     Method,
     MethodConfig,
     ProbabilitySumConfig,
     StopConfig,
-    TreeChanges,
-    TreeConfig,
     VoteConfig,
-    tree_of,
-    usual_method,
-    usual_tree,
+    published_tree,
 )
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.data.progress import bar
@@ -52,6 +50,7 @@ from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
 
+GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
 LM_CALLS = ("prefill", "extend", "keep")
 DRAFTER_CALLS = ("reset", "commit", "start", "step")
 PROPOSER_CALLS = ("reset", "propose", "commit")
@@ -313,7 +312,7 @@ def measure_costs(
     return _fitted(plain, dict(zip(shapes, found, strict=True)))
 
 
-def _shapes() -> list[TreeConfig]:
+def _shapes() -> list[GrownConfig]:
     """Every width at two depths, and every node count at least once."""
     shapes, pending = [], list(NODES)
     for k in WIDTHS:
@@ -326,11 +325,11 @@ def _shapes() -> list[TreeConfig]:
     return [*shapes, *(_tree(DEEP, WIDTHS[-1], nodes) for nodes in pending)]
 
 
-def _tree(levels: int, k: int, nodes: int) -> TreeConfig:
-    return TreeConfig(levels=levels, k=k, nodes=nodes)
+def _tree(levels: int, k: int, nodes: int) -> GrownConfig:
+    return DynamicConfig(levels=levels, k=k, nodes=nodes)
 
 
-def _fitted(plain: Sequence[Statistics], found: dict[TreeConfig, list[Statistics]]) -> Costs:
+def _fitted(plain: Sequence[Statistics], found: dict[GrownConfig, list[Statistics]]) -> Costs:
     draft: dict[int, tuple[float, float]] = {}
     for k in WIDTHS:
         points = [_per_tree(found[tree]) for tree in found if tree.k == k]  # (levels, ms) of a tree
@@ -392,13 +391,10 @@ class Outcome:
 
 def rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodConfig]:
     """vanilla, the choice, the published method, and the grid where it is asked for."""
-    named = [MethodConfig("vanilla"), choice, MethodConfig(usual_method(kind))]
+    named = [MethodConfig("vanilla"), choice, MethodConfig(USUAL[kind])]
     if grid:
         shapes = [one for one in GRID if one[1] == 1 or kind != "draft_lm"]
-        named += [
-            method_of(kind, TreeConfig(shape="chain" if k == 1 else "dynamic", levels=levels, k=k, nodes=nodes))
-            for levels, k, nodes in shapes
-        ]
+        named += [method_of(kind, _tree_search(levels, k, nodes)) for levels, k, nodes in shapes]
     return named
 
 
@@ -429,7 +425,7 @@ def names(methods: Sequence[MethodConfig]) -> list[str]:
     """What each row is called in a table."""
     found: list[str] = []
     for method in methods:
-        tree = tree_of(method, "tune")
+        tree = method.tree
         if tree is None:
             found.append(method.method)
             continue
@@ -688,13 +684,12 @@ class Candidate:
     """A method with a stop rule, in a tree."""
 
     method: Method
-    tree: TreeConfig
+    tree: GrownConfig
 
 
-def candidates(kind: str, tree: TreeConfig, levels: int) -> list[Candidate]:
+def candidates(kind: str, tree: GrownConfig, levels: int) -> list[Candidate]:
     """Every rule at every threshold for the tree of a head of this kind, given room to grow to `levels`."""
-    room = tree.nodes - tree.levels + levels if tree.shape == "chain" else tree.nodes
-    grown = replace(tree, levels=levels, nodes=room)
+    grown = replace(tree, levels=levels)
     found: list[tuple[Method, StopConfig]]
     if kind == "draft_lm":
         found = [("sps-svip", EntropyConfig(h=h)) for h in ENTROPY_THRESHOLDS]
@@ -712,7 +707,7 @@ def candidates(kind: str, tree: TreeConfig, levels: int) -> list[Candidate]:
     return [Candidate(method, replace(grown, stop=rule)) for method, rule in found]
 
 
-def by_calibrated_confidence(kind: str, tree: TreeConfig, rules: Sequence[Candidate], levels: int) -> list[Candidate]:
+def by_calibrated_confidence(kind: str, tree: GrownConfig, rules: Sequence[Candidate], levels: int) -> list[Candidate]:
     """The same rules, and trees of this k and nodes up to four levels deeper, by isotonic confidence.
 
     Calibrated survival ranks nodes and ends trees otherwise; a chain without a rule is the same chain.
@@ -720,7 +715,7 @@ def by_calibrated_confidence(kind: str, tree: TreeConfig, rules: Sequence[Candid
     found = [replace(one, tree=replace(one.tree, calibrated="isotonic")) for one in rules]
     if tree.shape != "chain":
         deeper = range(tree.levels, min(tree.levels + 4, levels) + 1, 2)
-        method = usual_method(kind)
+        method = USUAL[kind]
         found += [Candidate(method, replace(tree, levels=depth, calibrated="isotonic")) for depth in deeper]
     return found
 
@@ -729,7 +724,7 @@ def priced(
     target: Target,
     drafter: CachedDrafter,
     head: str,
-    trees: Sequence[TreeConfig],
+    trees: Sequence[GrownConfig],
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     costs: Costs,
@@ -770,7 +765,7 @@ def timed(
     return predictions
 
 
-def _decoder(target: Target, drafter: CachedDrafter, head: str, tree: TreeConfig) -> SpeculativeDecoder:
+def _decoder(target: Target, drafter: CachedDrafter, head: str, tree: GrownConfig) -> SpeculativeDecoder:
     calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
     return SpeculativeDecoder(target, drafting(drafter, tree, calibrate))
 
@@ -802,7 +797,7 @@ NODES_search = (3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 60)
 class Prediction:
     """A tree with what it is predicted to do; speedup is against plain decoding, in decode time."""
 
-    tree: TreeConfig
+    tree: GrownConfig
     tau: float
     ms_per_token: float
     speedup: float
@@ -819,10 +814,8 @@ def price(counted: Cycles, k: int, nodes: float, costs: Costs) -> float:
     )
 
 
-def predict(tree: TreeConfig, recording: Recording, costs: Costs) -> Prediction:
-    """What one dynamic tree or chain is predicted to do; a chain has one child a node, whatever its k and nodes say."""
-    if tree.shape == "chain":
-        tree = replace(tree, k=1, nodes=tree.levels + 1)
+def predict(tree: GrownConfig, recording: Recording, costs: Costs) -> Prediction:
+    """What one dynamic tree or chain is predicted to do."""
     ranks = path_ranks(recording, tree.levels, tree.k)
     return _prediction(tree, cycles(recording, accepted(ranks, tree.nodes), tree.levels), costs)
 
@@ -849,11 +842,11 @@ def predictions(
     return sorted(found, key=lambda one: one.ms_per_token)
 
 
-def _tree_search(levels: int, k: int, nodes: int) -> TreeConfig:
-    return TreeConfig(shape="chain" if k == 1 else "dynamic", levels=levels, k=k, nodes=nodes)
+def _tree_search(levels: int, k: int, nodes: int) -> GrownConfig:
+    return ChainConfig(levels=levels) if k == 1 else DynamicConfig(levels=levels, k=k, nodes=nodes)
 
 
-def _prediction(tree: TreeConfig, counted: Cycles, costs: Costs) -> Prediction:
+def _prediction(tree: GrownConfig, counted: Cycles, costs: Costs) -> Prediction:
     each = price(counted, tree.k, tree.nodes, costs) / max(counted.tokens, 1)
     return Prediction(tree, counted.tau, each, costs.plain / each)
 
@@ -933,11 +926,14 @@ def tune_head(
     plain = SpeculativeDecoder(target)
     if kind == "draft_lm":  # its methods are chains
         k = 1
-    recording = record(SpeculativeDecoder(target, drafting(drafter, TreeConfig())), prompts, levels, k, max_new_tokens)
+    recording = record(
+        SpeculativeDecoder(target, drafting(drafter, DynamicConfig())), prompts, levels, k, max_new_tokens
+    )
     costs = measure_costs(plain, drafter, prompts[:COST_PROMPTS])
     trees = predictions(recording, costs)
-    usual = usual_tree(kind)
-    published = predict(replace(usual, levels=min(usual.levels, levels), k=min(usual.k, k)), recording, costs)
+    usual = published_tree(USUAL[kind])
+    narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
+    published = predict(replace(usual, levels=min(usual.levels, levels), **narrower), recording, costs)
     return Tuned(kind, head, costs, trees[:SHOWN], [], published, method_of(kind, trees[0].tree), trees[0])
 
 
@@ -950,7 +946,7 @@ def with_rules(target: Target, tuned: Tuned, prompts: Sequence[Tensor], max_new_
     """
     drafter, best = Drafters(target).of(tuned.head), tuned.trees[0]
 
-    def prices(trees: Sequence[TreeConfig], some: Sequence[Tensor]) -> list[Prediction]:
+    def prices(trees: Sequence[GrownConfig], some: Sequence[Tensor]) -> list[Prediction]:
         return priced(target, drafter, tuned.head, trees, some, max_new_tokens, tuned.costs)
 
     tried = candidates(tuned.kind, best.tree, levels)
@@ -967,14 +963,14 @@ def with_rules(target: Target, tuned: Tuned, prompts: Sequence[Tensor], max_new_
     tuned = replace(tuned, rules=rules, published=published, predicted=best, fixed=best)
     if rules and rules[0][1].ms_per_token * WORTH < best.ms_per_token:
         method, predicted = rules[0]
-        return replace(tuned, choice=_as_method(method, predicted.tree), predicted=predicted)
+        return replace(tuned, choice=MethodConfig(method, predicted.tree), predicted=predicted)
     return tuned
 
 
-def method_of(kind: str, tree: TreeConfig) -> MethodConfig:
+def method_of(kind: str, tree: GrownConfig) -> MethodConfig:
     """The method that decodes with this fixed tree."""
     chain = tree.shape == "chain" and kind != "draft_lm"
-    return _as_method("eagle-chain" if chain else usual_method(kind), tree)
+    return MethodConfig("eagle-chain" if chain else USUAL[kind], tree)
 
 
 def write_choice(path: FilePath, tuned: Tuned, hardware: str) -> None:
@@ -1013,19 +1009,6 @@ def _facts(one: Prediction) -> dict[str, Any]:
 
 def _speed(pair: tuple[Method, Prediction]) -> float:
     return pair[1].ms_per_token
-
-
-def _as_method(method: Method, tree: TreeConfig) -> MethodConfig:
-    """The method with those settings of the tree that differ from its published one."""
-    published = METHODS[method].tree
-    assert published is not None
-    belongs = {"levels", "stop", "calibrated"} | (set() if tree.shape == "chain" else {"k", "nodes"})
-    differing = {
-        field.name: getattr(tree, field.name)
-        for field in fields(tree)
-        if field.name in belongs and getattr(tree, field.name) != getattr(published, field.name)
-    }
-    return MethodConfig(method, TreeChanges(**differing))
 
 
 TUNED = "tuned.yaml"

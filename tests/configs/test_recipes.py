@@ -9,7 +9,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import TreeConfig, inline, usual_tree
+from aerie.configs.schema.decode import StaticConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -48,14 +48,15 @@ def test_a_misspelt_key_in_any_recipe_is_refused_with_its_line(path: Path, tmp_p
 def test_a_full_conversation_and_a_drafted_path_fit_the_head(path: Path) -> None:
     recipe = load(path)
     positions = recipe.head.max_position_embeddings
-    levels = usual_tree(recipe.head.kind, recipe.tree).levels
+    assert recipe.tree is not None
+    levels = recipe.tree.levels
     is_target = recipe.output is not None  # a target of our own: nothing is drafted with it
     assert is_target or positions is None or positions >= recipe.data.max_length + levels
 
 
 @pytest.mark.parametrize("path", TREES, ids=name)
 def test_every_published_tree_is_a_tree(path: Path) -> None:
-    choices = inline(TreeConfig(shape="static", choices=str(path)))
+    choices = StaticConfig(choices=str(path)).paths
     assert len(choices) == {"eagle1": 25, "medusa63": 63}[path.stem]
 
 

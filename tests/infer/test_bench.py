@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import MethodConfig, TreeChanges
+from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.measure.bench import Bench, jobs_of, make_decoders, run
@@ -20,8 +20,8 @@ from aerie.model.checkpoint import save_head
 from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 
-TREE = TreeChanges(levels=3, k=2, nodes=6)
-ROWS = (MethodConfig("vanilla"), MethodConfig("eagle2", TREE), MethodConfig("pld"))
+TREE = {"levels": 3, "k": 2, "nodes": 6}
+ROWS = (MethodConfig("vanilla"), MethodConfig.of("eagle2", **TREE), MethodConfig("pld"))
 PROMPTS = [
     Prompt("a", "count", "Please count 4 boats.", ("Now sort 5 owls.", "And 6 lamps.")),
     Prompt("b", "count", "Please paint 9 stones."),
@@ -191,8 +191,8 @@ def test_long_answers_end_at_the_context_alike_in_all_rows(place: Place, tmp_pat
 
 
 def test_a_sweep_is_measured_on_its_prompts_beside_the_rows(place: Place, tmp_path: Path) -> None:
-    sweep = SweepConfig("depth", "tree.levels", (1, 3), (MethodConfig("eagle2", TREE),), num_prompts=1)
-    warm = SweepConfig("warmth", "temperature", (0.7,), (MethodConfig("pld"),), (COLD,), tasks=("draw",))
+    sweep = SweepConfig("depth", "tree.levels", (1, 3), ({"method": "eagle2", "tree": TREE},), num_prompts=1)
+    warm = SweepConfig("warmth", "temperature", (0.7,), ({"method": "pld"},), (COLD,), tasks=("draw",))
     records = run(bench(place, tmp_path, replace(CONFIG, sampling=(COLD,), sweeps=(sweep, warm))), PROMPTS, seed=3)
     found = {(r.row, r.temperature, r.task, r.prompt_id) for r in records if r.turn == 0}
     main = {(row, 0.0, p.task, p.prompt_id) for row in range(3) for p in PROMPTS}

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 import torch
 
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.infer.decode.shape import make_shape
 from tests.infer.test_shape import GREEDY, VOCAB, TableDrafter, brute_force, check_connected, paths
 
@@ -39,7 +39,7 @@ def ablated(drafter: TableDrafter, config: TreeConfig) -> dict[Path, float]:
 )
 def test_every_ablation_is_its_definition(seed: int, levels: int, k: int, rank: str, rerank: bool) -> None:
     nodes = levels * k + (1 if not rerank else -1)
-    config = TreeConfig(levels=levels, k=k, nodes=max(2, nodes), rank=rank, rerank=rerank)  # type: ignore[arg-type]
+    config = DynamicConfig(levels=levels, k=k, nodes=max(2, nodes), rank=rank, rerank=rerank)  # type: ignore[arg-type]
     drafter = TableDrafter(seed)
     tree = make_shape(config).grow(drafter, torch.tensor([7]), levels, GREEDY)
     expected, found = ablated(drafter, config), paths(tree)
@@ -56,8 +56,8 @@ def test_every_ablation_is_its_definition(seed: int, levels: int, k: int, rank: 
 def test_by_confidence_no_kept_node_is_weaker_than_one_that_was_left_out_with_its_ancestors() -> None:
     for seed in range(6):
         drafter = TableDrafter(seed)
-        config = TreeConfig(levels=4, k=3, nodes=14, rank="confidence")
-        everything = TreeConfig(levels=4, k=3, nodes=200, rank="confidence")
+        config = DynamicConfig(levels=4, k=3, nodes=14, rank="confidence")
+        everything = DynamicConfig(levels=4, k=3, nodes=200, rank="confidence")
         kept = paths(make_shape(config).grow(drafter, torch.tensor([7]), 4, GREEDY))
         drafted = paths(make_shape(everything).grow(drafter, torch.tensor([7]), 4, GREEDY))
 
@@ -71,20 +71,20 @@ def test_by_confidence_no_kept_node_is_weaker_than_one_that_was_left_out_with_it
 def test_the_rankings_differ() -> None:
     trees = {}
     for rank in ("survival", "confidence"):
-        config = TreeConfig(levels=5, k=3, nodes=10, rank=rank)
+        config = DynamicConfig(levels=5, k=3, nodes=10, rank=rank)
         trees[rank] = paths(make_shape(config).grow(TableDrafter(3), torch.tensor([7]), 5, GREEDY))
     assert trees["survival"].keys() != trees["confidence"].keys()
 
 
 @pytest.mark.parametrize("rank", ["survival", "confidence"])
 def test_without_reranking_a_shorter_tree_is_smaller(rank: str) -> None:
-    config = TreeConfig(levels=5, k=3, nodes=16, rank=rank, rerank=False)  # type: ignore[arg-type]
+    config = DynamicConfig(levels=5, k=3, nodes=16, rank=rank, rerank=False)  # type: ignore[arg-type]
     tree = make_shape(config).grow(TableDrafter(1), torch.tensor([7]), 2, GREEDY)
     assert len(tree) == 7 and tree.levels == 2
 
 
 def test_ablations_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="dynamic tree"):
-        TreeConfig("chain", rank="confidence")
+        ChainConfig(rank="confidence")
     with pytest.raises(ValueError, match="set nodes to 61"):
-        TreeConfig(rerank=False)
+        DynamicConfig(rerank=False)

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import ChainConfig
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Chain, make_shape
 from aerie.infer.decode.stop import Stop
@@ -97,8 +97,8 @@ def test_a_stop_rule_is_shown_the_token_that_stays(temperature: float) -> None:
 
 
 def test_the_recipe_chooses_how_children_are_picked() -> None:
-    for children, sampled in ((None, True), ("sampled", True), ("best", False)):
-        shape = make_shape(TreeConfig(shape="chain", levels=3, nodes=4, children=children))  # type: ignore[arg-type]
+    for children, sampled in (("sampled", True), ("best", False)):
+        shape = make_shape(ChainConfig(levels=3, children=children))  # type: ignore[arg-type]
         assert (shape.grow(TableDrafter(1), ROOT, 3, sampler(1.0, 1.0)).proposal is not None) == sampled
 
 

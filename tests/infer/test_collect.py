@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aerie.configs.schema.decode import TreeConfig, TypicalConfig
+from aerie.configs.schema.decode import ChainConfig, StaticConfig, TreeConfig, TypicalConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.proposer import Cycle, Drafting
@@ -16,10 +16,10 @@ from tests.infer.draws import tiny_vocabulary
 
 FORM = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1))
 TREES = {
-    "R1": TreeConfig(shape="chain", levels=3),
-    "R2": TreeConfig(shape="static", choices=FORM, children="best"),
-    "R3": TreeConfig(shape="static", choices=FORM, children="sampled"),
-    "R4": TreeConfig(shape="static", choices=FORM, children="replaced"),
+    "R1": ChainConfig(levels=3),
+    "R2": StaticConfig(choices=FORM, children="best"),
+    "R3": StaticConfig(choices=FORM, children="sampled"),
+    "R4": StaticConfig(choices=FORM, children="replaced"),
 }
 DRAWS = 1200
 

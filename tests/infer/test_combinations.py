@@ -1,6 +1,7 @@
 """Drafters, shapes and stop rules that no paper put together: what is taken is lossless, and the rule ends trees."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from aerie.configs.schema.decode import (
     MethodConfig,
     ProbabilitySumConfig,
     StopConfig,
-    TreeChanges,
     VoteConfig,
 )
 from aerie.configs.schema.measure import SamplingConfig
@@ -33,17 +33,17 @@ RULES: dict[str, StopConfig] = {
     "probability_sum": ProbabilitySumConfig(checks=(1, 2), threshold=0.7),
     "marginal_gain": MarginalGainConfig(threshold=0.6),
 }
-SHAPES: dict[str, tuple[Method, str, TreeChanges]] = {  # method, kind of head, tree
-    "draft LM, dynamic": ("sps", "draft_lm", TreeChanges(shape="dynamic", levels=4, k=3, nodes=10)),
-    "draft LM, static": ("sps", "draft_lm", TreeChanges(shape="static", choices="eagle1")),
-    "draft LM, static, replaced": ("sps", "draft_lm", TreeChanges("static", choices="eagle1", children="replaced")),
-    "EAGLE-3, static": ("eagle", "eagle3", TreeChanges()),
-    "EAGLE-3, chain": ("eagle-chain", "eagle3", TreeChanges()),
-    "EAGLE-1, static": ("eagle", "eagle1", TreeChanges(choices="medusa63")),
-    "Medusa": ("medusa", "medusa", TreeChanges()),
-    "Hydra": ("hydra", "hydra", TreeChanges()),
-    "Medusa, dynamic": ("medusa", "medusa", TreeChanges(shape="dynamic", levels=4, k=3, nodes=10)),
-    "Hydra, chain": ("hydra", "hydra", TreeChanges(shape="chain", levels=4)),
+SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of head, tree
+    "draft LM, dynamic": ("sps", "draft_lm", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10}),
+    "draft LM, static": ("sps", "draft_lm", {"shape": "static", "choices": "eagle1"}),
+    "draft LM, static, replaced": ("sps", "draft_lm", {"shape": "static", "choices": "eagle1", "children": "replaced"}),
+    "EAGLE-3, static": ("eagle", "eagle3", {}),
+    "EAGLE-3, chain": ("eagle-chain", "eagle3", {}),
+    "EAGLE-1, static": ("eagle", "eagle1", {"choices": "medusa63"}),
+    "Medusa": ("medusa", "medusa", {}),
+    "Hydra": ("hydra", "hydra", {}),
+    "Medusa, dynamic": ("medusa", "medusa", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10}),
+    "Hydra, chain": ("hydra", "hydra", {"shape": "chain", "levels": 4}),
 }
 SAMPLED = [
     ("draft LM, dynamic", "entropy"),
@@ -65,8 +65,7 @@ ALL = [
 
 def asked(shape: str, rule: str) -> MethodConfig:
     method, _, changes = SHAPES[shape]
-    stop = None if rule == "constant" else RULES[rule]
-    return MethodConfig(method, TreeChanges(**{**vars(changes), "stop": stop}))
+    return MethodConfig.of(method, **changes, stop=RULES[rule])
 
 
 @pytest.fixture(scope="module")

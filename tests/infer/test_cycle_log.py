@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import LookaheadConfig, MethodConfig, PromptLookupConfig, TreeChanges, tree_of
+from aerie.configs.schema.decode import LookaheadConfig, MethodConfig, PromptLookupConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
@@ -28,11 +28,11 @@ from aerie.infer.measure.tasks import Prompt, encode
 from aerie.model.target import Target
 from tests import tiny
 
-SMALL = TreeChanges(levels=3, k=3, nodes=8)
+SMALL = {"levels": 3, "k": 3, "nodes": 8}
 ROWS = (
     MethodConfig("vanilla"),
-    MethodConfig("eagle2", SMALL),
-    MethodConfig("eagle-chain", TreeChanges(levels=3)),
+    MethodConfig.of("eagle2", **SMALL),
+    MethodConfig.of("eagle-chain", levels=3),
     MethodConfig("pld"),
     MethodConfig("lookahead"),
 )
@@ -40,7 +40,7 @@ PROMPTS = [Prompt(str(n), "count", f"Please count {n + 2} boats and {n + 2} boat
 
 
 def make_decoder(target: Target, row: MethodConfig) -> SpeculativeDecoder:
-    tree = tree_of(row, "x")
+    tree = row.tree
     if row.method == "vanilla":
         return SpeculativeDecoder(target)
     proposer: Proposer

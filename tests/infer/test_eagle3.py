@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -21,9 +21,9 @@ from aerie.model.target import Target
 from tests import tiny
 
 TREES = {
-    "small": TreeConfig(levels=3, k=3, nodes=8),
-    "published": TreeConfig(levels=8, k=10, nodes=60),
-    "chain": TreeConfig(shape="chain", levels=4, nodes=5),
+    "small": DynamicConfig(levels=3, k=3, nodes=8),
+    "published": DynamicConfig(levels=8, k=10, nodes=60),
+    "chain": ChainConfig(levels=4),
 }
 
 

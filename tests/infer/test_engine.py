@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -24,9 +24,9 @@ from tests import tiny
 from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 
 TREES = {
-    "small": TreeConfig(levels=3, k=3, nodes=8),
-    "wide": TreeConfig(levels=5, k=6, nodes=40),
-    "chain": TreeConfig(shape="chain", levels=4, nodes=5),
+    "small": DynamicConfig(levels=3, k=3, nodes=8),
+    "wide": DynamicConfig(levels=5, k=6, nodes=40),
+    "chain": ChainConfig(levels=4),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_prophets_drafts_are_all_accepted_and_counted(new: int) -> None:
     target, ids = make_target(), prompts(3)[-1]
     answer = greedy(target, ids, 41)[0][ids.shape[1] :]
     speculative = SpeculativeDecoder(
-        target, Drafting(Prophet(answer, 320), make_shape(TreeConfig(levels=4, k=2, nodes=9)))
+        target, Drafting(Prophet(answer, 320), make_shape(DynamicConfig(levels=4, k=2, nodes=9)))
     )
     generation = speculative.generate(ids, do_sample=False, max_new_tokens=new)
     assert generation.new_ids == answer[:new]
@@ -121,7 +121,7 @@ def test_a_blind_drafter_costs_cycles_but_no_token() -> None:
     answer = greedy(target, ids, 30)[0][ids.shape[1] :]
     wrong = [(token + 1) % 320 for token in answer] + [0] * 8
     speculative = SpeculativeDecoder(
-        target, Drafting(Prophet(wrong, 320), make_shape(TreeConfig(levels=3, k=1, nodes=4)))
+        target, Drafting(Prophet(wrong, 320), make_shape(DynamicConfig(levels=3, k=1, nodes=4)))
     )
     generation = speculative.generate(ids, do_sample=False, max_new_tokens=30)
     assert generation.new_ids == answer and generation.statistics.tau == 1.0
@@ -134,7 +134,7 @@ def test_an_end_token_inside_an_accepted_path_ends_the_answer(place: int) -> Non
     end = answer[place]
     first = answer.index(end)
     speculative = SpeculativeDecoder(
-        target, Drafting(Prophet(answer, 320), make_shape(TreeConfig(levels=5, k=1, nodes=6)))
+        target, Drafting(Prophet(answer, 320), make_shape(DynamicConfig(levels=5, k=1, nodes=6)))
     )
     generation = speculative.generate(ids, do_sample=False, max_new_tokens=20, eos_token_id=end)
     assert generation.new_ids == answer[: first + 1]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -21,8 +21,8 @@ from tests import tiny
 
 HEADS, WIDTH, VOCAB = 4, 32, 320
 TREES = {
-    "dynamic": TreeConfig(levels=4, k=3, nodes=12),
-    "chain": TreeConfig(shape="chain", levels=4, nodes=5),
+    "dynamic": DynamicConfig(levels=4, k=3, nodes=12),
+    "chain": ChainConfig(levels=4),
 }
 
 
@@ -240,7 +240,7 @@ def test_the_prefix_layer_sees_true_features_of_accepted_tokens_only() -> None:
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_a_tree_deeper_than_the_heads_is_refused(kind: str) -> None:
     target = make_target()
-    shape = make_shape(TreeConfig(shape="chain", levels=5, nodes=6))
+    shape = make_shape(ChainConfig(levels=5))
     decoder = SpeculativeDecoder(target, Drafting(make_drafter(kind, target), shape))
     with pytest.raises(UserError, match=r"tree: asks for level 5, .* 4 heads .* longer than 4"):
         decoder.generate(prompts(1)[0], do_sample=False, max_new_tokens=12)

@@ -1,30 +1,26 @@
-"""Methods by name: their published trees, what a recipe may change of them, and the heads that they draft with."""
+"""Methods by name: published trees, what a recipe may change of them, and the heads that they draft with."""
 
-import math
+import itertools
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
+import yaml
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import from_overrides, validate
+from aerie.configs.read import as_dict, from_overrides, validate
 from aerie.configs.schema.decode import (
     METHODS,
     USUAL,
+    ChainConfig,
+    Choice,
+    DynamicConfig,
     EntropyConfig,
     HeuristicConfig,
-    LookaheadConfig,
-    Method,
     MethodConfig,
-    ProbabilitySumConfig,
-    PromptLookupConfig,
-    TreeChanges,
-    TreeConfig,
-    TypicalConfig,
+    StaticConfig,
     VoteConfig,
     check_kind,
-    tree_of,
-    usual_method,
 )
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode.methods import find_head, kind_at
@@ -33,165 +29,139 @@ from aerie.model.checkpoint import save_head
 from tests import tiny
 
 
-def test_every_method_has_an_entry_and_a_tree_that_can_be_grown() -> None:
-    assert set(METHODS) == set(get_args(Method))
-    for method, published in METHODS.items():
-        assert (published.tree is None) == (not published.heads)
-        if published.tree is not None:
-            assert make_shape(published.tree).max_nodes >= 2
-            assert tree_of(MethodConfig(method), "x") == published.tree
-    assert all(kind in METHODS[method].heads for kind, method in USUAL.items())
-
-
-def test_the_published_trees() -> None:
-    assert METHODS["eagle2"].tree == TreeConfig(levels=6, k=10, nodes=60)
-    assert METHODS["eagle3"].tree == TreeConfig(levels=8, k=10, nodes=60)
-    assert make_shape(METHODS["eagle"].tree).max_nodes == 26  # type: ignore[arg-type]
-    assert make_shape(METHODS["medusa"].tree).max_nodes == 64  # type: ignore[arg-type]
-    assert METHODS["sps"].tree == TreeConfig(shape="chain", levels=5)
-
-
-def test_a_recipe_changes_what_it_names_and_nothing_else() -> None:
-    tree = tree_of(MethodConfig("deagle", TreeChanges(levels=12)), "x")
-    assert tree == TreeConfig(levels=12, stop=VoteConfig())
-    chain = tree_of(MethodConfig("eagle-chain", TreeChanges(shape="chain", levels=4)), "x")
-    assert chain == TreeConfig(shape="chain", levels=4)
-    entropy = TreeChanges(stop=EntropyConfig(h=0.5))
-    assert tree_of(MethodConfig("svip", entropy), "x") == TreeConfig(levels=8, stop=EntropyConfig(h=0.5))
-    assert tree_of(MethodConfig("eagle-chain", entropy), "x") == TreeConfig(
-        shape="chain", levels=5, stop=EntropyConfig(h=0.5)
-    )
-    bare = tree_of(MethodConfig("eagle2", TreeChanges(rerank=False, levels=3, k=4)), "x")
-    assert bare is not None and bare.nodes == 13
-    narrow = tree_of(MethodConfig("opt-tree", TreeChanges(nodes=20)), "x")
-    assert narrow is not None and (narrow.nodes, narrow.k) == (20, 19)
-
-
-def test_a_stop_rule_without_a_method_of_its_own_keeps_the_name_of_the_tree() -> None:
-    stop = HeuristicConfig()
-    assert tree_of(MethodConfig("eagle2", TreeChanges(stop=stop)), "x") == TreeConfig(levels=6, stop=stop)
-
-
-@pytest.mark.parametrize(
-    ("method", "changes", "message"),
-    [
-        ("eagle2", {"stop": VoteConfig()}, "x: eagle2 with the stop rule vote: that is method deagle"),
-        ("eagle3", {"stop": EntropyConfig()}, "x: eagle3 with the stop rule entropy: that is method svip"),
-        ("sps", {"stop": EntropyConfig()}, "x: sps with the stop rule entropy: that is method sps-svip"),
-        ("deagle", {"stop": HeuristicConfig()}, "x: deagle with the stop rule heuristic: leave tree.stop.rule vote"),
-        (
-            "eagle2",
-            {"shape": "chain"},
-            "x: tree.shape: eagle2 drafts a dynamic tree, not a chain; leave it out, or",
-        ),
-        ("pld", {"levels": 3}, "x: tree.levels: pld grows no tree; leave it out (its settings are in lookup)"),
-        ("vanilla", {"k": 3, "levels": 2}, "x: tree.levels, tree.k: vanilla grows no tree; leave them out"),
-        ("eagle2", {"nodes": 1}, "x: tree: a tree needs levels >= 1, k >= 1 and nodes >= 2"),
-        ("eagle2", {"children": "sampled"}, "x: tree: a dynamic tree with children: sampled would bias the output"),
-        ("sps-heuristic", {"levels": 3}, "x: tree: stop.start 5 is deeper than the cap of 3 levels; lower stop.start"),
-        ("medusa", {"stop": HeuristicConfig()}, "x: tree: stop.start 5 is deeper than the cap of 4 levels"),
-        ("ddd", {"levels": 5}, "x: tree: stop.checks [5, 7, 9] are never reached"),
-        ("sps", {"shape": "static"}, "x: tree.choices: a static tree needs its nodes; name a file of them, or eagle1"),
-        ("eagle", {"choices": "mine.yaml"}, "x: tree.choices: mine.yaml: no such file"),
-    ],
-)
-def test_changes_that_make_another_method_of_it_are_refused(
-    method: Method, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError) as error:
-        tree_of(MethodConfig(method, TreeChanges(**changes)), "x")
-    assert str(error.value).startswith(message)
-
-
-UNREAD = [
-    *((method, key) for method in ("medusa", "hydra", "eagle") for key in ("levels", "k", "nodes", "rank", "rerank")),
-    *((method, key) for method in ("sps", "sps-svip", "eagle-chain") for key in ("k", "nodes", "rank", "choices")),
-    *((method, "choices") for method in ("eagle2", "eagle3", "deagle", "opt-tree")),
-]
-VALUES: dict[str, Any] = {"levels": 3, "k": 3, "nodes": 8, "rank": "confidence", "rerank": False, "choices": "eagle1"}
-
-
-@pytest.mark.parametrize(("method", "key"), UNREAD)
-def test_a_key_that_the_methods_tree_does_not_read_is_refused_by_its_name(method: Method, key: str) -> None:
-    with pytest.raises(UserError, match=f"^x: tree.{key}: {method} drafts a [a-z ]*, which has none; leave it out"):
-        tree_of(MethodConfig(method, TreeChanges(**{key: VALUES[key]})), "x")
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (
-            MethodConfig("pld", lookahead=LookaheadConfig()),
-            "x: lookahead: pld does not read it; .* method lookahead",
-        ),
-        (MethodConfig("eagle2", lookup=PromptLookupConfig()), "x: lookup: eagle2 does not read it; .* use method pld"),
-        (
-            MethodConfig("vanilla", typical=TypicalConfig()),
-            "x: typical: judges drafted tokens, and vanilla drafts",
-        ),
-    ],
-)
-def test_settings_of_another_method_are_refused(asked: MethodConfig, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        tree_of(asked, "x")
-
-
-def test_a_draft_lm_drafts_in_any_shape_and_eagle_heads_in_chains_and_static_trees() -> None:
-    dynamic = tree_of(MethodConfig("sps", TreeChanges(shape="dynamic", k=4, nodes=20, stop=VoteConfig())), "x")
-    assert dynamic == TreeConfig(k=4, nodes=20, stop=VoteConfig())
-    static = tree_of(MethodConfig("sps", TreeChanges(shape="static", choices="eagle1", children="replaced")), "x")
-    assert static == TreeConfig(shape="static", choices="eagle1", children="replaced")
-    for method in ("eagle", "eagle-chain"):
-        assert METHODS[method].heads == ("eagle1", "eagle3")
-
-
-def test_every_remedy_that_a_refusal_names_works() -> None:
-    """Dynamic trees with sampled children, another shape, another rule, a cap that is too low, a missing form."""
-    assert tree_of(MethodConfig("eagle", TreeChanges(children="sampled")), "x")
-    assert tree_of(MethodConfig("sps", TreeChanges(shape="static", choices="eagle1", children="sampled")), "x")
-    assert tree_of(MethodConfig("eagle-chain", TreeChanges(shape="chain")), "x")
-    assert tree_of(MethodConfig("deagle", TreeChanges(stop=VoteConfig())), "x")
-    assert tree_of(MethodConfig("sps-heuristic", TreeChanges(levels=3, stop=HeuristicConfig(start=3))), "x")
-    assert tree_of(MethodConfig("ddd", TreeChanges(levels=5, stop=ProbabilitySumConfig(checks=(3,)))), "x")
-    assert tree_of(MethodConfig("eagle2", TreeChanges(rerank=False, nodes=61)), "x")
-
-
 def overridden(*words: str) -> MethodConfig:
     return from_overrides(MethodConfig, [*words], "command line")
 
 
-def test_a_key_of_a_methods_own_stop_rule_needs_no_rule_beside_it() -> None:
-    assert overridden("method=deagle", "tree.stop.bonus=0.5").tree.stop == VoteConfig(bonus=0.5)
-    assert overridden("method=sps-svip", "tree.stop.h=0.5").tree.stop == EntropyConfig(h=0.5)
-    assert overridden("method=eagle2", "tree.stop.rule=heuristic").tree.stop == HeuristicConfig()
-    with pytest.raises(UserError, match=r"^--tree.stop.c: unknown key"):
-        overridden("method=deagle", "tree.stop.c=1")
-    with pytest.raises(UserError, match=r"needs a rule: constant, heuristic, entropy"):  # eagle2's own has no keys
-        overridden("method=eagle2", "tree.stop.c=1")
+def test_every_method_has_a_tree_that_can_be_grown_or_none() -> None:
+    for name, published in METHODS.items():
+        tree = MethodConfig(name).tree
+        assert (tree is None) == (published.tree is None) == (not published.heads)
+        if tree is not None:
+            assert make_shape(tree).max_nodes == tree.nodes >= 2
+            assert validate(as_dict(MethodConfig(name)), MethodConfig, "again", {}) == MethodConfig(name)
+    assert all(kind in METHODS[method].heads for kind, method in USUAL.items())
+
+
+def test_the_published_trees() -> None:
+    assert MethodConfig("eagle2").tree == DynamicConfig(levels=6, k=10, nodes=60)
+    assert MethodConfig("eagle3").tree == DynamicConfig(levels=8, k=10, nodes=60)
+    assert MethodConfig("sps").tree == ChainConfig(levels=5)
+    for name, levels, k in (("eagle1", [4, 8, 8, 3, 2], 4), ("medusa63", [10, 28, 23, 2], 10)):
+        tree = StaticConfig(choices=name)
+        assert [len(list(group)) for _, group in itertools.groupby(tree.paths, key=len)] == levels
+        assert tree.paths == tuple(sorted(tree.paths, key=lambda choice: (len(choice), choice)))
+        assert (tree.levels, tree.k, tree.nodes) == (len(levels), k, sum(levels) + 1)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("words", "tree"),
     [
-        "tree.stop.c=0", "tree.stop.c=nan", "tree.stop.h=-0.1", "tree.stop.h=inf",
-        "vote probability_threshold=1.5", "vote probability_threshold=-0.1", "vote momentum_threshold=nan",
-        "vote momentum_threshold=2", "vote bonus=-1", "probability_sum threshold=1.1", "probability_sum threshold=nan",
-        "probability_sum checks=[0]", "confidence threshold=1.01", "confidence threshold=-1",
-        "marginal_gain threshold=1", "marginal_gain threshold=-0.5", "heuristic start=0", "heuristic fewer=0",
+        ("method=deagle tree.levels=12", DynamicConfig(levels=12, stop=VoteConfig())),
+        ("method=deagle tree.stop.bonus=0.5", DynamicConfig(levels=8, stop=VoteConfig(bonus=0.5))),
+        ("method=sps-svip tree.stop.h=0.5", ChainConfig(levels=40, stop=EntropyConfig(h=0.5))),
+        ("method=eagle2 tree.stop.rule=heuristic", DynamicConfig(levels=6, stop=HeuristicConfig())),
+        ("method=deagle tree.stop.rule=entropy", DynamicConfig(levels=8, stop=EntropyConfig())),
+        ("method=eagle2 tree.levels=null", DynamicConfig(levels=6)),
+        ("method=eagle-chain tree.shape=chain tree.levels=4", ChainConfig(levels=4)),
+        ("method=sps tree.shape=dynamic tree.k=4", DynamicConfig(k=4)),  # another shape has nothing of the method's
+        (
+            "method=medusa tree.shape=static tree.children=sampled",
+            StaticConfig(choices="medusa63", children="sampled"),
+        ),
+        (
+            "method=eagle2 tree.rerank=false tree.levels=3 tree.k=4",
+            DynamicConfig(levels=3, k=4, nodes=13, rerank=False),
+        ),
     ],
-)  # fmt: skip
-def test_a_threshold_that_makes_no_sense_is_refused_in_one_line(wrong: str) -> None:
-    rule, _, change = wrong.rpartition(" ")
-    words = [f"tree.stop.rule={rule}", f"tree.stop.{change}"] if rule else [wrong]
-    with pytest.raises(UserError) as error:
-        overridden(f"method={'eagle-chain' if rule else 'svip'}", *words)
-    assert "\n" not in str(error.value) and "tree.stop" in str(error.value)
+)
+def test_a_recipe_changes_what_it_names_and_nothing_else(words: str, tree: Any) -> None:
+    assert overridden(*words.split()).tree == tree
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0}])
+def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
+    narrow, wide = overridden("method=opt-tree", "tree.nodes=20").tree, MethodConfig("opt-tree").tree
+    assert isinstance(narrow, DynamicConfig) and (narrow.nodes, narrow.k) == (20, 19)
+    assert isinstance(wide, DynamicConfig) and (wide.nodes, wide.k) == (60, 59)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("method=eagel2", "--method: input should be 'vanilla', .*not 'eagel2'"),
+        ("method=eagle tree.levels=5", "--tree.levels: unknown key; it belongs to another kind of tree"),
+        ("method=sps tree.nodes=5", "--tree.nodes: unknown key"),
+        ("method=eagle2 tree.children=sampled", "--tree.children: unknown key"),
+        ("method=eagle2 tree.choices=eagle1", "--tree.choices: unknown key"),
+        ("method=eagle2 tree.depth=3", "--tree.depth: unknown key"),
+        ("method=sps tree.shape=static", "tree.choices: required"),
+        ("method=eagle2 tree.shape=square", "unknown shape 'square'"),
+        ("method=eagle-chain tree.children=replaced", "--tree.children: input should be 'best' or 'sampled'"),
+        ("method=eagle2 tree.nodes=1", "--tree.nodes: input should be greater than or equal to 2, not 1"),
+        ("method=ddd tree.levels=5", r"checks \[5, 7, 9\] are never reached in a tree of 5 levels"),
+        ("method=eagle tree.stop.rule=entropy tree.stop.over=per_node", "per_node needs a tree that chooses its nodes"),
+        ("method=pld tree.levels=3", "tree: pld grows no tree"),
+        ("method=eagle2 lookup.length=3", "lookup: eagle2 does not read it"),
+        ("method=vanilla typical.delta=0.1", "vanilla drafts none"),
+        ("method=deagle tree.stop.c=1", "--tree.stop.c: unknown key"),
+        ("method=deagle tree.stop.rule=entropi", "unknown rule 'entropi'; did you mean 'entropy'"),
+        ("method=svip tree.stop.c=0", "--tree.stop.c: "),
+        ("method=svip tree.stop.c=nan", "--tree.stop.c: "),
+        ("method=svip tree.stop.h=-0.1", "--tree.stop.h: "),
+        ("method=svip tree.stop.h=inf", "--tree.stop.h: "),
+        ("method=deagle tree.stop.probability_threshold=1.5", "probability_threshold: "),
+        ("method=deagle tree.stop.momentum_threshold=nan", "momentum_threshold: "),
+        ("method=deagle tree.stop.bonus=-1", "--tree.stop.bonus: "),
+        ("method=deagle tree.stop.votes=4", "votes is at most their number"),
+        ("method=deagle tree.stop.signals=[momentum,momentum]", "different signals"),
+        ("method=deagle tree.stop.votes=1 tree.stop.bonus=0", "the expectation always votes"),
+        ("method=ddd tree.stop.checks=[7,5]", "ascending order"),
+        ("method=ddd tree.stop.checks=[]", "--tree.stop.checks: "),
+        ("method=opt-tree tree.stop.threshold=1", "--tree.stop.threshold: "),
+        ("method=sps-heuristic tree.stop.start=0", "--tree.stop.start: "),
+        ("method=pld lookup.min_ngram=3", "ngram >= min_ngram"),
+        ("method=lookahead lookahead.ngram=1", "--lookahead.ngram: "),
+        ("method=medusa typical.epsilon=1", "--typical.epsilon: "),
+    ],
+)
+def test_mistakes_are_one_line_each_that_names_the_key(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        overridden(*words.split())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0.0}])
 def test_sampling_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(wrong))}"):
         validate(dict(wrong), SamplingConfig, "recipe.yaml", {})
+
+
+def test_a_file_and_a_list_say_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"choices": [[0, 0], [1], [0]]}), encoding="utf-8")
+    listed = StaticConfig(choices=((1,), (0,), (0, 0)))
+    assert StaticConfig(choices=str(path)).paths == listed.paths == ((0,), (1,), (0, 0))
+    assert StaticConfig(choices=((0,), (2,)), children="best").paths == ((0,), (2,))  # the best may skip a rank
+    path.write_text("choices: [[0], [zero]]\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mine.yaml:1.*integer.*'zero'"):
+        StaticConfig(choices=str(path))
+    with pytest.raises(ValueError, match=r"eagle7: no such file.*eagle1, medusa63"):
+        StaticConfig(choices="eagle7")
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ((), "at least one path"),
+        (((0,), (0,)), "each once"),
+        (((0,), (-1,)), "ranks that count from 0"),
+        (((0,), (1, 0)), r"\[1, 0\] is listed without its parent \[1\]"),
+        (((0,), (2,)), r"\[2\] is listed without \[1\].*would bias"),
+    ],
+)
+def test_what_is_no_tree_is_named(choices: tuple[Choice, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StaticConfig(choices=choices)
 
 
 def test_a_method_of_another_head_is_refused() -> None:
@@ -201,29 +171,27 @@ def test_a_method_of_another_head_is_refused() -> None:
         check_kind("eagle2", "eagle3", "x")
     with pytest.raises(UserError, match="x: pld needs no head"):
         check_kind("pld", "eagle1", "x")
-    with pytest.raises(UserError, match="does not draft"):
-        usual_method("classifier")
 
 
 def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
-    embedding = tiny.ends().embedding
-    save_head(tiny.head(embedding), tmp_path / "heads" / "eagle1")
-    save_head(tiny.eagle3_head(embedding), tmp_path / "heads" / "eagle3")
+    embedding, heads = tiny.ends().embedding, tmp_path / "heads"
+    save_head(tiny.head(embedding), heads / "eagle1")
+    save_head(tiny.eagle3_head(embedding), heads / "eagle3")
     tiny.target(tmp_path / "lm")
-    heads = tmp_path / "heads"
-    assert [kind_at(heads / "eagle1"), kind_at(heads / "eagle3"), kind_at(tmp_path / "lm")] == [
-        "eagle1",
-        "eagle3",
-        "draft_lm",
-    ]
-    assert find_head(MethodConfig("vanilla"), heads, "eagle1", None, "x") is None
-    assert find_head(MethodConfig("deagle"), heads, "eagle1", None, "x") == str(heads / "eagle1")
-    assert find_head(MethodConfig("deagle"), heads, "eagle3", None, "x") == str(heads / "eagle3")
-    assert find_head(MethodConfig("eagle3"), heads, "eagle1", heads / "eagle1", "x") == str(heads / "eagle3")
-    assert find_head(MethodConfig("sps", head=str(tmp_path / "lm")), heads, "eagle1", None, "x") == str(tmp_path / "lm")
+    places = (heads / "eagle1", heads / "eagle3", tmp_path / "lm")
+    assert [kind_at(place) for place in places] == ["eagle1", "eagle3", "draft_lm"]
+
+    def find(method: str, preferred: str = "eagle1", given: Path | None = None) -> str | None:
+        return find_head(MethodConfig(method), heads, preferred, given, "x")
+
+    assert find("vanilla") is None
+    assert find("deagle") == str(heads / "eagle1") and find("deagle", "eagle3") == str(heads / "eagle3")
+    assert find("eagle3", given=heads / "eagle1") == str(heads / "eagle3")
+    named = MethodConfig("sps", head=str(tmp_path / "lm"))
+    assert find_head(named, heads, "eagle1", None, "x") == str(tmp_path / "lm")
     with pytest.raises(UserError, match=r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none"):
-        find_head(MethodConfig("sps"), heads, "eagle1", None, "x")
+        find("sps")
     with pytest.raises(UserError, match="sps drafts with draft_lm, and this is an eagle1 head"):
-        find_head(MethodConfig("sps"), tmp_path, "eagle1", heads / "eagle1", "x")
+        find("sps", given=heads / "eagle1")
     with pytest.raises(UserError, match="no such file"):
         kind_at(tmp_path / "nowhere")

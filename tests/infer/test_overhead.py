@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from aerie.configs.schema.decode import MethodConfig, TreeConfig
+from aerie.configs.schema.decode import DynamicConfig, MethodConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
@@ -21,7 +21,7 @@ from aerie.infer.measure.tasks import Prompt
 from aerie.model.target import Target
 from tests import tiny
 
-TREE = TreeConfig(levels=3, k=3, nodes=8)
+TREE = DynamicConfig(levels=3, k=3, nodes=8)
 PROMPTS = [Prompt(str(number), "count", f"Please count {number + 2} boats.") for number in range(3)]
 
 

@@ -84,30 +84,6 @@ def test_matches_are_those_of_transformers_on_random_texts() -> None:
     assert lengths == set(range(7))
 
 
-def original(text: list[int], longest: int, length: int) -> list[int]:
-    """The published rule, step by step."""
-    for size in range(longest, 0, -1):
-        for begin in range(len(text) - size + 1):
-            start = begin + size
-            whole = start + length <= len(text)
-            before = start < len(text) - size
-            if text[begin:start] == text[len(text) - size :] and whole and before:
-                return text[start : start + length]
-    return []
-
-
-def test_the_originals_matches_are_whole_and_begin_before_the_last_ngram() -> None:
-    chance, changed = np.random.default_rng(1), 0
-    for number in range(400):
-        length = 1 + number % 4
-        text = chance.integers(0, chance.integers(2, 9), chance.integers(4, 40))
-        config = PromptLookupConfig(matching="original", length=length)
-        ours = continuation(text, config, frozenset({0}))
-        assert ours == original(text.tolist(), 3, length)
-        changed += bool(ours) and ours != continuation(text, PromptLookupConfig(ngram=3, length=length), frozenset({0}))
-    assert changed > 20
-
-
 def test_first_and_last_match_and_the_shortest_ngram() -> None:
     text = np.array([1, 2, 7, 1, 2, 8, 2, 9, 1, 2])
     assert continuation(text, PromptLookupConfig(length=1)) == [7]
@@ -118,7 +94,7 @@ def test_first_and_last_match_and_the_shortest_ngram() -> None:
 
 def test_greedy_output_equals_generate_with_every_option() -> None:
     target = make_target()
-    options: tuple[dict[str, Any], ...] = ({}, {"matching": "original", "length": 3}, {"match": "last", "ngram": 3})
+    options: tuple[dict[str, Any], ...] = ({}, {"match": "last", "ngram": 3})
     decoders = [SpeculativeDecoder(target, PromptLookup(PromptLookupConfig(**option))) for option in options]
     accepted = [0] * len(decoders)
     for ids in texts(20, 12):
@@ -135,14 +111,6 @@ def test_a_prompt_never_seen_before_is_decoded_plainly() -> None:
     lookup = PromptLookup(PromptLookupConfig())
     ours = SpeculativeDecoder(target, lookup).generate(torch.tensor([[7, 8, 9]]), do_sample=False, max_new_tokens=3)
     assert ours.statistics.draft_forwards == ours.statistics.draft_nodes == 0 and ours.statistics.tau == 1.0
-
-
-@pytest.mark.parametrize(
-    "settings", [{"ngram": 0}, {"length": 0}, {"ngram": 1, "min_ngram": 2}, {"min_ngram": 0}, {"min_ngram": 3}]
-)
-def test_settings_that_can_find_nothing_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="ngram >= min_ngram >= 1"):
-        PromptLookupConfig(**settings)
 
 
 @pytest.mark.slow

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from aerie.configs.schema.decode import TreeConfig, best_choices
+from aerie.configs.schema.decode import StaticConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.proposer import Cycle, Drafting
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.measure.rebuilt_tree import RankCollector
+from aerie.infer.measure.rebuilt_tree import RankCollector, best_choices
 from tests.infer.test_engine import Prophet, greedy, make_target, prompts
 
-TREE = TreeConfig(shape="static", choices="eagle1", children="best")
+TREE = StaticConfig(choices="eagle1", children="best")
 
 
 def collected(answer_of: str, temperature: float = 0.0) -> tuple[RankCollector, list[Cycle]]:

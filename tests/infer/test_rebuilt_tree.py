@@ -6,17 +6,7 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import (
-    METHODS,
-    MethodConfig,
-    TreeChanges,
-    TreeConfig,
-    digests,
-    inline,
-    ordered,
-    sized,
-    tree_of,
-)
+from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, digests, ordered
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.infer.decode.methods import Drafters, make_decoder
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
@@ -30,18 +20,18 @@ UNORDERED = [[0.5, 0.1, 0.3], [0.4, 0.3]]  # the third guess is better than the 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle"])
 def test_what_is_drafted_to_find_out_has_the_tree_and_every_rank_at_every_depth(method: str) -> None:
-    tree = METHODS[method].tree  # type: ignore[index]
-    assert tree is not None
+    tree = MethodConfig(method).tree
+    assert isinstance(tree, StaticConfig)
     wide = probe(tree, ranks=12)
-    assert set(inline(tree)) <= set(wide)
-    for depth in range(sized(tree).levels):
+    assert set(tree.paths) <= set(wide)
+    for depth in range(tree.levels):
         assert {(*[0] * depth, rank) for rank in range(12)} <= set(wide)
     assert ordered(wide, "test", sampled=True) == wide
 
 
 def test_a_rank_is_left_out_only_where_children_are_not_drawn() -> None:
-    best = TreeConfig(shape="static", choices=((0,), (1,), (2,)), children="best")
-    drawn = TreeConfig(shape="static", choices=((0,), (1,), (2,)))
+    best = StaticConfig(choices=((0,), (1,), (2,)), children="best")
+    drawn = StaticConfig(choices=((0,), (1,), (2,)))
     assert rebuilt(best, UNORDERED, nodes=4) == ((0,), (2,), (0, 0))
     found = rebuilt(drawn, UNORDERED, nodes=6)
     assert len(found) == 5 and ordered(found, "test", sampled=True) == found
@@ -78,9 +68,8 @@ def test_the_file_beside_the_head_is_a_tree_of_the_same_size_that_decodes_lossle
     if method == "hydra":  # where siblings are drawn, no rank may be left out before a better one
         assert float(mine) >= float(replaced.split(" for")[0])
     assert (Path(head) / CHOICES).read_bytes() == (tmp_path / CHOICES).read_bytes()
-    changed = MethodConfig(asked.method, TreeChanges(choices=str(Path(head) / CHOICES)))
-    before, after = tree_of(asked, "x"), tree_of(changed, "x")
-    assert before is not None and after is not None and sized(after).nodes <= sized(before).nodes
+    changed = MethodConfig.of(asked.method, choices=str(Path(head) / CHOICES))
+    assert changed.tree is not None and asked.tree is not None and changed.tree.nodes <= asked.tree.nodes
     ids = prompts(5)[-1]
     written = make_decoder(Drafters(target), changed, head).generate(ids, do_sample=False, max_new_tokens=20)
     assert written.sequences.tolist() == greedy(target, ids, 20)
@@ -92,7 +81,7 @@ def test_the_size_is_what_was_asked_for_and_no_other_shape_has_a_tree_to_rebuild
     heads, target = miniature
     section = CalibrateConfig(SECTION.prompts, ranks=6, nodes=9)
     assert rebuild(target, MethodConfig("medusa"), str(heads / "medusa"), prompts(2), section, tmp_path)
-    assert len(inline(TreeConfig(shape="static", choices=str(tmp_path / CHOICES), children="best"))) == 8
+    assert len(StaticConfig(choices=str(tmp_path / CHOICES), children="best").paths) == 8
     assert rebuild(target, MethodConfig("eagle2"), str(heads / "eagle1"), prompts(1), SECTION, tmp_path / "no") is None
     assert not (tmp_path / "no").exists()
 
@@ -100,8 +89,8 @@ def test_the_size_is_what_was_asked_for_and_no_other_shape_has_a_tree_to_rebuild
 def test_a_measurement_depends_on_what_the_file_of_its_tree_says(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("choices:\n  - [0]\n", encoding="utf-8")
-    tree = TreeConfig(shape="static", choices=str(path))
-    first = digests([None, tree, TreeConfig()])
+    tree = StaticConfig(choices=str(path))
+    first = digests([None, tree, DynamicConfig()])
     path.write_text("choices:\n  - [0]\n  - [1]\n", encoding="utf-8")
     assert list(first["choices"]) == [str(path)] and digests([tree]) != first
-    assert digests([None, TreeConfig(), TreeConfig(shape="static", choices="eagle1")]) == {}
+    assert digests([None, DynamicConfig(), StaticConfig(choices="eagle1")]) == {}

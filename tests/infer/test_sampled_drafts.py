@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import TreeConfig, TypicalConfig
+from aerie.configs.schema.decode import ChainConfig, StaticConfig, TypicalConfig
 from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -19,12 +19,12 @@ from tests.infer.laws import SETTINGS
 from tests.infer.test_engine import greedy, make_target, prompts
 
 ROWS = {
-    "chain": TreeConfig(shape="chain", levels=4, nodes=5),
-    "chain of the best": TreeConfig(shape="chain", levels=4, nodes=5, children="best"),
-    "eagle1": TreeConfig(shape="static", choices="eagle1"),
-    "eagle1 replaced": TreeConfig(shape="static", choices="eagle1", children="replaced"),
-    "eagle1 best": TreeConfig(shape="static", choices="eagle1", children="best"),
-    "medusa63": TreeConfig(shape="static", choices="medusa63", children="best"),
+    "chain": ChainConfig(levels=4),
+    "chain of the best": ChainConfig(levels=4, children="best"),
+    "eagle1": StaticConfig(choices="eagle1"),
+    "eagle1 replaced": StaticConfig(choices="eagle1", children="replaced"),
+    "eagle1 best": StaticConfig(choices="eagle1", children="best"),
+    "medusa63": StaticConfig(choices="medusa63", children="best"),
 }
 RULES = {"chain": "R1", "eagle1": "R3", "eagle1 replaced": "R4"}
 LENGTH, DRAWS = 4, 5000

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import ProbabilitySumConfig, TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, ProbabilitySumConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import Tree, ancestors, describe, root_only
@@ -78,7 +78,7 @@ def paths(tree: Tree) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(("levels", "k", "nodes"), [(1, 3, 4), (3, 2, 6), (4, 4, 20), (6, 3, 60), (5, 1, 9)])
 def test_the_dynamic_tree_is_eagle_2s(seed: int, levels: int, k: int, nodes: int) -> None:
     drafter = TableDrafter(seed)
-    tree = make_shape(TreeConfig(levels=levels, k=k, nodes=nodes)).grow(drafter, torch.tensor([7]), levels, GREEDY)
+    tree = make_shape(DynamicConfig(levels=levels, k=k, nodes=nodes)).grow(drafter, torch.tensor([7]), levels, GREEDY)
     expected = brute_force(drafter, levels, k, nodes)
     found = paths(tree)
     assert found.keys() == expected.keys()
@@ -91,7 +91,7 @@ def test_the_dynamic_tree_is_eagle_2s(seed: int, levels: int, k: int, nodes: int
 
 def test_confidence_is_the_nodes_own_and_survival_the_paths() -> None:
     drafter = TableDrafter(1)
-    tree = make_shape(TreeConfig(levels=4, k=3, nodes=15)).grow(drafter, torch.tensor([0]), 4, GREEDY)
+    tree = make_shape(DynamicConfig(levels=4, k=3, nodes=15)).grow(drafter, torch.tensor([0]), 4, GREEDY)
     for node in range(1, len(tree)):
         parent = int(tree.parents[node])
         assert float(tree.survival[node]) == pytest.approx(
@@ -109,14 +109,14 @@ def test_certain_drafts_stay_connected_although_every_survival_ties() -> None:
             return law
 
     for nodes in range(2, 12):
-        tree = make_shape(TreeConfig(levels=8, k=4, nodes=nodes)).grow(Certain(0), torch.tensor([0]), 8, GREEDY)
+        tree = make_shape(DynamicConfig(levels=8, k=4, nodes=nodes)).grow(Certain(0), torch.tensor([0]), 8, GREEDY)
         check_connected(tree)
         assert int(tree.depth.max()) == min(8, nodes - 1)
 
 
 def test_a_chain_is_the_argmax_path() -> None:
     drafter = TableDrafter(3)
-    tree = make_shape(TreeConfig(shape="chain", levels=4, nodes=5)).grow(drafter, torch.tensor([2]), 4, GREEDY)
+    tree = make_shape(ChainConfig(levels=4)).grow(drafter, torch.tensor([2]), 4, GREEDY)
     path: tuple[int, ...] = ()
     for token in tree.tokens[1:].tolist():
         assert token == int(drafter.law(path).argmax())
@@ -125,10 +125,9 @@ def test_a_chain_is_the_argmax_path() -> None:
     assert tree.draft_forwards == drafter.calls == 4
 
 
-@pytest.mark.parametrize("shape", ["dynamic", "chain"])
-def test_no_level_is_drafted_beyond_what_is_left_to_write(shape: str) -> None:
+@pytest.mark.parametrize("config", [DynamicConfig(levels=6, k=3, nodes=7), ChainConfig(levels=6)])
+def test_no_level_is_drafted_beyond_what_is_left_to_write(config: TreeConfig) -> None:
     drafter = TableDrafter(3)
-    config = TreeConfig(shape=shape, levels=6, k=3, nodes=7)  # type: ignore[arg-type]
     tree = make_shape(config).grow(drafter, torch.tensor([2]), 2, GREEDY)
     assert int(tree.depth.max()) == 2 and drafter.calls == 2
 
@@ -159,16 +158,16 @@ def test_the_root_alone_is_a_tree_of_one() -> None:
 
 
 def test_a_tree_prints_one_line_a_node() -> None:
-    tree = make_shape(TreeConfig(levels=2, k=2, nodes=5)).grow(TableDrafter(0), torch.tensor([0]), 2, GREEDY)
+    tree = make_shape(DynamicConfig(levels=2, k=2, nodes=5)).grow(TableDrafter(0), torch.tensor([0]), 2, GREEDY)
     lines = describe(tree, [str(t) for t in tree.tokens.tolist()]).splitlines()
     assert len(lines) == 5 and lines[0].startswith("'0'") and "survival" in lines[1]
 
 
 KEPT = {
-    "chain": TreeConfig(shape="chain", levels=4, nodes=5, stop=ProbabilitySumConfig(checks=(3,), threshold=1.0)),
-    "static": TreeConfig(shape="static", choices="eagle1"),
-    "dynamic": TreeConfig(levels=4, k=3, nodes=9),
-    "all levels": TreeConfig(levels=4, k=3, nodes=13, rank="confidence", rerank=False),
+    "chain": ChainConfig(levels=4, stop=ProbabilitySumConfig(checks=(3,), threshold=1.0)),
+    "static": StaticConfig(choices="eagle1"),
+    "dynamic": DynamicConfig(levels=4, k=3, nodes=9),
+    "all levels": DynamicConfig(levels=4, k=3, nodes=13, rank="confidence", rerank=False),
 }
 
 
@@ -193,6 +192,6 @@ def test_a_kept_pool_holds_the_laws_and_frontiers_of_the_same_tree(name: str, te
     for depth, (branches, survival) in enumerate(pool.frontiers(), start=1):
         below = [sum(float(drafter.law(path[:at])[path[at]]) for at in range(depth)) for path in branches]
         assert temperature > 0 or survival.tolist() == pytest.approx(below, abs=1e-4)
-        if not KEPT[name].rerank or name == "chain":
+        if name == "all levels" or name == "chain":
             assert {*branches} == {path for path in names if len(path) == depth}
     assert name != "dynamic" or all(len(branches) == 3 for branches, _ in pool.frontiers())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -28,8 +28,8 @@ def test_random_targets_trees_and_prompts_are_decoded_losslessly() -> None:
 
         target = Target(tiny.llama(seed=seed, num_blocks=pick(1, 4), eos_token_id=pick(0, 319)), TargetConfig("tiny"))
         head = tiny.head(target.ends.embedding.float(), seed=seed, scale=float(pick(1, 12)))
-        shape = "chain" if pick(0, 3) == 0 else "dynamic"
-        tree = TreeConfig(shape=shape, levels=pick(1, 8), k=pick(1, 8), nodes=pick(2, 40))  # type: ignore[arg-type]
+        chain, levels, k, nodes = pick(0, 3) == 0, pick(1, 8), pick(1, 8), pick(2, 40)
+        tree: TreeConfig = ChainConfig(levels=levels) if chain else DynamicConfig(levels=levels, k=k, nodes=nodes)
         ids = torch.randint(0, 320, (1, pick(1, 60)), generator=dice)
         new = pick(1, 40)
         own = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from aerie.configs.schema.decode import Choice, HeuristicConfig, TreeConfig, inline
+from aerie.configs.schema.decode import Choice, HeuristicConfig, StaticConfig
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Children, StaticTree, make_shape
 from aerie.infer.decode.stop import Heuristic, Stop
@@ -17,8 +17,8 @@ from tests.infer.test_chain import Mapped, Remembers
 from tests.infer.test_shape import VOCAB, TableDrafter, check_connected, paths
 
 ROOT = torch.tensor([7])
-EAGLE1 = inline(TreeConfig(shape="static", choices="eagle1"))
-MEDUSA = inline(TreeConfig(shape="static", choices="medusa63"))
+EAGLE1 = StaticConfig(choices="eagle1").paths
+MEDUSA = StaticConfig(choices="medusa63").paths
 
 
 def grow(
@@ -184,8 +184,8 @@ def test_room_is_made_for_every_node_that_is_fed() -> None:
 
 
 def test_the_recipe_chooses_the_tree_and_its_children() -> None:
-    for children, rule in ((None, "R3"), ("sampled", "R3"), ("replaced", "R4"), ("best", None)):
-        config = TreeConfig(shape="static", choices="eagle1", levels=2, children=children)  # type: ignore[arg-type]
+    for children, rule in (("sampled", "R3"), ("replaced", "R4"), ("best", None)):
+        config = StaticConfig(choices="eagle1", children=children)  # type: ignore[arg-type]
         tree = make_shape(config).grow(TableDrafter(1, sharpness=1.0), ROOT, 9, sampler(1.0, 1.0))
         assert tree.levels == 5  # the tree's own, whatever the recipe's default says
         assert (tree.proposal.rule if tree.proposal else None) == rule

@@ -1,15 +1,19 @@
 """A bench's sweeps expand into rows, each measured once, and nothing of a sweep stands among the rows."""
 
+from typing import Any
+
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import MethodConfig, TreeChanges
+from aerie.configs.read import validate
+from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.infer.measure.bench import asked_of, check_tasks, plan_text, suite_of
 from aerie.infer.measure.tasks import Prompt
 
 PROMPTS = [Prompt(str(n), task, f"{task} {n}") for n in range(3) for task in ("sums", "code")]
 ROWS = (MethodConfig("vanilla"), MethodConfig("eagle2"))
+RAW: tuple[dict[str, Any], ...] = ({"method": "vanilla"}, {"method": "eagle2"})
 COLD, WARM = SamplingConfig(), SamplingConfig(1.0)
 
 
@@ -18,20 +22,20 @@ def bench(*sweeps: SweepConfig, **changes: object) -> BenchConfig:
 
 
 def depths(**changes: object) -> SweepConfig:
-    return SweepConfig("depth", "tree.levels", (6, 8), (MethodConfig("eagle2"),), **changes)  # type: ignore[arg-type]
+    return SweepConfig("depth", "tree.levels", (7, 8), ({"method": "eagle2"},), **changes)  # type: ignore[arg-type]
 
 
 def test_each_value_is_a_row_of_its_own_behind_the_benchs() -> None:
     suite = suite_of(bench(depths()))
-    assert suite.rows[:2] == ROWS and [row.tree.levels for row in suite.rows[2:]] == [6, 8]
-    assert [(point.value, point.cell.row) for point in suite.points] == [(6, 2), (8, 3)]
+    assert suite.rows[:2] == ROWS and [row.tree.levels for row in suite.rows[2:] if row.tree] == [7, 8]
+    assert [(point.value, point.cell.row) for point in suite.points] == [(7, 2), (8, 3)]
     assert [cell.row for cell in suite.main] == [0, 1] and suite.baselines == ()
-    assert suite.places[2:] == ("bench.sweeps.0 (tree.levels 6)", "bench.sweeps.0 (tree.levels 8)")
+    assert suite.places[2:] == ("bench.sweeps.0 (tree.levels 7)", "bench.sweeps.0 (tree.levels 8)")
 
 
 def test_equal_rows_are_measured_once() -> None:
-    again = SweepConfig("again", "method", ("eagle2", "deagle"), (MethodConfig("eagle2"),))
-    other = SweepConfig("other", "tree.levels", (8, 6), (MethodConfig("eagle2"),))
+    again = SweepConfig("again", "method", ("eagle2", "deagle"), ({"method": "eagle2"},))
+    other = SweepConfig("other", "tree.levels", (8, 7), ({"method": "eagle2"},))
     suite = suite_of(bench(depths(), again, other))
     assert [point.cell.row for point in suite.points] == [2, 3, 1, 4, 3, 2]
     assert len(suite.rows) == 5
@@ -45,7 +49,7 @@ def test_a_sweep_asks_its_own_prompts_and_the_rows_all_of_them() -> None:
 
 
 def test_temperatures_beside_the_benchs_bring_vanilla_along() -> None:
-    sweep = SweepConfig("warmth", "temperature", (0.0, 0.5), (MethodConfig("eagle2"),), num_prompts=1)
+    sweep = SweepConfig("warmth", "temperature", (0.0, 0.5), ({"method": "eagle2"},), num_prompts=1)
     suite = suite_of(bench(sweep))
     half = SamplingConfig(0.5)
     assert [point.cell.sampling for point in suite.points] == [COLD, half] and len(suite.rows) == 2
@@ -57,25 +61,27 @@ def test_temperatures_beside_the_benchs_bring_vanilla_along() -> None:
 
 
 def test_every_key_of_a_row_can_vary() -> None:
-    base = MethodConfig("sps-svip", TreeChanges(levels=9), head="heads/a")
+    base = {"method": "svip", "head": "heads/a", "tree": {"levels": 9}}
     for key, values in {
         "head": ("heads/b",),
         "tree.nodes": (7,),
         "tree.k": (3,),
         "tree.stop": ({"rule": "entropy", "h": 0.2},),
-        "lookup.length": (4,),
     }.items():
         (row,) = suite_of(bench(SweepConfig("s", key, values, (base,)))).rows[2:]
-        assert row != base and row.tree.levels == 9
+        assert row != validate(base, MethodConfig, "x", {}) and row.tree is not None and row.tree.levels == 9
 
 
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
-        (SweepConfig("s", "tree.depth", (6,), ROWS), r"bench\.sweeps\.0 \(tree\.depth 6\): .*tree\.depth: unknown key"),
-        (SweepConfig("s", "tree.levels", ("six",), ROWS), r"tree\.levels: input should be a valid integer"),
-        (SweepConfig("s", "method.levels", (6,), ROWS), "method is not a section"),
-        (SweepConfig("s", "temperature", (-1,), ROWS), "a temperature is a number"),
+        (
+            SweepConfig("s", "tree.depth", (6,), RAW[1:]),
+            r"bench\.sweeps\.0 \(tree\.depth 6\): .*tree\.depth: unknown key",
+        ),
+        (SweepConfig("s", "tree.levels", ("six",), RAW[1:]), r"tree\.levels: input should be a valid integer"),
+        (SweepConfig("s", "method.levels", (6,), RAW[1:]), "method is not a section"),
+        (SweepConfig("s", "temperature", (-1,), RAW[1:]), "a temperature is a number"),
     ],
 )
 def test_a_key_or_a_value_that_no_row_has_is_refused(sweep: SweepConfig, message: str) -> None:
@@ -88,7 +94,7 @@ def test_a_task_without_prompts_and_names_that_meet_are_refused() -> None:
         check_tasks(bench(depths(tasks=("math",))), PROMPTS)
     for names in (("a", "a"), ("context",)):
         with pytest.raises(ValueError, match="need names that differ"):
-            bench(*(SweepConfig(name, "tree.k", (2,), ROWS) for name in names))
+            bench(*(SweepConfig(name, "tree.k", (2,), RAW[1:]) for name in names))
     with pytest.raises(ValueError, match="ascending"):
         bench(contexts=(256, 128))
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from aerie.configs.schema.decode import METHODS, tree_of
+from aerie.configs.schema.decode import METHODS
 from aerie.infer.main import main
 from aerie.infer.measure.bench import suite_of
-from tests.test_recipes import CONFIGS, load
+from tests.configs.test_recipes import CONFIGS, load
 
 SUITES = {
     "eagle2-t1": "8 rows x 2 samplings x 480 prompts of mt_bench, humaneval, gsm8k, alpaca, cnn_dm, natural_questions",
@@ -51,7 +51,7 @@ def test_every_row_and_every_point_of_a_suite_is_a_way_of_decoding(path: Path) -
     assert bench is not None and (path.stem in SUITES or path.stem in ("embedded", "seeds-full", "svip-embedded"))
     suite = suite_of(bench)
     for row, place in zip(suite.rows, suite.places, strict=True):
-        assert (tree_of(row, place) is None) == (METHODS[row.method].tree is None)
+        assert (row.tree is None) == (METHODS[row.method].tree is None), place
     assert all(sampling.top_k == 0 and sampling.top_p == 1.0 for sampling in suite.samplings)
 
 

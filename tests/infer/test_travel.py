@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from aerie.configs.errors import UserError, exit_code
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import DynamicConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer import main as measuring
 from aerie.infer.decode.engine import SpeculativeDecoder
@@ -29,7 +29,7 @@ from tests.model.hub_server import Hub
 from tests.model.test_hub import hub
 
 __all__ = ["hub", "recipe"]  # the fixtures
-TREE = TreeConfig(levels=4, k=3, nodes=10)
+TREE = DynamicConfig(levels=4, k=3, nodes=10)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_published_head_drafts_the_very_same_trees_after_it_was_converted(
 def test_published_medusa_and_hydra_heads_decode_what_the_target_writes(
     tmp_path: Path, target: Target, make: Any
 ) -> None:
-    vanilla, tree = SpeculativeDecoder(target), TreeConfig(levels=4, k=2, nodes=10)
+    vanilla, tree = SpeculativeDecoder(target), DynamicConfig(levels=4, k=2, nodes=10)
     decoder = SpeculativeDecoder.from_pretrained(target, str(make(tmp_path / "head")[1]), tree=tree)
     for ids in prompts():
         found = decoder.generate(ids, do_sample=False, max_new_tokens=10)

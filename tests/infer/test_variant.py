@@ -13,7 +13,6 @@ from aerie.configs.schema.decode import (
     MethodConfig,
     ProbabilitySumConfig,
     PromptLookupConfig,
-    TreeChanges,
     TypicalConfig,
     VoteConfig,
 )
@@ -23,37 +22,37 @@ from aerie.infer.report.tables import console_table, csv_table, label, markdown_
 from tests.infer.made_up import drafted, record
 
 ALIKE = [  # one method each, whose trees have one size
-    [MethodConfig("eagle-chain"), *(MethodConfig("eagle-chain", TreeChanges(children=c)) for c in ("best",))],
+    [MethodConfig("eagle-chain"), *(MethodConfig.of("eagle-chain", children=c) for c in ("best",))],
     [
-        MethodConfig("eagle-chain", TreeChanges(stop=stop))
+        MethodConfig.of("eagle-chain", stop=stop)
         for stop in (None, EntropyConfig(), EntropyConfig(c=1.0), EntropyConfig(h=0.5), HeuristicConfig(), VoteConfig())
     ],
     [
-        MethodConfig("eagle2", changes)
+        MethodConfig.of("eagle2", **changes)
         for changes in (
-            TreeChanges(k=10, nodes=61),
-            TreeChanges(rank="confidence", nodes=61),
-            TreeChanges(rerank=False),
-            TreeChanges(rank="confidence", rerank=False),
-            TreeChanges(nodes=61, stop=HeuristicConfig(start=2)),
+            {"k": 10, "nodes": 61},
+            {"rank": "confidence", "nodes": 61},
+            {"rerank": False},
+            {"rank": "confidence", "rerank": False},
+            {"nodes": 61, "stop": HeuristicConfig(start=2)},
         )
     ],
     [
-        MethodConfig("eagle", changes)
+        MethodConfig.of("eagle", **changes)
         for changes in (
-            TreeChanges(),
-            TreeChanges(children="best"),
-            TreeChanges(children="replaced"),
-            TreeChanges(choices=tuple((0,) * depth for depth in range(1, 6)), children="best"),
-            TreeChanges(choices=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 1)), children="best"),
+            {},
+            {"children": "best"},
+            {"children": "replaced"},
+            {"choices": tuple((0,) * depth for depth in range(1, 6)), "children": "best"},
+            {"choices": ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 1)), "children": "best"},
         )
     ],
     [
-        MethodConfig("deagle", TreeChanges(stop=VoteConfig(**changes)))
+        MethodConfig.of("deagle", stop=VoteConfig(**changes))
         for changes in ({}, {"bonus": 0.5}, {"over": "selected"}, {"signals": ("momentum",)}, {"consecutive": True})
     ],
-    [MethodConfig("eagle2", TreeChanges(calibrated=fit)) for fit in (None, "temperature", "isotonic")],
-    [MethodConfig("ddd", TreeChanges(stop=ProbabilitySumConfig(checks=checks))) for checks in ((5, 7, 9), (5, 6))],
+    [MethodConfig.of("eagle2", calibrated=fit) for fit in (None, "temperature", "isotonic")],
+    [MethodConfig.of("ddd", stop=ProbabilitySumConfig(checks=checks)) for checks in ((5, 7, 9), (5, 6))],
     [MethodConfig("medusa", typical=typical) for typical in (None, TypicalConfig(), TypicalConfig(delta=0.2))],
     [
         MethodConfig("pld", lookup=lookup, typical=typical)
@@ -61,7 +60,7 @@ ALIKE = [  # one method each, whose trees have one size
             (None, None),
             (PromptLookupConfig(match="last"), None),
             (PromptLookupConfig(min_ngram=2), None),
-            (PromptLookupConfig(matching="original", ngram=2), None),
+            (PromptLookupConfig(ngram=3), None),
             (None, TypicalConfig()),
         )
     ],
@@ -100,21 +99,21 @@ def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[Method
 
 
 def test_the_summary_holds_every_setting_of_a_row() -> None:
-    asked = MethodConfig("eagle", TreeChanges(children="best", stop=EntropyConfig(c=1.0)), typical=TypicalConfig())
+    asked = replace(MethodConfig.of("eagle", children="best", stop=EntropyConfig(c=1.0)), typical=TypicalConfig())
     tree = identity(group(measured([asked]))[1]).as_dict()["tree"]
     assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == ("eagle1", "best", 1.0, 0.3)
     assert tree["typical"] == {"epsilon": 0.09, "delta": 0.3}
     guessed = identity(group(measured([MethodConfig("pld")]))[1]).as_dict()["tree"]
-    assert (guessed["matching"], guessed["min_ngram"]) == ("transformers", 1)
+    assert (guessed["ngram"], guessed["min_ngram"]) == (2, 1)
 
 
 def test_what_is_as_published_is_not_said() -> None:
     for method in METHODS:
         shape = tree_shape(MethodConfig(method))
         assert shape is None or shape.variant == ""
-    same = MethodConfig("eagle2", TreeChanges(levels=6, rank="survival", children="best"))
+    same = MethodConfig.of("eagle2", levels=6, rank="survival")
     assert tree_shape(same) == tree_shape(MethodConfig("eagle2"))
-    sampled = MethodConfig("eagle-chain", TreeChanges(children="sampled"))
+    sampled = MethodConfig.of("eagle-chain", children="sampled")
     assert tree_shape(sampled) == tree_shape(MethodConfig("eagle-chain"))
 
 

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import ConfidenceConfig, EntropyConfig, ProbabilitySumConfig, StopConfig, TreeConfig
+from aerie.configs.schema.decode import (
+    ChainConfig,
+    ConfidenceConfig,
+    DynamicConfig,
+    EntropyConfig,
+    ProbabilitySumConfig,
+    StaticConfig,
+    StopConfig,
+    TreeConfig,
+)
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.drafters.multi_token import MedusaDrafter
@@ -23,10 +32,10 @@ from tests import tiny
 
 ORIGIN = Origin(1, "eagle2", 0.0, 0, 1.0, "count", "7", 0)
 PROMPT = torch.tensor([[7, 9, 11, 23, 5]])
-WIDE = TreeConfig(levels=5, k=6, nodes=24)
-CHAIN = TreeConfig(shape="chain", levels=4)
-STATIC = TreeConfig(shape="static", choices="eagle1")
-MEDUSA = TreeConfig(shape="static", choices=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)), children="best")
+WIDE = DynamicConfig(levels=5, k=6, nodes=24)
+CHAIN = ChainConfig(levels=4)
+STATIC = StaticConfig(choices="eagle1")
+MEDUSA = StaticConfig(choices=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)), children="best")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aerie.configs.errors import exit_code
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import usual_tree
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data import main as data_main
 from aerie.data.cache import FeatureCache
@@ -447,9 +446,7 @@ def test_the_best_weights_are_chosen_by_the_tau_of_decoding_held_out_prompts(dee
     recipe = pipeline_recipe(deep / "recipe.yaml")
     cycles = [0, 0]
     for prompt in _prompts(deep, 3):
-        decoder = SpeculativeDecoder(
-            target, Drafting(EagleDrafter(head, target), make_shape(usual_tree("eagle3", recipe.tree)))
-        )
+        decoder = SpeculativeDecoder(target, Drafting(EagleDrafter(head, target), make_shape(recipe.tree)))
         found = decoder.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False).statistics
         cycles = [cycles[0] + sum(found.cycle_tokens), cycles[1] + len(found.cycle_tokens)]
     assert facts["tau"] == pytest.approx(cycles[0] / cycles[1])

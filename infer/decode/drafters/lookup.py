@@ -1,5 +1,6 @@
 """Guessed continuations as one tree: what guesses share is one node, and passengers ride beside them."""
 
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -104,22 +105,16 @@ Text = NDArray[np.int64]
 def continuation(text: Text, config: PromptLookupConfig, end_ids: frozenset[int] = frozenset()) -> list[int]:
     """At most config.length tokens that followed the longest n-gram which also ends the text [T]; perhaps none.
 
-    transformers takes what follows however short it is, and cuts it before the first end token. The original wants
-    `length` tokens that begin before the text's last n-gram, and looks for end tokens nowhere.
-    Source: PromptLookupCandidateGenerator of transformers 5; the function in the README of prompt-lookup-decoding.
+    They are cut before the first end token.
+    Source: PromptLookupCandidateGenerator of transformers 5, after prompt-lookup-decoding.
     """
-    for size in range(min(config.longest_ngram, len(text) - 1), config.min_ngram - 1, -1):
+    for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
         windows = sliding_window_view(text[:-1], size)  # [T - size, size], without the text's own end
         starts = np.flatnonzero((windows == text[-size:]).all(axis=1)) + size
-        if config.matching == "original":
-            starts = starts[(starts + config.length <= len(text)) & (starts < len(text) - size)]
         if len(starts):
             start = starts[0] if config.match == "first" else starts[-1]
             found: list[int] = text[start : start + config.length].tolist()
-            if config.matching == "transformers":
-                ends = [place for place, token in enumerate(found) if token in end_ids]
-                found = found[: ends[0]] if ends else found
-            return found
+            return list(itertools.takewhile(lambda token: token not in end_ids, found))
     return []
 
 

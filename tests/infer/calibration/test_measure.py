@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import EntropyConfig, MethodConfig, TreeChanges, TreeConfig
+from aerie.configs.schema.decode import (
+    ChainConfig,
+    DynamicConfig,
+    EntropyConfig,
+    MethodConfig,
+    StaticConfig,
+    TreeConfig,
+)
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.calibrator import Calibrator, save
 from aerie.infer.decode.drafters.eagle import EagleDrafter
@@ -30,9 +37,9 @@ from aerie.model.storage import digests
 from aerie.model.target import Target
 from tests import tiny
 
-WIDE = TreeConfig(levels=3, k=4, nodes=8)
-CHAIN = TreeConfig(shape="chain", levels=2)
-MEDUSA = TreeConfig(shape="static", choices=((0,), (1,), (0, 0)), children="best")
+WIDE = DynamicConfig(levels=3, k=4, nodes=8)
+CHAIN = ChainConfig(levels=2)
+MEDUSA = StaticConfig(choices=((0,), (1,), (0, 0)), children="best")
 PROMPTS = [(torch.tensor([[7, 9, 11, 23, 5]]), "count"), (torch.tensor([[8, 30, 12]]), "sort")]
 
 
@@ -256,7 +263,7 @@ def test_the_calibrator_is_read_from_beside_the_head(tmp_path: Path) -> None:
     place, head = tiny.target(tmp_path / "target"), tmp_path / "head"
     save_head(tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), head)
     loaded = Target.load(TargetConfig(path=str(place)))
-    asked = MethodConfig("eagle2", TreeChanges(levels=2, k=3, nodes=6, calibrated="isotonic"))
+    asked = MethodConfig.of("eagle2", levels=2, k=3, nodes=6, calibrated="isotonic")
     with pytest.raises(UserError, match="calibrate"):
         make_decoder_of(Drafters(loaded), asked, str(head))
     with pytest.raises(UserError, match="calibrate"):
@@ -269,7 +276,7 @@ def test_the_calibrator_is_read_from_beside_the_head(tmp_path: Path) -> None:
     assert 0 < float(seen[0].tree.confidence[1].exp()) <= 0.5 + 1e-6
     save(Calibrator(1.0, (0.0, 1.0), (0.0, 0.6), head=digests(head)), head)
     assert one and one != calibrators_of([asked], [str(head)])  # a bench depends on it
-    assert calibrators_of([replace(asked, tree=TreeChanges())], [str(head)]) == {}
+    assert calibrators_of([MethodConfig("eagle2")], [str(head)]) == {}
 
 
 def test_watching_a_calibrated_tree_sees_its_own_survival(target: Target) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from aerie.configs.schema.decode import Method, MethodConfig, TreeChanges
+from aerie.configs.schema.decode import Method, MethodConfig
 from aerie.infer.measure.record import Record, TreeShape, tree_shape
 from aerie.infer.measure.statistics import group, row
 from tests.infer.made_up import drafted, milliseconds, record
@@ -10,7 +10,7 @@ from tests.infer.made_up import drafted, milliseconds, record
 
 def tree(method: Method, **changes: Any) -> TreeShape:
     """What a record says of a method's tree with these changes."""
-    shape = tree_shape(MethodConfig(method, TreeChanges(**changes)))
+    shape = tree_shape(MethodConfig.of(method, **changes))
     assert shape is not None
     return shape
 

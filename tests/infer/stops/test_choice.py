@@ -3,17 +3,16 @@
 import typing
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aerie.configs.errors import UserError
-from aerie.configs.read import load
 from aerie.configs.schema.decode import (
+    ChainConfig,
     ConfidenceConfig,
     ConstantConfig,
+    DynamicConfig,
     EntropyConfig,
     HeuristicConfig,
     MarginalGainConfig,
@@ -32,8 +31,8 @@ from tests.infer.stops.levels import level_of
 from tests.infer.test_engine import decoder, greedy, make_target, prompts
 from tests.infer.test_shape import GREEDY, TableDrafter
 
-TREE = TreeConfig(levels=6, k=4, nodes=20)
-CHAIN = TreeConfig("chain", levels=6, nodes=7)
+TREE = DynamicConfig(levels=6, k=4, nodes=20)
+CHAIN = ChainConfig(levels=6)
 STOPS: dict[str, StopConfig] = {
     "heuristic": HeuristicConfig(start=3),
     "confidence": ConfidenceConfig(),
@@ -147,17 +146,6 @@ def test_a_stop_rule_reads_at_most_one_number_a_level(name: str, shape: TreeConf
         expected = 0 if name in ("constant", "heuristic") or (name == "probability_sum" and depth not in (2, 4)) else 1
         assert reads.count <= expected
         assert ended in (False, True)
-
-
-def test_a_recipe_names_a_rule_and_its_options_anywhere_a_tree_stands(tmp_path: Path) -> None:
-    path = tmp_path / "tree.yaml"
-    path.write_text("levels: 11\nstop: {rule: probability_sum, checks: [3, 6]}\n", encoding="utf-8")
-    assert load(path, TreeConfig, []).stop == ProbabilitySumConfig(checks=(3, 6))
-    assert load(path, TreeConfig, ["stop.threshold=0.3"]).stop == ProbabilitySumConfig(checks=(3, 6), threshold=0.3)
-    with pytest.raises(UserError, match="unknown rule 'entropi'; did you mean 'entropy'"):
-        load(path, TreeConfig, ["stop.rule=entropi"])
-    with pytest.raises(UserError, match=r"stop\.check: unknown key; did you mean 'stop.checks'"):
-        load(path, TreeConfig, ["stop.check=3"])
 
 
 def test_every_config_has_its_rule_and_the_default_is_a_constant_depth() -> None:

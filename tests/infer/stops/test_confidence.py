@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
-from aerie.configs.schema.decode import ConfidenceConfig, TreeConfig
+from aerie.configs.schema.decode import ChainConfig, ConfidenceConfig, DynamicConfig
 from aerie.infer.decode.shape import make_shape
 from tests.infer.test_shape import GREEDY, TableDrafter
 
@@ -14,7 +14,7 @@ def test_a_chain_ends_with_the_first_token_that_transformers_doubts(threshold: f
     criterion, lengths = ConfidenceCriteria(threshold), set()
     for seed in range(12):
         drafter = TableDrafter(seed, sharpness=4.0)
-        config = TreeConfig("chain", levels=6, stop=ConfidenceConfig(threshold=threshold))
+        config = ChainConfig(levels=6, stop=ConfidenceConfig(threshold=threshold))
         tree = make_shape(config).grow(drafter, torch.tensor([2]), 6, GREEDY)
         path: tuple[int, ...] = ()
         for token in tree.tokens[1:].tolist():
@@ -31,7 +31,7 @@ def test_a_chain_ends_with_the_first_token_that_transformers_doubts(threshold: f
 def test_on_a_tree_the_best_ranked_node_is_asked() -> None:
     for seed in range(6):
         drafter = TableDrafter(seed)
-        config = TreeConfig(levels=6, k=3, nodes=19, stop=ConfidenceConfig(threshold=0.5))
+        config = DynamicConfig(levels=6, k=3, nodes=19, stop=ConfidenceConfig(threshold=0.5))
         tree = make_shape(config).grow(drafter, torch.tensor([2]), 6, GREEDY)
         for depth in range(1, tree.levels + 1):
             nodes = [node for node in range(1, len(tree)) if int(tree.depth[node]) == depth]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from aerie.configs.schema.decode import EntropyConfig, TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, EntropyConfig
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.stop import Entropy, entropy
 from aerie.infer.decode.tree import Tree
@@ -14,8 +14,7 @@ from tests.infer.test_shape import GREEDY, TableDrafter, check_connected
 
 
 def grown(drafter: TableDrafter, stop: EntropyConfig, **changes: int) -> Tree:
-    shape = "dynamic" if changes else "chain"
-    config = TreeConfig(**{"shape": shape, "levels": 6, "stop": stop, **changes})  # type: ignore[arg-type]
+    config = DynamicConfig(**{"levels": 6, "stop": stop, **changes}) if changes else ChainConfig(levels=6, stop=stop)  # type: ignore[arg-type]
     return make_shape(config).grow(drafter, torch.tensor([2]), config.levels, GREEDY)
 
 
@@ -104,10 +103,3 @@ def test_per_node_nobody_stands_below_an_uncertain_node_and_the_others_are_expan
                 assert (names[node] in parents) == certain
                 leaves, inner = leaves + (not certain), inner + certain
     assert leaves > 3 and inner > 3
-
-
-def test_a_rule_without_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="c must be positive"):
-        EntropyConfig(c=0.0)
-    with pytest.raises(ValueError, match="h not negative"):
-        EntropyConfig(h=-0.1)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from aerie.configs.schema.decode import MarginalGainConfig, TreeConfig
+from aerie.configs.schema.decode import DynamicConfig, MarginalGainConfig
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.stop import MarginalGain
 from tests.infer.stops.levels import depth_of, level, steady
@@ -47,7 +47,7 @@ def test_with_a_frontier_as_wide_as_the_budget_it_grows_opt_trees_tree(threshold
         expected, forwards = published(TableDrafter(seed), budget, threshold, max_depth=levels + 1)
         drafter = TableDrafter(seed)
         stop = MarginalGainConfig(threshold=threshold)
-        config = TreeConfig(levels=levels, k=budget, nodes=budget + 1, stop=stop)
+        config = DynamicConfig(levels=levels, k=budget, nodes=budget + 1, stop=stop)
         tree = make_shape(config).grow(drafter, torch.tensor([2]), levels, GREEDY)
         found = paths(tree)
         assert found.keys() == expected.keys()
@@ -78,7 +78,7 @@ def test_what_the_budget_has_no_room_for_adds_nothing() -> None:
 @pytest.mark.parametrize("threshold", [0.1, 0.3])
 def test_in_a_narrower_tree_it_weighs_the_nodes_that_reranking_keeps(threshold: float) -> None:
     """Two are expanded of four candidates a level, and 13 kept of all: more than the expanded ones."""
-    config = TreeConfig(levels=6, k=2, nodes=14)
+    config = DynamicConfig(levels=6, k=2, nodes=14)
     for seed in range(10):
         drafter = TableDrafter(seed, sharpness=3.0)
         expected = [0.0]

@@ -1,7 +1,5 @@
 """Dynamic Depth Decoding looks at the summed survival at a few depths only."""
 
-import pytest
-
 from aerie.configs.schema.decode import ProbabilitySumConfig, VoteConfig
 from aerie.infer.decode.stop import ProbabilitySum, Vote
 from tests.infer.stops.levels import depth_of, steady
@@ -18,9 +16,3 @@ def test_asked_at_every_depth_it_is_deagles_probability_signal() -> None:
     signal = Vote(VoteConfig(signals=("probability",)))
     for step in range(1, 100):
         assert depth_of(every, steady(step / 100)) == depth_of(signal, steady(step / 100))
-
-
-@pytest.mark.parametrize("checks", [(), (0, 3), (5, 5), (7, 5)])
-def test_checks_that_are_no_ascending_depths_are_refused(checks: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="checks"):
-        ProbabilitySumConfig(checks=checks)

@@ -116,14 +116,6 @@ def test_a_vote_that_the_literal_expectation_decides_alone_is_refused(changes: d
         vote(**changes)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"signals": ()}, {"signals": ("momentum", "momentum")}, {"votes": 4}, {"votes": 0}, {"declines": 0}]
-)
-def test_a_vote_without_sense_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"signals|votes|declines"):
-        vote(**changes)
-
-
 def test_over_the_selected_nodes_the_tail_counts_what_reranking_would_keep() -> None:
     """Three drafted nodes are kept. The frontiers hold 0.9 and 0.8; the best three of all are 0.6, 0.5 and 0.45."""
     rule = vote(signals=("expectation",), over="selected", nodes=4, bonus=1.2)

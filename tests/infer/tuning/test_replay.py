@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
@@ -41,7 +41,7 @@ def decoder(target: Target, miniature: Path, kind: str, tree: TreeConfig) -> Spe
 def recorded(
     request: pytest.FixtureRequest, target: Target, miniature: Path, prompts: list[Tensor]
 ) -> tuple[str, Recording]:
-    made = decoder(target, miniature, request.param, TreeConfig())
+    made = decoder(target, miniature, request.param, DynamicConfig())
     return request.param, record(made, prompts, LEVELS, K, NEW)
 
 
@@ -63,12 +63,12 @@ def decoded(made: SpeculativeDecoder, prompts: list[Tensor]) -> tuple[int, int, 
 @pytest.mark.parametrize(
     "tree",
     [
-        TreeConfig(levels=1, k=K, nodes=4),
-        TreeConfig(levels=3, k=K, nodes=8),
-        TreeConfig(levels=5, k=K, nodes=20),
-        TreeConfig(levels=4, k=K, nodes=60),
-        TreeConfig(levels=5, k=K, nodes=3),
-        TreeConfig(shape="chain", levels=4, k=1, nodes=5),
+        DynamicConfig(levels=1, k=K, nodes=4),
+        DynamicConfig(levels=3, k=K, nodes=8),
+        DynamicConfig(levels=5, k=K, nodes=20),
+        DynamicConfig(levels=4, k=K, nodes=60),
+        DynamicConfig(levels=5, k=K, nodes=3),
+        ChainConfig(levels=4),
     ],
 )
 def test_a_chain_and_a_tree_as_wide_as_the_recording_are_replayed_exactly(
@@ -83,7 +83,7 @@ def test_a_narrower_tree_is_replayed_to_a_cycle_an_answer_and_never_overrated(
     target: Target, miniature: Path, prompts: list[Tensor], recorded: tuple[str, Recording], k: int, nodes: int
 ) -> None:
     kind, recording = recorded
-    tree = TreeConfig(levels=5, k=k, nodes=nodes)
+    tree = DynamicConfig(levels=5, k=k, nodes=nodes)
     tokens, ours, _, _ = replayed(recording, tree)
     same_tokens, real, _, _ = decoded(decoder(target, miniature, kind, tree), prompts)
     assert tokens == same_tokens and 0 <= ours - real <= len(prompts)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aerie.configs.schema.decode import EntropyConfig, MethodConfig, TreeChanges, TreeConfig
+from aerie.configs.schema.decode import METHODS, ChainConfig, DynamicConfig, EntropyConfig, MethodConfig
 from aerie.infer.measure.tune import (
     GRID,
     Costs,
@@ -82,7 +82,7 @@ def test_a_price_is_drafting_verifying_and_the_rest() -> None:
 
 
 def test_a_prediction_is_the_price_of_its_cycles() -> None:
-    found = predict(TreeConfig(levels=2, k=2, nodes=3), recording(), COSTS)
+    found = predict(DynamicConfig(levels=2, k=2, nodes=3), recording(), COSTS)
     each = (2 * 1.5 + 2 * 0.75 + 2 * 12.0 + 2 * 1.0) / 6
     assert found.tau == 3.0 and found.ms_per_token == pytest.approx(each)
     assert found.speedup == pytest.approx(10.5 / each)
@@ -97,41 +97,38 @@ def test_where_nodes_cost_more_the_tree_is_smaller() -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm"])
 def test_every_candidate_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str) -> None:
-    """tree_of would refuse a method with another shape or another rule."""
-    from aerie.configs.schema.decode import METHODS, tree_of
-
-    named = rows(kind, method_of(kind, TreeConfig(shape="chain", levels=4, k=1, nodes=5)), grid=True)
-    shapes = [TreeConfig(shape="chain", levels=4, k=1, nodes=5)]
-    shapes += [] if kind == "draft_lm" else [TreeConfig(levels=4, k=2, nodes=9)]
+    named = rows(kind, method_of(kind, ChainConfig(levels=4)), grid=True)
+    shapes = [ChainConfig(levels=4)]
+    shapes += [] if kind == "draft_lm" else [DynamicConfig(levels=4, k=2, nodes=9)]
     for tree in shapes:
         for one in candidates(kind, tree, 8):
-            named.append(MethodConfig(one.method, TreeChanges(levels=8, stop=one.tree.stop)))
+            named.append(MethodConfig.of(one.method, levels=8, stop=one.tree.stop))
     assert len(rows("eagle1", named[1], grid=True)) == 3 + len(GRID)
     for row in named:
-        assert row.method == "vanilla" or (kind in METHODS[row.method].heads and tree_of(row, "row") is not None)
+        assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
 
 
 def test_a_chain_given_room_has_room_for_all_its_levels() -> None:
-    grown = candidates("eagle1", TreeConfig(shape="chain", levels=3, k=1, nodes=4), 9)
+    grown = candidates("eagle1", ChainConfig(levels=3), 9)
     assert {(one.tree.levels, one.tree.nodes) for one in grown} == {(9, 10)}
     assert any(isinstance(one.tree.stop, EntropyConfig) for one in grown)
 
 
 def test_a_chain_has_one_child_a_node_whatever_its_k() -> None:
     """TreeConfig's k and nodes say nothing of a chain; as a tree of k 2 it would be credited with siblings."""
-    narrow = predict(TreeConfig(shape="chain", levels=2, k=1, nodes=3), recording(), COSTS)
-    assert predict(TreeConfig(shape="chain", levels=2, k=10, nodes=60), recording(), COSTS) == narrow
+    narrow = predict(ChainConfig(levels=2), recording(), COSTS)
+    assert predict(ChainConfig(levels=2), recording(), COSTS) == narrow
     assert narrow.tau == 3.0
 
 
 def test_calibrated_confidence_is_tried_with_every_rule_and_with_deeper_trees() -> None:
-    tree = TreeConfig(shape="dynamic", levels=5, k=2, nodes=12)
+    tree = DynamicConfig(levels=5, k=2, nodes=12)
     rules = candidates("eagle1", tree, 10)
     found = by_calibrated_confidence("eagle1", tree, rules, 8)
     assert [one.method for one in found[: len(rules)]] == [one.method for one in rules]
     assert all(one.tree.calibrated == "isotonic" for one in found)
     assert [(one.method, one.tree.levels) for one in found[len(rules) :]] == [("eagle2", 5), ("eagle2", 7)]
-    chain = TreeConfig(shape="chain", levels=5, k=1, nodes=6)
+    chain = ChainConfig(levels=5)
     assert len(by_calibrated_confidence("eagle1", chain, candidates("eagle1", chain, 10), 10)) == len(
         candidates("eagle1", chain, 10)
     )
