@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aerie.data.cache import decode
+from aerie.model.target import Target
 
 T = TypeVar("T")
 WINDOW_STEPS = 16  # rows of so many steps are sorted by length together: padding falls, the order stays random
@@ -226,3 +227,45 @@ def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
             pending = following
         if pending is not None:
             yield pending.result()
+
+
+def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Positions grouped by similar length, longest first, so that rows x longest stays within batch_tokens."""
+    groups: list[list[int]] = []
+    for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+    return groups
+
+
+class OnlineFeatures:
+    """Fills the features and taps that a cache would have held; what uses the batch cannot tell."""
+
+    def __init__(self, target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        """dtype is that of the states (None: the target's)."""
+        self.target, self.after_blocks, self.dtype = target, after_blocks, dtype or target.dtype
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with states, on its own device; one that has them already (of a process without rows) as it is."""
+        if batch.features is not None:
+            return batch
+        # Packed conversations go through the target one a row, and are packed again afterwards.
+        longest = batch.input_ids.shape[1] if batch.documents is None else max(batch.documents)
+        mask = torch.arange(longest, device=batch.input_ids.device) < batch.lengths[:, None]  # [N, T]
+        ids = batch.input_ids
+        if batch.documents is not None:
+            ids = torch.zeros_like(mask, dtype=torch.long)  # [N, T]
+            ids[mask] = batch.input_ids[0]
+        device = self.target.device
+        attention_mask = None if bool(mask.all()) else mask.long().to(device)
+        output = self.target.features(ids.to(device), attention_mask, self.after_blocks)
+
+        def used(states: Tensor) -> Tensor:
+            """[B, T, D] as a cache yields them, zero in padding. A copy: autograd cannot keep inference tensors."""
+            states = states.to(batch.input_ids.device, self.dtype, copy=True)
+            return states * mask[..., None] if batch.documents is None else states[mask][None]
+
+        taps = None if output.taps is None else used(output.taps)
+        return replace(batch, features=used(output.last_hidden), taps=taps)

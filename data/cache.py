@@ -9,11 +9,13 @@ a value (int8, fp8) with a float32 scale per token and state. `encode` and `deco
 """
 
 import hashlib
+import shutil
 import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -26,14 +28,18 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.data.chat import Row
 from aerie.data.inputs import COMMAND, INDEX
-from aerie.model.storage import Damaged, Manifest, differences, file_digest, write_atomically
+from aerie.data.progress import Share
+from aerie.model.storage import Damaged, Foreign, Manifest, Whole, differences, file_digest, write_atomically
 
 Form = Literal["bf16", "fp8", "int8"]
 Split = Literal["train", "held_out"]
 VALUES: dict[Form, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 TOKENS, STATES = ("input_ids", "turns"), ("last_hidden", "taps", "scales")  # tensors of a shard
+TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits a row, one row after the other
 OPEN_SHARDS = 128  # mapped at once by one process
+ROW_BYTES = 56  # of a row in its shard's record and in the index
+SHARD_BYTES = 2048  # more than a shard's header and the rest of its record take
 
 
 @dataclass(frozen=True)
@@ -66,35 +72,20 @@ class Storage:
         return dtype if self.form is None else f"{self.form} for {dtype}"
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Stored states: values [..., S * D], scales float32 [..., S] of scaled ones, and which tokens are finite [...]."""
+def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, Tensor | None]:
+    """States [..., S * D] as they are stored: values [..., S * D], and scales float32 [..., S] of scaled ones.
 
-    values: Tensor
-    scales: Tensor | None
-    finite: Tensor
-
-    def __getitem__(self, index: Any) -> "Encoded":
-        return Encoded(self.values[index], None if self.scales is None else self.scales[index], self.finite[index])
-
-    def cpu(self) -> "Encoded":
-        return Encoded(self.values.cpu(), None if self.scales is None else self.scales.cpu(), self.finite.cpu())
-
-
-def encode(states: Tensor, num_states: int, storage: Storage) -> Encoded:
-    """The states [..., S * D] as they are stored; on their own device, so that less goes over the bus."""
-    scales = None
-    if storage.is_scaled:
-        split = states.float().unflatten(-1, (num_states, -1))  # [..., S, D]
-        largest, smallest = LARGEST[storage.values], torch.finfo(torch.float32).tiny  # a state of zeros needs a scale
-        scales = (split.abs().amax(-1) / largest).clamp_min(smallest)  # [..., S]
-        split = split / scales[..., None]
-        if storage.values == torch.int8:
-            split = split.round_()
-        states = split.clamp_(-largest, largest).flatten(-2)  # [..., S * D]
-    values = states.to(storage.values)
-    # What is read again must be finite: a float32 scale does not tell whether float16 can hold the value.
-    return Encoded(values, scales, torch.isfinite(decode(values, scales, storage.dtype)).all(-1))
+    On the states' own device, so that less goes over the bus.
+    """
+    if not storage.is_scaled:
+        return states.to(storage.values), None
+    split = states.float().unflatten(-1, (num_states, -1))  # [..., S, D]
+    largest, smallest = LARGEST[storage.values], torch.finfo(torch.float32).tiny  # a state of zeros needs a scale, too
+    scales = (split.abs().amax(-1) / largest).clamp_min(smallest)  # [..., S]
+    split = split / scales[..., None]
+    if storage.values == torch.int8:
+        split = split.round_()
+    return split.clamp_(-largest, largest).to(storage.values).flatten(-2), scales
 
 
 def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -105,55 +96,29 @@ def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (split * scales[..., None]).to(dtype).flatten(-2)
 
 
-@dataclass(frozen=True)
-class StorageError:
-    """What a form other than the target's own costs, measured on some tokens.
+def storage_error(
+    last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Callable[[Tensor], Tensor]
+) -> str:
+    """One line about what a form other than the target's own costs, measured on some tokens.
 
-    dimensions: for last_hidden and each tap the root mean square error of a dimension over that dimension's own, as the
-    mean over dimensions (a few huge dimensions cannot hide the others). law: the mean total variation between the
-    target's laws after both last states. choice: the share of tokens that keep their likeliest next token.
+    From last_hidden [T, D] and taps [T, L * D]; logits is the target's final transform. The error of a dimension is
+    relative to that dimension's own root mean square, so a few huge dimensions cannot hide the others.
     """
-
-    num_tokens: int
-    dimensions: list[float]
-    law: float
-    choice: float
-
-    @classmethod
-    def measure(
-        cls, last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Callable[[Tensor], Tensor]
-    ) -> "StorageError":
-        """From last_hidden [T, D] and taps [T, L * D]; logits is the target's final transform."""
-        dimensions, restored = [], {}
-        for name, states in (("last_hidden", last_hidden), ("taps", taps)):
-            if states is not None:
-                num_states = states.shape[-1] // last_hidden.shape[-1]
-                stored = encode(states, num_states, storage)
-                restored[name] = decode(stored.values, stored.scales, storage.dtype).to(states.dtype)
-                size = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
-                error = (restored[name].double() - states.double()).square().sum(0)
-                dimensions += (error / size).sqrt().unflatten(0, (num_states, -1)).mean(-1).tolist()
-        p, q = (
-            torch.softmax(logits(states).float(), -1) for states in (last_hidden, restored["last_hidden"])
-        )  # [T, V]
-        law, choice = (p - q).abs().sum(-1).mean() / 2, (p.argmax(-1) == q.argmax(-1)).float().mean()
-        return cls(len(last_hidden), dimensions, float(law), float(choice))
-
-    @classmethod
-    def mean(cls, errors: "Sequence[StorageError]") -> "StorageError":
-        """The errors together, each token counting once."""
-        total = sum(error.num_tokens for error in errors)
-        rows = [(error.num_tokens / total, [error.law, error.choice, *error.dimensions]) for error in errors]
-        law, choice, *dimensions = (sum(weight * row[i] for weight, row in rows) for i in range(len(rows[0][1])))
-        return cls(total, dimensions, law, choice)
-
-    def __str__(self) -> str:
-        last, *taps = (f"{value:.2%}" for value in self.dimensions)
-        return (
-            f"relative error of a dimension: last state {last}{', taps ' if taps else ''}{', '.join(taps)}; the "
-            f"target's law moves by {self.law:.2%}, its likeliest token stays in {self.choice:.1%} "
-            f"({self.num_tokens:,} tokens measured)"
-        )
+    errors, restored = [], {}
+    for name, states in (("last_hidden", last_hidden), ("taps", taps)):
+        if states is not None:
+            num_states = states.shape[-1] // last_hidden.shape[-1]
+            restored[name] = decode(*encode(states, num_states, storage), storage.dtype).to(states.dtype)
+            squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
+            error = (restored[name].double() - states.double()).square().sum(0)
+            errors += (error / squares).sqrt().unflatten(0, (num_states, -1)).mean(-1).tolist()
+    p, q = (torch.softmax(logits(states).float(), -1) for states in (last_hidden, restored["last_hidden"]))  # [T, V]
+    distance, same = (p - q).abs().sum(-1).mean() / 2, (p.argmax(-1) == q.argmax(-1)).float().mean()
+    last, *others = (f"{error:.2%}" for error in errors)
+    return (
+        f"{storage}: relative error of a dimension: last state {last}{', taps ' if others else ''}{', '.join(others)}; "
+        f"the target's law moves by {distance:.2%}, its likeliest token stays in {same:.1%} ({len(p):,} tokens)"
+    )
 
 
 def rows_digest(rows: Sequence[Row]) -> str:
@@ -164,18 +129,29 @@ def rows_digest(rows: Sequence[Row]) -> str:
     return hasher.hexdigest()[:16]
 
 
-def checksum(tensors: Sequence[Tensor]) -> int:
-    """CRC-32 of the dtypes, shapes and bytes of some tensors."""
+def checksum(tensors: Sequence[Tensor]) -> str:
+    """CRC-32 of the dtypes, shapes and bytes of some tensors, as 8 hex digits."""
     value = 0
     for tensor in tensors:
         value = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value)
         value = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, value)
-    return value
+    return f"{value:08x}"
 
 
 def record_name(shard: str) -> str:
     """'shard-00000.json' of 'shard-00000.safetensors'."""
     return shard.replace(".safetensors", ".json")
+
+
+def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[range]:
+    """The rows of each shard, in order: as many as fit into shard_tokens, at least one."""
+    first, tokens = 0, 0
+    for row, length in enumerate(lengths):
+        if row > first and tokens + length > shard_tokens:
+            yield range(first, row)
+            first, tokens = row, 0
+        tokens += length
+    yield range(first, len(lengths))
 
 
 class ShardBuffer:
@@ -194,34 +170,21 @@ class ShardBuffer:
             "scales": torch.empty(count, 1 + num_taps),
         }
         self.tensors = {name: tensors[name] for name in storage.tensor_names(num_taps)}
-        self.error: StorageError | None = None
 
-    def put(self, position: int, last_hidden: Encoded, taps: Encoded | None) -> None:
-        """Stores the states of one of the shard's rows, [T, ...] each; UserError when they are not finite."""
-        span = slice(self.starts[position], self.starts[position + 1])
-        for name, states in (("last_hidden", last_hidden), ("taps", taps)):
-            if states is not None:
-                if not bool(states.finite.all()):
-                    raise UserError(
-                        f"{self.rows[position].source}: the target's states are not finite in {self.storage}; "
-                        f"try another features.dtype or target.dtype (bfloat16, float32)"
-                    )
-                self.tensors[name][span] = states.values
-        scales = [states.scales for states in (last_hidden, taps) if states is not None and states.scales is not None]
-        if scales:
-            self.tensors["scales"][span] = torch.cat(scales, dim=-1)
+    def put(self, position: int, states: dict[str, Tensor]) -> None:
+        """Stores a row's encoded states: last_hidden [T, D], taps [T, L * D], scales [T, 1 + L]."""
+        for name, values in states.items():
+            self.tensors[name][self.starts[position] : self.starts[position + 1]] = values
 
     def save(self, path: Path, inputs: dict[str, Any]) -> None:
         """Writes the shard and then its record, atomically each; every row must have been put."""
         spans = [slice(start, end) for start, end in zip(self.starts, self.starts[1:], strict=False)]
-        facts = {
-            "lengths": self.lengths,
-            "token_checksums": [checksum([self.tensors[name][span] for name in TOKENS]) for span in spans],
-            "state_checksums": [
-                checksum([self.tensors[name][span] for name in STATES if name in self.tensors]) for span in spans
-            ],
-            "error": None if self.error is None else vars(self.error),
-        }
+
+        def checksums(names: Sequence[str]) -> str:
+            tensors = [self.tensors[name] for name in names if name in self.tensors]
+            return "".join(checksum([tensor[span] for tensor in tensors]) for span in spans)
+
+        facts = {"lengths": self.lengths, TOKEN_SUMS: checksums(TOKENS), STATE_SUMS: checksums(STATES)}
         write_atomically(path, lambda temporary: save_file(self.tensors, temporary))
         files = {path.name: (path.stat().st_size, file_digest(path))}
         Manifest(files, inputs, facts).write(path.parent, record_name(path.name))
@@ -230,19 +193,121 @@ class ShardBuffer:
 def write_index(directory: Path, shards: Sequence[str], fingerprint: dict[str, Any], facts: dict[str, Any]) -> Manifest:
     """Writes index.json from the shards' records, and returns it. fingerprint: what the cache was made from."""
     records = [Manifest.read(directory, record_name(shard)) for shard in shards]
-    errors = [StorageError(**record.facts["error"]) for record in records if record.facts["error"]]
     files = {name: entry for record in records for name, entry in record.files.items()}
     for name in map(record_name, shards):
         files[name] = ((directory / name).stat().st_size, file_digest(directory / name))
-    joined = {
-        name: [value for record in records for value in record.facts[name]]
-        for name in ("lengths", "token_checksums", "state_checksums")
-    }
+    joined = {name: "".join(record.facts[name] for record in records) for name in (TOKEN_SUMS, STATE_SUMS)}
+    lengths = [length for record in records for length in record.facts["lengths"]]
     rows = [[shard, len(record.facts["lengths"])] for shard, record in zip(shards, records, strict=True)]
-    error = vars(StorageError.mean(errors)) if errors else None
-    index = Manifest(files, fingerprint, {**facts, "shards": rows, **joined, "error": error})
+    index = Manifest(files, fingerprint, {**facts, "shards": rows, "lengths": lengths, **joined})
     index.write(directory, INDEX)
     return index
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What will be written where, known before the target's weights are read."""
+
+    directory: Path
+    rows: Sequence[Row]  # train, then held_out
+    num_train: int
+    shards: tuple[range, ...]  # of row numbers
+    hidden_size: int
+    after_blocks: tuple[int, ...]
+    storage: Storage
+    batch_tokens: int
+    origin: str  # digest of what decides the states of given token ids (data.inputs.state_inputs, taps)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.input_ids) for row in self.rows)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.storage.token_bytes(self.hidden_size, len(self.after_blocks))
+
+    @cached_property
+    def rows_digests(self) -> tuple[str, ...]:
+        """One digest per shard."""
+        return tuple(rows_digest(self.rows_of(shard)) for shard in range(len(self.shards)))
+
+    def rows_of(self, shard: int) -> Sequence[Row]:
+        return self.rows[self.shards[shard].start : self.shards[shard].stop]
+
+    def tokens_of(self, shard: int) -> int:
+        return sum(len(row.input_ids) for row in self.rows_of(shard))
+
+    def bytes_of(self, shard: int) -> int:
+        """Bytes of a shard, its record and its part of the index, rounded up by a few kilobytes."""
+        return self.tokens_of(shard) * self.token_bytes + len(self.shards[shard]) * ROW_BYTES + SHARD_BYTES
+
+    def path_of(self, shard: int) -> Path:
+        return self.directory / f"shard-{shard:05d}.safetensors"
+
+    def inputs_of(self, shard: int) -> dict[str, Any]:
+        """What a shard is made from, for its record."""
+        return {"rows": self.rows_digests[shard], "origin": self.origin}
+
+    def is_whole(self, shard: int, content: bool = False) -> bool:
+        """Whether a shard is there, by its record and size; content: by every byte."""
+        name = record_name(self.path_of(shard).name)
+        return isinstance(Manifest.check(self.directory, self.inputs_of(shard), content, name), Whole)
+
+    def missing(self, shards: Sequence[int]) -> list[int]:
+        return [shard for shard in shards if not self.is_whole(shard)]
+
+    def foreign(self) -> list[Path]:
+        """The records of shards that other rows or another target made, or that lie beyond this plan."""
+        planned = {self.path_of(shard).stem: self.inputs_of(shard) for shard in range(len(self.shards))}
+
+        def check(path: Path) -> Whole | Damaged | Foreign:
+            return Manifest.check(self.directory, planned.get(path.stem, {}), content=False, name=path.name)
+
+        return [path for path in sorted(self.directory.glob("shard-*.json")) if isinstance(check(path), Foreign)]
+
+    def stale(self) -> list[Path]:
+        """What a writer removes before it begins: another recipe's shards, and what killed ones left half written."""
+        planned = {self.path_of(shard).stem for shard in range(len(self.shards))}
+        kept = planned - {path.stem for path in self.foreign()}
+        shards = [path for path in self.directory.glob("shard-*") if path.stem not in kept]
+        return [*shards, *self.directory.glob(".tmp*")]  # the latter are those of safetensors
+
+    def require_own_directory(self, overwrite: bool) -> None:
+        """UserError when another recipe left shards and overwrite was not asked for."""
+        if not overwrite and (foreign := self.foreign()):
+            raise UserError(
+                f"{foreign[0]}: was made from other rows or by another target; choose another --run, or replace it "
+                f"with --overwrite"
+            )
+
+    def free_bytes(self) -> int:
+        """On the disk, once the stale files are gone."""
+        directory = self.directory.absolute()
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        stale = [path.stat().st_size for path in (*self.stale(), *directory.glob(".*.tmp")) if path.is_file()]
+        return shutil.disk_usage(existing).free + sum(stale)
+
+    def estimate(self, share: Share) -> tuple[str, int]:
+        """The size of the cache and what is left to do of this share, in two lines; and the bytes of the latter."""
+        part = share.part(len(self.shards))
+        todo = self.missing(part)
+        needed, largest = sum(map(self.bytes_of, todo)), max(map(self.bytes_of, range(len(self.shards))))
+        whose = "them" if share.count == 1 else f"the {len(part):,} of share {share}"
+        text = (
+            f"features: {len(self.rows):,} rows, {self.num_tokens:,} tokens x {self.token_bytes:,} bytes "
+            f"({self.storage}) = {size(self.num_tokens * self.token_bytes)}; shards: {len(self.shards):,} of at most "
+            f"{size(largest)}, two at a time in memory\n"
+            f"features: to write: {size(needed)} in {len(todo):,} of {whose}; free on the disk: "
+            f"{size(self.free_bytes())}"
+        )
+        return text, needed
+
+
+def size(num_bytes: float) -> str:
+    """'12.3 MiB', '1.2 TiB'."""
+    if num_bytes >= 2**40:
+        return f"{num_bytes / 2**40:,.2f} TiB"
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 @dataclass(frozen=True)
@@ -317,7 +382,7 @@ class FeatureCache(Sequence[CachedRow]):
     def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(input_ids, turns) of each row of this view, in order, without reading its states."""
         for number in self.numbers:
-            ids, turns = self._read(number, TOKENS, "token_checksums")
+            ids, turns = self._read(number, TOKENS, TOKEN_SUMS)
             yield ids.long(), turns
 
     def __len__(self) -> int:
@@ -333,9 +398,9 @@ class FeatureCache(Sequence[CachedRow]):
         if isinstance(position, slice):
             return FeatureCache(self.directory, self.manifest, self.numbers[position])
         number = self.numbers[position]
-        ids, turns = self._read(number, TOKENS, "token_checksums")
+        ids, turns = self._read(number, TOKENS, TOKEN_SUMS)
         names = self.tensor_names[len(TOKENS) :]
-        states = dict(zip(names, self._read(number, names, "state_checksums"), strict=True))
+        states = dict(zip(names, self._read(number, names, STATE_SUMS), strict=True))
         dtype = None if self.storage.form is None else self.storage.dtype
         hidden, taps, scales = (states.get(name) for name in STATES)
         assert hidden is not None
@@ -356,7 +421,7 @@ class FeatureCache(Sequence[CachedRow]):
             tensors = [file.get_slice(name)[span].clone() for name in names]
             if (number, checksums) in sound:
                 return tensors
-            if checksum(tensors) == self.manifest.facts[checksums][number]:
+            if checksum(tensors) == self.manifest.facts[checksums][8 * number : 8 * number + 8]:
                 sound.add((number, checksums))
                 return tensors
             why = "does not match its checksum"

@@ -1,4 +1,4 @@
-"""The frozen target's states of the recipe's conversations: written to a feature cache, or made in the training step.
+"""The frozen target's states of the recipe's conversations, written to a feature cache.
 
 `plan_cache` cuts the rows into shards, `extract` makes those shards that are not whole (in one process, several under a
 launcher, or several jobs with a share each), and who finds all shards whole writes the index. A shard depends on its
@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,136 +18,20 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import NotWritable, UserError, warn
-from aerie.configs.read import as_dict
-from aerie.configs.schema.data import DataConfig, FeaturesConfig
+from aerie.configs.schema.data import FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.batches import Batch
-from aerie.data.cache import ShardBuffer, Storage, StorageError, encode, record_name, rows_digest, write_index
+from aerie.data.batches import grouped
+from aerie.data.cache import CachePlan, ShardBuffer, Storage, decode, encode, pack, size, storage_error, write_index
 from aerie.data.chat import Row
 from aerie.data.inputs import COMMAND, INDEX, state_inputs
 from aerie.data.progress import Share, bar
-from aerie.data.tokens import TokenisedData, statistics, tokenised
-from aerie.model.storage import (
-    FILE,
-    Foreign,
-    Lock,
-    Manifest,
-    Stage,
-    Whole,
-    digest,
-    explained,
-    remove_temporaries,
-)
+from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
+from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries
 from aerie.model.target import Target, TargetOutput, check_taps, load_config, taps_of
 from aerie.model.vocab import check_size
 
-SHARDS = "shard-*"
 WRITING = ".writing"  # the directory of locks while a cache is being made
-ROW_BYTES = 80  # of a row in its shard's record and in the index
-SHARD_BYTES = 2048  # more than a shard's header and the rest of its record take
-SAMPLE_TOKENS = 256  # of a shard, on which the error of its storage is measured
-
-
-# ------------------------------------------------------------------------------------------------------------- plan
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """What will be written where, known before the target's weights are read."""
-
-    directory: Path
-    rows: Sequence[Row]  # train, then held_out
-    num_train: int
-    shards: tuple[range, ...]  # of row numbers
-    hidden_size: int
-    after_blocks: tuple[int, ...]
-    storage: Storage
-    batch_tokens: int
-    origin: str  # digest of what decides the states of given token ids (data.inputs.state_inputs, taps)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(row.input_ids) for row in self.rows)
-
-    @property
-    def token_bytes(self) -> int:
-        return self.storage.token_bytes(self.hidden_size, len(self.after_blocks))
-
-    @cached_property
-    def rows_digests(self) -> tuple[str, ...]:
-        """One digest per shard."""
-        return tuple(rows_digest(self.rows_of(shard)) for shard in range(len(self.shards)))
-
-    def rows_of(self, shard: int) -> Sequence[Row]:
-        return self.rows[self.shards[shard].start : self.shards[shard].stop]
-
-    def tokens_of(self, shard: int) -> int:
-        return sum(len(row.input_ids) for row in self.rows_of(shard))
-
-    def bytes_of(self, shard: int) -> int:
-        """Bytes of a shard, its record and its part of the index, rounded up by a few kilobytes."""
-        return self.tokens_of(shard) * self.token_bytes + len(self.shards[shard]) * ROW_BYTES + SHARD_BYTES
-
-    def path_of(self, shard: int) -> Path:
-        return self.directory / f"shard-{shard:05d}.safetensors"
-
-    def inputs_of(self, shard: int) -> dict[str, Any]:
-        """What a shard is made from, for its record."""
-        return {"rows": self.rows_digests[shard], "origin": self.origin}
-
-    def is_whole(self, shard: int, content: bool = False) -> bool:
-        """Whether a shard is there, by its record and size; content: by every byte."""
-        name = record_name(self.path_of(shard).name)
-        return isinstance(Manifest.check(self.directory, self.inputs_of(shard), content, name), Whole)
-
-    def missing(self, shards: Sequence[int]) -> list[int]:
-        return [shard for shard in shards if not self.is_whole(shard)]
-
-    def foreign(self) -> list[Path]:
-        """The records of shards that other rows or another target made, or that lie beyond this plan."""
-        planned = {record_name(self.path_of(shard).name): self.inputs_of(shard) for shard in range(len(self.shards))}
-        records = sorted(self.directory.glob(record_name(f"{SHARDS}.safetensors")))
-        checked = [
-            (path, Manifest.check(self.directory, planned.get(path.name, {}), False, path.name)) for path in records
-        ]
-        return [path for path, answer in checked if isinstance(answer, Foreign)]
-
-    def stale(self) -> list[Path]:
-        """What a writer removes before it begins: another recipe's shards, and what killed ones left half written."""
-        planned = {self.path_of(shard).stem for shard in range(len(self.shards))}
-        kept = planned - {path.stem for path in self.foreign()}
-        shards = [path for path in self.directory.glob(SHARDS) if path.stem not in kept]
-        return [*shards, *self.directory.glob(".tmp*")]  # the latter are those of safetensors
-
-    def require_own_directory(self, overwrite: bool) -> None:
-        """UserError when another recipe left shards and overwrite was not asked for."""
-        if not overwrite and (foreign := self.foreign()):
-            raise UserError(
-                f"{foreign[0]}: was made from other rows or by another target; choose another --run, or replace it "
-                f"with --overwrite"
-            )
-
-    def free_bytes(self) -> int:
-        """On the disk, once the stale files are gone."""
-        directory = self.directory.absolute()
-        existing = next(path for path in (directory, *directory.parents) if path.exists())
-        stale = [path.stat().st_size for path in (*self.stale(), *directory.glob(".*.tmp")) if path.is_file()]
-        return shutil.disk_usage(existing).free + sum(stale)
-
-    def estimate(self, share: Share) -> tuple[str, int]:
-        """The size of the cache and what is left to do of this share, in two lines; and the bytes of the latter."""
-        part = share.part(len(self.shards))
-        todo = self.missing(part)
-        needed, largest = sum(map(self.bytes_of, todo)), max(map(self.bytes_of, range(len(self.shards))))
-        whose = "them" if share.count == 1 else f"the {len(part):,} of share {share}"
-        text = (
-            f"features: {len(self.rows):,} rows, {self.num_tokens:,} tokens x {self.token_bytes:,} bytes "
-            f"({self.storage}) = {size(self.num_tokens * self.token_bytes)}; shards: {len(self.shards):,} of at most "
-            f"{size(largest)}, two at a time in memory\n"
-            f"features: to write: {size(needed)} in {len(todo):,} of {whose}; free on the disk: "
-            f"{size(self.free_bytes())}"
-        )
-        return text, needed
+SAMPLE_TOKENS = 256  # on which the error of the storage is measured
 
 
 def plan_cache(
@@ -195,35 +78,6 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
                 f"{row.source}: token id {max(row.input_ids):,} is outside the vocabulary of {target_path} "
                 f"({text_config.vocab_size:,} rows); its tokenizer and weights do not belong together"
             )
-
-
-def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[range]:
-    """The rows of each shard, in order: as many as fit into shard_tokens, at least one."""
-    first, tokens = 0, 0
-    for row, length in enumerate(lengths):
-        if row > first and tokens + length > shard_tokens:
-            yield range(first, row)
-            first, tokens = row, 0
-        tokens += length
-    yield range(first, len(lengths))
-
-
-def batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Positions grouped by similar length, longest first, so that rows x longest stays within batch_tokens."""
-    groups: list[list[int]] = []
-    for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
-            groups[-1].append(position)
-        else:
-            groups.append([position])
-    return groups
-
-
-def size(num_bytes: float) -> str:
-    """'12.3 MiB', '1.2 TiB'."""
-    if num_bytes >= 2**40:
-        return f"{num_bytes / 2**40:,.2f} TiB"
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 # ------------------------------------------------------------------------------------------------------- extraction
@@ -376,25 +230,45 @@ class Writer:
         plan, rows = self.plan, self.plan.rows_of(shard)
         num_taps = len(plan.after_blocks)
         buffer = ShardBuffer(rows, plan.hidden_size, num_taps, plan.storage)
-        for positions in batches(buffer.lengths, plan.batch_tokens):
-            output, mask = self.forward([rows[position] for position in positions])
-            if plan.storage.form is not None and buffer.error is None:
-                buffer.error = self._storage_error(output, mask)
-            last_hidden = encode(output.last_hidden, 1, plan.storage).cpu()
-            taps = None if output.taps is None else encode(output.taps, num_taps, plan.storage).cpu()
+        for positions in grouped(buffer.lengths, plan.batch_tokens):
+            batch = [rows[position] for position in positions]
+            output, mask = self.forward(batch)
+            last_hidden, scales = self._stored(output.last_hidden, 1, mask, batch)  # [B, T, D], [B, T, 1]
+            taps = None
+            if output.taps is not None:
+                taps, more = self._stored(output.taps, num_taps, mask, batch)  # [B, T, L * D], [B, T, L]
+                scales = None if scales is None or more is None else torch.cat([scales, more], dim=-1)
             for line, position in enumerate(positions):
                 tokens = (line, slice(buffer.lengths[position]))  # without padding
-                buffer.put(position, last_hidden[tokens], None if taps is None else taps[tokens])
+                parts = {"last_hidden": last_hidden, "taps": taps, "scales": scales}
+                buffer.put(position, {name: states[tokens] for name, states in parts.items() if states is not None})
             self.progress.update(sum(buffer.lengths[position] for position in positions))
         return buffer
 
-    def _storage_error(self, output: TargetOutput, mask: Tensor) -> StorageError:
-        """The storage's error on some tokens, spread evenly over a batch."""
+    def _stored(
+        self, states: Tensor, num_states: int, mask: Tensor, rows: Sequence[Row]
+    ) -> tuple[Tensor, Tensor | None]:
+        """States in their stored form, in the computer's memory; UserError when a row's are not finite."""
+        storage = self.plan.storage
+        values, scales = encode(states, num_states, storage)
+        # Asked of what is read again: a float32 scale does not tell whether float16 can hold the value.
+        broken = ~torch.isfinite(decode(values, scales, storage.dtype)).all(-1).cpu() & mask  # [B, T]
+        if broken.any():
+            raise UserError(
+                f"{rows[int(broken.any(-1).int().argmax())].source}: the target's states are not finite in {storage}; "
+                f"try another features.dtype or target.dtype (bfloat16, float32)"
+            )
+        return values.cpu(), None if scales is None else scales.cpu()
+
+    def storage_error(self) -> str:
+        """What the storage costs on some tokens, spread evenly over the first batch of the cache."""
+        rows = self.plan.rows_of(0)
+        first = grouped([len(row.input_ids) for row in rows], self.plan.batch_tokens)[0]
+        output, mask = self.forward([rows[position] for position in first])
         tokens = mask.flatten().nonzero().flatten()
-        chosen = tokens[:: -(-len(tokens) // SAMPLE_TOKENS)].to(output.last_hidden.device)
-        taps = None if output.taps is None else output.taps.flatten(0, 1)[chosen]
-        last_hidden = output.last_hidden.flatten(0, 1)[chosen]
-        return StorageError.measure(last_hidden, taps, self.plan.storage, self.target.logits)
+        tokens = tokens[:: -(-len(tokens) // SAMPLE_TOKENS)].to(output.last_hidden.device)
+        taps = None if output.taps is None else output.taps.flatten(0, 1)[tokens]
+        return storage_error(output.last_hidden.flatten(0, 1)[tokens], taps, self.plan.storage, self.target.logits)
 
     def _save(self, shard: int, buffer: ShardBuffer, lock: Lock) -> None:
         with lock:
@@ -405,15 +279,6 @@ class Writer:
                 needed = f"{sum(map(self.plan.bytes_of, left)):,} bytes in {len(left):,} shards are still to be written"
                 raise NotWritable(f"{error}: {needed}; the same command then goes on", error.is_full) from error
             lock.forget()
-
-
-def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
-    """The part of the cache's fingerprint that decides its token ids: tokenizer, template and the section data."""
-    return {
-        "tokenizer": digest(tokenizer.backend_tokenizer.to_str()),
-        "template": digest(tokenizer.chat_template),
-        "data": as_dict(data),
-    }
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -454,8 +319,8 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
         seconds = stage.finish(**facts)["seconds"]
         amount = f"{plan.num_tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s with the loading"
         print(f"features: {amount}{speed}: {stage.output}", flush=True)
-        if index.facts["error"] is not None:
-            print(f"features: {plan.storage}: {StorageError(**index.facts['error'])}", flush=True)
+        if plan.storage.form is not None:
+            print(f"features: {writer.storage_error()}", flush=True)
     elif state.is_main_process:
         left = len(plan.missing(range(len(plan.shards))))
         print(f"features: share {share} is written{speed}; {left:,} shards are left", flush=True)
@@ -468,7 +333,7 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str, se
     groups = (
         [rows[position] for position in positions]
         for rows in map(plan.rows_of, part)
-        for positions in batches([len(row.input_ids) for row in rows], plan.batch_tokens)
+        for positions in grouped([len(row.input_ids) for row in rows], plan.batch_tokens)
     )
     writer = Writer(Target.load(recipe.target, device), plan, part, None)
     writer.forward(next(groups))  # warms up
@@ -492,7 +357,7 @@ def check(directory: Path) -> int:
     files, problems, num_bytes = dict[str, tuple[int, str]](), list[str](), 0
     try:
         files = Manifest.read(directory, INDEX).files
-        others = sorted({path.name for path in directory.glob(SHARDS)} - set(files))
+        others = sorted({path.name for path in directory.glob("shard-*")} - set(files))
         problems = [f"{directory / name}: not in {INDEX}" for name in others]
     except UserError as error:  # the extraction has not ended, or not all of its shares have
         problems = [str(error)]
@@ -506,37 +371,3 @@ def check(directory: Path) -> int:
     if problems:
         print(f"{len(problems):,} problems; write anew what is broken, and nothing else, with: {COMMAND} --verify")
     return 1 if problems else 0
-
-
-# ----------------------------------------------------------------------------------------------------------- online
-
-
-class OnlineFeatures:
-    """Fills the features and taps that a cache would have held; what uses the batch cannot tell."""
-
-    def __init__(self, target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-        """dtype is that of the states (None: the target's)."""
-        self.target, self.after_blocks, self.dtype = target, after_blocks, dtype or target.dtype
-
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch with states, on its own device; one that has them already (of a process without rows) as it is."""
-        if batch.features is not None:
-            return batch
-        # Packed conversations go through the target one a row, and are packed again afterwards.
-        longest = batch.input_ids.shape[1] if batch.documents is None else max(batch.documents)
-        mask = torch.arange(longest, device=batch.input_ids.device) < batch.lengths[:, None]  # [N, T]
-        ids = batch.input_ids
-        if batch.documents is not None:
-            ids = torch.zeros_like(mask, dtype=torch.long)  # [N, T]
-            ids[mask] = batch.input_ids[0]
-        device = self.target.device
-        attention_mask = None if bool(mask.all()) else mask.long().to(device)
-        output = self.target.features(ids.to(device), attention_mask, self.after_blocks)
-
-        def used(states: Tensor) -> Tensor:
-            """[B, T, D] as a cache yields them, zero in padding. A copy: autograd cannot keep inference tensors."""
-            states = states.to(batch.input_ids.device, self.dtype, copy=True)
-            return states * mask[..., None] if batch.documents is None else states[mask][None]
-
-        taps = None if output.taps is None else used(output.taps)
-        return replace(batch, features=used(output.last_hidden), taps=taps)

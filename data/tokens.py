@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.chat import Chat, Rendered, Row, shared_start, target_end_ids
@@ -72,6 +73,15 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
             f"command, or lower the floor{preview}"
         )
     return data
+
+
+def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
+    """The part of the cache's fingerprint that decides its token ids: tokenizer, template and the section data."""
+    return {
+        "tokenizer": digest(tokenizer.backend_tokenizer.to_str()),
+        "template": digest(tokenizer.chat_template),
+        "data": as_dict(data),
+    }
 
 
 def statistics(rows: Sequence[Row]) -> str:

@@ -14,13 +14,21 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.target_and_head import MULTI_TOKEN, DraftLMSection, HeadConfig, TargetConfig
 from aerie.configs.schema.train import TrainConfig
-from aerie.data.batches import Order, ShardPools, TokenisedRow
+from aerie.data.batches import OnlineFeatures, Order, ShardPools, TokenisedRow
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.chat import end_of_turn_ids
 from aerie.data.conversations import Tally
-from aerie.data.features import OnlineFeatures, check_rows, text_fingerprint
+from aerie.data.features import check_rows
 from aerie.data.inputs import COMMAND, INDEX, conversation_inputs, sampled_digest, target_inputs
-from aerie.data.tokens import CountedVocabulary, draft_vocabulary, forced_ids, given_vocabulary, statistics, tokenize
+from aerie.data.tokens import (
+    CountedVocabulary,
+    draft_vocabulary,
+    forced_ids,
+    given_vocabulary,
+    statistics,
+    text_fingerprint,
+    tokenize,
+)
 from aerie.model.checkpoint import new_head, position_warnings
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head

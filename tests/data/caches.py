@@ -8,9 +8,9 @@ from accelerate import PartialState
 
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.cache import FeatureCache
+from aerie.data.cache import CachePlan, FeatureCache
 from aerie.data.chat import Row
-from aerie.data.features import CachePlan, extract, plan_cache
+from aerie.data.features import extract, plan_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, load_config
 from tests import tiny

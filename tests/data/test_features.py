@@ -18,10 +18,10 @@ from transformers import LlamaConfig
 
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import FeaturesConfig
-from aerie.data.batches import collate
-from aerie.data.cache import FeatureCache
+from aerie.data.batches import OnlineFeatures, collate, grouped
+from aerie.data.cache import SHARD_BYTES, CachePlan, FeatureCache, pack
 from aerie.data.chat import Row
-from aerie.data.features import SHARD_BYTES, WRITING, CachePlan, OnlineFeatures, batches, extract, pack, plan_cache
+from aerie.data.features import WRITING, extract, plan_cache
 from aerie.data.progress import Share
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, write_text
@@ -97,11 +97,11 @@ def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
     shards = list(pack(lengths, 64))
     assert [row for shard in shards for row in shard] == list(range(300))
     assert all(len(shard) == 1 or sum(lengths[row] for row in shard) <= 64 for shard in shards)
-    groups = batches(lengths, 256)
+    groups = grouped(lengths, 256)
     assert sorted(position for group in groups for position in group) == list(range(300))
     assert all(len(group) * max(lengths[position] for position in group) <= 256 for group in groups)
     assert len(groups) < 1.2 * sum(lengths) / 256  # little padding
-    assert batches([300, 300], 256) == [[0], [1]]
+    assert grouped([300, 300], 256) == [[0], [1]]
 
 
 # ----------------------------------------------------------------------------------------------------------- states
@@ -139,12 +139,33 @@ def test_states_made_in_the_step_are_the_cached_ones_to_rounding(target: Target,
     assert supply(filled) is filled
 
 
-def test_a_target_whose_states_are_not_finite_is_refused_with_the_row_and_writes_no_shard(tmp_path: Path) -> None:
-    broken = caches.load_target(tmp_path / "target")
-    broken.model.get_decoder().layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
-    plan = caches.plan(tmp_path / "features", broken, DATA)
-    with pytest.raises(UserError, match=r"rows.jsonl: row \d+: the target's states are not finite in float32"):
-        caches.write(broken, plan)
+@pytest.mark.parametrize(
+    "features", [{}, {"dtype": "float16", "storage": "int8"}, {"dtype": "float16", "storage": "fp8"}]
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 80_000.0])
+def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_written(
+    target: Target, plan: CachePlan, monkeypatch: pytest.MonkeyPatch, bad: float, features: dict[str, Any]
+) -> None:
+    """float16 ends at 65,504, whatever a float32 scale can hold."""
+    forwards, row = Target.features, ROWS[17]
+
+    def broken(self: Target, ids: Tensor, mask: Tensor | None, *rest: Any) -> Any:
+        output = forwards(self, ids, mask, *rest)
+        states = output.last_hidden.clone()
+        for line in range(len(ids)):
+            if ids[line, : len(row.input_ids)].tolist() == row.input_ids:
+                states[line, 2, 5] = bad
+            elif mask is not None:
+                states[line, ~mask[line].bool()] = bad  # padding does not count
+        return replace(output, last_hidden=states)
+
+    monkeypatch.setattr(Target, "features", broken)
+    plan = caches.plan(plan.directory, target, TokenisedData(ROWS[15:20], []), shard_tokens=9999, **features)
+    if bad == 80_000.0 and not features:
+        assert caches.write(target, plan) is not None
+        return
+    with pytest.raises(UserError, match=rf"{row.source}: the target's states are not finite in {plan.storage}"):
+        caches.write(target, plan)
     assert list(plan.directory.glob("shard*")) == []
 
 
@@ -238,7 +259,7 @@ def test_two_writers_of_one_cache_share_the_work(target: Target, whole: dict[str
     for writer in writers:
         writer.join(timeout=60)
     assert is_done(plan, whole) and {forwards.count(writer.name) > 0 for writer in writers} == {True}
-    groups = [batches([len(row.input_ids) for row in plan.rows_of(n)], 128) for n in range(len(plan.shards))]
+    groups = [grouped([len(row.input_ids) for row in plan.rows_of(n)], 128) for n in range(len(plan.shards))]
     assert len(forwards) == sum(map(len, groups))
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.configs.schema.train import TrainConfig
-from aerie.data.batches import Batch, collate
-from aerie.data.features import OnlineFeatures
+from aerie.data.batches import Batch, OnlineFeatures, collate
 from aerie.model.target import Target
 from aerie.train.objectives.lm import DistilledLM, DraftLMObjective, OnPolicySupply, marked
 from tests import tiny
