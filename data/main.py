@@ -134,7 +134,6 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
         return 0
     sitting = Sitting(shard, arguments.merge, arguments.retry_failed, arguments.overwrite)
-    sitting.require_sense()
     key = os.environ.get("OPENAI_API_KEY") or "none"
     name = f"distill {shard}" if shard.count > 1 else "distill"
     make_local = lambda thinking: _local_target(recipe, thinking)  # noqa: E731
@@ -295,7 +294,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     """The target in this process, with the run's draft head where there is one."""
     import torch
 
-    from aerie.data.distill.run import LocalTarget
+    from aerie.data.distill.thinking import LocalTarget
     from aerie.infer.decode.methods import usual_decoder
     from aerie.model.target import Target
 

@@ -78,10 +78,6 @@ class FeaturesConfig:
             raise ValueError("shuffle_shards must be at least 1")
 
 
-Action = Literal["keep", "drop"]
-SourceKind = Literal["conversations", "prompts", "personas"]
-
-
 @dataclass(frozen=True)
 class SourceConfig:
     """Where prompts come from."""
@@ -89,8 +85,8 @@ class SourceConfig:
     __pydantic_config__ = STRICT
     path: str  # a file (.json, .jsonl, .parquet), a directory or a Hub data set (owner/name:subset:split)
     # conversations: their human turns, asked one after the other on the new history. prompts: a question per row.
-    # personas: rows of PersonaHub, made into math problems by the templates of data/distill/personas.py.
-    kind: SourceKind = "conversations"
+    # personas: rows of PersonaHub, made into math problems by the templates of data/distill/prompts.py.
+    kind: Literal["conversations", "prompts", "personas"] = "conversations"
     revision: str | None = None  # the Hub data set's commit
     num_rows: int | None = None  # drawn with distill.seed; null: all, in their order
     samples: int = 1  # answers to each row, with seeds of their own
@@ -102,15 +98,17 @@ class SourceConfig:
     def __post_init__(self) -> None:
         if self.samples < 1 or (self.num_rows is not None and self.num_rows < 1):
             raise ValueError("samples and num_rows must be at least 1 (num_rows: null takes all)")
-        if self.field is not None and self.kind != "prompts":
-            raise ValueError(f"field belongs to prompts, this source holds {self.kind}; leave it out")
-        if self.ask != "solution" and self.kind != "personas":
-            raise ValueError(f"ask belongs to personas, this source holds {self.kind}; leave it out")
+        for name, is_set, kind in (
+            ("field", self.field is not None, "prompts"),
+            ("ask", self.ask == "problem", "personas"),
+        ):
+            if is_set and self.kind != kind:
+                raise ValueError(f"{name} belongs to {kind}, this source holds {self.kind}; leave it out")
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How one answer is drawn. A row of a prompt file may change any of it under the key `sampling`."""
+    """How one answer is drawn."""
 
     __pydantic_config__ = STRICT
     temperature: float = 1.0  # the target's own law; 0: greedy
@@ -132,29 +130,26 @@ class ServerConfig:
     model: str | None = None  # the name that they serve; null: target.path
     concurrency: int = 64  # requests under way at each URL
     timeout_s: float = 1800.0  # of one request, once connected; an answer with its thinking can take long
-    retries: int = 5  # of one request after a 500, a cut connection or a timeout; then its row has failed
-    backoff_s: float = 1.0  # before the first retry, doubled up to a minute
-    patience_s: float = (
-        900.0  # without any answer of a server that cannot be reached or is too busy; then the run stops
-    )
+    retries: int = 5  # of one request, by openai's client (cut connections, timeouts, 408, 429, 5xx)
+    patience_s: float = 900.0  # without any answer of a server that is away or too busy; then the run stops
     token_ids: bool = False  # ask for the ids (vLLM: return_token_ids), which are then what is trained on
     extra_body: dict[str, Any] = field(default_factory=dict)  # put into every request (min_p, chat_template_kwargs)
 
     def __post_init__(self) -> None:
-        if not self.urls or len(set(self.urls)) < len(self.urls):
-            raise ValueError("urls names at least one base URL, and each once")
-        wrong = next((url for url in self.urls if not url.startswith(("http://", "https://"))), None)
-        if wrong is not None:
-            raise ValueError(f"{wrong}: a base URL looks like http://host:8000/v1")
-        if min(self.concurrency, self.timeout_s, self.backoff_s, self.patience_s) <= 0 or self.retries < 0:
-            raise ValueError("concurrency, timeout_s, backoff_s and patience_s are positive, retries not negative")
-        if not isinstance(self.extra_body.get("chat_template_kwargs") or {}, dict):
+        if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
+            raise ValueError(f"urls names base URLs such as http://host:8000/v1, not {', '.join(self.urls) or 'none'}")
+        if min(self.concurrency, self.timeout_s, self.patience_s) <= 0 or self.retries < 0:
+            raise ValueError("concurrency, timeout_s and patience_s are positive, retries not negative")
+        if not isinstance(self.template_arguments, dict):
             raise ValueError("extra_body.chat_template_kwargs is an object, such as {enable_thinking: false}")
 
     @property
     def template_arguments(self) -> dict[str, Any]:
         """What the servers render the chat template with, beside the messages."""
-        return dict(self.extra_body.get("chat_template_kwargs") or {})
+        return self.extra_body.get("chat_template_kwargs") or {}
+
+
+Action = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
-"""Flaws of an answered row, each by a rule that can be read: nothing is dropped without a count."""
+"""What becomes of the answers: each flaw by a rule that can be read, nothing dropped without a count."""
 
+import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
 
-from jinja2 import TemplateError
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from aerie.configs.errors import UserError
-from aerie.configs.schema.data import GateConfig
-from aerie.data.conversations import Message, UnusableRow
-from aerie.data.distill.answer import Answer
-from aerie.data.distill.journal import Outcome
-from aerie.data.distill.prompts import words
+from aerie.configs.schema.data import DistillConfig, GateConfig
+from aerie.data.distill.answer import Outcome
+from aerie.data.distill.prompts import asked_key, words
+from aerie.data.distill.thinking import Thinking, training_rows
 
 FLAWS = ("cut", "empty", "loop", "language", "refusal", "repeated")
 RUN = 10  # words of a run whose repetition counts
@@ -32,32 +33,38 @@ REFUSAL = re.compile(f"{SORRY}|{UNABLE}|{MACHINE}", re.IGNORECASE | re.DOTALL)
 
 def flaws(outcome: Outcome, config: GateConfig) -> list[str]:
     """The names of a done row's flaws, in FLAWS' order; "repeated" needs the other rows and is not looked for."""
-    found = set()
-    for question, answer in zip(outcome.turns, outcome.answers, strict=True):
-        if answer.is_cut:
-            found.add("cut")
-        if not answer.content.strip():
-            found.add("empty")
-        if any(is_loop(part, config) for part in (answer.reasoning or "", answer.content)):
-            found.add("loop")
-        if any(is_foreign(question, part, config.foreign_share) for part in (answer.reasoning or "", answer.content)):
-            found.add("language")
-        if is_refusal(answer):
-            found.add("refusal")
-    if not outcome.answers:
-        found.add("empty")
-    return [name for name in FLAWS if name in found]
+    answered = list(zip(outcome.turns, outcome.answers, strict=True))
+    parts = [(question, part) for question, answer in answered for part in (answer.reasoning or "", answer.content)]
+    rules = {
+        "cut": any(answer.is_cut for _, answer in answered),
+        "empty": not answered or any(not answer.content.strip() for _, answer in answered),
+        "loop": any(is_loop(part, config) for _, part in parts),
+        "language": any(is_foreign(question, part, config.foreign_share) for question, part in parts),
+        "refusal": any(REFUSAL.search(answer.content.strip()[:OPENING]) for _, answer in answered),
+    }
+    return [name for name, is_flawed in rules.items() if is_flawed]
 
 
 def is_loop(text: str, config: GateConfig) -> bool:
     """Whether the text ends in the same words or symbols over and over, or mostly says what it has said before."""
-    found = words(text)
-    if _ends_in_rounds(found, config.loop_times, config.loop_words):
+    split = words(text)
+    last = LAST.match(text.rstrip()[::-1])  # what stands behind the last word, or the letters of that word
+    symbols = "".join(last[0][::-1].split()) if last else ""
+    if _ends_in_rounds(split, config.loop_times, config.loop_words):
         return True
-    if _ends_in_rounds(_last_symbols(text), config.loop_times, config.loop_words * SYMBOLS_OF_A_WORD):
+    if _ends_in_rounds(symbols, config.loop_times, config.loop_words * SYMBOLS_OF_A_WORD):
         return True
-    runs = [tuple(found[start : start + RUN]) for start in range(len(found) - RUN + 1)]
+    runs = [tuple(split[start : start + RUN]) for start in range(len(split) - RUN + 1)]
     return len(runs) >= LEAST_RUNS and 1.0 - len(set(runs)) / len(runs) >= config.repeated_share
+
+
+def _ends_in_rounds(split: Sequence[str], times: int, least: int) -> bool:
+    """Whether the last words are `times` equal rounds, together at least `least` words."""
+    for period in range(1, min(LONGEST_PERIOD, len(split) // times) + 1):
+        span = max(times, -(-least // period)) * period
+        if span <= len(split) and all(split[-at] == split[-at - period] for at in range(1, span - period + 1)):
+            return True
+    return False
 
 
 def is_foreign(question: str, answer: str, share: float) -> bool:
@@ -65,170 +72,97 @@ def is_foreign(question: str, answer: str, share: float) -> bool:
 
     Languages that share a script are not told apart.
     """
-    asked, found = scripts(question), scripts(answer)
-    letters = sum(found.values())
+    asked, answered = scripts(question), scripts(answer)
+    letters = sum(answered.values())
     if letters < LEAST_LETTERS or not asked:
         return False
-    return sum(count for script, count in found.items() if script not in asked) / letters >= share
+    return sum(count for script, count in answered.items() if script not in asked) / letters >= share
 
 
 def scripts(text: str) -> Counter[str]:
     """Letters by script, as their Unicode names begin (LATIN, CYRILLIC); Japanese and Chinese are one."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for letter, count in Counter(text).items():
         if letter.isalpha():
             name = unicodedata.name(letter, "").split(" ")[0]
-            found["CJK" if name in ("CJK", "HIRAGANA", "KATAKANA") else name] += count
-    return found
+            counts["CJK" if name in ("HIRAGANA", "KATAKANA") else name] += count
+    return counts
 
 
-def is_refusal(answer: Answer) -> bool:
-    """Whether the answer opens as English refusals do."""
-    return REFUSAL.search(answer.content.strip()[:OPENING]) is not None
+EXAMPLES, SHOWN = 3, 600  # rows shown for each flaw and of those without, characters of each text
+SHARES = {"least": 0.0, "quarter": 0.25, "half": 0.5, "three_quarters": 0.75, "share_95": 0.95, "most": 1.0}
+BINS = 24
 
 
-def _last_symbols(text: str) -> str:
-    """What stands behind the text's last word, or the letters and digits of that word, without blanks."""
-    last = LAST.match(text.rstrip()[::-1])
-    return "".join(last[0][::-1].split()) if last else ""
+@dataclass
+class Summary:
+    """What the rows hold; as_dict is summary.json."""
+
+    status: Counter[str] = field(default_factory=Counter)
+    why: Counter[str] = field(default_factory=Counter)  # of skipped and failed rows
+    flaws: Counter[str] = field(default_factory=Counter)  # of done rows; one may have several
+    dropped: int = 0  # done rows that the gate drops
+    kept: int = 0
+    training_rows: int = 0
+    as_tokens: int = 0  # of those, rows of token ids
+    lengths: list[int] = field(default_factory=list)  # tokens of each kept answer
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        values = {name: value for name, value in vars(self).items() if name != "examples"}
+        quantiles = np.quantile(self.lengths or [0], list(SHARES.values()), method="nearest").tolist()
+        lengths = dict(zip(SHARES, quantiles, strict=True)) if self.lengths else {}
+        totals = {"rows": sum(self.status.values()), "answers": len(self.lengths), "answer_tokens": sum(self.lengths)}
+        return {**totals, **values, "lengths": lengths}
+
+    def page(self, config: DistillConfig, title: str) -> str:
+        """The HTML page."""
+        folder = FileSystemLoader(Path(__file__).parent)
+        environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+        environment.filters["count"] = "{:,}".format
+        counts, edges = np.histogram(self.lengths, BINS, (0, max([*self.lengths, BINS])))
+        bins = [(int(edge), int(count)) for edge, count in zip(edges, counts, strict=False)]
+        template = environment.get_template("summary.html.jinja")
+        return template.render(
+            title=title, examples=self.examples, names=FLAWS, config=config, bins=bins, **self.as_dict()
+        )
 
 
-def _ends_in_rounds(found: Sequence[str], times: int, least: int) -> bool:
-    """Whether the last words are `times` equal rounds, together at least `least` words."""
-    for period in range(1, min(LONGEST_PERIOD, len(found) // times) + 1):
-        span = max(times, -(-least // period)) * period
-        if span <= len(found) and all(found[-at] == found[-at - period] for at in range(1, span - period + 1)):
-            return True
-    return False
+def judge(outcomes: Iterable[Outcome], gate: GateConfig, thinking: Thinking, file: TextIO) -> tuple[Summary, list[str]]:
+    """Writes the kept rows to a file to train on; returns the summary, and a JSON line of how each row ended."""
+    summary, ends, asked = Summary(), list[str](), set[str]()
+    for outcome in outcomes:
+        summary.status[outcome.status] += 1
+        end: dict[str, Any] = {"id": outcome.id, "status": outcome.status, "place": outcome.place}
+        if outcome.status != "done":
+            summary.why[f"{outcome.status}: {outcome.why}"] += 1
+            end["why"] = outcome.why
+        else:
+            names = flaws(outcome, gate)
+            if outcome.invented is not None:
+                key = asked_key(outcome.system, outcome.turns[:1])
+                names += ["repeated"] if key in asked else []
+                asked.add(key)
+            summary.flaws.update(names)
+            _show(outcome, names, summary.examples)
+            is_kept = not any(getattr(gate, name) == "drop" for name in names)
+            lengths = [len(thinking.answer_ids(answer)) for answer in outcome.answers]
+            rows = training_rows(outcome, thinking) if is_kept else []
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            summary.kept, summary.dropped = summary.kept + is_kept, summary.dropped + (not is_kept)
+            summary.training_rows += len(rows)
+            summary.as_tokens += sum("input_ids" in row for row in rows)
+            summary.lengths += lengths if is_kept else []
+            end |= {"kept": is_kept, "flaws": names, "answers": len(lengths), "tokens": sum(lengths)}
+        ends.append(json.dumps(end, ensure_ascii=False) + "\n")
+    return summary, ends
 
 
-OPEN, CLOSE = "<think>", "</think>"
-PROBE_THOUGHT, PROBE_CONTENT = "thoughtprobe", "contentprobe"
-
-
-class Thinking:
-    """Reads and places thinking as one tokenizer's chat template does."""
-
-    def __init__(self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None) -> None:
-        """end_ids are the target's end-of-turn tokens, template_arguments what its server renders prompts with.
-
-        UserError for a tokenizer without chat template.
-        """
-        self.tokenizer = tokenizer
-        self.template_arguments = dict(template_arguments or {})
-        self.end_ids = end_ids
-        if not getattr(tokenizer, "chat_template", None):
-            name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-            raise UserError(f"{name}: the tokenizer has no chat template; name one with target.chat_template")
-        self._place = self._find_place()
-        question: list[Message] = [{"role": "user", "content": "?"}]
-        self.is_opened = self.prompt(question).rstrip().endswith(OPEN)
-
-    def read(self, answer: Answer) -> Answer:
-        """The answer with thinking in tags told apart from its content, where the prompt or the answer begins it.
-
-        A closing tag in another answer is part of its content. Blank thinking that a server sent is none, unless the
-        prompt opens it: then the target has closed it at once.
-        """
-        text = answer.content
-        if _is_blank(answer) and (not self.is_opened or CLOSE in text):
-            answer = replace(answer, reasoning=None)
-        begins = text.lstrip().startswith(OPEN)
-        if answer.reasoning is not None or not (begins or self.is_opened):
-            return answer
-        thought, closed, content = text.partition(CLOSE)
-        if not closed and not answer.is_cut:
-            return answer
-        return replace(answer, reasoning=thought.partition(OPEN)[2] if begins else thought, content=content, raw=text)
-
-    def message(self, answer: Answer) -> Message:
-        """The answer as a turn of the conversation, its thinking where the template looks for it."""
-        if not answer.reasoning or _is_blank(answer):
-            return {"role": "assistant", "content": answer.content}
-        if self._place == "field" or self._place is None:
-            content = {"role": "assistant", "content": answer.content.lstrip("\n")}
-            return content if self._place is None else {**content, "reasoning_content": answer.reasoning.strip("\n")}
-        if answer.raw is not None:
-            begins = answer.raw.lstrip().startswith(OPEN)
-            return {"role": "assistant", "content": answer.raw if begins else f"{OPEN}\n{answer.raw}"}
-        return {"role": "assistant", "content": self._spelt(answer, opened=False)}
-
-    def spelt(self, answer: Answer) -> str:
-        """The answer as the target wrote it after the generation prompt, which may have opened the tag.
-
-        Where a server told the thinking apart, its blanks are lost and stand here as they usually are.
-        """
-        return self._spelt(answer, self.is_opened) if answer.raw is None else answer.raw
-
-    def _spelt(self, answer: Answer, opened: bool) -> str:
-        if answer.reasoning is None or (_is_blank(answer) and not opened):
-            return answer.content
-        start = "" if opened else f"{OPEN}\n"
-        thought = answer.reasoning.strip("\n")
-        if answer.is_cut and not answer.content:
-            return f"{start}{thought}"
-        content = answer.content.lstrip("\n")
-        return f"{start}{thought}\n{CLOSE}\n\n{content}"
-
-    def gives_back(self, messages: Sequence[Message], answer: Answer) -> bool:
-        """Whether the template renders the answer, the last of the messages, as the target read and wrote it.
-
-        Training renders text without the server's arguments, so here it is rendered without them too.
-        """
-        text = self._rendered(messages, False, {})
-        return text.startswith(self.prompt(messages[:-1]) + self.spelt(answer))
-
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """What the target reads before it answers; UnusableRow when the template refuses the conversation."""
-        return self._rendered(messages, True)
-
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of `prompt`."""
-        return self.ids(self.prompt(messages))
-
-    def ids(self, text: str) -> list[int]:
-        """The tokens of a text as it is."""
-        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
-
-    def end_id(self) -> int | None:
-        """The token with which the template ends an answer; null where none of the target's stands there."""
-        messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE_CONTENT}]
-        text = self._rendered(messages, False)
-        tail = self.ids(text[text.rfind(PROBE_CONTENT) + len(PROBE_CONTENT) :])
-        return next((token for token in tail if token in self.end_ids), self.tokenizer.eos_token_id)
-
-    def _find_place(self) -> str | None:
-        """'field' (reasoning_content), 'content' (in tags), or None where the template shows neither."""
-        answer = Answer(PROBE_CONTENT, "stop", 0, reasoning=PROBE_THOUGHT)
-        forms: dict[str, Message] = {
-            "field": {"role": "assistant", "content": PROBE_CONTENT, "reasoning_content": PROBE_THOUGHT},
-            "content": {"role": "assistant", "content": self._spelt(answer, opened=False)},
-        }
-        for name, message in forms.items():
-            messages = [{"role": "user", "content": "?"}, message]
-            try:
-                text = self._rendered(messages, False)
-            except UnusableRow:
-                continue
-            if PROBE_THOUGHT in text:
-                return name
-        return None
-
-    def _rendered(
-        self, messages: Sequence[Message], opens_answer: bool, arguments: Mapping[str, Any] | None = None
-    ) -> str:
-        given = {**(self.template_arguments if arguments is None else arguments), "tokenize": False}
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), **{**given, "add_generation_prompt": opens_answer}
-            )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            message = (str(error) or type(error).__name__).splitlines()[0]
-            raise UnusableRow(f"the chat template refuses it: {message[:120]}", "") from error
-        return str(text)
-
-
-def _is_blank(answer: Answer) -> bool:
-    """Whether a server sent thinking with nothing in it."""
-    return answer.raw is None and answer.reasoning is not None and not answer.reasoning.strip()
+def _show(outcome: Outcome, names: list[str], examples: dict[str, list[dict[str, str]]]) -> None:
+    """Keeps the row as an example of each of its flaws (its last answer), or of a row without (its first)."""
+    for name in names or ["none"]:
+        shown, at = examples.setdefault(name, []), -1 if names else 0
+        if len(shown) < EXAMPLES and outcome.answers:
+            text = outcome.answers[at].content or outcome.answers[at].reasoning or ""
+            excerpt = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} […] {text[-SHOWN // 2 :]}"
+            shown.append({"id": outcome.id, "question": outcome.turns[at][:SHOWN], "answer": excerpt})

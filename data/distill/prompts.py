@@ -3,8 +3,6 @@
 One file holds them all, the same for every job of a run: what is skipped here is an input row too and is accounted for.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import re
@@ -16,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import as_dict, validate
-from aerie.configs.schema.data import DistillConfig, SamplingConfig, SourceConfig
+from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import LONE_SURROGATE
 from aerie.data.conversations import LISTS, UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
 from aerie.data.sources import RawRow, read_rows
@@ -39,7 +36,6 @@ class Prompt:
     turns: tuple[str, ...] = ()
     system: str | None = None
     invent: str | None = None
-    sampling: dict[str, Any] | None = None  # what the row changes of the recipe's
     skip: str | None = None
 
 
@@ -49,14 +45,16 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
     Raises UserError when a source cannot be read, when its first row has keys of no known shape, and when all rows are
     skipped.
     """
-    overlap = Overlap(questions, config.ngram)
-    seen: set[str] = set()
-    prompts: list[Prompt] = []
+    overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[Prompt]()
     for number, source in enumerate(config.sources):
         for count, row in _drawn(source, number, config.seed):
             prompt = _prompt(row, source, f"{number}:{count}", config)
             if prompt.skip is None:
-                prompt = replace(prompt, skip=_why_not(prompt, seen, overlap))
+                key = asked_key(prompt.system, (*prompt.turns, prompt.invent or ""))
+                sent = [text for text in (prompt.system, prompt.invent, *prompt.turns) if text is not None]
+                why = DUPLICATE if key in seen else OVERLAPS if any(text in overlap for text in sent) else None
+                seen.add(key)
+                prompt = replace(prompt, skip=why)
             copies = 1 if prompt.skip else source.samples
             prompts += [replace(prompt, id=f"{prompt.id}:{copy}") if copy else prompt for copy in range(copies)]
     if all(prompt.skip for prompt in prompts):
@@ -65,7 +63,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
     return prompts
 
 
-def write_prompts(path: Path, prompts: list[Prompt]) -> None:
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
     """Writes the rows as JSONL, whole or not at all."""
     plain = ({name: value for name, value in asdict(prompt).items() if value is not None} for prompt in prompts)
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain))
@@ -74,8 +72,7 @@ def write_prompts(path: Path, prompts: list[Prompt]) -> None:
 def read_prompts(path: Path) -> list[Prompt]:
     """The rows of write_prompts."""
     with path.open(encoding="utf-8") as handle:
-        rows = [json.loads(line) for line in handle]
-    return [Prompt(**{**row, "turns": tuple(row.get("turns", ()))}) for row in rows]
+        return [Prompt(**{**row, "turns": tuple(row["turns"])}) for row in map(json.loads, handle)]
 
 
 def asked_key(system: str | None, turns: Iterable[str]) -> str:
@@ -83,24 +80,23 @@ def asked_key(system: str | None, turns: Iterable[str]) -> str:
     return digest([" ".join(text.casefold().split()) for text in (system or "", *turns)])
 
 
-def sampling_of(prompt: Prompt, config: SamplingConfig) -> SamplingConfig:
-    """The recipe's sampling with what the row changes of it."""
-    if not prompt.sampling:
-        return config
-    return validate({**as_dict(config), **prompt.sampling}, SamplingConfig, f"{prompt.place}: sampling", {})
+def plan_line(prompts: Sequence[Prompt]) -> str:
+    """The rows, those to ask and those to skip by reason, on one line."""
+    asked = [prompt for prompt in prompts if prompt.skip is None]
+    skipped = Counter(prompt.skip for prompt in prompts if prompt.skip is not None)
+    requests = sum(len(prompt.turns) + (prompt.invent is not None) * 2 for prompt in asked)
+    reasons = "".join(f"; {count:,} skipped: {why}" for why, count in skipped.most_common())
+    return f"{len(prompts):,} rows, {len(asked):,} to ask with up to {requests:,} requests{reasons}"
 
 
-def _drawn(source: SourceConfig, number: int, seed: int) -> Iterator[tuple[int, RawRow]]:
+def _drawn(source: SourceConfig, number: int, seed: int) -> Iterable[tuple[int, RawRow]]:
     """The source's rows with their counts from 1: all, or num_rows of them in an order that the seed draws."""
     rows = enumerate(read_rows(source.path, source.revision), start=1)
     if source.num_rows is None:
-        yield from rows
-        return
-
-    def key(item: tuple[int, RawRow]) -> bytes:
-        return sha256(f"{seed}/{number}/{item[0]}".encode()).digest()
-
-    yield from heapq.nsmallest(source.num_rows, rows, key=key)
+        return rows
+    return heapq.nsmallest(
+        source.num_rows, rows, key=lambda item: sha256(f"{seed}/{number}/{item[0]}".encode()).digest()
+    )
 
 
 def _prompt(row: RawRow, source: SourceConfig, identity: str, config: DistillConfig) -> Prompt:
@@ -109,112 +105,59 @@ def _prompt(row: RawRow, source: SourceConfig, identity: str, config: DistillCon
     try:
         if not isinstance(row.value, Mapping):
             raise UnusableRow("row is no object", "")
-        made = READERS[source.kind](row.value, plain, source)
+        prompt = READERS[source.kind](row.value, plain, source)
     except UnusableRow as error:
         if error.reason == UNKNOWN_KEYS and row.number == 1:
             raise UserError(f"{row.place} {error.sentence}") from error
         return replace(plain, skip=error.reason)
-    made = replace(
-        made,
-        turns=tuple(_whole(turn) for turn in made.turns[: config.max_turns]),
-        system=None if made.system is None else _whole(made.system),
-        invent=None if made.invent is None else _whole(made.invent),
-    )
-    sampling_of(made, config.sampling)  # refuses a row's own settings before anything is asked
-    return made
+    turns = tuple(_whole(turn) for turn in prompt.turns[: config.max_turns])
+    return replace(prompt, turns=turns, system=_whole(prompt.system), invent=_whole(prompt.invent))
 
 
-def _whole(text: str) -> str:
+def _whole(text: Any) -> Any:
     """The text without halves of surrogate pairs, which no tokenizer and no server takes."""
-    return LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
+    return text and LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _of_conversation(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
+    """The user's turns of a conversation, two in a row as one."""
     messages = to_messages(row, None)
     if messages is None:
-        named = next((name for name in LISTS if name in row), None)
-        if named is not None:
-            raise UnusableRow("no user turn", f"{named!r} is {type(row[named]).__name__}; expected a list of turns")
+        if any(name in row for name in LISTS):
+            raise UnusableRow("no user turn", "")
         raise UnusableRow(UNKNOWN_KEYS, explain_keys(row, None))
-    roles = {message["role"] for message in messages}
-    if "tool" in roles or row.get("tools"):
+    if row.get("tools") or any(message["role"] == "tool" for message in messages):
         raise UnusableRow("the conversation calls tools", "")
-    system = next((m["content"] for m in messages if m["role"] == "system" and m["content"].strip()), plain.system)
+    spoken = [(message["role"], message["content"]) for message in messages]
+    system = next((text for role, text in spoken if role == "system" and text.strip()), plain.system)
     turns: list[str] = []
-    before = ""
-    for message in messages:
-        if message["role"] == "user" and message["content"].strip():
-            if before == "user":
-                turns[-1] += f"\n\n{message['content']}"
-            else:
-                turns.append(message["content"])
-        before = message["role"]
+    for at, (role, text) in enumerate(spoken):
+        if role != "user" or not text.strip():
+            continue
+        if at and spoken[at - 1][0] == "user" and turns:
+            turns[-1] += f"\n\n{text}"
+        else:
+            turns.append(text)
     if not turns:
-        raise UnusableRow("no user turn", f"its turns are {', '.join(sorted(roles)) or 'none'}")
+        raise UnusableRow("no user turn", "")
     return replace(plain, turns=tuple(turns), system=system)
 
 
 def _of_prompt(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
-    sampling = row.get("sampling")
-    if sampling is not None and not isinstance(sampling, Mapping):
-        raise UserError(
-            f"{plain.place}: sampling is {type(sampling).__name__}; expected an object such as {{top_p: 1}}"
-        )
+    """The question of a row, or its list under turns, after its own system prompt."""
+    names = (source.field,) if source.field else ("turns", *QUESTION_FIELDS)
+    values = [row[name] for name in names if row.get(name) is not None]
+    if not any(name in row for name in names):
+        where = " or ".join(names)
+        raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; a prompt stands under {where}")
+    value = values[0] if values else []
+    turns = list(value) if isinstance(value, list | tuple) else [value]
     system = row.get("system") or plain.system
-    if system is not None and not isinstance(system, str):
-        raise UnusableRow("system is not text", f"'system' is {type(system).__name__}; expected text")
-    turns = _questions(row, source.field)
-    wrong = [turn for turn in turns if not isinstance(turn, str)]
-    if wrong:
-        raise UnusableRow("turn is not text", f"a question is {type(wrong[0]).__name__}; expected text")
+    if not isinstance(system, str | None) or not all(isinstance(turn, str) for turn in turns):
+        raise UnusableRow("a question or system prompt is not text", "")
     if not turns or not all(turn.strip() for turn in turns):
         raise UnusableRow("an empty question", "")
-    return replace(plain, turns=turns, system=system, sampling=dict(sampling) if sampling else None)
-
-
-def _questions(row: Mapping[str, Any], field: str | None) -> tuple[Any, ...]:
-    """What stands where the row's questions belong, text or not; nothing where all of it is null."""
-    if field is None and isinstance(row.get("turns"), list | tuple):
-        return tuple(row["turns"])
-    names = (field,) if field else (*QUESTION_FIELDS, "turns")
-    if not any(name in row for name in names):
-        where = field or f"{' or '.join(QUESTION_FIELDS)}, or in turns"
-        raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row)) or 'none'}; a prompt stands under {where}")
-    found = [row[name] for name in names if row.get(name) is not None]
-    return (next((value for value in found if isinstance(value, str)), found[0]),) if found else ()
-
-
-def _of_persona(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
-    if source.ask == "problem":
-        return replace(plain, invent=invention(row))
-    return replace(plain, turns=(question_of(row),))
-
-
-def _why_not(prompt: Prompt, seen: set[str], overlap: Overlap) -> str | None:
-    """Why the prompt is not asked: asked already, or near an evaluation question; null: it is asked."""
-    key = asked_key(prompt.system, (*prompt.turns, prompt.invent or ""))
-    if key in seen:
-        return DUPLICATE
-    seen.add(key)
-    sent = (prompt.system, prompt.invent, *prompt.turns)
-    return OVERLAPS if any(text is not None and text in overlap for text in sent) else None
-
-
-READERS = {"conversations": _of_conversation, "prompts": _of_prompt, "personas": _of_persona}
-
-
-def skip_counts(prompts: Sequence[Prompt]) -> Counter[str]:
-    """How many rows are skipped without being asked, by reason."""
-    return Counter(prompt.skip for prompt in prompts if prompt.skip is not None)
-
-
-def plan_line(prompts: Sequence[Prompt]) -> str:
-    """The rows, those to ask and those to skip by reason, on one line."""
-    skipped = skip_counts(prompts)
-    asked = [prompt for prompt in prompts if prompt.skip is None]
-    turns = sum(len(prompt.turns) + (prompt.invent is not None) * 2 for prompt in asked)
-    reasons = "".join(f"; {count:,} skipped: {why}" for why, count in skipped.most_common())
-    return f"{len(prompts):,} rows, {len(asked):,} to ask with up to {turns:,} requests{reasons}"
+    return replace(plain, turns=tuple(turns), system=system)
 
 
 PERSONA_FIELDS = ("input persona", "persona", "input_persona")
@@ -229,34 +172,24 @@ SOLVE = "{problem}\n\nSolve this step by step, check the result, and state it at
 MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", re.IGNORECASE | re.MULTILINE)
 
 
-def invention(row: Mapping[str, Any]) -> str:
-    """The request for a problem for the row's persona; UnusableRow when it has none."""
-    return INVENT.format(persona=_text(row, PERSONA_FIELDS, "persona"))
-
-
-def question_of(row: Mapping[str, Any]) -> str:
-    """The request to solve the problem that the row has; UnusableRow when it has none."""
-    return solution_request(problem_in(_text(row, PROBLEM_FIELDS, "problem")))
-
-
-def solution_request(problem: str) -> str:
-    """The request to solve a problem."""
-    return SOLVE.format(problem=problem)
+def _of_persona(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
+    """A row of PersonaHub: the request to solve its problem, or to invent one for its persona first."""
+    names, what = (PERSONA_FIELDS, "persona") if source.ask == "problem" else (PROBLEM_FIELDS, "problem")
+    text = next((row[name].strip() for name in names if isinstance(row.get(name), str) and row[name].strip()), None)
+    if text is None:
+        raise UnusableRow(f"row has no {what}", "")
+    if source.ask == "problem":
+        return replace(plain, invent=INVENT.format(persona=text))
+    return replace(plain, turns=(SOLVE.format(problem=problem_in(text)),))
 
 
 def problem_in(text: str) -> str:
     """The problem in an answer: what follows its last 'Problem:', or all of it."""
-    found = list(MARKER.finditer(text))
-    return (text[found[-1].end() :] if found else text).strip()
+    markers = list(MARKER.finditer(text))
+    return (text[markers[-1].end() :] if markers else text).strip()
 
 
-def _text(row: Mapping[str, Any], names: tuple[str, ...], what: str) -> str:
-    value = next((row[name] for name in names if isinstance(row.get(name), str) and row[name].strip()), None)
-    if value is None:
-        keys = ", ".join(map(str, row))
-        raise UnusableRow(f"row has no {what}", f"has keys {keys or 'none'}; a {what} stands under {names[0]!r}")
-    return str(value).strip()
-
+READERS = {"conversations": _of_conversation, "prompts": _of_prompt, "personas": _of_persona}
 
 # Scripts that set no blanks between words: Thai, Lao, Burmese, Khmer, kana and Chinese characters.
 UNSPACED = (
@@ -283,33 +216,28 @@ class Overlap:
     """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
-        self.size = size
-        asked = [list(found) for found in dict.fromkeys(tuple(words(question)) for question in questions)]
-        counts = Counter(key for found in asked for key in set(_runs(found, size)))
+        asked = [list(split) for split in dict.fromkeys(tuple(words(question)) for question in questions)]
+        counts = Counter(key for split in asked for key in set(_runs(split, size)))
         least = max(COMMON_LEAST, COMMON_SHARE * len(asked))
-        self._hashes: dict[int, set[bytes]] = {size: {key for key, count in counts.items() if count < least}}
-        self._whole = {_hash(found) for found in asked if found}
-        for found in asked:
-            if _num_words(found) >= LEAST_WORDS and self._hashes[size].isdisjoint(_runs(found, size)):
-                self._hashes.setdefault(len(found), set()).add(_hash(found))
+        own = {key for key, count in counts.items() if count < least}
+        self._hashes: dict[int, set[bytes]] = {size: own}
+        self._whole = {_hash(split) for split in asked if split}
+        for split in asked:
+            num_words = sum(1.0 / CHARACTERS_OF_A_WORD if CHARACTER.match(word) else 1.0 for word in split)
+            if num_words >= LEAST_WORDS and own.isdisjoint(_runs(split, size)):
+                self._hashes.setdefault(len(split), set()).add(_hash(split))
 
     def __contains__(self, text: str) -> bool:
         """Whether the text has a run in common with a question, or has a whole question in it."""
-        found = words(text)
-        if _hash(found) in self._whole:
-            return True
-        return any(key in hashes for size, hashes in self._hashes.items() for key in _runs(found, size))
+        split = words(text)
+        return _hash(split) in self._whole or any(
+            key in hashes for size, hashes in self._hashes.items() for key in _runs(split, size)
+        )
 
 
-def _num_words(found: list[str]) -> float:
-    """How many words these are, those of scripts without blanks estimated."""
-    return sum(1.0 / CHARACTERS_OF_A_WORD if CHARACTER.match(word) else 1.0 for word in found)
+def _runs(split: list[str], size: int) -> Iterator[bytes]:
+    return (_hash(split[start : start + size]) for start in range(len(split) - size + 1))
 
 
-def _runs(found: list[str], size: int) -> Iterator[bytes]:
-    for start in range(len(found) - size + 1):
-        yield _hash(found[start : start + size])
-
-
-def _hash(found: list[str]) -> bytes:
-    return blake2b(" ".join(found).encode("utf-8", "replace"), digest_size=8).digest()
+def _hash(split: list[str]) -> bytes:
+    return blake2b(" ".join(split).encode("utf-8", "replace"), digest_size=8).digest()

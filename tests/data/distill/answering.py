@@ -2,17 +2,22 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from aerie.configs.errors import exit_code
 from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import end_of_turn_ids
-from aerie.data.distill.answer import Answer, Request
-from aerie.data.distill.gate import Thinking
-from aerie.data.distill.journal import Outcome, ended_rows, journals
-from aerie.data.distill.prompts import Prompt, read_prompts
+from aerie.data.distill.answer import Answer, Outcome, Request
+from aerie.data.distill.run import ended_rows
+from aerie.data.distill.thinking import Thinking
+from aerie.data.main import main
 from tests import tiny
+
+KEEP = dict.fromkeys(("cut", "empty", "loop", "language", "refusal", "repeated"), "keep")
 
 
 def thinking(chat_template: str | None = tiny.TEMPLATE) -> Thinking:
@@ -21,26 +26,13 @@ def thinking(chat_template: str | None = tiny.TEMPLATE) -> Thinking:
 
 
 def config(**keys: Any) -> DistillConfig:
-    return DistillConfig(sources=keys.pop("sources", (SourceConfig("unused.jsonl"),)), **keys)
+    return DistillConfig(sources=(SourceConfig("unused.jsonl"),), **keys)
 
 
-def prompts(count: int, turns: int = 1) -> list[Prompt]:
-    return [
-        Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(turns))) for n in range(count)
-    ]
-
-
-def echo(request: Request) -> Answer:
+async def echo(request: Request) -> Answer:
     """An answer that depends on all that was asked and on the seed."""
     key = hashlib.sha256(repr((request.messages, request.seed)).encode()).hexdigest()[:8]
     return Answer(f"The answer to {request.messages[-1]['content']} is {key}.", "stop", 7)
-
-
-def asking(answer: Callable[[Request], Answer] = echo) -> Any:
-    async def ask(request: Request) -> Answer:
-        return answer(request)
-
-    return ask
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -48,9 +40,18 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+def read_rows(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def outcomes(run: Path) -> list[Outcome]:
-    """All rows of a run's journals, in the order of its prompts."""
-    job = run / "distilled"
-    header = json.loads(journals(job)[0].read_text(encoding="utf-8").splitlines()[0])
-    places = {place.id: place for path in journals(job) for place in ended_rows(path, header["inputs"])}
-    return [places[prompt.id].read() for prompt in read_prompts(job / "prompts.jsonl")]
+    """All rows of a run's journals, in the order of its prompts; the last line of a row counts."""
+    rows = {row.id: row for row in ended_rows(run / "distilled")}
+    return [rows[prompt["id"]].read() for prompt in read_rows(run / "distilled/prompts.jsonl")]
+
+
+def distill(recipe: Path, *words: object) -> int:
+    """The command's exit code, in this process."""
+    sys.argv = ["data/main.py", "distill", "--config", str(recipe), *(str(word) for word in words)]
+    torch.set_num_threads(1)
+    return exit_code(main)

@@ -1,339 +1,259 @@
-"""Interviews and journals: every row ends once, whatever stops the job, and the same rows give the same bytes."""
+"""Interviews, journals and the command: every row ends once, whatever stops the job, and is what the target says."""
 
 import asyncio
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.data import DistillConfig, GateConfig, ServerConfig, SourceConfig
-from aerie.data.distill.answer import TOO_LONG_FOR_SERVER, Answer, Request, Unanswered
-from aerie.data.distill.journal import Journal, Outcome, ended_rows, forget_others, journals
+from aerie.data.distill.answer import TOO_LONG, Answer, Ask, Outcome, Request, Unanswered
 from aerie.data.distill.prompts import Overlap, Prompt
-from aerie.data.distill.run import LOCK, Interview, Job, merge
+from aerie.data.distill.run import OUTCOME, Job, Sitting, ended_rows, interview, journal
 from aerie.data.progress import Share
-from aerie.model.storage import Lock
+from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
-from tests.data.distill.answering import asking, config, echo, prompts, thinking
+from tests.data.distill.answering import KEEP, config, distill, echo, outcomes, read_rows, thinking, write_rows
 
-INPUTS = {"target": "tiny"}
-ONE = Share()
-
-
-def interview(ask: Any, settings: DistillConfig | None = None, questions: tuple[str, ...] = ()) -> Interview:
-    return Interview(ask, thinking(), settings or config(), Overlap(questions, 8))
+ROWS = [Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2))) for n in range(12)]
 
 
-def sit(
-    directory: Path, rows: list[Prompt], ask: Any, shard: Share = ONE, width: int = 4, retry_failed: bool = False
-) -> None:
+def sit(directory: Path, ask: Ask, width: int = 4, **sitting: Any) -> None:
     """One sitting: what no journal has ended yet is asked."""
-    job = Job(directory, config(), {}, INPUTS)
-    with job.journal(shard) as journal:
-        waiting, begun = job.left(rows, journal, retry_failed)
-        asyncio.run(job.answer(waiting, begun, interview(ask), journal, width))
+    settings, reader = config(), thinking()
+
+    def asked(ask: Ask, prompt: Prompt) -> Any:
+        return interview(prompt, ask, reader, settings, Overlap((), 8))
+
+    Job(directory, settings, {}).sit(ROWS, Sitting(**sitting), asked, lambda: nullcontext(ask), width)
 
 
-def merged(directory: Path, rows: list[Prompt]) -> bytes:
-    merge(directory, rows, INPUTS, GateConfig(), thinking())
-    return (directory / "outcomes.jsonl").read_bytes() + (directory / "conversations.jsonl").read_bytes()
+def merged(directory: Path) -> tuple[bytes, Counter[str]]:
+    """The bytes of the result and how many rows ended as what."""
+    summary = Job(directory, config(), {}).merge(ROWS, thinking(), "target")
+    names = ("outcomes.jsonl", "conversations.jsonl", "summary.json")
+    return b"".join((directory / name).read_bytes() for name in names), summary.status
 
 
-class Killed(BaseException):
-    """Ends a sitting as a signal does."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    directory = tmp_path_factory.mktemp("whole")
+    sit(directory, echo)
+    return merged(directory)[0]
 
 
-def dying(after: int) -> Any:
-    """Answers out of order, and dies at a request."""
-    chance, asked = random.Random(after), [0]
-
+def failing(*numbers: int) -> Ask:
     async def ask(request: Request) -> Answer:
-        asked[0] += 1
-        if asked[0] == after:
-            raise Killed
-        for _ in range(chance.randint(0, 5)):
-            await asyncio.sleep(0)
-        return echo(request)
+        if any(str(request.messages[0]["content"]).startswith(f"Question {n},") for n in numbers):
+            raise Unanswered("failed" if len(request.messages) > 1 else "skipped", TOO_LONG)
+        return await echo(request)
 
     return ask
 
 
-def test_a_run_killed_at_five_random_moments_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    rows = prompts(40, turns=2)
-    sit(tmp_path / "whole", rows, asking())
-    expected = merged(tmp_path / "whole", rows)
-    chance = random.Random(7)
-    for _ in range(5):
+def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Path, whole: bytes) -> None:
+    class Killed(BaseException):
+        pass
+
+    chance, alive = random.Random(7), [0]
+
+    async def dying(request: Request) -> Answer:
+        alive[0] -= 1
+        if alive[0] < 0:
+            raise Killed
+        for _ in range(chance.randint(0, 5)):
+            await asyncio.sleep(0)
+        return await echo(request)
+
+    path = tmp_path / "journal/shard-00001-of-00001.jsonl"
+    for _ in range(4):
+        alive[0] = chance.randint(2, 9)
         with pytest.raises(Killed):
-            sit(tmp_path / "killed", rows, dying(chance.randint(1, 14)))
-        with pytest.raises(UserError, match="rows have not ended"):
-            merged(tmp_path / "killed", rows)
-        journal = journals(tmp_path / "killed")[0]
-        torn = chance.randint(0, 60)
-        journal.write_bytes(
-            journal.read_bytes() + b'{"id": "0:39", "status": "done", "place": "rows: row 39", "tu'[:torn]
-        )
-    sit(tmp_path / "killed", rows, dying(0))
-    lines = [json.loads(line)["id"] for line in journals(tmp_path / "killed")[0].read_text().splitlines()[1:]]
-    assert len(lines) == len(set(lines)) == 40
-    assert merged(tmp_path / "killed", rows) == expected
+            sit(tmp_path, dying)
+        with pytest.raises(UserError, match="of 12 rows have not ended"):
+            merged(tmp_path)
+        torn = b'{"id": "0:11", "status": "done", "place": "rows: row 11", "tu'[: chance.randint(0, 60)]
+        path.write_bytes(path.read_bytes() + torn)
+    sit(tmp_path, echo)
+    assert sorted(row["id"] for row in read_rows(path)) == sorted(prompt.id for prompt in ROWS)
+    assert merged(tmp_path)[0] == whole
 
 
-def test_shards_together_are_the_whole_and_a_missing_one_is_told(tmp_path: Path) -> None:
-    rows = prompts(11)
-    sit(tmp_path / "whole", rows, asking())
+def test_shards_in_any_number_are_merged_to_what_one_job_writes(tmp_path: Path, whole: bytes) -> None:
     for index in (1, 3):
-        sit(tmp_path / "parts", rows, asking(), Share(index, 3))
-    with pytest.raises(UserError, match=r"4 of 11 rows have not ended \(the first: 0:1\)"):
-        merged(tmp_path / "parts", rows)
-    sit(tmp_path / "parts", rows, asking(), Share(2, 3))
-    assert merged(tmp_path / "parts", rows) == merged(tmp_path / "whole", rows)
-    assert Share.of("2/3") == Share(2, 3)
-    for wrong in ("0/3", "4/3", "2", "a/b", "-1/3"):
-        with pytest.raises(UserError, match="write i/n with i from 1 to n"):
-            Share.of(wrong)
+        sit(tmp_path, echo, share=Share(index, 3))
+    with pytest.raises(UserError, match=r"4 of 12 rows have not ended \(first: 0:1\)"):
+        merged(tmp_path)
+    sit(tmp_path, echo, share=Share(2, 2))
+    sit(tmp_path, echo)
+    assert merged(tmp_path)[0] == whole
 
 
-def test_a_row_that_two_jobs_ended_counts_once(tmp_path: Path) -> None:
-    rows = prompts(6)
-    sit(tmp_path, rows, asking())
-    before = merged(tmp_path, rows)
-    with Journal(tmp_path, Share(1, 2), INPUTS) as journal:
-        journal.append(Outcome("0:3", "failed", "rows: row 3", "a late job"))
-    summary = merge(tmp_path, rows, INPUTS, GateConfig(), thinking())
-    assert summary.repeats == 1 and summary.status == {"done": 6}  # the journal of a job that had all comes first
-    assert merged(tmp_path, rows) == before
-
-
-def test_a_journal_has_one_writer_and_one_identity(tmp_path: Path) -> None:
-    with Journal(tmp_path, ONE, INPUTS) as journal, pytest.raises(UserError, match="another process writes it"):
-        journal.append(Outcome("0:0", "skipped", "rows: row 0", "x"))
-        Journal(tmp_path, ONE, INPUTS).__enter__()
-    with pytest.raises(UserError, match="made with another target; choose another --run"):
-        list(ended_rows(journals(tmp_path)[0], {"target": "other"}))
-
-
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    sit(tmp_path, prompts(3), asking())
-    path = journals(tmp_path)[0]
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:2], "{damaged}\n", *lines[3:]]))
-    with pytest.raises(UserError, match=r"jsonl: byte \d+: no whole row; delete the line"):
-        list(ended_rows(path, INPUTS))
-
-
-@pytest.mark.parametrize("header", [b"{damaged}\n", b"\xff\n", b"5\n", b'{"inputs_digest": "a"}\n', b""])
-def test_a_journal_that_does_not_say_what_it_was_made_from_is_named_and_may_be_replaced(
-    tmp_path: Path, header: bytes
+def test_rows_that_failed_or_that_a_server_skipped_are_asked_again_when_that_is_wished(
+    tmp_path: Path, whole: bytes
 ) -> None:
-    sit(tmp_path, prompts(3), asking(), Share(1, 2))
-    sit(tmp_path, prompts(3), asking(), Share(2, 2))
-    path, sound = journals(tmp_path)
-    path.write_bytes(b"".join([header, *path.read_bytes().splitlines(keepends=True)[1:]]))
-    with pytest.raises(UserError, match=r"shard-00001-of-00002\.jsonl: byte 0: .* with --overwrite$"):
-        list(ended_rows(path, INPUTS))
-    forget_others(tmp_path, INPUTS)
-    assert journals(tmp_path) == [sound] and len(statuses(tmp_path)) == 1
+    sit(tmp_path, failing(1, 2, 4, 5))
+    assert merged(tmp_path)[1] == {"done": 8, "skipped": 4}
+    sit(tmp_path, echo)
+    assert len(list(ended_rows(tmp_path))) == 12
+    for share in (Share(1, 2), Share(2, 2)):  # each asks those of its share
+        sit(tmp_path, echo, share=share, retry_failed=True)
+    assert len(list(ended_rows(tmp_path))) == 16 and merged(tmp_path)[0] == whole
 
 
-def failing(*numbers: int) -> Any:
-    """Answers all but the questions with these numbers."""
-
-    def answer(request: Request) -> Answer:
-        if any(f"Question {number}," in request.messages[-1]["content"] for number in numbers):
-            raise Unanswered("failed", "HTTP 500")
-        return echo(request)
-
-    return asking(answer)
-
-
-def statuses(directory: Path) -> list[tuple[str, str]]:
-    """(id, status) of every line of all journals."""
-    return [(place.id, place.status) for path in journals(directory) for place in ended_rows(path, INPUTS)]
-
-
-def test_failed_rows_are_asked_again_only_when_that_is_wished(tmp_path: Path) -> None:
-    rows = prompts(5)
-    sit(tmp_path, rows, failing(2, 3))
-    before = journals(tmp_path)[0].read_bytes()
-    sit(tmp_path, rows, asking())
-    assert journals(tmp_path)[0].read_bytes() == before
-    sit(tmp_path, rows, failing(3), retry_failed=True)
-    assert [status for row, status in statuses(tmp_path) if row == "0:2"] == ["failed", "done"]
-    summary = merge(tmp_path, rows, INPUTS, GateConfig(), thinking())
-    assert (summary.status, summary.repeats) == ({"done": 4, "failed": 1}, 0)
-    sit(tmp_path, rows, asking(), retry_failed=True)
-    assert journals(tmp_path)[0].read_bytes().startswith(before)
-    sit(tmp_path / "whole", rows, asking())
-    assert merged(tmp_path, rows) == merged(tmp_path / "whole", rows)
+def test_a_journal_has_one_writer_and_a_damaged_line_in_it_is_named(tmp_path: Path) -> None:
+    row = Outcome("0:1", "done", "x: row 1", None, "s", ("a",), (Answer("b", "stop", 3, "r", (1, 2), (0,)),))
+    with journal(tmp_path, Share()) as append:
+        append(row)
+        append(row)
+        with pytest.raises(UserError, match="another process writes it"), journal(tmp_path, Share()):
+            pass
+    assert [ended.read() for ended in ended_rows(tmp_path)] == [row, row]
+    assert OUTCOME.validate_python(OUTCOME.dump_python(row, exclude_defaults=True)) == row
+    path = tmp_path / "journal/shard-00001-of-00001.jsonl"
+    path.write_text("{damaged}\n" + path.read_text())
+    with pytest.raises(UserError, match=r"jsonl: byte 0: no whole row; delete the line"):
+        list(ended_rows(tmp_path))
 
 
-def test_jobs_that_retry_together_ask_their_own_shares_failed_rows_again(tmp_path: Path) -> None:
-    """Each while the other is at work, and although another job, of all rows, had met the failures."""
-    rows = prompts(8)
-    sit(tmp_path, rows, failing(1, 2, 4, 5))
-    with Journal(tmp_path, Share(1, 2), INPUTS):
-        sit(tmp_path, rows, asking(), Share(2, 2), retry_failed=True)
-        assert sorted(row for row, status in statuses(tmp_path)[8:]) == ["0:1", "0:5"]
-    sit(tmp_path, rows, asking(), Share(1, 2), retry_failed=True)
-    assert len(statuses(tmp_path)) == 12
-    sit(tmp_path / "whole", rows, asking())
-    assert merged(tmp_path, rows) == merged(tmp_path / "whole", rows)
+def end_of(prompt: Prompt, answer: Callable[[list[str]], Answer], *questions: str) -> Outcome:
+    """How a row ends; answer is given the contents of the request's messages."""
+
+    async def ask(request: Request) -> Answer:
+        return answer([message["content"] for message in request.messages])
+
+    return asyncio.run(interview(prompt, ask, thinking(), config(), Overlap(questions, 8)))
 
 
-def test_a_retry_that_is_killed_loses_no_row(tmp_path: Path) -> None:
-    rows = prompts(6)
-    sit(tmp_path, rows, failing(1, 2, 4))
-    with pytest.raises(Killed):
-        sit(tmp_path, rows, dying(2), retry_failed=True, width=1)
-    assert merge(tmp_path, rows, INPUTS, GateConfig(), thinking()).status == {"done": 4, "failed": 2}
-    sit(tmp_path, rows, asking(), retry_failed=True)
-    assert merge(tmp_path, rows, INPUTS, GateConfig(), thinking()).status == {"done": 6}
+def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_is_full() -> None:
+    two = Prompt("0:1", "x", ("a", "b"), system="s")
+    ended = end_of(two, lambda texts: Answer(" ".join(texts), "stop", 2))
+    assert [answer.content for answer in ended.answers] == ["s a", "s a s a b"]
+    assert end_of(two, lambda _: Answer("half", "length", 2)).turns == ("a",)
 
+    def unanswered(status: Any) -> Outcome:
+        def answer(texts: list[str]) -> Answer:
+            if len(texts) > 2:
+                raise Unanswered(status, "why")
+            return Answer("c", "stop", 1)
 
-def test_rows_that_a_server_skipped_are_asked_again_and_the_recipes_own_are_not(tmp_path: Path) -> None:
-    rows = prompts(2)
-    with Journal(tmp_path, ONE, INPUTS) as journal:
-        journal.append(Outcome("0:0", "skipped", "rows: row 0", TOO_LONG_FOR_SERVER))
-        journal.append(Outcome("0:1", "skipped", "rows: row 1", "no problem was invented"))
-    job = Job(tmp_path, config(), {}, INPUTS)
-    assert not job.has_answers()
-    sit(tmp_path, rows, asking(), retry_failed=True)
-    assert statuses(tmp_path) == [("0:0", "skipped"), ("0:1", "skipped"), ("0:0", "done")]
-    assert job.has_answers()
+        return end_of(two, answer)
 
-
-def test_what_is_left_is_found_while_no_other_process_ends_rows(tmp_path: Path) -> None:
-    """A second process of the same share sees what the first has ended, or is refused."""
-    rows, job = prompts(3), Job(tmp_path, config(), {}, INPUTS)
-    with job.journal(ONE) as journal:
-        assert job.left(rows, journal, False) == (rows, 0)
-        with pytest.raises(UserError, match="another process writes it"), job.journal(ONE) as other:
-            job.left(rows, other, False)
-    sit(tmp_path, rows, asking())
-    with job.journal(ONE) as journal:
-        assert job.left(rows, journal, False) == ([], 3)
-
-
-def test_asking_for_token_ids_is_part_of_what_answers_are_made_from_and_how_they_are_carried_is_not(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "rows.jsonl").touch()
-
-    def inputs(**server: Any) -> dict[str, Any]:
-        section = config(sources=(SourceConfig(str(tmp_path / "rows.jsonl")),), server=ServerConfig(**server))
-        return Job.of(tmp_path, section, INPUTS, ("b", "a")).stage.inputs
-
-    one, two = ("http://one/v1",), ("http://one/v1", "http://two/v1")
-    assert inputs(urls=one) == inputs(urls=two, concurrency=3, timeout_s=5.0) != inputs(urls=one, token_ids=True)
-
-
-def test_a_job_that_is_refused_leaves_no_mark_on_the_journals(tmp_path: Path) -> None:
-    rows = prompts(3)
-    sit(tmp_path, rows, asking())
-    other = Job(tmp_path, config(), {}, {"target": "other"})
-    with pytest.raises(UserError, match="made with another target"), other.journal(Share(1, 2)) as journal:
-        other.left(rows, journal, False)
-    sit(tmp_path, rows, asking(), Share(1, 2))
-    assert len(merged(tmp_path, rows)) > 0
-
-
-def outcome(prompt: Prompt, answer: Any, **keys: Any) -> Outcome:
-    return asyncio.run(interview(asking(answer), **keys).outcome(prompt))
-
-
-def test_later_questions_follow_the_new_answers(tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-
-    def record(request: Request) -> Answer:
-        seen.append([message["content"] for message in request.messages])
-        return Answer(f"answer {len(seen)}", "stop", 2)
-
-    ended = outcome(Prompt("0:1", "x", ("a", "b"), system="s"), record)
-    assert seen == [["s", "a"], ["s", "a", "answer 1", "b"]]
-    assert [answer.content for answer in ended.answers] == ["answer 1", "answer 2"] and ended.num_tokens == 4
-
-
-def test_a_conversation_stops_behind_a_cut_answer_and_where_the_context_is_full() -> None:
-    cut = outcome(Prompt("0:1", "x", ("a", "b")), lambda _: Answer("half", "length", 2))
-    assert (cut.status, cut.turns) == ("done", ("a",))
-
-    def full(request: Request) -> Answer:
-        if len(request.messages) > 1:
-            raise Unanswered("skipped", "too long")
-        return echo(request)
-
-    assert outcome(Prompt("0:1", "x", ("a", "b")), full).turns == ("a",)
-
-    def broken(request: Request) -> Answer:
-        if len(request.messages) > 1:
-            raise Unanswered("failed", "HTTP 500")
-        return echo(request)
-
-    failed = outcome(Prompt("0:1", "x", ("a", "b")), broken)
-    assert (failed.status, failed.why, failed.answers) == ("failed", "HTTP 500", ())
+    assert (unanswered("skipped").status, unanswered("skipped").turns) == ("done", ("a",))
+    assert (unanswered("failed").status, unanswered("failed").why) == ("failed", "why")
 
 
 def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
-    def answer(request: Request) -> Answer:
-        assert len(request.messages) == 1
-        return Answer("Problem: 2 + 2?" if "Invent" in request.messages[0]["content"] else "4", "stop", 3)
+    prompt = Prompt("0:1", "x", invent="Invent.")
 
-    ended = outcome(Prompt("0:1", "x", invent="Invent a problem."), answer)
-    assert ended.turns[0].startswith("2 + 2?\n\n") and ended.answers[0].content == "4"
-    assert ended.invented is not None and ended.num_tokens == 6
-    near = outcome(Prompt("0:1", "x", invent="Invent a problem."), answer, questions=("2 2",))
-    assert (near.status, near.why) == ("skipped", "the invented problem overlaps an evaluation question")
-    cut = outcome(Prompt("0:1", "x", invent="Invent."), lambda _: Answer("Problem: 2 +", "length", 3))
-    assert (cut.status, cut.why) == ("skipped", "the invented problem is cut")
+    def answer(texts: list[str]) -> Answer:
+        return Answer("Problem: 2 + 2?" if texts == ["Invent."] else f"4 {len(texts)}", "stop", 3)
+
+    ended = end_of(prompt, answer)
+    assert ended.turns[0].startswith("2 + 2?\n\n") and ended.answers[0].content == "4 1" and ended.invented
+    assert end_of(prompt, answer, "2 2").why == "the invented problem overlaps an evaluation question"
+    assert end_of(prompt, lambda _: Answer("Problem: 2 +", "length", 3)).why == "the invented problem is cut"
 
 
 def test_a_conversation_that_the_template_refuses_is_skipped_unasked() -> None:
-    def never(_: Request) -> Answer:
-        raise AssertionError("asked")
-
-    refusing = Interview(asking(never), thinking(NO_SYSTEM), config(), Overlap((), 8))
-    ended = asyncio.run(refusing.outcome(Prompt("0:1", "x", ("a",), system="s")))
+    prompt = Prompt("0:1", "x", ("a",), system="s")
+    ended = asyncio.run(interview(prompt, echo, thinking(NO_SYSTEM), config(), Overlap((), 8)))
     assert (ended.status, ended.why) == ("skipped", "the chat template refuses it: System role not supported")
 
 
-def test_a_request_has_the_same_seed_whichever_job_draws_it() -> None:
-    def seeds(settings: DistillConfig) -> list[int]:
-        found: list[int] = []
-
-        def record(request: Request) -> Answer:
-            found.append(request.seed)
-            return echo(request)
-
-        for prompt in prompts(2, turns=2):
-            asyncio.run(interview(asking(record), settings).outcome(prompt))
-        return found
-
-    assert seeds(config()) == seeds(config()) != seeds(config(seed=1))
-    assert len(set(seeds(config()))) == 4 and all(0 <= seed < 2**31 for seed in seeds(config()))
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.target(tmp_path_factory.mktemp("target"))
 
 
-def test_a_row_of_the_journal_comes_back_as_it_was() -> None:
-    answer = Answer("b", "stop", 3, reasoning="r", token_ids=(1, 2), prompt_token_ids=(0,))
-    row = Outcome("0:1", "done", "x: row 1", None, "s", ("a",), (answer,), Answer("p", "length", 1))
-    assert Outcome.of(json.loads(row.line())) == row
+@pytest.fixture
+def recipe(tmp_path: Path, target: Path) -> Path:
+    """A recipe whose target answers six questions in process."""
+    rows = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"Please count {n} boats."} for n in range(6)])
+    section = {
+        "sources": [{"path": str(rows), "kind": "prompts"}],
+        "sampling": {"temperature": 0.0, "max_tokens": 12},
+        "gate": KEEP,
+    }
+    data = {"conversations": [str(tmp_path / "run/distilled/conversations.jsonl")], "held_out": 0.0}
+    values = {"run": str(tmp_path / "run"), "threads": 1, "target": {"path": str(target)}, "data": data}
+    return tiny.recipe(tmp_path / "recipe.yaml", {**values, "distill": section})
 
 
-def test_jobs_that_start_together_make_their_prompts_one_after_the_other(tmp_path: Path) -> None:
-    source = tmp_path / "questions.jsonl"
-    source.write_text('{"prompt": "a?"}\n')
-    section = DistillConfig((SourceConfig(path=str(source), kind="prompts"),))
-    job = Job.of(tmp_path / "distilled", section, {"target": "tiny"}, ())
-    with ThreadPoolExecutor(1) as pool, Lock(job.directory / LOCK) as first:
-        first.acquire()
-        second = pool.submit(job.prompts, (), True)
-        with pytest.raises(TimeoutError):
-            second.result(0.2)
-        assert not (job.directory / "prompts.jsonl").exists()
-        first.release()
-        assert [row.turns for row in second.result(30.0)] == [("a?",)]
-    assert not (job.directory / LOCK).exists()
+def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_asked(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run/distilled"
+    assert distill(recipe, "--is-whole") == 1 and distill(recipe) == 0 and distill(recipe, "--is-whole") == 0
+    assert "6 of 6 rows kept" in capsys.readouterr().out
+    before, answers = (run / "outcomes.jsonl").read_bytes(), (run / "journal/shard-00001-of-00001.jsonl").read_bytes()
+    assert distill(recipe) == 0 and capsys.readouterr().out == f"distill: whole, reused ({run})\n"
+    assert distill(recipe, "--distill.gate.cut", "drop") == 2
+    kept = (run / "conversations.jsonl").read_bytes()
+    assert distill(recipe, "--distill.gate.cut", "drop", "--overwrite") == 2  # all are cut: nothing is left
+    assert "no row is left to train on: 6 cut; see summary.html" in capsys.readouterr().err
+    assert (run / "conversations.jsonl").read_bytes() == kept and not (run / "provenance.json").exists()
+    assert (run / "journal/shard-00001-of-00001.jsonl").read_bytes() == answers  # asked nothing again
+    assert distill(recipe, "--distill.sampling.max_tokens", "5") == 2
+    assert "sampling.max_tokens: 12 there, 5 asked" in capsys.readouterr().err
+    assert distill(recipe, "--distill.sampling.max_tokens", "5", "--overwrite") == 0
+    assert max(row.answers[0].num_tokens for row in outcomes(tmp_path / "run")) == 5
+    assert distill(recipe, "--overwrite") == 0 and (run / "outcomes.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_draft_head_changes_nothing_but_the_speed(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert distill(recipe, "--distill.decoder", "vanilla") == 0
+    head = tmp_path / "drafted/heads/draft_lm"
+    tiny.llama(num_blocks=1, seed=5).save_pretrained(head)
+    tiny.tokenizer().save_pretrained(head)
+    values = {**yaml.safe_load(recipe.read_text()), "run": str(tmp_path / "drafted")}
+    drafted = tiny.recipe(tmp_path / "drafted.yaml", {**values, "head": {"kind": "draft_lm", "init_from": str(head)}})
+    capsys.readouterr()
+    assert distill(drafted) == 0 and f"answers in this process with {head}" in capsys.readouterr().out
+    assert outcomes(tmp_path / "drafted") == outcomes(tmp_path / "run")
+
+
+def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(recipe: Path, tmp_path: Path) -> None:
+    def question(number: int) -> str:
+        row = {"question_id": number, "category": "a", "turns": [f"Please count {number} boats."]}
+        return str(write_rows(tmp_path / f"{number}.jsonl", [row]))
+
+    values = yaml.safe_load(recipe.read_text())
+    values["bench"] = {"prompts": {"path": question(3), "num_prompts": 1}, "rows": [{"method": "vanilla"}]}
+    values["tune"] = {name: {"path": question(n), "num_prompts": 1} for n, name in ((1, "prompts"), (2, "measure"))}
+    values["distill"]["exclude"] = [{"name": "ours", "path": question(4)}]
+    path = tiny.recipe(tmp_path / "measured.yaml", values)
+    assert distill(path, "--plan") == 0 and not (tmp_path / "run").exists()
+    assert distill(path) == 0
+    assert [row.status for row in outcomes(tmp_path / "run")] == ["done", *["skipped"] * 4, "done"]
+    write_rows(tmp_path / "3.jsonl", [{"question_id": 3, "category": "a", "turns": ["Please count 5 boats."]}])
+    assert distill(path, "--is-whole") == 1 and distill(path) == 2  # other questions are held out now
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--shard", "3/2"], "--shard: 3/2 is no share; write i/n"),
+        (["--merge", "--retry-failed"], "--merge asks nothing, and --retry-failed asks again"),
+        (["--merge", "--shard", "1/2"], "leave --shard 1/2 out"),
+        (["--distill.gate.cut", "maybe"], "distill.gate.cut: input should be 'keep' or 'drop'"),
+        (["--distill.server.urls", "[host]"], "http://host:8000/v1, not host"),
+        (["--distill.sources", "[]"], "sources is empty"),
+        (["--distill.sources", json.dumps([{"path": "x", "ask": "problem"}])], "ask belongs to personas"),
+    ],
+)
+def test_mistakes_are_refused_in_a_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    assert distill(recipe, *words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and line in lines[0]

@@ -1,0 +1,122 @@
+"""The client against a scripted server: what is tried again, what a row pays for, and what stops the run."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import SamplingConfig, ServerConfig
+from aerie.data.distill.answer import FILTERED, TOO_LONG, Answer, Request, ServedTarget, Unanswered
+from tests.data.distill.faults import Proxy, Script, completion, free_port
+
+
+def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None, **settings: Any) -> list[Any]:
+    """The answers, as text where nothing else came with it, or what they ended with; all are under way at once."""
+
+    async def run() -> list[Any]:
+        config = ServerConfig(tuple(urls), **{"concurrency": 2, "retries": 1, "timeout_s": 5.0, **settings})
+        drawn = SamplingConfig(max_tokens=9, **sampling or {})
+        async with asyncio.timeout(60.0), ServedTarget(config, "m", "key", drawn) as served:
+            requests = [Request(({"role": "user", "content": text},), drawn, 11) for text in questions]
+            return await asyncio.gather(*map(served, requests), return_exceptions=True)
+
+    ends = asyncio.run(run())
+    return [end.content if end == Answer(getattr(end, "content", ""), "stop", 3) else end for end in ends]
+
+
+def poisoned(fault: str) -> Script:
+    """One row always meets the fault, all others are answered."""
+    return Script(lambda question, _: fault if question == "poison" else "")
+
+
+@pytest.mark.parametrize("fault", ["500", "502", "503", "429", "cut", "half", "garbled", "slow"])
+def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str) -> None:
+    script = Script(lambda question, tries: fault if question == "a" and tries < 3 else "")
+    with Proxy(script) as proxy:
+        few = 1 if fault == "garbled" else 3  # an answer that cannot be read is asked for twice
+        script.fault = lambda question, tries: fault if question == "a" and tries < few else ""
+        assert ask([proxy.url], "a", timeout_s=0.5 if fault == "slow" else 5.0) == ["re: a"]
+        assert script.asked == ["a"] * (few + 1)
+
+
+@pytest.mark.parametrize("fault", ["400", "500", "502", "503", "cut", "garbled"])
+@pytest.mark.parametrize("others", [[], ["b", "c", "d"]])
+def test_a_row_that_the_server_alone_cannot_answer_has_failed(fault: str, others: list[str]) -> None:
+    with Proxy(poisoned(fault)) as proxy:
+        error, *good = ask([proxy.url], "poison", *others)
+    assert isinstance(error, Unanswered) and error.status == "failed"
+    assert good == [f"re: {text}" for text in others]
+
+
+@pytest.mark.parametrize("fault", ["429", "full"])  # SGLang's own word for too many requests is 503
+def test_no_row_pays_for_a_server_that_has_too_much_to_do(fault: str) -> None:
+    with Proxy(Script(lambda question, tries: fault if question != "Hi" and tries < 12 else "")) as proxy:
+        assert ask([proxy.url], "a", "b", "c") == ["re: a", "re: b", "re: c"]
+
+
+@pytest.mark.parametrize("fault", ["502", "503", "500", "cut", "slow"])
+def test_no_row_fails_when_the_server_goes_down_and_the_run_stops_when_patience_is_over(fault: str) -> None:
+    is_down = [False]
+
+    def meet(question: str, _: int) -> str:
+        is_down[0] |= question != "Hi"
+        return fault if is_down[0] else ""
+
+    with Proxy(Script(meet)) as proxy:
+        ends = ask([proxy.url], "a", "b", "c", patience_s=0.5, retries=0, timeout_s=0.4)
+    assert all(isinstance(end, UserError) for end in ends)
+    assert "no server has answered for 0.5 s" in str(ends[0])
+
+
+def test_a_server_that_is_gone_is_left_to_the_others_and_without_any_the_run_stops(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gone = f"http://127.0.0.1:{free_port()}/v1"
+    with Proxy(Script()) as proxy:
+        assert ask([gone, proxy.url], *"abcdefgh") == [f"re: {text}" for text in "abcdefgh"]
+    with pytest.raises(UserError, match=r"no server has answered for 0\.3 s"):
+        ask([gone], "a", patience_s=0.3)
+    assert f"warning: {gone}: Connection error.; it is asked again" in capsys.readouterr().err
+
+
+def test_what_is_too_long_or_filtered_is_skipped() -> None:
+    with Proxy(poisoned("long")) as proxy:
+        [error] = ask([proxy.url], "poison")
+        assert (error.status, error.why) == ("skipped", TOO_LONG)
+    script = Script(reply=lambda asked: completion(asked, finish_reason="content_filter" if script.asked else "stop"))
+    with Proxy(script) as proxy:
+        [error] = ask([proxy.url], "a")
+        assert (error.status, error.why, script.asked) == ("skipped", FILTERED, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [("401", "check distill.server.urls"), ("404", "check distill.server.urls"), ("long", "check distill.sampling")],
+)
+def test_a_wrong_key_address_or_length_stops_the_run_with_the_fix(fault: str, line: str) -> None:
+    with Proxy(Script(lambda *_: fault)) as proxy, pytest.raises(UserError, match=line):
+        ask([proxy.url], "a")
+    assert len(proxy.script.bodies) == 1
+
+
+def test_requests_are_spread_over_the_servers_within_their_limits() -> None:
+    one, two = (Script(lambda question, _: "slow" if question != "Hi" else "", slow_s=0.1) for _ in range(2))
+    with Proxy(one) as first, Proxy(two) as second:
+        assert ask([first.url, second.url], *"abcdefghijkl") == [f"re: {text}" for text in "abcdefghijkl"]
+    assert len(one.asked) >= 4 and len(two.asked) >= 4 and len(one.asked) + len(two.asked) == 12
+    assert one.most_under_way <= 3 and two.most_under_way <= 3  # one is answered before it is counted as over
+
+
+def test_a_request_says_how_to_sample_and_an_answer_brings_thinking_and_ids() -> None:
+    def reply(asked: dict[str, Any]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "four", "reasoning": "2 + 2", "reasoning_content": ""}
+        return {**completion(asked, message=message, token_ids=[7, 3]), "prompt_token_ids": [1, 2]}
+
+    with Proxy(Script(reply=reply)) as proxy:
+        greedy = ask([proxy.url], "a", sampling={"temperature": 0.0})
+        ask([proxy.url], "a", sampling={"top_p": 0.9, "top_k": 4}, token_ids=True, extra_body={"min_p": 0.1})
+    assert greedy == [Answer("four", "stop", 3, "2 + 2", (7, 3), (1, 2))]
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0.0, "max_tokens": 9}
+    drawn = {"top_p": 0.9, "seed": 11, "top_k": 4, "min_p": 0.1, "return_token_ids": True, "temperature": 1.0}
+    assert [body, body | drawn] == [each for each in proxy.script.bodies if each["messages"][0]["content"] == "a"]

@@ -1,0 +1,147 @@
+"""Thinking is put where the template has it, and rows to train on hold what the target wrote, token for token."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DataConfig
+from aerie.data.chat import end_of_turn_ids
+from aerie.data.conversations import Tally
+from aerie.data.distill.answer import Answer, Outcome
+from aerie.data.distill.thinking import Thinking, training_rows
+from aerie.data.tokens import tokenize
+from tests.data import chat_targets
+from tests.data.distill.answering import thinking, write_rows
+
+# As QwQ's and DeepSeek's: what stands before </think> is left out of every answer.
+THINK_LESS = chat_targets.CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
+IN_TAGS, OPENING, DROPPING = chat_targets.CHATML, chat_targets.THINK_OPENING, chat_targets.THINK_DROPPING
+
+
+def of(template: str, **arguments: Any) -> Thinking:
+    end = "<|eot_id|>" if template is chat_targets.TRIMMING else "<|im_end|>"
+    tokenizer = chat_targets.build_tokenizer(template, end)
+    return Thinking(tokenizer, end_of_turn_ids(tokenizer, None), arguments)
+
+
+def rows_of(reader: Thinking, *answers: Answer) -> list[dict[str, Any]]:
+    return training_rows(Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers), reader)
+
+
+def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:
+    """The text of each row that training supervises."""
+    config = DataConfig((str(write_rows(path / "rows.jsonl", rows)),), held_out=0.0)
+    read = tokenize(config, reader.tokenizer, reader.end_ids, Tally(), speaks=False).train
+    return [reader.tokenizer.decode([t for t, n in zip(row.input_ids, row.turns, strict=True) if n]) for row in read]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (DROPPING, {"content": "four", "reasoning_content": "2 + 2"}),
+        (OPENING, {"content": "four", "reasoning_content": "2 + 2"}),
+        (IN_TAGS, {"content": "<think>\n2 + 2\n</think>\n\nfour"}),
+        (THINK_LESS, {"content": "four"}),
+    ],
+)
+def test_thinking_stands_where_the_template_looks_for_it(template: str, message: dict[str, str]) -> None:
+    reader = of(template)
+    assert reader.message(Answer("four", "stop", 3, reasoning="2 + 2")) == {"role": "assistant", **message}
+    assert reader.message(Answer("four", "stop", 1)) == {"role": "assistant", "content": "four"}
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "is_text"),
+    [
+        (OPENING, "2 + 2\n</think>\n\nfour", True),
+        (OPENING, "2 + 2</think>four", False),
+        (DROPPING, "<think>\n2 + 2\n</think>\n\nfour", True),
+        (DROPPING, "<think>\n\n2 + 2\n</think>\nfour", False),
+        (IN_TAGS, "<think>2 + 2</think>four", True),
+        (THINK_LESS, "<think>2 + 2</think>four", False),
+    ],
+)
+def test_what_is_learnt_is_what_the_target_wrote_and_not_how_thinking_is_usually_spelt(
+    template: str, text: str, is_text: bool, tmp_path: Path
+) -> None:
+    reader = of(template)
+    read = reader.read(Answer(text, "stop", 9))
+    assert ((read.reasoning or "").strip(), read.content.strip(), reader.spelt(read)) == ("2 + 2", "four", text)
+    rows = rows_of(reader, read)
+    assert ("messages" in rows[0]) == is_text
+    assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
+
+
+def test_cut_thinking_and_closing_tags_in_content(tmp_path: Path) -> None:
+    cut = of(OPENING).read(Answer("2 +", "length", 3))
+    assert (cut.reasoning, cut.content) == ("2 +", "")
+    for template, answer in (
+        (IN_TAGS, Answer("2 + 2", "length", 3)),
+        (IN_TAGS, Answer("DeepSeek ends its thoughts with </think>.", "stop", 9)),
+        (OPENING, Answer("four </think>", "stop", 3, reasoning="r")),
+    ):
+        assert of(template).read(answer) == answer
+
+
+def test_blank_thinking_of_a_server_is_none_unless_the_prompt_has_opened_it(tmp_path: Path) -> None:
+    for template in (IN_TAGS, THINK_LESS, DROPPING):
+        reader, sent = of(template), Answer("four", "stop", 2, reasoning="\n")
+        assert reader.read(sent) == Answer("four", "stop", 2) and reader.spelt(sent) == "four"
+        [text] = learnt(rows_of(reader, reader.read(sent)), reader, tmp_path)
+        assert text.endswith("four<|im_end|>") and "think" not in text
+    opened = of(OPENING)
+    assert opened.spelt(opened.read(Answer("four", "stop", 2, reasoning=""))) == "\n</think>\n\nfour"
+    untold = opened.read(Answer("2 + 2\n</think>\n\nfour", "stop", 9, reasoning=""))
+    assert (untold.reasoning, opened.spelt(untold)) == ("2 + 2\n", "2 + 2\n</think>\n\nfour")
+
+
+def test_ids_that_came_with_the_answers_are_what_is_trained_on(tmp_path: Path) -> None:
+    reader = thinking()
+    first, end = reader.ids(reader.prompt([{"role": "user", "content": "a?"}])), min(reader.end_ids)
+    odd = [*reader.ids("o"), *reader.ids("ne")]  # not how the tokenizer would cut it
+    second = [*first, *odd, end, *reader.ids("<|user|>b?<|end|><|assistant|>")]
+    given = Answer("one", "stop", 3, token_ids=(*odd, end), prompt_token_ids=tuple(first))
+    without_end = Answer("one", "stop", 3, token_ids=tuple(odd), prompt_token_ids=tuple(first))
+    follow_up = Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=tuple(second))
+    for answer in (given, without_end):  # some servers leave the end out; it is learnt all the same
+        [row] = rows_of(reader, answer, follow_up)
+        assert row["input_ids"] == [*second, 9, end]
+        supervised = [token for token, is_learnt in zip(row["input_ids"], row["loss_mask"], strict=True) if is_learnt]
+        assert supervised == [*odd, end, 9, end]
+    moved = Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=(1, 2, 3))
+    assert [row["input_ids"] for row in rows_of(reader, given, moved)] == [[*first, *odd, end], [1, 2, 3, 9, end]]
+    mixed = rows_of(reader, given, Answer("two", "stop", 2))
+    assert mixed[0]["input_ids"][: len(first) + len(odd) + 1] == [*first, *odd, end]
+    assert "".join(learnt(mixed, reader, tmp_path)) == "one<|end|>two<|end|>"
+
+
+def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(tmp_path: Path) -> None:
+    reader = thinking()
+    rows = rows_of(reader, Answer("one.", "stop", 2), Answer("½ “two”", "stop", 2))
+    assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
+    assert learnt(rows, reader, tmp_path) == ["one.<|end|>½ “two”<|end|>"]
+    cut = rows_of(reader, Answer("one.", "stop", 2), Answer("and tw", "length", 2))
+    assert learnt(cut, reader, tmp_path) == ["one.<|end|>and tw"]
+    trimming = of(chat_targets.TRIMMING)
+    assert learnt(rows_of(trimming, Answer(" four\n", "stop", 3)), trimming, tmp_path) == [" four\n<|eot_id|>"]
+    less = of(THINK_LESS)  # thinking that the template leaves out is learnt, and is not in the history
+    rows = rows_of(less, Answer("four", "stop", 3, reasoning="2 + 2"), Answer("six", "stop", 3, reasoning="3 + 3"))
+    texts = [f"<think>\n{n} + {n}\n</think>\n\n{text}<|im_end|>" for n, text in ((2, "four"), (3, "six"))]
+    assert learnt(rows, less, tmp_path) == texts and "2 + 2" not in less.tokenizer.decode(rows[1]["input_ids"])
+
+
+def test_prompts_are_rendered_with_the_servers_arguments_and_rows_of_text_are_not(tmp_path: Path) -> None:
+    switched = IN_TAGS.replace("assistant\\n'", "assistant\\n' + ('' if thinks | default(true) else '<think></think>')")
+    plain, reader = of(switched), of(switched, thinks=False)
+    answer = Answer("four", "stop", 2)
+    assert "messages" in rows_of(plain, answer)[0]
+    rows = rows_of(reader, answer)
+    assert learnt(rows, reader, tmp_path) == ["four<|im_end|>"]
+    assert "<think></think>" in reader.tokenizer.decode(rows[0]["input_ids"])
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no chat template; name one with target\.chat_template"):
+        thinking(None)
