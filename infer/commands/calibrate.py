@@ -66,15 +66,13 @@ def _measure_calibration(
 ) -> tuple[str, int]:
     prepare(recipe.threads)
     from aerie.data.progress import bar
-    from aerie.infer.measure.calibrate import Settings, record, write_calibration
-    from aerie.infer.measure.rebuilt_tree import rebuild
+    from aerie.infer.measure.calibrate import rebuild, record, write_calibration
     from aerie.infer.measure.tasks import encode, load_prompts
 
     section = recipe.calibrate
     assert section is not None
     prompts = load_prompts(section.prompts)
     target, tokenizer, decoder = _decoder(recipe, asked, head)
-    settings = Settings(section.prompts.max_new_tokens, section.temperature, section.oracle_levels, recipe.seed)
     with bar(len(prompts), "prompts", "calibrate") as progress:
 
         def questions() -> "Iterator[tuple[Tensor, str]]":
@@ -82,11 +80,11 @@ def _measure_calibration(
                 yield encode(prompt.text, tokenizer, target), prompt.task
                 progress.update()
 
-        recording = record(decoder, asked.tree, questions(), settings)
+        recording = record(decoder, asked.tree, questions(), section, recipe.seed)
     lines = write_calibration(stage.output, recording, section.bins, head, lambda token: str(tokenizer.decode([token])))
     encoded = [encode(prompt.text, tokenizer, target) for prompt in prompts]
     rebuilt = rebuild(target, asked, head, encoded, section, stage.output)
-    stage.finish(nodes=len(recording.nodes.prompt), cycles=len(recording.nodes.accepted_length))
+    stage.finish(nodes=len(recording.tables["nodes"]), cycles=len(recording.tables["cycles"]))
     print("\n".join([*lines, *([rebuilt] if rebuilt else [])]))
     return "done", 0
 

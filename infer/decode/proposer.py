@@ -95,7 +95,7 @@ class Drafting:
 
     def __init__(self, drafter: CachedDrafter, shape: Shape, forwards_per_tree: int | None = None) -> None:
         self.drafter, self.shape = drafter, shape
-        self._forwards_per_tree = forwards_per_tree
+        self.forwards_per_tree = forwards_per_tree
         self._sampler: Sampler | None = None
 
     @property
@@ -118,7 +118,7 @@ class Drafting:
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         assert self._sampler is not None, "reset first"
         tree = self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep)
-        return tree if self._forwards_per_tree is None else replace(tree, draft_forwards=self._forwards_per_tree)
+        return tree if self.forwards_per_tree is None else replace(tree, draft_forwards=self.forwards_per_tree)
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
         self.drafter.commit(tokens, features)

@@ -28,7 +28,7 @@ from aerie.data.progress import bar
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, make_decoder
-from aerie.infer.measure.cycles import AnswerKey, CycleLog, CycleRecorder, Origin, watched
+from aerie.infer.measure.cycles import AnswerKey, Origin, Recorder, append_lines, keep_answers, keep_pools, lines_of
 from aerie.infer.measure.record import (
     Asked,
     AskedCell,
@@ -435,8 +435,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
     bench.directory.mkdir(parents=True, exist_ok=True)
     jobs = jobs_of(bench.suite, prompts)
     done: dict[AnswerKey, Record] = {(r.row, r.sampling, r.prompt_key): r for r in _known(bench, prompts)}
-    log = CycleLog(bench.cycles_path)
-    log.keep(done)
+    keep_answers(bench.cycles_path, done)
     _warm_up(bench, prompts)
     total = sum(len(job.rows) for job in jobs)
     with bench.records_path.open("a", encoding="utf-8") as file, bar(total, "answers", "bench") as progress:
@@ -447,7 +446,9 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
                 if key not in done:
                     done[key], lines = _recorded(bench, job, row, done, seed + job.number)
                     if lines:
-                        log.append(lines)  # before the record: without one they are dropped and measured again
+                        append_lines(
+                            bench.cycles_path, lines
+                        )  # before the record: without one they are dropped and measured again
                     file.write(line_of(done[key]))
                     file.flush()
                     os.fsync(file.fileno())
@@ -523,14 +524,14 @@ def _recorded(bench: Bench, job: Job, row: int, done: dict[AnswerKey, Record], s
     common |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
     if not bench.config.cycles:
         return _measured(bench, origin, common, ids, seed), []
-    with watched(bench.decoders[row]) as growth:
-        recorder = CycleRecorder(origin, growth)
-        record = _measured(bench, origin, common, ids, seed, recorder)
-    return record, recorder.lines if record.status == "ok" else []
+    keep_pools(bench.decoders[row])
+    recorder = Recorder()
+    record = _measured(bench, origin, common, ids, seed, recorder)
+    return record, lines_of(origin, recorder.records) if record.status == "ok" else []
 
 
 def _measured(
-    bench: Bench, origin: Origin, common: dict[str, Any], ids: Tensor, seed: int, recorder: CycleRecorder | None = None
+    bench: Bench, origin: Origin, common: dict[str, Any], ids: Tensor, seed: int, recorder: Recorder | None = None
 ) -> Record:
     """One answer as a record; a failure is a record with its message and no time.
 

@@ -1,215 +1,171 @@
-"""Every table of the calibration from what was recorded: the content of analysis.json."""
+"""`calibrate`: decodes held-out prompts, and says how a head's confidence predicts acceptance.
 
-from __future__ import annotations
+Writes the recorded tables (*.parquet), calibration.json, analysis.json, calibrator.json (beside the head too), and for
+a static tree choices.yaml.
+"""
 
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, product
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import log_expit, logit
 from sklearn.isotonic import IsotonicRegression
 from torch import Tensor
 
-from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.decode import TreeConfig
+from aerie.configs.errors import warn
+from aerie.configs.schema.decode import Choice, MethodConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.measure import CalibrateConfig
+from aerie.data.progress import bar
 from aerie.infer.decode.calibrator import FLOOR, Calibrator, Kind, save
 from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import Drafters, make_decoder
 from aerie.infer.decode.proposer import Cycle
-from aerie.infer.measure.bounds import (
-    PAPER_C,
-    FrontierArrays,
-    FrontierRecorder,
-    LawArrays,
-    LawRecorder,
-    LevelArrays,
-    PositionArrays,
-    PositionRecorder,
-    bounds,
-    branch_reliability,
-    brier,
-    by_position,
-    deagle_bound,
-    divergence_before_rejection,
-    ece,
-    entropy_by_outcome,
-    is_held_out,
-    level_reliability,
-    ratio_distribution,
-    reliability,
-    shares_by_c,
-    sorted_laws,
-    summarise,
-    token_inequalities,
-    token_table,
-)
-from aerie.infer.measure.cycles import NodeCollector, watched
-from aerie.infer.measure.oracle import OracleArrays, OracleRecorder, summarise_oracle, with_oracle
-from aerie.infer.measure.record import CycleArrays, FloatArray, write_cycles
-from aerie.model.storage import CALIBRATOR, digests, write_atomically, write_json
+from aerie.infer.measure import bounds
+from aerie.infer.measure.bounds import curve, held_out, levels_of, mean, reliability
+from aerie.infer.measure.cycles import Recorder, Tables, joined, keep_pools, tables_of
+from aerie.infer.measure.oracle import Oracle, summarise_oracle
+from aerie.infer.measure.record import FloatArray
+from aerie.model.storage import CALIBRATOR, digests, write_atomically, write_json, write_text
+from aerie.model.target import Target
 
-FILE = "analysis.json"
-SCHEMA = 1
+SCHEMA = 1  # of analysis.json
+EDGE = 1e-7  # confidence 0 or 1 in single precision is not certainty
+KINDS: tuple[Kind, ...] = ("temperature", "isotonic")
+CHOICES = "choices.yaml"
+REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The cycles of some prompts; tasks[prompt] names the prompt's task."""
+
+    tables: Tables
+    tasks: tuple[str, ...]
+    temperature: float
+
+
+def record(
+    decoder: SpeculativeDecoder,
+    tree: TreeConfig | None,
+    questions: Iterable[tuple[Tensor, str]],
+    section: CalibrateConfig,
+    seed: int = 0,
+) -> Recording:
+    """Decodes prompts [1, T], each with its task. tree: the decoder's own, null where it grows none.
+
+    Sampling has neither top_k nor top_p. With section.oracle_levels the cycles have the columns `oracle` and `cap`.
+    """
+    drafts = keep_pools(decoder)
+    settings: dict[str, Any] = {"max_new_tokens": section.prompts.max_new_tokens, "do_sample": section.temperature > 0}
+    if section.temperature > 0:
+        settings |= {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
+    oracle = None
+    if section.oracle_levels is not None and drafts and tree is not None:
+        oracle = Oracle(decoder, tree, section.oracle_levels, seed)
+    tables, tasks = [], []
+    for number, (ids, task) in enumerate(questions):
+        recorder = Recorder()
+
+        def on_cycle(cycle: Cycle, recorder: Recorder = recorder) -> None:
+            recorder(cycle)
+            if oracle is not None:
+                oracle.on_cycle(cycle)
+
+        generator = torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
+        done = decoder.generate(ids, on_cycle=on_cycle, generator=generator, **settings)
+        tables.append(tables_of(number, recorder.records, done.sequences[0].tolist()))
+        tasks.append(task)
+    whole = joined(tables)
+    if oracle is not None:
+        whole["cycles"][["oracle", "cap"]] = np.array(oracle.lengths, dtype=np.float64).reshape(-1, 2)
+    return Recording(whole, tuple(tasks), section.temperature)
 
 
 def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) -> dict[str, Any]:
-    """The tables, JSON-ready; name gives a token id's text. A part is null where nothing was recorded for it."""
-    nodes, laws = recording.nodes, recording.laws
-    task_of = np.array(recording.tasks, dtype=np.str_)[nodes.prompt] if nodes.prompt.size else np.zeros(0, np.str_)
-    depths = sorted({int(depth) for depth in nodes.depth})
-    tasks = list(dict.fromkeys(recording.tasks))
+    """The content of analysis.json but for the calibrator; name gives a token id's text.
+
+    A part is null where nothing was recorded for it.
+    """
+    cycles, nodes, laws, frontier = (recording.tables[name] for name in ("cycles", "nodes", "laws", "frontier"))
+    task_of = nodes.prompt.map(dict(enumerate(recording.tasks)))
+    branches = reliability(frontier.survival.to_numpy(), frontier.accepted.to_numpy(dtype=np.float64), bins)
     return {
         "schema": SCHEMA,
-        "temperature": nodes.temperature,
+        "temperature": recording.temperature,
         "prompts": len(recording.tasks),
-        "cycles": int(nodes.accepted_length.size),
-        "by_depth": [{"depth": depth, **_curve(nodes, nodes.depth == depth, bins)} for depth in depths],
-        "by_task": [{"task": task, **_curve(nodes, task_of == task, bins)} for task in tasks],
-        "positions": by_position(recording.positions),
-        "branches": None if recording.frontier is None else branch_reliability(recording.frontier, bins),
-        "levels": None if recording.levels is None else level_reliability(recording.levels, bins),
-        "laws": None if laws is None or not laws.tvd.size else analyse_laws(laws, recording.tasks, name, bins),
-        "oracle": None if recording.oracle is None else summarise_oracle(recording.oracle),
-    }
-
-
-def analyse_laws(laws: LawArrays, tasks: tuple[str, ...], name: Callable[[int], str], bins: int) -> dict[str, Any]:
-    """What is said of laws alone: DEAGLE's inequalities, SVIP's bounds, and rejected tokens."""
-    return {
-        "inequalities": token_inequalities(laws),
-        "deagle": deagle_bound(laws, bins),
-        "bounds": [bounds(laws, c) for c in PAPER_C],
-        "ratio": ratio_distribution(laws),
-        "by_c": shares_by_c(laws),
-        "entropy": entropy_by_outcome(laws, tasks),
-        "before_rejection": divergence_before_rejection(laws),
-        "sorted": sorted_laws(laws),
-        "tokens": token_table(laws, name),
-    }
-
-
-def _curve(nodes: CycleArrays, here: NDArray[np.bool_], bins: int) -> dict[str, Any]:
-    """Bins, ECE and Brier of some nodes (EAGLE-2, figure 6)."""
-    confidence, acceptance = nodes.confidence[here], nodes.acceptance[here]
-    table = reliability(confidence, acceptance, bins)
-    return {
-        "nodes": int(confidence.size),
-        "confidence": float(confidence.mean()) if confidence.size else None,
-        "acceptance": float(acceptance.mean()) if acceptance.size else None,
-        "ece": ece(table),
-        "brier": brier(confidence, acceptance),
-        "bins": [asdict(item) for item in table],
+        "cycles": len(cycles),
+        "by_depth": [{"depth": int(depth), **curve(part, bins)} for depth, part in nodes.groupby("depth")],
+        "by_task": [{"task": task, **curve(nodes[task_of == task], bins)} for task in dict.fromkeys(recording.tasks)],
+        "positions": bounds.by_place(nodes),
+        "branches": branches if len(frontier) else None,
+        "levels": {"by_depth": bounds.level_table(levels_of(frontier, cycles))} if len(frontier) else None,
+        "laws": {
+            "inequalities": bounds.token_inequalities(laws),
+            "deagle": bounds.deagle_bound(laws, bins),
+            "bounds": [bounds.acceptance_bounds(laws, c) for c in bounds.PAPER_CS],
+            "ratio": bounds.entropy_ratio(laws),
+            "by_c": bounds.shares_by_c(laws),
+            "entropy": bounds.entropy_by_outcome(laws, recording.tasks),
+            "before_rejection": bounds.divergence_before_rejection(laws),
+            "sorted": bounds.sorted_laws(laws),
+            "tokens": bounds.token_table(laws, name),
+        }
+        if len(laws)
+        else None,
+        "oracle": summarise_oracle(cycles) if "oracle" in cycles else None,
     }
 
 
 def write_calibration(
     output: Path, recording: Recording, bins: int, head: str | None, name: Callable[[int], str]
 ) -> list[str]:
-    """Writes cycles.npz, recorded.npz, calibration.json and analysis.json, and calibrator.json also beside the head.
-
-    The lines tell what was found. name gives a token id's text.
-    """
-    nodes = recording.nodes
-    write_cycles(output / "cycles.npz", nodes)
-    recording.write(output)
-    summary = summarise(nodes, bins)
-    fitted = fit_and_score(nodes, bins)
-    tables = analyse(recording, name, bins)
-    tables["calibrator"] = None if fitted is None else fitted[1]
+    """Writes every file of a calibration but for choices.yaml; the lines tell what was found."""
+    nodes, cycles = recording.tables["nodes"], recording.tables["cycles"]
+    for table, rows in recording.tables.items():
+        write_atomically(output / f"{table}.parquet", partial(rows.to_parquet, index=False))
+    summary = bounds.summarise(nodes, cycles, recording.temperature, bins)
+    fitted = fit_and_score(recording, bins)
     write_json(output / "calibration.json", summary)
-    write_json(output / FILE, tables)
-    lines = [
-        f"calibrate: {len(nodes.prompt):,} drafted nodes of {len(nodes.accepted_length):,} cycles"
-        + (f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}" if len(nodes.prompt) else "")
-    ]
+    write_json(output / "analysis.json", {**analyse(recording, name, bins), "calibrator": fitted and fitted[1]})
+    measured = f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}" if len(nodes) else ""
+    lines = [f"calibrate: {len(nodes):,} drafted nodes of {len(cycles):,} cycles{measured}"]
     if fitted is None:
         return [*lines, "calibrate: no calibrator: one half of the prompts drafted nothing"]
-    lines.append(calibrator_text(fitted[1]))
-    lines += _save(fitted[0], output, head)
-    return lines
-
-
-def calibrator_text(scores: dict[str, Any]) -> str:
-    """One line: ECE on the held-out half before and after."""
-    held_out = scores["held_out"]
-    return (
+    calibrator, scores = fitted
+    before, by_temperature, isotonic = (scores["held_out"][kind]["ece"] for kind in ("before", *KINDS))
+    lines.append(
         f"calibrate: on {scores['held_out_prompts']} prompts that the calibrator was not fitted on: ECE "
-        f"{held_out['before']['ece']:.4f} before, {held_out['temperature']['ece']:.4f} by temperature "
-        f"{scores['temperature']:.3f}, {held_out['isotonic']['ece']:.4f} isotonic"
+        f"{before:.4f} before, {by_temperature:.4f} by temperature {scores['temperature']:.3f}, {isotonic:.4f} isotonic"
     )
-
-
-def _save(calibrator: Calibrator, output: Path, head: str | None) -> list[str]:
-    if head is None:
-        save(calibrator, output)
-        return []
-    place = Path(head)
-    if not place.is_dir():
-        save(calibrator, output)
-        return [f"calibrate: {head} is no directory, so the calibrator stays in {output}"]
-    calibrator = replace(calibrator, head=digests(place))
+    beside = Path(head) if head is not None and Path(head).is_dir() else None
+    if beside is not None:
+        calibrator = replace(calibrator, head=digests(beside))
     save(calibrator, output)
+    if beside is None:
+        return [*lines, *([f"calibrate: {head} is no directory, so the calibrator stays in {output}"] if head else [])]
     try:
-        save(calibrator, place)
+        save(calibrator, beside)
     except OSError as error:
-        warn(f"{place}: {CALIBRATOR} cannot be written ({error.strerror or error}); it stays in {output}")
-        return []
-    return [f"calibrate: {place / CALIBRATOR}: decode by it with --tree.calibrated temperature or isotonic"]
-
-
-T = TypeVar("T")
-
-
-def write_arrays(path: Path, groups: Mapping[str, Any]) -> None:
-    """Writes dataclasses of arrays atomically, each field as GROUP.FIELD."""
-    values = {
-        f"{name}.{field.name}": getattr(group, field.name) for name, group in groups.items() for field in fields(group)
-    }
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as handle:  # a path without .npz would get the suffix appended
-            np.savez_compressed(handle, **values)
-
-    write_atomically(path, write)
-
-
-def read_arrays(path: Path, group: str, kind: type[T]) -> T:
-    """The dataclass of arrays that was written under this name; UserError when the file does not hold it."""
-    fix = "collect it again with: python infer/main.py calibrate"
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = {field.name: f"{group}.{field.name}" for field in fields(kind)}  # type: ignore[arg-type]
-            missing = sorted(set(names.values()) - set(file.files))
-            if missing:
-                raise UserError(f"{path}: missing {', '.join(missing)}; {fix}")
-            return kind(**{field: file[name] for field, name in names.items()})
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; {fix}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path}: not an npz file of arrays ({error}); {fix}") from error
-
-
-EDGE = 1e-7  # confidence 0 or 1 in single precision is not certainty
-KINDS: tuple[Kind, ...] = ("temperature", "isotonic")
+        warn(f"{beside}: {CALIBRATOR} cannot be written ({error.strerror or error}); it stays in {output}")
+        return lines
+    decode = "decode by it with --tree.calibrated temperature or isotonic"
+    return [*lines, f"calibrate: {beside / CALIBRATOR}: {decode}"]
 
 
 def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
-    """The calibrator of nodes [n] with these acceptances, outcomes or probabilities."""
-    places, heights = fit_isotonic(confidence, acceptance)
-    return Calibrator(fit_temperature(confidence, acceptance), tuple(map(float, places)), tuple(map(float, heights)))
+    """The calibrator of nodes [n] with these acceptances, outcomes or probabilities.
 
-
-def fit_temperature(confidence: FloatArray, acceptance: FloatArray) -> float:
-    """The T of sigmoid(logit(c) / T) with the smallest expected log loss.
-
-    On the log-odds of one token's confidence, not on the logits of the whole law, which no cycle needs to keep.
+    temperature: the T of sigmoid(logit(c) / T) with the smallest expected log loss; on the log-odds of one token's
+    confidence, not on the logits of the whole law, which no cycle needs to keep. isotonic: the knots of the never
+    falling curve with the least squared error, both ends of each of its level pieces.
     """
     odds = logit(confidence.clip(EDGE, 1.0 - EDGE))
 
@@ -217,13 +173,9 @@ def fit_temperature(confidence: FloatArray, acceptance: FloatArray) -> float:
         scaled = odds / np.exp(log_temperature)
         return float(-(acceptance * log_expit(scaled) + (1.0 - acceptance) * log_expit(-scaled)).mean())
 
-    return float(np.exp(minimize_scalar(loss, bounds=(-4.0, 4.0), method="bounded").x))
-
-
-def fit_isotonic(confidence: FloatArray, acceptance: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The knots of the never falling curve with the least squared error: both ends of each of its level pieces."""
-    curve = IsotonicRegression(y_min=0.0, y_max=1.0).fit(confidence, acceptance)
-    return curve.X_thresholds_, curve.y_thresholds_
+    temperature = float(np.exp(minimize_scalar(loss, bounds=(-4.0, 4.0), method="bounded").x))
+    knots = IsotonicRegression(y_min=0.0, y_max=1.0).fit(confidence, acceptance)
+    return Calibrator(temperature, tuple(knots.X_thresholds_.tolist()), tuple(knots.y_thresholds_.tolist()))
 
 
 def calibrated(calibrator: Calibrator, kind: Kind, confidence: FloatArray) -> FloatArray:
@@ -233,136 +185,135 @@ def calibrated(calibrator: Calibrator, kind: Kind, confidence: FloatArray) -> Fl
     return calibrator.map(kind)(log_q).exp().double().numpy()
 
 
-def score(confidence: FloatArray, acceptance: FloatArray, bins: int) -> dict[str, Any]:
-    """ECE, Brier and expected log loss (nats) of confidences against acceptances, with the bins."""
-    table = reliability(confidence, acceptance, bins)
-    sure = confidence.clip(FLOOR, 1.0 - FLOOR)
-    loss = -(acceptance * np.log(sure) + (1.0 - acceptance) * np.log1p(-sure))
-    return {
-        "ece": ece(table),
-        "brier": brier(confidence, acceptance),
-        "log_loss": float(loss.mean()) if loss.size else None,
-        "bins": [asdict(item) for item in table],
-    }
-
-
-def fit_and_score(arrays: CycleArrays, bins: int, seed: int = 0) -> tuple[Calibrator, dict[str, Any]] | None:
+def fit_and_score(recording: Recording, bins: int, seed: int = 0) -> tuple[Calibrator, dict[str, Any]] | None:
     """A calibrator fitted on one half of the prompts and its scores on the other; null where a half has no nodes.
 
-    Both ways are scored, and the head's own confidence (`before`).
+    Scores are ECE, Brier, expected log loss (nats) and bins, of the head's own confidence (`before`) and of both fits.
     """
-    held_out = np.array([is_held_out(int(prompt), seed) for prompt in arrays.prompt], dtype=bool)  # [n]
-    if held_out.all() or not held_out.any():
+    nodes = recording.tables["nodes"]
+    chosen = held_out(nodes.prompt, seed)
+    if chosen.all() or not chosen.any():
         return None
-    calibrator = fit(arrays.confidence[~held_out], arrays.acceptance[~held_out])
-    confidence, acceptance = arrays.confidence[held_out], arrays.acceptance[held_out]
-    scores: dict[str, Any] = {
+    mine, other = nodes[~chosen], nodes[chosen]
+    calibrator = fit(mine.confidence.to_numpy(), mine.acceptance.to_numpy())
+    acceptance, own = other.acceptance.to_numpy(), other.confidence.to_numpy()
+    scores = {}
+    after = {kind: calibrated(calibrator, kind, own) for kind in KINDS}
+    for kind, confidence in (("before", own), *after.items()):
+        sure = confidence.clip(FLOOR, 1.0 - FLOOR)
+        loss = mean(-(acceptance * np.log(sure) + (1.0 - acceptance) * np.log1p(-sure)))
+        table = reliability(confidence, acceptance, bins)
+        scores[kind] = {"ece": table["ece"], "brier": table["brier"], "log_loss": loss, "bins": table["bins"]}
+    plain = {kind: {key: value for key, value in table.items() if key != "bins"} for kind, table in scores.items()}
+    return replace(calibrator, decoded_at=recording.temperature, scores=plain), {
         "temperature": calibrator.temperature,
         "knots": len(calibrator.confidence),
-        "fit_nodes": int((~held_out).sum()),
-        "fit_prompts": int(np.unique(arrays.prompt[~held_out]).size),
-        "held_out_nodes": int(held_out.sum()),
-        "held_out_prompts": int(np.unique(arrays.prompt[held_out]).size),
-        "held_out": {"before": score(confidence, acceptance, bins)},
+        "fit_nodes": len(mine),
+        "fit_prompts": mine.prompt.nunique(),
+        "held_out_nodes": len(other),
+        "held_out_prompts": other.prompt.nunique(),
+        "held_out": scores,
     }
-    for kind in KINDS:
-        scores["held_out"][kind] = score(calibrated(calibrator, kind, confidence), acceptance, bins)
-    plain = {
-        name: {key: part[key] for key in ("ece", "brier", "log_loss")} for name, part in scores["held_out"].items()
-    }
-    return replace(calibrator, decoded_at=arrays.temperature, scores=plain), scores
 
 
-ARRAYS = "recorded.npz"
-Watcher = Callable[[Cycle], None]
+# A static tree, rebuilt from how often a head's r-th guess is the target's token
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How the held-out prompts are decoded."""
+def rebuild(
+    target: Target,
+    asked: MethodConfig,
+    head: str | None,
+    prompts: Sequence[Tensor],
+    section: CalibrateConfig,
+    output: Path,
+) -> str | None:
+    """One line about the tree of section.nodes nodes that suits the head best; null for a method without a static tree.
 
-    max_new_tokens: int
-    temperature: float = 0.0
-    oracle_levels: int | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What was seen; laws, frontier and levels are null for what drafts without laws, oracle where it was not asked."""
-
-    nodes: CycleArrays
-    tasks: tuple[str, ...]  # of the prompts, by their number
-    positions: PositionArrays
-    laws: LawArrays | None
-    frontier: FrontierArrays | None
-    levels: LevelArrays | None
-    oracle: OracleArrays | None
-
-    def write(self, directory: Path) -> None:
-        """Writes recorded.npz; the nodes have a file of their own (infer/records.py)."""
-        groups: dict[str, Any] = {
-            name: getattr(self, name) for name in ("positions", "laws", "frontier", "levels", "oracle")
-        }
-        write_arrays(directory / ARRAYS, {name: group for name, group in groups.items() if group is not None})
-
-
-def record(
-    decoder: SpeculativeDecoder,
-    tree: TreeConfig | None,
-    questions: Iterable[tuple[Tensor, str]],
-    settings: Settings,
-    watchers: Sequence[Watcher] = (),
-) -> Recording:
-    """Decodes prompts [1, T], each with its task, and returns what the recorders saw; watchers see every cycle too.
-
-    tree: the decoder's own, null where it grows none. Sampling has neither top_k nor top_p.
+    Decodes the prompts [1, T] greedily with a wide tree, and writes choices.yaml into the output directory, and beside
+    the head where that is a directory.
     """
-    nodes, positions = NodeCollector(), PositionRecorder()
-    tasks: list[str] = []
-    with ExitStack() as stack:
-        growth = stack.enter_context(watched(decoder))
-        laws = None if growth is None else LawRecorder(growth)
-        frontier = None if growth is None else FrontierRecorder(growth)
-        levels = settings.oracle_levels
-        proposer = None if levels is None else stack.enter_context(with_oracle(decoder, tree, levels))
-        oracle = None if proposer is None else OracleRecorder(proposer, settings.seed)
-        all_watchers = [each for each in (nodes, positions, laws, frontier, oracle, *watchers) if each is not None]
-
-        def on_cycle(cycle: Cycle) -> None:
-            for watcher in all_watchers:
-                watcher(cycle)
-
-        for number, (ids, task) in enumerate(questions):
-            tasks.append(task)
-            nodes.prompt = positions.prompt = number
-            for recorder in (laws, frontier):
-                if recorder is not None:
-                    recorder.start(number)
-            if oracle is not None:
-                oracle.start(number, ids.shape[1])
-            done = decoder.generate(ids, on_cycle=on_cycle, **_sampling(settings, number, ids.device))
-            if frontier is not None:
-                frontier.finish(done.sequences[0].tolist())
-    return Recording(
-        nodes=nodes.arrays(),
-        tasks=tuple(tasks),
-        positions=positions.arrays(),
-        laws=None if laws is None else laws.arrays(),
-        frontier=None if frontier is None else frontier.nodes(),
-        levels=None if frontier is None else frontier.levels(),
-        oracle=None if oracle is None else oracle.arrays(),
+    tree = asked.tree
+    if not isinstance(tree, StaticConfig):
+        return None
+    wide = replace(asked, tree=replace(tree, choices=probe(tree, section.ranks)), typical=None)
+    decoder = make_decoder(Drafters(target), wide, head, "calibrate")
+    tables, new = [], section.prompts.max_new_tokens
+    with bar(len(prompts), "prompts", "ranks") as progress:
+        for number, ids in enumerate(prompts):
+            recorder = Recorder()
+            decoder.generate(ids, max_new_tokens=new, do_sample=False, on_cycle=recorder)
+            tables.append(tables_of(number, recorder.records, []))
+            progress.update()
+    accuracy = rank_accuracy(joined(tables), tree.levels, section.ranks)
+    choices = rebuilt(tree, accuracy, section.nodes)
+    places = [output, *([Path(head)] if head is not None and Path(head).is_dir() else [])]
+    about = (
+        f"{len(choices)} drafted nodes for {asked.method}, rebuilt by `calibrate` from this head's own rank accuracies."
+    )
+    listed = "".join(f"  - {list(choice)}\n" for choice in choices)
+    for place in places:
+        write_text(place / CHOICES, f"# {about}\nchoices:\n{listed}")
+    return (
+        f"{asked.method}: a tree of {len(choices)} drafted nodes rebuilt from the head's ranks, expected tau "
+        f"{expected_tau(choices, accuracy):.2f} ({expected_tau(tree.paths, accuracy):.2f} for the tree it replaces); "
+        f"use it with: --tree.choices {places[-1] / CHOICES}"
     )
 
 
-def _sampling(settings: Settings, prompt: int, device: torch.device) -> dict[str, Any]:
-    if settings.temperature == 0:
-        return {"max_new_tokens": settings.max_new_tokens, "do_sample": False}
-    return {
-        "max_new_tokens": settings.max_new_tokens,
-        "do_sample": True,
-        "temperature": settings.temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-        "generator": torch.Generator(device).manual_seed(settings.seed * 1_000_003 + prompt),
-    }
+def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
+    """[levels][ranks]: the mean acceptance of the nodes of this rank among their siblings; 0 for one never asked."""
+    nodes = tables["nodes"]
+    rank = nodes.place.str.rsplit(".", n=1).str[-1].astype(int)
+    shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().to_dict()
+    return [[float(shares.get((depth, place), 0.0)) for place in range(ranks)] for depth in range(1, levels + 1)]
+
+
+def probe(tree: StaticConfig, ranks: int) -> tuple[Choice, ...]:
+    """The tree's nodes and so many ranks below every likely node, as deep as the tree."""
+    asked = {*tree.paths}
+    for depth in range(tree.levels):
+        for path in product(range(min(ranks, REACH + 1)), repeat=depth):
+            if sum(path) <= REACH:
+                asked |= {(*path, rank) for rank in range(ranks)}
+    return tuple(sorted(asked, key=lambda choice: (len(choice), choice)))
+
+
+def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None) -> tuple[Choice, ...]:
+    """The tree of so many nodes with the root (null: as many as the tree has) that can expect the longest paths.
+
+    Where siblings are drawn, a tree may not leave a rank out before another: then no rank counts as better than those
+    before it.
+    """
+    if tree.children != "best":
+        accuracy = [list(accumulate(shares, min)) for shares in accuracy]
+    return best_choices(accuracy, (nodes or tree.nodes) - 1)
+
+
+def best_choices(accuracy: Sequence[Sequence[float]], num_choices: int) -> tuple[Choice, ...]:
+    """The tree of num_choices drafted nodes with the most accepted tokens to expect, in level order.
+
+    accuracy[depth][rank] is how often the child of this rank is the target's token, given that its parent was; depth 0
+    is the root's children. Greedily adds the node with the largest product of accuracies along its path; fewer nodes
+    when the table has no more. Source: Medusa (arXiv 2401.10774), section 2.3.3.
+    """
+    nodes: list[Choice] = []
+    heap: list[tuple[float, int, Choice]] = []
+
+    def offer(parent: Choice, chance: float) -> None:
+        if len(parent) < len(accuracy):
+            for rank, own in enumerate(accuracy[len(parent)]):
+                if own > 0:
+                    heapq.heappush(heap, (-chance * own, len(parent) + 1, (*parent, rank)))
+
+    offer((), 1.0)
+    while heap and len(nodes) < num_choices:
+        chance, _, choice = heapq.heappop(heap)
+        nodes.append(choice)
+        offer(choice, -chance)
+    return tuple(sorted(nodes, key=lambda choice: (len(choice), choice)))
+
+
+def expected_tau(choices: Sequence[Choice], accuracy: Sequence[Sequence[float]]) -> float:
+    """Tokens per cycle of a static tree, the bonus token included, were the levels independent of each other."""
+    known = {(depth, rank): share for depth, shares in enumerate(accuracy) for rank, share in enumerate(shares)}
+    return 1.0 + sum(prod(known.get(place, 0.0) for place in enumerate(choice)) for choice in choices)

@@ -1,7 +1,6 @@
 """Text as it is decoded: a transformers streamer that colours the accepted draft tokens."""
 
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,10 +16,11 @@ from aerie.infer.decode.engine import Statistics
 from aerie.infer.decode.methods import Drafters, make_decoder
 from aerie.infer.decode.proposer import Cycle
 from aerie.infer.decode.sampling import resolve
+from aerie.infer.decode.tree import describe
 from aerie.infer.measure.bench import default_device
-from aerie.infer.measure.cycles import CycleRecorder, FirstTree, Origin, watched
+from aerie.infer.measure.cycles import Origin, Recorder, keep_pools, lines_of
 from aerie.infer.measure.tasks import encode
-from aerie.model.storage import write_text
+from aerie.model.storage import write_json, write_text
 from aerie.model.target import Target, load_tokenizer
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
@@ -86,7 +86,7 @@ class Traces:
 
     show_tree: bool = False  # the first tree as text on stderr
     save_tree: Path | None = None  # the same as JSON
-    cycles: Path | None = None  # every cycle as a line of JSON (infer/cycle_log.py)
+    cycles: Path | None = None  # every cycle as a line of JSON (infer/measure/cycles.py)
 
     @property
     def any_tree(self) -> bool:
@@ -105,28 +105,68 @@ def answer(
     else:
         ids = encode(question.prompt, tokenizer, target)
     streamer = ColouredStreamer(tokenizer, coloured=sys.stdout.isatty())
-    tree = FirstTree(tokenizer, asked.method, traces.show_tree, traces.save_tree)
-    with watched(decoder) if traces.cycles is not None else nullcontext() as growth:
-        recorder = CycleRecorder(_origin(target, asked, question), growth) if traces.cycles is not None else None
-        watchers = [each for each in (streamer.on_cycle, tree if traces.any_tree else None, recorder) if each]
+    recorder, drafted = Recorder(), list[Cycle]()
+    if traces.cycles is not None:
+        keep_pools(decoder)
 
-        def watch(cycle: Cycle) -> None:
-            for watcher in watchers:
-                watcher(cycle)
+    def watch(cycle: Cycle) -> None:
+        streamer.on_cycle(cycle)
+        if traces.cycles is not None:
+            recorder(cycle)
+        if len(cycle.tree) > 1 and not drafted:
+            drafted.append(cycle)
 
-        generation = decoder.generate(
-            ids,
-            streamer=streamer,
-            on_cycle=watch,
-            generator=torch.Generator(target.device).manual_seed(question.seed),
-            timed=True,
-            **question.settings,
-        )
-    if traces.cycles is not None and recorder is not None:
-        write_text(traces.cycles, "".join(recorder.lines))
-    if traces.any_tree and not tree.is_done:
+    generation = decoder.generate(
+        ids,
+        streamer=streamer,
+        on_cycle=watch,
+        generator=torch.Generator(target.device).manual_seed(question.seed),
+        timed=True,
+        **question.settings,
+    )
+    if traces.cycles is not None:
+        write_text(traces.cycles, "".join(lines_of(_origin(target, asked, question), recorder.records)))
+    if traces.any_tree and not drafted:
         warn(f"{asked.method} drafted nothing in this answer: there is no tree to show")
+    elif traces.any_tree:
+        show_tree(drafted[0], tokenizer, asked.method, traces)
     print(statistics_text(generation.statistics), file=sys.stderr)
+
+
+def show_tree(cycle: Cycle, tokenizer: Any, method: str, traces: Traces) -> None:
+    """Prints a cycle's tree to stderr, or writes it as JSON, or both."""
+    names = [tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
+    if traces.show_tree:
+        print("\n" + describe(cycle.tree, names), file=sys.stderr)
+    if traces.save_tree is not None:
+        write_json(traces.save_tree, {"schema": 1, "method": method, **tree_json(cycle, names)})
+
+
+def tree_json(cycle: Cycle, names: list[str]) -> dict[str, Any]:
+    """The tree in level order with the text of each token, its confidence and survival, and whether it was accepted.
+
+    The root's parent is null. The bonus token is the target's own, below the last accepted node.
+    """
+    tree = cycle.tree
+    columns = {
+        "node": range(len(tree)),
+        "parent": [None, *tree.parents.tolist()[1:]],
+        "depth": tree.depth.tolist(),
+        "token": tree.tokens.tolist(),
+        "text": names,
+        "confidence": tree.confidence.exp().tolist(),
+        "survival": tree.survival.exp().tolist(),
+        "accepted": [node in cycle.verdict.path for node in range(len(tree))],
+    }
+    if tree.passengers is not None:
+        columns["passenger"] = tree.passengers.tolist()
+    return {
+        "position": cycle.position,
+        "levels": tree.levels,
+        "accepted": cycle.verdict.accepted,
+        "bonus": cycle.verdict.bonus,
+        "nodes": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
+    }
 
 
 def _origin(target: Target, asked: MethodConfig, question: Question) -> Origin:

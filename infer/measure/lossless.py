@@ -5,6 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,11 +36,11 @@ from aerie.configs.schema.target_and_head import (
 from aerie.data.progress import bar
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, end_ids
 from aerie.infer.decode.methods import Drafters, make_decoder
-from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.proposer import Cycle, Drafting
 from aerie.infer.decode.sampling import Sampler, resolve
+from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.bench import default_device, prepare
 from aerie.infer.measure.tasks import encode, load_prompts
-from aerie.infer.measure.tune import remember
 from aerie.infer.report.tables import NOTHING
 from aerie.model.checkpoint import new_head, save_head
 from aerie.model.storage import write_json
@@ -673,3 +674,47 @@ def _record(options: Options, target: TargetConfig, proofs: Sequence[Proof]) -> 
         "rows": [proof.as_dict() for proof in proofs],
         "holds": all(proof.holds for proof in proofs),
     }
+
+
+class Memo:
+    """Stands for an object whose answers depend on its calls since the first of `calls`, and on nothing else.
+
+    Calls that were made before, in this order, are answered from memory; the object is given the others.
+    """
+
+    def __init__(self, inner: Any, calls: tuple[str, ...]) -> None:
+        self._inner, self._calls = inner, calls
+        self._known: dict[Any, tuple[Any, dict[Any, Any]]] = {}  # call -> its answer, and the calls after it
+        self._here, self._history, self._told = self._known, list[tuple[str, tuple[Any, ...]]](), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, name) if name in self._calls else getattr(self._inner, name)
+
+    def _call(self, name: str, *given: Any) -> Any:
+        if name == self._calls[0]:
+            self._here, self._history, self._told = self._known, [], 0
+        self._history.append((name, given))
+        key = (name, *map(_key, given))
+        if key not in self._here:
+            for earlier, arguments in self._history[self._told :]:  # what it has not been told of this history
+                answer = getattr(self._inner, earlier)(*arguments)
+            self._told = len(self._history)
+            self._here[key] = answer, {}
+        answer, self._here = self._here[key]
+        return answer
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tree):
+        return tuple(map(_key, (value.tokens, value.depth, value.mask)))
+    if isinstance(value, Tensor):
+        return value.shape, value.cpu().numpy().tobytes()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def remember(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The same decoder, whose models run once for each text and tree: for many short answers to one prompt."""
+    decoder.lm = Memo(decoder.lm, ("prefill", "extend", "keep"))  # type: ignore[assignment]
+    if isinstance(decoder.proposer, Drafting):
+        decoder.proposer.drafter = Memo(decoder.proposer.drafter, ("reset", "commit", "start", "step"))
+    return decoder

@@ -3,8 +3,6 @@
 records.jsonl has one Record a line and only grows: a line that a kill cut short is measured again.
 """
 
-import zipfile
-import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from aerie.configs.errors import UserError
 from aerie.configs.read import STRICT, as_dict
 from aerie.configs.schema.decode import METHODS, MethodConfig, StopConfig, TreeConfig, published_tree
-from aerie.model.storage import digest, read_json, write_atomically
+from aerie.model.storage import digest, read_json
 
 T = TypeVar("T")
 FloatArray = NDArray[np.float64]
@@ -358,63 +356,3 @@ def _word(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return "/".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
-NODE_ARRAYS = ("prompt", "depth", "confidence", "survival", "acceptance")
-CYCLE_ARRAYS = ("accepted_length", "cycle_prompt")
-
-
-@dataclass(frozen=True)
-class CycleArrays:
-    """Drafted nodes whose parent was accepted (n of them), and the cycles (c) that they came from."""
-
-    prompt: IntArray  # [n]
-    depth: IntArray  # [n], 1 = child of the root
-    confidence: FloatArray  # [n], q of the node
-    survival: FloatArray  # [n], product of q along the path
-    acceptance: FloatArray  # [n], 0 or 1 at T = 0; at T > 0 the chance of the tree's rule to take the node
-    accepted_length: IntArray  # [c]
-    cycle_prompt: IntArray  # [c]
-    temperature: float
-
-    def __post_init__(self) -> None:
-        for names in (NODE_ARRAYS, CYCLE_ARRAYS):
-            shapes = {name: getattr(self, name).shape for name in names}
-            if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
-                raise ValueError(f"arrays of different shapes: {shapes}")
-        for name in ("confidence", "survival", "acceptance"):
-            values = getattr(self, name)
-            if values.size and not (values.min() >= 0.0 and values.max() <= 1.0 + 1e-5):
-                raise ValueError(f"{name} spans [{values.min():g}, {values.max():g}]; a probability lies in [0, 1]")
-
-
-def write_cycles(path: Path, arrays: CycleArrays) -> None:
-    """Writes cycles.npz atomically."""
-    values = {name: getattr(arrays, name) for name in (*NODE_ARRAYS, *CYCLE_ARRAYS)}
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as handle:  # a path without .npz would get the suffix appended
-            np.savez_compressed(handle, temperature=np.float64(arrays.temperature), **values)
-
-    write_atomically(path, write)
-
-
-def read_cycles(path: Path) -> CycleArrays:
-    """The arrays of cycles.npz; UserError when the file is missing, damaged or lacks an array."""
-    fix = "collect them again with: python infer/main.py calibrate"
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            values = {name: file[name] for name in file.files}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; {fix}") from error
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path}: not an npz file of arrays ({error}); {fix}") from error
-    missing = sorted({*NODE_ARRAYS, *CYCLE_ARRAYS, "temperature"} - values.keys())
-    if missing:
-        raise UserError(f"{path}: missing {', '.join(missing)}; {fix}")
-    integers = {name: values[name].astype(np.int64) for name in ("prompt", "depth", *CYCLE_ARRAYS)}
-    floats = {name: values[name].astype(np.float64) for name in ("confidence", "survival", "acceptance")}
-    try:
-        return CycleArrays(**integers, **floats, temperature=float(values["temperature"]))
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; {fix}") from error

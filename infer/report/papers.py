@@ -28,7 +28,7 @@ from aerie.infer.report.tables import label, number, sampling_text, tree_text
 from aerie.model.storage import digest
 
 if TYPE_CHECKING:
-    from aerie.infer.measure.tune import Costs
+    from aerie.infer.measure.replay import Costs
 
 
 def told_apart(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -270,7 +270,7 @@ def ablation(sweeps: Sequence[dict[str, Any]]) -> Ablation | None:
 
 
 if TYPE_CHECKING:
-    from aerie.infer.measure.tune import Costs
+    from aerie.infer.measure.replay import Costs
 
 MOST_WASTE = 0.5  # of the fixed tree's wasted draft forwards, both at the largest depth
 LEAST_TAU = 0.97  # of the fixed tree's best over the depths
@@ -353,7 +353,7 @@ def costs_of(tuning: Mapping[str, Any] | None, kind: str | None) -> "Costs | Non
     heads = [] if tuning is None else [head for head in tuning["heads"] if head["kind"] == kind]
     if not heads:
         return None
-    from aerie.infer.measure.tune import Costs
+    from aerie.infer.measure.replay import Costs
 
     costs = heads[0]["costs_ms"]
     draft = {int(k): (float(first), float(further)) for k, (first, further) in costs["draft"].items()}
@@ -363,7 +363,7 @@ def costs_of(tuning: Mapping[str, Any] | None, kind: str | None) -> "Costs | Non
 
 def modelled_speedup(members: Answers, costs: "Costs") -> float | None:
     """Plain decoding's time per token over that of these answers' cycles, both as the costs have it."""
-    from aerie.infer.measure.tune import Cycles, price
+    from aerie.infer.measure.replay import Cycles, price
 
     trees = sum(nodes > 0 for record in members for nodes in record.cycle_nodes)
     if not trees or members[0].tree is None:
@@ -373,7 +373,6 @@ def modelled_speedup(members: Answers, costs: "Costs") -> float | None:
         target_forwards=sum(record.target_forwards for record in members),
         draft_trees=trees,
         draft_levels=sum(record.draft_forwards for record in members),
-        accepted=sum(sum(record.accepted) for record in members),
     )
     nodes = 1 + sum(record.draft_nodes for record in members) / trees
     return costs.plain * counted.tokens / price(counted, members[0].tree.k, nodes, costs)
@@ -639,7 +638,7 @@ def _interval(bounds: Sequence[float], pattern: str) -> str:
 
 
 if TYPE_CHECKING:
-    from aerie.infer.measure.tune import Costs
+    from aerie.infer.measure.replay import Costs
 
 CONSTANT = "constant"
 Place_lengths = tuple[str | None, str | None, Sampling]

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from aerie.infer.measure.bounds import summarise
-from aerie.infer.measure.record import CycleArrays, Milliseconds, Record, TreeShape, line_of
+from aerie.infer.measure.record import Milliseconds, Record, TreeShape, line_of
 from aerie.model.storage import write_json, write_text
 
 TREES = {
@@ -85,32 +86,23 @@ def write_run(root: Path, temperatures: tuple[float, ...] = (0.0,), failing: boo
         "identical_to_generate": 12,
     }
     write_json(bench / "reference.json", reference)
-    write_json(calibration / "calibration.json", summarise(cycles(generator)))
+    write_json(calibration / "calibration.json", summarise(*nodes_and_cycles(generator), 0.0))
     return bench, calibration
 
 
-def cycles(generator: np.random.Generator, num_cycles: int = 400) -> CycleArrays:
-    """Nodes of a slightly overconfident head."""
+def nodes_and_cycles(generator: np.random.Generator, num_cycles: int = 400) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The asked nodes of a slightly overconfident head over 12 prompts, and their cycles."""
     accepted = np.minimum(generator.geometric(0.25, size=num_cycles) - 1, 6)
-    nodes: dict[str, list[float]] = {"prompt": [], "depth": [], "confidence": [], "survival": [], "acceptance": []}
-    for cycle, length in enumerate(accepted):
+    rows = []
+    for cycle, length in enumerate(accepted.tolist()):
         survival = 1.0
-        for depth in range(1, min(int(length) + 1, 6) + 1):
+        for depth in range(1, min(length + 1, 6) + 1):
             confidence = float(generator.beta(5, 1) if depth <= length else generator.beta(1, 2))
             survival *= confidence
-            values = (cycle % 12, depth, confidence, survival, float(depth <= length))
-            for name, value in zip(nodes, values, strict=True):
-                nodes[name].append(value)
-    return CycleArrays(
-        prompt=np.array(nodes["prompt"], dtype=np.int64),
-        depth=np.array(nodes["depth"], dtype=np.int64),
-        confidence=np.array(nodes["confidence"]),
-        survival=np.array(nodes["survival"]),
-        acceptance=np.array(nodes["acceptance"]),
-        accepted_length=accepted.astype(np.int64),
-        cycle_prompt=np.arange(num_cycles) % 12,
-        temperature=0.0,
-    )
+            rows.append((cycle % 12, cycle, depth, "0", confidence, survival, float(depth <= length)))
+    names = ["prompt", "cycle", "depth", "place", "confidence", "survival", "acceptance"]
+    cycles = pd.DataFrame({"prompt": np.arange(num_cycles) % 12, "cycle": np.arange(num_cycles), "accepted": accepted})
+    return pd.DataFrame(rows, columns=names), cycles
 
 
 def _answer(

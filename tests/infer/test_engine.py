@@ -15,9 +15,8 @@ from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.decode.proposer import Drafting
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.measure.cycles import NodeCollector
 from aerie.model.heads.eagle import Eagle1Head
 from aerie.model.target import Target
 from tests import tiny
@@ -202,36 +201,6 @@ def test_the_same_seed_gives_the_same_sampled_tokens() -> None:
         torch.manual_seed(seed)
         texts.append(speculative.generate(ids, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=16).new_ids)
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_collected_nodes_are_those_whose_parent_was_accepted() -> None:
-    target, ids = make_target(), prompts(2)[-1]
-    collector, cycles = NodeCollector(), []
-
-    def watch(cycle: Cycle) -> None:
-        collector(cycle)
-        cycles.append(cycle)
-
-    decoder(target, TREES["wide"]).generate(ids, do_sample=False, max_new_tokens=12, on_cycle=watch)
-    arrays = collector.arrays()
-    expected = 0
-    for cycle in cycles:
-        path = set(cycle.verdict.path)
-        expected += sum(int(p) in path for p in cycle.tree.parents[1:])
-    assert len(arrays.prompt) == expected > 0
-    assert arrays.acceptance.sum() == arrays.accepted_length.sum()
-    assert (arrays.confidence >= arrays.survival - 1e-9).all()
-
-
-def test_at_temperature_one_acceptance_is_the_targets_probability() -> None:
-    target, ids = make_target(), prompts(2)[-1]
-    collector = NodeCollector()
-    decoder(target, TREES["small"]).generate(
-        ids, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=8, on_cycle=collector
-    )
-    acceptance = collector.arrays().acceptance
-    assert collector.arrays().temperature == 1.0
-    assert ((acceptance > 0) & (acceptance < 1)).any()
 
 
 class Collector(BaseStreamer):

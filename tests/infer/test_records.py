@@ -3,12 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.infer.measure.record import Reference, line_of, read_as, read_cycles, read_records, write_cycles
-from tests.infer.made_up import cycles, drafted, record
+from aerie.infer.measure.record import Reference, line_of, read_as, read_records
+from tests.infer.made_up import drafted, record
 
 
 def test_records_survive_the_file(tmp_path: Path) -> None:
@@ -37,8 +36,6 @@ def test_one_answer_measured_twice_is_refused_with_both_lines(tmp_path: Path) ->
 def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"records\.jsonl: No such file.*infer/main\.py bench"):
         read_records(tmp_path / "records.jsonl")
-    with pytest.raises(UserError, match=r"cycles\.npz: No such file.*infer/main\.py calibrate"):
-        read_cycles(tmp_path / "cycles.npz")
 
 
 def test_a_record_that_contradicts_itself_is_refused() -> None:
@@ -56,33 +53,3 @@ def test_an_unknown_key_of_the_reference_times_is_refused(tmp_path: Path) -> Non
     path.write_text('{"vanilla_ms_per_token": 1, "bare_forward_ms_per_token": 1, "prompts": 1, "identical": 1}')
     with pytest.raises(UserError, match=r"reference\.json: identical"):
         read_as(path, Reference)
-
-
-def test_cycles_survive_the_file(tmp_path: Path) -> None:
-    arrays = cycles(np.random.default_rng(1), num_cycles=20)
-    write_cycles(tmp_path / "cycles.npz", arrays)
-    found = read_cycles(tmp_path / "cycles.npz")
-    for name in ("prompt", "depth", "confidence", "survival", "acceptance", "accepted_length", "cycle_prompt"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(arrays, name))
-    assert found.temperature == 0.0
-
-
-def test_damaged_or_incomplete_cycles_are_refused_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "cycles.npz"
-    np.savez(path, prompt=np.zeros(3))
-    with pytest.raises(UserError, match="missing acceptance"):
-        read_cycles(path)
-    path.write_bytes(b"no archive")
-    with pytest.raises(UserError, match="not an npz file"):
-        read_cycles(path)
-    path.write_bytes(b"PK\x03\x04 a cut archive")
-    with pytest.raises(UserError, match="not an npz file"):
-        read_cycles(path)
-
-
-def test_nodes_of_different_counts_and_impossible_probabilities_are_refused() -> None:
-    arrays = cycles(np.random.default_rng(1), num_cycles=20)
-    with pytest.raises(ValueError, match="different shapes"):
-        replace(arrays, depth=arrays.depth[:-1])
-    with pytest.raises(ValueError, match="confidence spans"):
-        replace(arrays, confidence=arrays.confidence + 1.0)

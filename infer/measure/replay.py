@@ -1,0 +1,290 @@
+"""Every draft of some answers, recorded once, from which any dynamic tree or chain is replayed without a model.
+
+A replay counts cycles exactly; measured costs turn the counts into milliseconds.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aerie.configs.schema.decode import DynamicConfig
+from aerie.data.progress import bar
+from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
+from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.proposer import CachedDrafter, Cycle
+from aerie.infer.decode.shape import DynamicTree
+from aerie.infer.decode.tree import Level
+from aerie.model.target import Target
+
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
+
+
+# costs: two depths give the first level's and that of each further one
+SHALLOW, DEEP = 2, 8
+COST_WIDTHS = (1, 2, 4, 8, 10)
+COST_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 60)
+COST_PROMPTS, COST_REPETITIONS = 2, 3
+TIMED_TOKENS = 48  # new tokens of one timed answer
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The drafts at the P places of some answers: L levels, at most K rows (expanded nodes) a level, K children a row.
+
+    Row r of level l + 1 is below the node with flat index frontier[:, l, r] (row * K + child) of level l; level 0 has
+    one row, below the root. Children stand by falling confidence.
+    """
+
+    tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
+    survival: Floats  # [P, L, K, K] log survival; -inf where there is no node
+    frontier: Integers  # [P, L, K]
+    text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
+    answer: Integers  # [P] which answer the place belongs to; its places stand in order
+    left: Integers  # [P] tokens that the answer still had after the place's root
+    room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
+
+
+def record(
+    target: Target, drafter: CachedDrafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
+) -> Recording:
+    """The widest draft at every place of the greedy answers to prompts of token ids [1, T]."""
+    proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
+    assert isinstance(proposer.shape, DynamicTree)
+    proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
+    proposer.keep = True
+    decoder = SpeculativeDecoder(target, proposer)
+    parts = []
+    for number, ids in enumerate(prompts):
+        drafts: list[tuple[Integers, Floats, Integers, int]] = []
+
+        def keep(cycle: Cycle, drafts: list[tuple[Integers, Floats, Integers, int]] = drafts) -> None:
+            if cycle.tree.pool is not None:  # the answer's last token, or the last but one, has no draft
+                drafts.append(_draft(cycle.tree.pool.levels, levels))
+
+        answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
+        if drafts:
+            place = np.arange(len(drafts))
+            padded = np.array([*answer, *([-1] * levels)], dtype=np.int64)
+            text = padded[place[:, None] + 1 + np.arange(levels)]
+            tokens, survival, frontier, room = (np.stack(column) for column in zip(*drafts, strict=True))
+            left = len(answer) - 1 - place
+            parts.append(Recording(tokens, survival, frontier, text, np.full_like(place, number), left, room))
+    return Recording(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Recording)))
+
+
+def _draft(drafted: Sequence[Level], levels: int) -> tuple[Integers, Floats, Integers, int]:
+    """tokens, survival, frontier and room of one place of a Recording."""
+    k = drafted[0].tokens.shape[0]
+    tokens, frontier = np.full((levels, k, k), -1, dtype=np.int64), np.zeros((levels, k), dtype=np.int64)
+    survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
+    for depth, level in enumerate(drafted):
+        rows = level.parents.shape[0]
+        tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
+        survival[depth, :rows] = level.survival.view(rows, k).cpu()
+        frontier[depth] = level.frontier.cpu()
+    return tokens, survival, frontier, len(drafted)
+
+
+def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
+    """[P, levels]: where the text's own token at each depth stands among the candidates of a tree of this depth and k.
+
+    0 is the best of all candidates of all levels by survival, ties going to the shallower; the largest integer where
+    the tree does not have the token. Never falls with depth.
+
+    A node that the wide recording did not expand has no children here either. It is one that k' > k rows outranked: its
+    chance to be on the text's path is small, and the count of a tree can only be underestimated.
+    """
+    places, _, full, _ = recording.tokens.shape
+    at = np.arange(places)
+    alive = np.zeros((places, full), dtype=bool)  # rows of this level that the small tree expands
+    alive[:, 0] = True
+    row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the path was left
+    pool: list[Floats] = []
+    chosen = np.full((places, levels), -1, dtype=np.int64)  # the text's candidate of each level in the whole pool
+    for level in range(levels):
+        allowed = alive[:, :, None] & (np.arange(full) < k)
+        survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(np.float32)  # [P, K, K]
+        pool.append(survival.reshape(places, -1))
+        hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[at, row]  # [P, K]
+        hit &= ((row >= 0) & (recording.text[:, level] >= 0))[:, None]
+        flat = np.where(hit.any(1), row * full + hit.argmax(1), -1)
+        chosen[:, level] = np.where(flat >= 0, level * full * full + flat, -1)
+        best = np.argsort(-pool[-1], axis=1, kind="stable")[:, :k]  # [P, k] the small tree's frontier
+        wide = recording.frontier[:, level]  # [P, K] the recording's
+        alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(np.take_along_axis(pool[-1], wide, axis=1))
+        below = (wide == flat[:, None]) & alive & (flat >= 0)[:, None]
+        row = np.where(below.any(1), below.argmax(1), -1)
+    return _ranks(np.concatenate(pool, axis=1), chosen)
+
+
+def _ranks(pool: Floats, chosen: Integers) -> Integers:
+    """[P, levels] the ranks of chosen entries of pool [P, M] by falling value, the earlier first where they tie."""
+    ranks = np.full(chosen.shape, np.iinfo(np.int64).max, dtype=np.int64)
+    for level, place in enumerate(chosen.T):
+        value = np.where(place >= 0, pool[np.arange(len(pool)), place], np.inf)[:, None]
+        before = (pool > value) | ((pool == value) & (np.arange(pool.shape[1]) < place[:, None]))
+        ranks[:, level] = np.where(place >= 0, before.sum(1), ranks[:, level])
+    return ranks
+
+
+def accepted(ranks: Integers, nodes: int) -> Integers:
+    """[P] drafted tokens that a tree of this many nodes, the root among them, has accepted at each place."""
+    count: Integers = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)
+    return count
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """What a tree does to some answers. draft_levels sums the levels drafted; tokens exclude the prefill's."""
+
+    tokens: int
+    target_forwards: int
+    draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
+    draft_levels: int
+
+    @property
+    def tau(self) -> float:
+        return self.tokens / self.target_forwards if self.target_forwards else 1.0
+
+
+def cycles(recording: Recording, accepted_at: Integers, levels: int) -> Cycles:
+    """The cycles that a tree of these levels needs for the recorded answers: each begins where the last one ended."""
+    tokens = forwards = trees = drafted = 0
+    for number in np.unique(recording.answer):
+        places = recording.answer == number
+        count, room = accepted_at[places].tolist(), recording.room[places].tolist()
+        place, end = 0, int(recording.left[places][0])
+        while place < end:
+            has_draft = place < len(count)
+            gain = min(count[place] + 1, end - place) if has_draft else 1
+            forwards += 1
+            trees += has_draft
+            drafted += min(levels, room[place]) if has_draft else 0
+            tokens += gain
+            place += gain
+    return Cycles(tokens, forwards, trees, drafted)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of one cycle's parts. Widths and node counts that were not measured are interpolated."""
+
+    draft: dict[int, tuple[float, float]]  # by k: one level, and each further one, of a tree with this frontier
+    verify: dict[int, float]  # v(N) by nodes: a target forward over them with the choice among them
+    rest: float  # what a drafting cycle costs beside them (committing)
+    plain: float  # a whole cycle without drafting
+
+    def draft_ms(self, trees: int, levels: int, k: int) -> float:
+        """Of this many trees with so many levels in sum."""
+        widths = sorted(self.draft)
+        first, further = (float(np.interp(k, widths, [self.draft[width][part] for width in widths])) for part in (0, 1))
+        return trees * first + max(levels - trees, 0) * further
+
+    def verify_ms(self, nodes: float) -> float:
+        """v(nodes)."""
+        counts = sorted(self.verify)
+        return float(np.interp(nodes, counts, [self.verify[count] for count in counts]))
+
+
+def price(counted: Cycles, k: int, nodes: float, costs: Costs) -> float:
+    """Milliseconds of these cycles, each verifying so many nodes."""
+    idle = counted.target_forwards - counted.draft_trees
+    return (
+        costs.draft_ms(counted.draft_trees, counted.draft_levels, k)
+        + counted.draft_trees * costs.verify_ms(nodes)
+        + idle * costs.verify_ms(1)
+        + counted.target_forwards * costs.rest
+    )
+
+
+def in_turns(
+    decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str
+) -> list[list[Statistics]]:
+    """Greedy answers of each decoder to the prompts [1, T], so many times; the first decoder is vanilla.
+
+    Vanilla answers in every turn, and what the others take counts in its cycles of that turn: a machine that other work
+    slows down for a while slows all of a turn. The times given back are scaled to vanilla's median turn.
+    """
+    for decoder in decoders:
+        decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
+    turns = []
+    with bar(repetitions * len(prompts), "turns", name) as progress:
+        for repetition in range(repetitions):
+            for prompt in prompts:
+                answers: dict[int, Statistics] = {}
+                for offset in range(len(decoders)):  # each turn begins with another decoder
+                    place = (repetition + offset) % len(decoders)
+                    settings: dict[str, Any] = {"max_new_tokens": TIMED_TOKENS, "do_sample": False, "timed": True}
+                    answers[place] = decoders[place].generate(prompt, **settings).statistics
+                turns.append([answers[place] for place in range(len(decoders))])
+                progress.update()
+    return [list(answers) for answers in zip(*paced(turns), strict=True)]
+
+
+def paced(turns: Sequence[Sequence[Statistics]]) -> list[list[Statistics]]:
+    """Turns of answers, vanilla's first, with times as if vanilla had taken the same in each: its median."""
+    usual = statistics.median(cycle_ms(turn[0]) for turn in turns)
+    factors = [usual / cycle_ms(turn[0]) for turn in turns]
+    return [
+        [replace(one, ms={phase: value * factor for phase, value in one.ms.items()}) for one in turn]
+        for turn, factor in zip(turns, factors, strict=True)
+    ]
+
+
+def cycle_ms(answer: Statistics) -> float:
+    """Milliseconds of a mean cycle, the prefill apart."""
+    return (answer.ms["wall"] - answer.ms["prefill"]) / max(answer.target_forwards, 1)
+
+
+def measured_shapes() -> list[DynamicConfig]:
+    """The trees whose costs are measured: every width at two depths, and every node count at least once."""
+    shapes, pending = [], list(COST_NODES)
+    for k in COST_WIDTHS:
+        for levels in (SHALLOW, DEEP):
+            most = k + (levels - 1) * k * k + 1
+            nodes = next((count for count in pending if count <= most), None)
+            if nodes is not None:
+                pending.remove(nodes)
+            shapes.append(DynamicConfig(levels=levels, k=k, nodes=nodes or min(most, COST_NODES[-1])))
+    return [*shapes, *(DynamicConfig(levels=DEEP, k=COST_WIDTHS[-1], nodes=nodes) for nodes in pending)]
+
+
+def measure_costs(target: Target, drafter: CachedDrafter, prompts: Sequence[Tensor]) -> Costs:
+    """What a drafter's trees cost on the first prompts [1, T]: medians over answers; v(N) is kept from falling."""
+    shapes = measured_shapes()
+    decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in shapes)]
+    plain, *others = in_turns(decoders, prompts[:COST_PROMPTS], COST_REPETITIONS, "costs")
+    answers = dict(zip(shapes, others, strict=True))
+    draft = {}
+    for k in COST_WIDTHS:
+        trees = [members for tree, members in answers.items() if tree.k == k]
+        levels = [statistics.mean(one.draft_forwards / one.target_forwards for one in members) for members in trees]
+        times = [statistics.median(one.ms["draft"] / one.target_forwards for one in members) for members in trees]
+        slope = max(float(np.polyfit(levels, times, 1)[0]), 0.0)
+        draft[k] = (float(np.mean(np.array(times) - slope * (np.array(levels) - 1))), slope)
+    by_nodes: dict[int, list[Statistics]] = {1: list(plain)}
+    for tree, members in answers.items():
+        by_nodes.setdefault(tree.nodes, []).extend(members)
+    counts = sorted(by_nodes)
+    verify = np.array(
+        [statistics.median(one.ms["verify"] / one.target_forwards for one in by_nodes[count]) for count in counts]
+    )
+    # the middle between the rising curves around the values: more nodes never cost less
+    verify = (np.maximum.accumulate(verify) + np.minimum.accumulate(verify[::-1])[::-1]) / 2
+    rest = [
+        one.ms["commit"] / one.target_forwards + one.ms["other"] / one.target_forwards
+        for members in answers.values()
+        for one in members
+    ]
+    return Costs(
+        draft,
+        dict(zip(counts, verify.tolist(), strict=True)),
+        statistics.median(rest),
+        statistics.median(cycle_ms(one) for one in plain),
+    )

@@ -1,0 +1,269 @@
+"""A recorder says what the cycles were, and changes no token; a bench that was killed records no cycle twice."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aerie.configs.schema.decode import (
+    ChainConfig,
+    ConfidenceConfig,
+    DynamicConfig,
+    EntropyConfig,
+    LookaheadConfig,
+    MethodConfig,
+    PromptLookupConfig,
+    StaticConfig,
+    TreeConfig,
+    TypicalConfig,
+)
+from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.drafters.lookahead import Lookahead
+from aerie.infer.decode.drafters.lookup import PromptLookup
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.proposer import Cycle, Proposer
+from aerie.infer.decode.stop import entropy
+from aerie.infer.decode.verify import reject, walk
+from aerie.infer.measure.bench import Bench, run
+from aerie.infer.measure.cycles import Recorder, acceptance, asked, keep_pools, places, tables_of
+from aerie.infer.measure.statistics import group, row
+from aerie.infer.measure.tasks import Prompt
+from aerie.model.target import Target
+from tests import tiny
+from tests.infer.draws import tiny_vocabulary
+
+PROMPT = torch.tensor([[7, 9, 11, 23, 5]])
+WIDE = DynamicConfig(levels=5, k=6, nodes=24)
+CHAIN = ChainConfig(levels=4)
+STATIC = StaticConfig(choices="eagle1")
+FORM = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1))
+RULES = {
+    "R1": ChainConfig(levels=3),
+    "R2": StaticConfig(choices=FORM, children="best"),
+    "R3": StaticConfig(choices=FORM, children="sampled"),
+    "R4": StaticConfig(choices=FORM, children="replaced"),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny.llama(eos_token_id=None), TargetConfig(path="tiny"))
+
+
+def recorded(
+    target: Target, tree: TreeConfig, temperature: float = 0.0, head: Callable[..., Any] = tiny.head, **more: Any
+) -> tuple[list[Cycle], list[dict[str, Any]], list[int]]:
+    """The cycles of one answer, their records, and the text."""
+    drafter = EagleDrafter(head(target.ends.embedding.float(), scale=8.0).eval(), target)
+    decoder = SpeculativeDecoder(target, drafting(drafter, tree), more.pop("typical", None))
+    settings = {"temperature": temperature, "do_sample": temperature > 0, "top_k": 0, "max_new_tokens": 12, **more}
+    plain = decoder.generate(PROMPT, generator=torch.Generator().manual_seed(3), **settings).new_ids
+    assert keep_pools(decoder)
+    recorder, cycles = Recorder(), list[Cycle]()
+
+    def watch(cycle: Cycle) -> None:
+        recorder(cycle)
+        cycles.append(cycle)
+
+    done = decoder.generate(PROMPT, generator=torch.Generator().manual_seed(3), on_cycle=watch, **settings)
+    assert done.new_ids == plain  # recording changes no token
+    return cycles, recorder.records, done.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_draft(rule: str) -> None:
+    target, draws = tiny_vocabulary(), 1200
+    head = EagleDrafter(tiny.head(target.ends.embedding.float(), scale=3.0).eval(), target)
+    cycles: list[Cycle] = []
+    SpeculativeDecoder(target, drafting(head, RULES[rule])).generate(
+        torch.tensor([[1, 5, 3]]), temperature=1.3, top_k=0, top_p=0.95, max_new_tokens=12,
+        generator=torch.Generator().manual_seed(4), on_cycle=cycles.append,
+    )  # fmt: skip
+    # the cycle whose root's children are least sure to be accepted or refused
+    cycle = max(
+        (cycle for cycle in cycles if cycle.tree.levels > 1),
+        key=lambda cycle: float((acceptance(cycle) * (1 - acceptance(cycle)))[cycle.tree.depth == 1].max()),
+    )
+    assert cycle.rule == rule
+    tree, law, generator = cycle.tree, cycle.sampler.law(cycle.step.logits), torch.Generator().manual_seed(9)
+    reached, taken, parents = np.zeros(len(tree)), np.zeros(len(tree)), tree.parents.numpy()
+    for _ in range(draws):
+        chosen = law.multinomial(1, generator=generator)[:, 0]
+        verdict = walk(tree, chosen) if rule == "R2" else reject(tree, law, generator)
+        on_path = np.isin(np.arange(len(tree)), verdict.path)
+        reached += on_path[parents]
+        taken += on_path
+    chances, often = acceptance(cycle).numpy()[1:], reached[1:] >= 100
+    assert ((chances > 0.05) & (chances < 0.95) & often).any()
+    sigma = np.sqrt(np.maximum(chances * (1 - chances), 1e-4) / np.maximum(reached[1:], 1))
+    assert (np.abs(taken[1:] / np.maximum(reached[1:], 1) - chances) < 4.5 * sigma)[often].all()
+
+
+def test_only_children_of_accepted_nodes_are_asked_and_no_passenger(target: Target) -> None:
+    tree = recorded(target, replace(STATIC, choices=((0,), (1,), (0, 0), (1, 0))))[0][0].tree
+    assert asked(tree, [0, 2]).tolist() == [False, True, True, False, True]
+    riding = torch.tensor([False, True, False, False, False])
+    assert asked(replace(tree, passengers=riding), [0, 2]).tolist() == [False, False, True, False, True]
+    assert places([0, 0, 0, 2, 2, 1]) == ["", "0", "1", "1.0", "1.1", "0.0"]
+    records = recorded(target, RULES["R2"], 1.0, typical=TypicalConfig())[1]
+    assert {value for one in records for value in one["node"]["acceptance"]} <= {None, 0.0, 1.0}  # what happened
+
+
+@pytest.mark.parametrize(
+    ("tree", "head", "temperature"),
+    [(WIDE, tiny.head, 0.0), (WIDE, tiny.eagle3_head, 1.0), (CHAIN, tiny.eagle3_head, 0.0), (CHAIN, tiny.head, 0.7),
+     (STATIC, tiny.head, 0.7), (replace(STATIC, children="replaced"), tiny.head, 1.0)],
+)  # fmt: skip
+def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
+    target: Target, tree: TreeConfig, head: Callable[..., Any], temperature: float
+) -> None:
+    cycles, records, text = recorded(target, tree, temperature, head)
+    num_laws = 0
+    for cycle, record in zip(cycles, records, strict=True):
+        if cycle.tree.pool is None:
+            continue
+        drafted, node, law = cycle.tree, record["node"], record["law"]
+        raw, ids = drafted.pool.laws(), drafted.pool.ids.tolist()
+        p = cycle.sampler.law(cycle.step.logits).double()
+        for place in range(1, len(drafted)):
+            parent = node["parent"][place]
+            seen = raw[parent] if drafted.proposal is None else cycle.sampler.log_law(raw[parent][None])[0]
+            assert node["q"][place] == pytest.approx(float(seen[ids.index(node["token"][place])].exp()), rel=1e-4)
+            assert node["entropy"][place] == pytest.approx(float(entropy(raw[parent][None])), rel=1e-5)
+            assert node["p"][place] == pytest.approx(float(p[parent, node["token"][place]]), abs=1e-6)
+        for number, at in enumerate(law["node"] if law else ()):
+            children = [child for child in range(1, len(drafted)) if node["parent"][child] == at]
+            q = torch.zeros_like(p[at])
+            own = raw[at] if drafted.proposal is None else cycle.sampler.log_law(raw[at][None])[0]
+            q[drafted.pool.ids] = own.double().exp()
+            assert at in cycle.verdict.path and law["token"][number] == node["token"][children[0]]
+            assert law["tvd"][number] == pytest.approx(0.5 * float((p[at] - q).abs().sum()), abs=1e-5)
+            some = q > 0
+            kl = float((q[some] * (q[some] / p[at][some]).log()).sum())
+            assert law["kl_qp"][number] == pytest.approx(kl, abs=1e-4)
+            assert law["agrees"][number] == (int(q.argmax()) == int(p[at].argmax()))
+            assert law["followed"][number] == any(child in cycle.verdict.path for child in children)
+            assert law["ranked"][number][0] == pytest.approx(np.log(law["top_q"][number]), abs=1e-5)
+            # theorems (DEAGLE, section 3.2); a draft vocabulary that misses tokens has an infinite KL(p||q)
+            assert law["largest_gap"][number] <= law["tvd"][number] + 1e-9
+            assert law["tvd"][number] <= np.sqrt(min(law["kl_pq"][number], law["kl_qp"][number]) / 2) + 1e-9
+            assert np.isinf(law["kl_pq"][number]) == (head is tiny.eagle3_head)
+            num_laws += 1
+    tables = tables_of(0, records, text)
+    assert len(tables["laws"]) == num_laws > 0 and len(tables["cycles"]) == len(cycles)
+    expected = [
+        float(acceptance(cycle)[n]) for cycle in cycles for n in asked(cycle.tree, cycle.verdict.path).nonzero()
+    ]
+    assert tables["nodes"].acceptance.tolist() == pytest.approx(expected)
+
+
+def test_frontiers_hold_what_reranking_dropped_and_levels_beyond_the_text_are_left_out(target: Target) -> None:
+    _, records, text = recorded(target, replace(WIDE, k=4, nodes=8, levels=3))
+    frontier = tables_of(0, records, text)["frontier"]
+    assert (frontier.groupby(["cycle", "depth"]).size() == 4).all()  # though a tree keeps 7 nodes in all
+    for record in records:
+        masses = record["level"]["survival"]
+        assert len(masses) == record["depth"] and record["level"]["expected"] == pytest.approx(np.cumsum(masses))
+        assert record["level"]["ratio"] == pytest.approx([b / a for a, b in zip([1.0, *masses], masses, strict=False)])
+        first = [b["survival"] for b in record["frontier"] if len(b["branch"]) == 1]
+        assert not masses or sum(first) == pytest.approx(masses[0], rel=1e-5)
+    cut = tables_of(0, records, text[:-4])["frontier"]
+    assert 0 < len(cut) < len(frontier) and cut.accepted.sum() == frontier.accepted[: len(cut)].sum()
+    # a chain is in the text exactly when it is accepted
+    for temperature in (0.0, 1.0):
+        _, records, text = recorded(target, CHAIN, temperature)
+        tables = tables_of(0, records, text)
+        depth_of = tables["frontier"].merge(tables["cycles"], on=["prompt", "cycle"], suffixes=("", "_length"))
+        assert (depth_of.accepted == (depth_of.depth <= depth_of.accepted_length)).all()
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [(replace(WIDE, stop=EntropyConfig(c=1.0, h=0.01)), "entropy"),
+     (replace(CHAIN, stop=ConfidenceConfig(threshold=1.0)), "confidence"), (WIDE, "levels")],
+)  # fmt: skip
+def test_the_rule_that_ends_a_tree_is_its_stop_reason(target: Target, tree: TreeConfig, reason: str) -> None:
+    records = recorded(target, tree)[1]
+    assert records[0]["stop_reason"] == reason and records[0]["depth"] == (5 if reason == "levels" else 1)
+    assert {record["stop_reason"] for record in records} <= {reason, "budget", "levels", None}
+
+
+SMALL = MethodConfig.of("eagle2", levels=3, k=3, nodes=8)
+ROWS = (
+    MethodConfig("vanilla"), SMALL, MethodConfig.of("eagle-chain", levels=3),
+    MethodConfig("pld"), MethodConfig("lookahead"),
+)  # fmt: skip
+PROMPTS = [Prompt(str(n), "count", f"Please count {n + 2} boats and {n + 2} boats.") for n in range(2)]
+
+
+def make_bench(target: Target, directory: Path, samplings: int, rows: tuple[MethodConfig, ...]) -> Bench:
+    sampling = (SamplingConfig(), SamplingConfig(temperature=1.0))[:samplings]
+    prompts = PromptsConfig("none", max_new_tokens=10)
+    config = BenchConfig(prompts, rows, sampling, warmup_prompts=0, reference=False, cycles=True)
+    decoders = []
+    for asked_row in rows:
+        tree, proposer = asked_row.tree, None
+        if tree is not None:
+            head = tiny.head(target.ends.embedding.float(), scale=8.0).eval()
+            proposer = drafting(EagleDrafter(head, target), tree)
+        guesses: dict[str, Proposer] = {
+            "pld": PromptLookup(PromptLookupConfig()),
+            "lookahead": Lookahead(LookaheadConfig()),
+        }
+        decoders.append(SpeculativeDecoder(target, proposer or guesses.get(asked_row.method)))
+    return Bench(target, tiny.tokenizer(), decoders, [None] * len(rows), config, directory)
+
+
+def lines(bench: Bench) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in bench.cycles_path.read_text().splitlines()]
+
+
+def test_the_summary_and_the_text_of_every_row_follow_from_its_cycles(target: Target, tmp_path: Path) -> None:
+    bench = make_bench(target, tmp_path, 2, ROWS)
+    records = run(bench, PROMPTS, seed=5)
+    every = lines(bench)
+    for members in group(records):
+        expected, first = row(members), members.first
+        mine = [line for line in every if (line["row"], line["temperature"]) == (first.row, first.temperature)]
+        kept = [min(line["accepted"], line["new_tokens"]) for line in mine]
+        histogram = np.bincount(kept, minlength=len(expected["accepted_histogram"])).tolist()
+        assert histogram == expected["accepted_histogram"]
+        assert sum(line["new_tokens"] for line in mine) / len(mine) == pytest.approx(expected["tau"])
+        for name, key in (("drafted", "draft_nodes"), ("draft_forwards", "draft_forwards")):
+            assert sum(line[name] for line in mine) == expected[key]
+        assert sum(line["t_draft"] for line in mine) == pytest.approx(expected["ms"]["draft"], abs=1e-3)
+        reasons = {line["stop_reason"] for line in mine}
+        assert reasons <= ({"levels", "budget", None} if first.row in (1, 2) else {"guess", None})
+    for record in records:
+        of_answer = (record.row, record.temperature, record.prompt_id)
+        mine = [line for line in every if (line["row"], line["temperature"], line["prompt_id"]) == of_answer]
+        text = [*record.prompt_ids, *record.output_ids]
+        assert [line["cycle"] for line in mine] == list(range(record.target_forwards))
+        assert mine[0]["pos_start"] == record.prompt_tokens
+        for line in mine:
+            path = [token for token, kept in zip(line["node"]["token"], line["node"]["accepted"], strict=True) if kept]
+            end = 1 + line["new_tokens"]
+            assert text[line["pos_start"] : line["pos_start"] + end] == [*path, line["bonus_id"]][:end]
+
+
+def test_a_killed_bench_records_no_cycle_twice(target: Target, tmp_path: Path) -> None:
+    bench = make_bench(target, tmp_path, 1, ROWS[:3])
+    run(bench, PROMPTS, seed=5)
+    names = ("row", "prompt_id", "cycle", "node")
+    whole = sorted(str([line[name] for name in names]) for line in lines(bench))
+    answers, texts = (path.read_text().splitlines(keepends=True) for path in (bench.records_path, bench.cycles_path))
+    kept = {(one["row"], one["prompt_id"]) for one in map(json.loads, answers[:4])}
+    last = max(n for n, text in enumerate(texts) if (json.loads(text)["row"], json.loads(text)["prompt_id"]) in kept)
+    for extra in (0, 1, 2):  # killed before, within and after the next answer's cycles: its record is not there yet
+        bench.records_path.write_text("".join(answers[:4]) + answers[4][: 30 * extra])
+        bench.cycles_path.write_text("".join(texts[: last + 1 + extra]) + texts[last + 1 + extra][:50])
+        run(bench, PROMPTS, seed=5)
+        assert sorted(str([line[name] for name in names]) for line in lines(bench)) == whole

@@ -1,0 +1,193 @@
+"""Replays count what the real decoder does, costs turn counts into speeds, and the choice is measured."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
+from aerie.configs.schema.measure import PromptsConfig, TuneConfig
+from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
+from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.measure import tune
+from aerie.infer.measure.lossless import VOCABULARY, write_miniature
+from aerie.infer.measure.replay import (
+    Costs,
+    Cycles,
+    Recording,
+    accepted,
+    cycle_ms,
+    cycles,
+    paced,
+    path_ranks,
+    price,
+    record,
+)
+from aerie.model.checkpoint import save_head
+from aerie.model.target import Target
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[3]
+LEVELS, K, NEW = 5, 6, 28
+COSTS = Costs(draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5)
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target, list[Tensor]]:
+    directory, generator = tmp_path_factory.mktemp("miniature"), torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, VOCABULARY, (1, 3 + number), generator=generator) for number in range(2)]
+    return directory / "heads", Target.load(write_miniature(directory), "cpu"), prompts
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm"])
+def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, list[Tensor]], kind: str) -> None:
+    heads, target, prompts = miniature
+    drafter = Drafters(target).of(str(heads / kind))
+    recording = record(target, drafter, prompts, LEVELS, K, NEW)
+
+    def both(tree: tune.GrownConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        found = cycles(recording, accepted(path_ranks(recording, tree.levels, tree.k), tree.nodes), tree.levels)
+        decoder = SpeculativeDecoder(target, drafting(drafter, tree))
+        real = [decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts]
+        names = ("new_tokens", "target_forwards", "draft_forwards")
+        tokens, forwards, drafted = (sum(getattr(one, name) for one in real) for name in names)
+        return (found.tokens, found.target_forwards, found.draft_levels), (tokens - len(prompts), forwards, drafted)
+
+    for levels, k, nodes in ((1, K, 4), (3, K, 8), (5, K, 20), (4, K, 60), (5, K, 3), (4, 1, 5)):
+        ours, real = both(tune.tree_with(levels, k, nodes))  # a chain, or as wide as the recording: exactly
+        assert ours == real
+    for k in (2, 3):  # a narrower tree: to a cycle an answer, and never overrated
+        ours, real = both(tune.tree_with(5, k, 10))
+        assert ours[0] == real[0] and 0 <= ours[1] - real[1] <= len(prompts)
+
+
+def hand_made() -> Recording:
+    """One answer of 7 tokens, 5 6 7 8 5 6 7, with a draft at each place: always the next token first, then token 9.
+
+    Two levels, two children, each with probability 0.8 or 0.2.
+    """
+    text = [5, 6, 7, 8, 5, 6, 7]
+    places = len(text) - 1
+    tokens, ahead = np.full((places, 2, 2, 2), -1), np.full((places, 2), -1)
+    survival = np.full((places, 2, 2, 2), -np.inf, dtype=np.float32)
+    for place in range(places):
+        following = [*text[place + 1 :], -7, -7][:2]  # -7: a token that the text has not
+        ahead[place] = [token if token > 0 else -1 for token in following]
+        tokens[place, 0, 0], tokens[place, 1] = [following[0], 9], [[following[1], 9]] * 2
+        survival[place, 0, 0] = np.log([0.8, 0.2])
+        survival[place, 1] = np.log([[0.64, 0.16], [0.16, 0.04]])
+    frontier, left = np.tile([0, 1], (places, 2, 1)), np.arange(places, 0, -1)
+    return Recording(tokens, survival, frontier, ahead, np.zeros(places, dtype=np.int64), left, np.full(places, 2))
+
+
+def test_ranks_cycles_and_prices_by_hand() -> None:
+    found = hand_made()
+    ranks = path_ranks(found, 2, 2)
+    missing = np.iinfo(np.int64).max
+    assert ranks[:-1].tolist() == [[0, 1]] * 5 and ranks[-1].tolist() == [0, missing]  # 0.8 first, 0.64 second
+    # six tokens: 2 drafted + 1 of the target's, twice; a tree of two nodes takes one drafted token a cycle
+    assert cycles(found, accepted(ranks, 3), 2) == Cycles(6, 2, 2, 4)
+    assert cycles(found, accepted(ranks, 2), 2) == Cycles(6, 3, 3, 6)
+    assert accepted(ranks, 1000)[-1] == 1  # what no tree has is not accepted, however many nodes one has
+    # two drafting cycles of three levels in sum with k 2 (1.5 and 0.75 between the measured widths), one without
+    assert price(Cycles(6, 3, 2, 3), 2, 6, COSTS) == pytest.approx((2 * 1.5 + 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0)
+
+
+def head_tuning(costs: Costs = COSTS, kind: str = "eagle1") -> tune.HeadTuning:
+    """A search on the recording above."""
+    made = tune.HeadTuning.__new__(tune.HeadTuning)
+    made.kind, made.costs, made.recording = kind, costs, hand_made()
+    made.config = TuneConfig(PromptsConfig("none"), levels=2, k=2)
+    return made
+
+
+def test_a_prediction_is_the_price_of_its_cycles_and_dear_nodes_make_small_trees() -> None:
+    found = head_tuning().replay("eagle2", DynamicConfig(levels=2, k=2, nodes=3), path_ranks(hand_made(), 2, 2))
+    each = (2 * 1.5 + 2 * 0.75 + 2 * 12.0 + 2 * 1.0) / 6
+    assert found.tau == 3.0 and found.ms_per_token == pytest.approx(each)
+    assert found.speedup == pytest.approx(10.5 / each)
+    free, dear = (head_tuning(replace(COSTS, verify={1: 10.0, 60: ms})) for ms in (10.0, 900.0))
+    assert free.replayed(2, 2)[0].tree.nodes >= 3 > dear.replayed(2, 2)[0].tree.nodes
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm"])
+def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str) -> None:
+    chain, tree = tune.tree_with(4, 1, 5), tune.tree_with(4, 2, 9)
+    rows = tune.measured_rows(kind, MethodConfig(tune.method_of(kind, chain), chain), grid=True)
+    assert len(rows) == 3 + (3 if kind == "draft_lm" else len(tune.GRID))
+    tried = [
+        one for each in ([chain] if kind == "draft_lm" else [chain, tree]) for one in tune.rules_for(kind, each, 8)
+    ]
+    rows += [MethodConfig(method, grown) for method, grown in tried]
+    for row in rows:
+        assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
+    assert {(grown.levels, grown.nodes) for _, grown in tune.rules_for(kind, chain, 9)} == {(9, 10)}
+
+
+def test_a_turn_that_is_slowed_in_all_counts_as_any_other() -> None:
+    def answer(ms: float, count: int, factor: float = 1.0) -> Statistics:
+        times = {"prefill": 5.0, "draft": 0.25 * ms, "verify": 0.75 * ms, "commit": 0.0, "other": 0.0, "wall": 5.0 + ms}
+        return Statistics(8, {}, cycle_tokens=[2] * count, ms={name: factor * value for name, value in times.items()})
+
+    def turns(factors: tuple[float, ...]) -> list[list[Statistics]]:
+        sizes = ((40.0, 10), (60.0, 5), (66.0, 6))
+        return [
+            [answer(ms + (n if count == 10 else 0), count, f) for ms, count in sizes] for n, f in enumerate(factors)
+        ]
+
+    quiet, loud = paced(turns((1.0,) * 5)), paced(turns((1.0, 3.0, 1.0, 2.5, 1.0)))
+    assert [cycle_ms(turn[0]) for turn in quiet] == pytest.approx([4.2] * 5)
+    usual = cycle_ms(loud[0][0]) / cycle_ms(quiet[0][0])
+    for calm, busy in zip(quiet, loud, strict=True):
+        assert [cycle_ms(one) / usual for one in busy] == pytest.approx([cycle_ms(one) for one in calm])
+
+
+def call(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "infer/main.py", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tune")
+    tiny.target(root / "target")
+    save_head(tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), root / "run/heads/eagle1")
+    prompts: dict[str, Any] = {}
+    for name, numbers in {"predicted": range(4), "measured": range(4, 8)}.items():
+        rows = [{"question_id": n, "category": "x", "turns": [f"Count {n} boats."]} for n in numbers]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        prompts[name] = {"path": str(root / f"{name}.jsonl"), "max_new_tokens": 12}
+    values = {
+        "run": str(root / "run"),
+        "threads": 1,
+        "target": {"path": str(root / "target"), "dtype": "float32"},
+        "data": {"conversations": [str(root / "none.jsonl")]},
+        "bench": {"prompts": prompts["measured"], "rows": [{"method": "vanilla"}], "reference": False},
+        "tune": {"prompts": prompts["predicted"], "measure": prompts["measured"], "levels": 3, "k": 3},
+    }
+    return tiny.recipe(root / "recipe.yaml", values)
+
+
+@pytest.mark.slow
+def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(recipe: Path) -> None:
+    done = call("tune", "--config", recipe)
+    assert done.returncode == 0, done.stderr
+    folder = recipe.parent / "run/tune"
+    chosen = yaml.safe_load((folder / "tuned.yaml").read_text())
+    measured, found = (json.loads((folder / name).read_text()) for name in ("measured.json", "tune.json"))
+    assert found["chosen"] == "eagle1" and found["heads"][0]["choice"]["method"] == chosen["method"]
+    assert measured["rows"][1]["method"]["method"] == chosen["method"] and measured["predicted_over_measured"] > 0
+    assert {"1", "2", "60"} <= found["heads"][0]["costs_ms"]["verify"].keys()
+    row = folder / "tuned.yaml"
+    said = call("generate", "--config", recipe, "--row", row, "--prompt", "Count 3 boats.", "--max-new-tokens", 8)
+    assert said.returncode == 0, said.stderr
+    bench = call("bench", "--config", recipe, "--row", row)
+    assert bench.returncode == 0 and "8 answers" in bench.stdout, bench.stderr
