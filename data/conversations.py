@@ -28,16 +28,14 @@ ROLES = {
     **dict.fromkeys("tool observation function function_response tool_response".split(), "tool"),
 }
 LISTS = ("conversations", "messages", "conversation")
-PAIRS = (
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("question", "answer"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("problem", "solution"),
-    ("query", "response"),
-    ("input", "output"),
-)
+PAIRS = [
+    (prompt, completion)
+    for prompt, completion in (
+        pair.split("/")
+        for pair in "prompt/completion prompt/response question/answer instruction/output instruction/response "
+        "problem/solution query/response input/output".split()
+    )
+]
 EXTRA_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "name")
 
 
@@ -182,24 +180,19 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, str] | None) -> list[
 
     Raises UnusableRow when the shape is known and the row breaks it (an odd role, a turn without text).
     """
-    pairs = [pair for pair in (fields, *PAIRS) if pair and all(row.get(name) is not None for name in pair)]
+    pair = next((pair for pair in (fields, *PAIRS) if pair and all(row.get(name) is not None for name in pair)), None)
     turns = next((row[name] for name in LISTS if isinstance(row.get(name), list)), None)
-    if turns is not None and fields not in pairs:
-        messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
-    elif not pairs:
-        return None
-    else:
-        prompt, completion = (row[name] for name in pairs[0])
+    if pair is not None and (turns is None or pair == fields):
+        prompt, completion = (row[name] for name in pair)
+        context = row.get("input")
+        if pair[0] == "instruction" and isinstance(context, str) and context.strip():
+            prompt = f"{prompt}\n\n{context}"
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         if isinstance(prompt, list) and isinstance(completion, list):
-            messages = [_message(turn, number) for number, turn in enumerate([*prompt, *completion], start=1)]
-        else:
-            for name in pairs[0]:
-                if not isinstance(row[name], str):
-                    raise UnusableRow("field is no text", f"{name!r} is {type(row[name]).__name__}; expected text")
-            context = row.get("input")
-            if pairs[0][0] == "instruction" and isinstance(context, str) and context.strip():
-                prompt = f"{prompt}\n\n{context}"
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            turns = [*prompt, *completion]
+    if turns is None:
+        return None
+    messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     systems = [row[name] for name in ("system", "system_prompt") if isinstance(row.get(name), str)]
     system = next((text for text in systems if text.strip()), None)
     if system is not None and not any(message["role"] == "system" for message in messages):

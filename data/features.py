@@ -324,6 +324,7 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
     elif state.is_main_process:
         left = len(plan.missing(range(len(plan.shards))))
         print(f"features: share {share} is written{speed}; {left:,} shards are left", flush=True)
+    state.destroy_process_group()
     return ("done" if share.count == 1 or index is not None else "share-done"), 0
 
 

@@ -186,27 +186,14 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return 1
     stage.require_own_directory(arguments.overwrite)
     _be_quiet()
+    from aerie.data.features import prepare, time_forwards, write
+
     if only_plan:
-        _plan_features(recipe, stage, share, arguments)
+        plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
+        if arguments.estimate:
+            time_forwards(recipe, plan, share, _device(recipe))
         return 0
-    from aerie.data.features import write
-
-    def write_share() -> tuple[str, int]:
-        _device(recipe)
-        state = _processes(recipe)
-        ended = write(recipe, stage, share, arguments.overwrite, state)
-        state.destroy_process_group()
-        return ended
-
-    return with_status(status, "features", write_share)
-
-
-def _plan_features(recipe: Recipe, stage: Stage, share: Share, arguments: argparse.Namespace) -> None:
-    from aerie.data.features import prepare, time_forwards
-
-    plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
-    if arguments.estimate:
-        time_forwards(recipe, plan, share, _device(recipe))
+    return with_status(status, "features", lambda: write(recipe, stage, share, arguments.overwrite, _processes(recipe)))
 
 
 def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
@@ -256,6 +243,7 @@ def _processes(recipe: Recipe) -> Any:
     import torch
     from accelerate import PartialState
 
+    _device(recipe)
     launched = "LOCAL_RANK" in os.environ
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER) if launched else PartialState()
     asked = int(os.environ.get("WORLD_SIZE", "1"))

@@ -80,10 +80,8 @@ def _read_file(path: Path) -> Iterator[RawRow]:
     try:
         for number, value in reader(path):
             yield RawRow(str(path), number, value)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the file: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start:,}); convert it") from error
+    except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
+        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -93,8 +91,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line)
                 except json.JSONDecodeError as error:
-                    at = f"{error.msg} at column {error.colno}"
-                    raise UserError(f"{path}:{number}: not JSON ({at}); mend or delete the line") from error
+                    raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -111,14 +108,10 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow as arrow  # type: ignore[import-untyped]
-    from pyarrow import parquet
+    from pyarrow import parquet  # type: ignore[import-untyped]
 
-    try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except arrow.ArrowInvalid as error:
-        raise UserError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from error
+    batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def _hub_rows(name: str, revision: str | None) -> Any:

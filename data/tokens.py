@@ -219,6 +219,11 @@ class CountedVocabulary:
     num_tokens: int  # supervised tokens
     key: str  # digest of data, tokenizer, size and forced ids
 
+    @classmethod
+    def of(cls, vocabulary: DraftVocabulary, counts: Counts, chosen: dict[str, Any]) -> "CountedVocabulary":
+        """chosen is what decided its tokens."""
+        return cls(vocabulary, vocabulary.coverage(counts), int(counts.sum()), digest(chosen))
+
     def facts(self) -> dict[str, Any]:
         """What is stored beside the head."""
         return {
@@ -250,9 +255,8 @@ def draft_vocabulary(
     """
     size = min(DEFAULT_SIZE, vocab_size) if size is None else size
     counts = count_tokens(rows, vocab_size)
-    vocabulary = DraftVocabulary.most_frequent(counts, size, forced)
-    key = digest({"origin": origin, "size": size, "forced": sorted(forced)})
-    return CountedVocabulary(vocabulary, vocabulary.coverage(counts), int(counts.sum()), key)
+    chosen = {"origin": origin, "size": size, "forced": sorted(forced)}
+    return CountedVocabulary.of(DraftVocabulary.most_frequent(counts, size, forced), counts, chosen)
 
 
 def given_vocabulary(
@@ -260,8 +264,7 @@ def given_vocabulary(
 ) -> CountedVocabulary:
     """A vocabulary that was chosen elsewhere (a warm start's), with its coverage of these rows."""
     counts = count_tokens(rows, vocabulary.vocab_size)
-    key = digest({"origin": origin, "ids": vocabulary.ids.tolist()})
-    return CountedVocabulary(vocabulary, vocabulary.coverage(counts), int(counts.sum()), key)
+    return CountedVocabulary.of(vocabulary, counts, {"origin": origin, "ids": vocabulary.ids.tolist()})
 
 
 def count_tokens(rows: Iterable[tuple[Any, Any]], vocab_size: int) -> Counts:
