@@ -33,7 +33,8 @@ class DataConfig:
     max_length: int = 2048  # tokens; longer conversations are cut
     held_out: float = 0.05  # share of conversations, by hash, that training never sees
     limit: int | None = None  # only the first conversations, after the hash split
-    supervise: str = "assistant"  # or "all": every token but the first (how a target is trained from scratch)
+    # all: every token but the first (how a target is trained from scratch)
+    supervise: Literal["assistant", "all"] = "assistant"
     min_supervised_share: float = 0.01  # refuse to go on below this share of supervised tokens
 
     def __post_init__(self) -> None:
@@ -43,8 +44,6 @@ class DataConfig:
             raise ValueError("held_out is a share in [0, 1)")
         if self.max_length < 8:
             raise ValueError("max_length must be at least 8 tokens")
-        if self.supervise not in ("assistant", "all"):
-            raise ValueError("supervise is 'assistant' or 'all'")
         if (self.prompt_field is None) != (self.completion_field is None):
             raise ValueError("prompt_field and completion_field go together")
 
@@ -59,9 +58,8 @@ class FeaturesConfig:
     after_blocks: tuple[int, ...] | None = None
     batch_tokens: int = 8192  # tokens of one target forward, padding included
     shard_tokens: int = 262144  # tokens of one safetensors shard
-    dtype: Literal["float32", "bfloat16", "float16"] | None = (
-        None  # of the states as training sees them; null: the target's
-    )
+    # Of the states as training sees them; null: the target's.
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     # Of the states on the disk; null: dtype. fp8 (E4M3) and int8: a byte a value, a float32 scale per token and state.
     storage: Literal["bf16", "fp8", "int8"] | None = None
     shuffle_shards: int | None = None  # training draws rows from so many shards at a time; null: from all of them

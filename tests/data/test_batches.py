@@ -10,26 +10,21 @@ from aerie.data.batches import Batch, Order, ShardPools, collate, keyed_generato
 from tests import tiny
 
 
-def _batch(turns: list[int]) -> Batch:
-    row = torch.tensor([turns])
-    return Batch(torch.arange(len(turns))[None], row, torch.tensor([len(turns)]), (0,))
-
-
-def test_an_assistant_span_s_to_e_supervises_slots_s_minus_1_to_e_minus_2() -> None:
-    batch = _batch([0, 0, 0, 1, 1, 1, 1, 0, 0])  # s = 3, e = 6
-    assert batch.supervised()[0].nonzero().flatten().tolist() == [2, 3, 4]
-
-
-def test_each_unroll_step_loses_the_last_slot_of_every_turn() -> None:
-    batch = _batch([0, 1, 1, 1, 1, 0, 2, 2, 2])
-    assert batch.supervised(0)[0].nonzero().flatten().tolist() == [0, 1, 2, 5, 6]
-    assert batch.supervised(1)[0].nonzero().flatten().tolist() == [0, 1, 5]
-    assert batch.supervised(2)[0].nonzero().flatten().tolist() == [0]
-    assert not batch.supervised(20).any()
-
-
-def test_two_adjacent_turns_are_not_one() -> None:
-    assert _batch([0, 1, 1, 2, 2, 0]).supervised()[0].nonzero().flatten().tolist() == [0, 2]
+@pytest.mark.parametrize(
+    ("turns", "step", "slots"),
+    [
+        ([0, 0, 0, 1, 1, 1, 1, 0, 0], 0, [2, 3, 4]),  # a span [s, e] = [3, 6] supervises s - 1 to e - 2
+        ([0, 1, 1, 1, 1, 0, 2, 2, 2], 0, [0, 1, 2, 5, 6]),
+        ([0, 1, 1, 1, 1, 0, 2, 2, 2], 1, [0, 1, 5]),  # each unroll step loses the last slot of every turn
+        ([0, 1, 1, 1, 1, 0, 2, 2, 2], 2, [0]),
+        ([0, 1, 1, 1, 1, 0, 2, 2, 2], 20, []),
+        ([0, 1, 1, 2, 2, 0], 0, [0, 2]),  # two adjacent turns are not one
+    ],
+)
+def test_slots_are_supervised_within_one_turn(turns: list[int], step: int, slots: list[int]) -> None:
+    ids = torch.arange(len(turns))[None]
+    batch = Batch(ids, torch.tensor([turns]), torch.tensor([len(turns)]), (0,))
+    assert batch.supervised(step)[0].nonzero().flatten().tolist() == slots
 
 
 def test_padding_supervises_nothing_and_keeps_every_row() -> None:

@@ -1,3 +1,5 @@
+"""Laws of the loss mask: what is learnt is the answer and its end, whatever the template does around it."""
+
 import random
 from typing import Any
 
@@ -19,23 +21,31 @@ TURNS = (
 )
 
 
+def talk(*turns: str | tuple[str, str]) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn; a pair is (thinking, content)."""
+    return [
+        {"role": "user", "content": turn}
+        if isinstance(turn, str) and number % 2 == 0
+        else {"role": "assistant", "content": turn}
+        if isinstance(turn, str)
+        else {"role": "assistant", "reasoning_content": turn[0], "content": turn[1]}
+        for number, turn in enumerate(turns)
+    ]
+
+
 def rows_of(
     template: str | None, eos: str, messages: Any = TURNS, trim_offsets: bool = True
 ) -> tuple[Any, list[Row], Tally]:
-    tokenizer = targets.build_tokenizer(template, eos, trim_offsets)
-    tally = Tally(rows=1)
+    tokenizer, tally = targets.build_tokenizer(template, eos, trim_offsets), Tally(rows=1)
     chat = Chat(tokenizer, end_of_turn_ids(tokenizer, None), tally)
-    rows = chat.encode(chat.render(Conversation("here: row 1", "digest", tuple(messages))))
-    return tokenizer, rows, tally
+    return tokenizer, chat.encode(chat.render(Conversation("here: row 1", "digest", tuple(messages)))), tally
 
 
 def learnt(tokenizer: Any, row: Row) -> list[str]:
     """The text of each turn's supervised tokens."""
+    tokens = list(zip(row.input_ids, row.turns, strict=True))
     numbers = sorted(set(row.turns) - {0})
-    return [
-        tokenizer.decode([token for token, turn in zip(row.input_ids, row.turns, strict=True) if turn == number])
-        for number in numbers
-    ]
+    return [tokenizer.decode([token for token, turn in tokens if turn == number]) for number in numbers]
 
 
 @pytest.mark.parametrize(
@@ -49,48 +59,30 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
     ],
 )
 def test_supervised_tokens_decode_to_the_answers_and_their_end(template: str, eos: str, before: str) -> None:
-    tokenizer, rows, tally = rows_of(template, eos)
+    tokenizer, (row,), tally = rows_of(template, eos)
     answers = [turn["content"] for turn in TURNS if turn["role"] == "assistant"]
-    assert [learnt(tokenizer, row) for row in rows] == [[before + answer + eos for answer in answers]]
-    assert not tally.counts
-
-
-def test_tokens_are_those_of_the_tokenizer_itself() -> None:
-    for template, eos in ((targets.TRIMMING, "<|eot_id|>"), (VICUNA, "</s>"), (targets.CHATML, "<|im_end|>")):
-        tokenizer, rows, _ = rows_of(template, eos)
-        assert list(rows[0].input_ids) == tokenizer.apply_chat_template(list(TURNS), return_dict=False)
+    assert learnt(tokenizer, row) == [before + answer + eos for answer in answers] and not tally.counts
+    assert list(row.input_ids) == tokenizer.apply_chat_template(list(TURNS), return_dict=False)
+    numbers = [turn for turn in row.turns if turn]
+    assert (
+        numbers == sorted(numbers) and row.num_slots == row.num_supervised - 2
+    )  # a turn's first token is the target's
 
 
 def test_generation_markers_give_the_same_mask() -> None:
     generator = random.Random(0)
     words = ["hello", " there", "\n\n", " fine", "<|user|>", " naïve", " \N{OWL}", "7", " ", "the answer"]
     for _ in range(30):
-        messages = [
-            {"role": role, "content": "".join(generator.choices(words, k=generator.randint(1, 9))) + "."}
-            for _ in range(generator.randint(1, 4))
-            for role in ("user", "assistant")
-        ]
+        count = 2 * generator.randint(1, 4)
+        messages = talk(*("".join(generator.choices(words, k=generator.randint(1, 9))) + "." for _ in range(count)))
         # Trimmed offsets would make transformers lose every answer that begins with a blank.
-        tokenizer, rows, _ = rows_of(targets.WITH_MARKERS, "<|end|>", messages, trim_offsets=False)
+        tokenizer, (row,), _ = rows_of(targets.WITH_MARKERS, "<|end|>", messages, trim_offsets=False)
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        assert [int(turn > 0) for turn in rows[0].turns] == theirs["assistant_masks"]
-
-
-def test_turn_numbers_ascend_and_slots_never_cross_turns() -> None:
-    _, (row,), _ = rows_of(targets.WITH_MARKERS, "<|end|>")
-    numbers = [turn for turn in row.turns if turn]
-    assert numbers == sorted(numbers)
-    assert set(numbers) == {1, 2}
-    assert row.num_slots == row.num_supervised - 2  # a turn's first token is the target's own
+        assert [int(turn > 0) for turn in row.turns] == theirs["assistant_masks"]
 
 
 def test_dropped_thinking_fans_out_one_row_per_answer() -> None:
-    messages = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "Fine.", "reasoning_content": "first thought"},
-        {"role": "user", "content": "how are you"},
-        {"role": "assistant", "content": "Very fine.", "reasoning_content": "second thought"},
-    ]
+    messages = talk("hello", ("first thought", "Fine."), "how are you", ("second thought", "Very fine."))
     tokenizer, rows, _ = rows_of(targets.THINK_DROPPING, "<|im_end|>", messages)
     assert [learnt(tokenizer, row) for row in rows] == [
         ["<think>\nfirst thought\n</think>\n\nFine.<|im_end|>"],
@@ -100,44 +92,30 @@ def test_dropped_thinking_fans_out_one_row_per_answer() -> None:
     assert [row.source for row in rows] == ["here: row 1, answer 1", "here: row 1, answer 2"]
 
 
-def test_what_the_generation_prompt_writes_is_not_learnt() -> None:
-    messages = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "Fine.", "reasoning_content": "a thought"},
-    ]
-    tokenizer, (row,), _ = rows_of(targets.THINK_OPENING, "<|im_end|>", messages)
-    assert learnt(tokenizer, row) == ["a thought\n</think>\n\nFine.<|im_end|>"]
+STRADDLING = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ('</s>' if m['role'] == 'assistant' else ' ') }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 
-def test_an_answer_without_the_opened_thinking_is_learnt_and_counted() -> None:
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Fine."}]
-    tokenizer, (row,), tally = rows_of(targets.THINK_OPENING, "<|im_end|>", messages)
-    assert learnt(tokenizer, row) == ["Fine.<|im_end|>"]
-    assert sum(tally.counts.values()) == 1
-
-
-def test_a_token_across_the_border_is_not_learnt_and_counted() -> None:
-    template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ('</s>' if m['role'] == 'assistant' else ' ') }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    messages = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "answer is fine"}]
-    tokenizer, (row,), tally = rows_of(template, "</s>", messages)
-    assert tokenizer.tokenize(": answer") == [":", "Ġanswer"]  # the prompt's last blank joins the answer's first word
-    assert learnt(tokenizer, row) == [" is fine</s>"]
-    assert tally.counts["left out", "a token straddles prompt and answer"] == 1
-
-
-def test_an_end_of_turn_inside_an_answer_ends_what_is_learnt() -> None:
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Fine.<|im_end|> And more."}]
-    tokenizer, (row,), _ = rows_of(targets.CHATML, "<|im_end|>", messages)
-    assert learnt(tokenizer, row) == ["Fine.<|im_end|>"]
-
-
-def test_an_answer_whose_end_is_no_eos_stops_at_its_last_special_token() -> None:
-    tokenizer, (row,), tally = rows_of(targets.CHATML, "</s>")  # as base models have it
-    assert [text[-10:] for text in learnt(tokenizer, row)] == ["<|im_end|>", "<|im_end|>"]
-    assert sum(tally.counts.values()) == 2
+@pytest.mark.parametrize(
+    ("template", "eos", "answer", "text", "counted"),
+    [
+        # what the generation prompt writes is not learnt
+        (targets.THINK_OPENING, "<|im_end|>", ("a thought", "Fine."), "a thought\n</think>\n\nFine.<|im_end|>", None),
+        (targets.THINK_OPENING, "<|im_end|>", "Fine.", "Fine.<|im_end|>", "the generation prompt's last part"),
+        # the prompt's last blank joins the answer's first word
+        (STRADDLING, "</s>", "answer is fine", " is fine</s>", "a token straddles prompt and answer"),
+        (targets.CHATML, "<|im_end|>", "Fine.<|im_end|> And more.", "Fine.<|im_end|>", None),
+        # base models' EOS: up to the answer's last special token
+        (targets.CHATML, "</s>", "Fine.", "Fine.<|im_end|>", "the answer's end is none of the target's"),
+        (targets.CHATML, "<|im_end|>", "Fine \ud83d.", "Fine \ufffd.<|im_end|>", "half of a surrogate pair replaced"),
+    ],
+)
+def test_the_borders_of_an_answer(template: str, eos: str, answer: Any, text: str, counted: str | None) -> None:
+    tokenizer, (row,), tally = rows_of(template, eos, talk("how", answer))
+    assert learnt(tokenizer, row) == [text]
+    assert [reason.startswith(counted or "") for _, reason in tally.counts] == ([True] if counted else [])
 
 
 @pytest.mark.parametrize(
@@ -147,12 +125,13 @@ def test_an_answer_whose_end_is_no_eos_stops_at_its_last_special_token() -> None
         pytest.param(targets.RANDOM, "the template renders differently on each call", id="random text"),
         pytest.param(targets.COUNTING, "the template rewrites what stands before an answer", id="rewritten history"),
         pytest.param(targets.RENAMING, "the template rewrites what stands before an answer", id="another name"),
+        pytest.param("{{ messages[0].content + 1 }}", "the chat template refuses it: ", id="type error"),
     ],
 )
 def test_a_conversation_that_a_template_cannot_carry_is_unusable(template: str, reason: str) -> None:
     with pytest.raises(UnusableRow) as caught:
         rows_of(template, "<|im_end|>")
-    assert caught.value.reason == reason
+    assert caught.value.reason.startswith(reason)
 
 
 def test_midnight_between_two_renders_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,39 +148,12 @@ def test_midnight_between_two_renders_does_no_harm(monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_half_a_surrogate_pair_is_replaced_and_counted() -> None:
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Fine \ud83d."}]
-    tokenizer, (row,), tally = rows_of(targets.CHATML, "<|im_end|>", messages)
-    assert learnt(tokenizer, row) == ["Fine \ufffd.<|im_end|>"]
-    assert [kind for kind, _ in tally.counts] == ["mended"]
-
-
-def test_vicuna_reads_as_fastchat_writes_it() -> None:
-    tokenizer = targets.build_tokenizer(VICUNA, "</s>")
-    messages = [
-        {"role": "user", "content": "Hello!"},
-        {"role": "assistant", "content": "Hi."},
-        {"role": "user", "content": "How?"},
-    ]
-    system = (
-        "A chat between a curious user and an artificial intelligence assistant. "
-        "The assistant gives helpful, detailed, and polite answers to the user's questions."
-    )
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == f"<s>{system} USER: Hello! ASSISTANT: Hi.</s>USER: How? ASSISTANT:"
-
-
-def test_targets_without_a_template_are_told_how_to_pass_one() -> None:
-    with pytest.raises(UserError, match=r"target\.chat_template.*configs/templates/vicuna\.jinja"):
+def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
+    with pytest.raises(UserError, match=r"has no chat template; name one with target\.chat_template"):
         rows_of(None, "</s>")
-
-
-def test_a_broken_template_is_the_users_error_with_its_line() -> None:
     with pytest.raises(UserError, match=r"chat template: line 2:"):
         rows_of("{{ 1 }}\n{% for %}", "</s>")
 
-
-def test_a_slow_tokenizer_is_refused() -> None:
     class Slow:
         name_or_path = "somewhere"
         is_fast = False
@@ -213,6 +165,5 @@ def test_a_slow_tokenizer_is_refused() -> None:
 def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config() -> None:
     tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
     own = tokenizer.eos_token_id
-    assert end_of_turn_ids(tokenizer, None) == {own}
-    assert end_of_turn_ids(tokenizer, 3) == {own, 3}
-    assert end_of_turn_ids(tokenizer, [3, 4]) == {own, 3, 4}
+    ends = [end_of_turn_ids(tokenizer, listed) for listed in (None, 3, [3, 4])]
+    assert ends == [{own}, {own, 3}, {own, 3, 4}]

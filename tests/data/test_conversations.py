@@ -1,3 +1,5 @@
+"""Laws of conversations out of rows: every known shape is read, every change and every skipped row is counted."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -35,34 +37,23 @@ def messages(tmp_path: Path, row: Any, **options: Any) -> list[dict[str, Any]]:
         {"conversations": turns("human=hello|gpt=fine")},
         {"conversations": turns("user=hello|chatgpt=fine")},
         {"conversations": HELLO},
-        {"messages": HELLO},
         {"messages": [HELLO[0], {"role": "assistant", "content": [{"type": "text", "text": "fine"}]}]},
         {"prompt": "hello", "completion": "fine"},
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
         {"question": "hello", "answer": "fine"},
         {"instruction": "hello", "input": "", "output": "fine"},
         {"problem": "hello", "solution": "fine", "id": 7},
+        {"question": "no", "answer": "no", "ask": "hello", "say": "fine"},
     ],
 )
 def test_every_shape_gives_the_same_conversation(tmp_path: Path, row: dict[str, Any]) -> None:
-    (conversation,), tally = load(tmp_path, row)
+    fields = {"prompt_field": "ask", "completion_field": "say"} if "ask" in row else {}
+    (conversation,), tally = load(tmp_path, row, **fields)
     (same,), _ = load(tmp_path, {"messages": HELLO})
-    assert list(conversation.messages) == HELLO
-    assert conversation.digest == same.digest
-    assert not tally.counts
+    assert list(conversation.messages) == HELLO and conversation.digest == same.digest and not tally.counts
 
 
-def test_named_fields_come_before_the_usual_ones(tmp_path: Path) -> None:
-    row = {"question": "no", "answer": "no", "ask": "hello", "say": "fine"}
-    assert messages(tmp_path, row, prompt_field="ask", completion_field="say") == HELLO
-
-
-def test_an_instructions_input_belongs_to_the_question(tmp_path: Path) -> None:
-    row = {"instruction": "Sort.", "input": "3 1", "output": "1 3"}
-    assert messages(tmp_path, row)[0]["content"] == "Sort.\n\n3 1"
-
-
-def test_tools_calls_and_reasoning_are_kept(tmp_path: Path) -> None:
+def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     row = {
         "messages": [
@@ -75,17 +66,20 @@ def test_tools_calls_and_reasoning_are_kept(tmp_path: Path) -> None:
         "tools": '[{"type": "function", "function": {"name": "add"}}]',
     }
     (conversation,), tally = load(tmp_path, row)
-    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
+    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}] and not tally.counts
     assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert conversation.messages[4]["reasoning_content"] == "easy"
-    assert not tally.counts
+    row = {"instruction": "Sort.", "input": "3 1", "output": "1 3"}
+    assert messages(tmp_path, row)[0]["content"] == "Sort.\n\n3 1"
+    (tokens,), _ = load(tmp_path, {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]})
+    assert isinstance(tokens, TokenRow) and (tokens.input_ids, tokens.loss_mask) == ((1, 2, 3), (0, 1, 1))
 
 
-def test_tokens_and_mask_pass_through(tmp_path: Path) -> None:
-    (row,), _ = load(tmp_path, {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]})
-    assert isinstance(row, TokenRow)
-    assert (row.input_ids, row.loss_mask) == ((1, 2, 3), (0, 1, 1))
+def test_the_system_prompt_goes_before_conversations_without_one(tmp_path: Path) -> None:
+    own = {"system": "be short", "conversations": turns("human=hello|gpt=fine")}
+    kept, _ = load(tmp_path, {"messages": HELLO}, own, system_prompt="ours")
+    assert [row.messages[0] for row in kept] == [{"role": "system", "content": text} for text in ("ours", "be short")]
 
 
 @pytest.mark.parametrize(
@@ -96,21 +90,15 @@ def test_tokens_and_mask_pass_through(tmp_path: Path) -> None:
         ("human=hello|gpt=fine|human= |gpt=what", "user assistant", "cut before an empty turn"),
         ("human=hello|gpt=fine|human=more", "user assistant", "turns after the last answer cut"),
         ("human=hello|human=there|gpt=fine", "user assistant", "two turns of the user in a row joined"),
-        (
-            "system=a|human=hello|gpt=fine|gpt=too",
-            "system user assistant",
-            "two turns of the assistant in a row joined",
-        ),
+        ("system=a|human=b|gpt=c|gpt=d", "system user assistant", "two turns of the assistant in a row joined"),
     ],
 )
 def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kept: str, reason: str) -> None:
     (conversation,), tally = load(tmp_path, {"conversations": turns(text)})
     assert " ".join(message["role"] for message in conversation.messages) == kept
     assert list(tally.counts) == [("mended", reason)]
-
-
-def test_joined_turns_keep_both_texts(tmp_path: Path) -> None:
-    assert messages(tmp_path, {"conversations": turns("human=a|human=b|gpt=c")})[0]["content"] == "a\n\nb"
+    if "joined" in reason:
+        assert "\n\n" in "".join(message["content"] for message in conversation.messages)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +107,11 @@ def test_joined_turns_keep_both_texts(tmp_path: Path) -> None:
         ({"conversations": turns("human=hello|gtp=fine")}, "unknown role"),
         ({"conversations": turns("human=hello|gpt=")}, "no answer to a user's turn"),
         ({"conversations": turns("gpt=fine")}, "no answer to a user's turn"),
-        ({"conversations": turns("human=hello")}, "no assistant turn"),
         ({"conversations": []}, "no assistant turn"),
         ({"conversations": ["hello"]}, "turn is no object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]}, "turn is not text"),
         ({"messages": HELLO, "tools": "[oops"}, "tools are not JSON"),
-        ({"prompt": 3, "completion": "three"}, "field is no text"),
+        ({"prompt": 3, "completion": "three"}, "turn is not text"),
         ({"stranger": 1}, "keys of no known shape"),
         (["hello"], "row is no object"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "token ids and their mask do not fit"),
@@ -134,20 +121,26 @@ def test_joined_turns_keep_both_texts(tmp_path: Path) -> None:
 )
 def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason: str) -> None:
     kept, tally = load(tmp_path, {"messages": HELLO}, row)
-    assert len(kept) == tally.kept == 1
-    assert tally.rows == 2
+    assert len(kept) == tally.kept == 1 and tally.rows == 2
     ((key, example),) = tally.examples.items()
-    assert key == ("skipped", reason)
-    assert "rows.jsonl: row 2: " in example
+    assert key == ("skipped", reason) and "rows.jsonl: row 2: " in example
 
 
-def test_wrong_keys_in_the_first_row_are_an_error_with_a_suggestion(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows\.jsonl: row 1 has keys question, anwser; .*did you mean 'answer'"):
-        load(tmp_path, {"question": "hello", "anwser": "fine"})
-    with pytest.raises(UserError, match=r"has keys a, b; expected conversations.*set data\.prompt_field"):
-        load(tmp_path, {"a": "hello", "b": "fine"})
-    with pytest.raises(UserError, match=r"expected questoin and text, .*did you mean 'questoin' instead of 'question'"):
-        load(tmp_path, {"question": "a", "text": "b"}, prompt_field="questoin", completion_field="text")
+@pytest.mark.parametrize(
+    ("row", "fields", "said"),
+    [
+        ({"question": "a", "anwser": "b"}, (), r"row 1 has keys question, anwser; .*did you mean 'answer'"),
+        ({"a": "a", "b": "b"}, (), r"has keys a, b; expected conversations.*set data\.prompt_field"),
+        ({"question": "a", "text": "b"}, ("questoin", "text"), r"did you mean 'questoin' instead of 'question'"),
+        ({"messages": HELLO[:1]}, (), r"no usable conversation: 1 read, 0 kept; 1 x no assistant turn .*row 1"),
+    ],
+)
+def test_a_file_without_usable_rows_is_an_error_with_a_suggestion(
+    tmp_path: Path, row: Any, fields: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        load(tmp_path, row, **dict(zip(("prompt_field", "completion_field"), fields, strict=False)))
+    assert "\n" not in str(caught.value)
 
 
 def test_the_tally_counts_each_reason_with_its_first_place_and_endless_reasons_together() -> None:
@@ -165,31 +158,11 @@ def test_the_tally_counts_each_reason_with_its_first_place_and_endless_reasons_t
     assert len(tally.counts) == MAX_REASONS + 1 and tally.skipped == 1002
 
 
-def test_nothing_left_is_an_error_with_the_reasons(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"no usable conversation: 2 read, 0 kept; 2 x no assistant turn .*row 1"
-    ) as caught:
-        load(tmp_path, *[{"conversations": turns("human=hello")}] * 2)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_system_prompt_goes_before_conversations_without_one(tmp_path: Path) -> None:
-    rows = [{"messages": HELLO}, {"messages": [{"role": "system", "content": "own"}, *HELLO]}]
-    kept, _ = load(tmp_path, *rows, system_prompt="ours")
-    assert [conversation.messages[0]["content"] for conversation in kept] == ["ours", "own"]
-
-
-def test_a_rows_system_field_is_its_system_turn(tmp_path: Path) -> None:
-    row = {"system": "be short", "conversations": turns("human=hello|gpt=fine")}
-    assert messages(tmp_path, row, system_prompt="ours")[0] == {"role": "system", "content": "be short"}
-
-
 def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:
     rows = [{"conversations": turns(f"human=hello {number}|gpt=fine")} for number in range(400)]
     forward, _ = load(tmp_path, *rows)
     backward, _ = load(tmp_path, *reversed(rows), *rows, system_prompt="another")
     out = {row.messages[0]["content"] for row in forward if split_by_hash(row.digest, 0.1)}
-    again = {row.messages[1]["content"] for row in backward if split_by_hash(row.digest, 0.1)}
-    assert out == again
+    assert out == {row.messages[1]["content"] for row in backward if split_by_hash(row.digest, 0.1)}
     assert 20 <= len(out) <= 60  # 40 expected, standard deviation 6
     assert not any(split_by_hash(row.digest, 0.0) for row in forward)
