@@ -24,9 +24,8 @@ from aerie.model.target import Target
 from tests import tiny
 from tests.infer.test_main import recipe
 from tests.model.formats import published
-from tests.model.formats import test_multi_token as multi_token
 from tests.model.hub_server import Hub
-from tests.model.test_hub import hub
+from tests.model.test_push import hub
 
 __all__ = ["hub", "recipe"]  # the fixtures
 TREE = DynamicConfig(levels=4, k=3, nodes=10)
@@ -119,7 +118,7 @@ def test_a_published_head_drafts_the_very_same_trees_after_it_was_converted(
     assert decoded(target, tmp_path / "out") == expected and len(expected[2][0]) == TREE.nodes
 
 
-@pytest.mark.parametrize("make", [multi_token.medusa, multi_token.hydra])
+@pytest.mark.parametrize("make", [published.medusa, published.hydra])
 def test_published_medusa_and_hydra_heads_decode_what_the_target_writes(
     tmp_path: Path, target: Target, make: Any
 ) -> None:

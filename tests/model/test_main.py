@@ -17,7 +17,7 @@ from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import safeailab_eagle3
 from tests.model.hub_server import Hub, Server
-from tests.model.test_hub import TOKEN, hub
+from tests.model.test_push import TOKEN, hub
 
 __all__ = ["hub"]  # the fixture
 ROOT = Path(__file__).resolve().parents[2]

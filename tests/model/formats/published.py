@@ -11,6 +11,7 @@ from torch import Tensor
 from aerie.model.export import TargetFacts
 from aerie.model.formats.content import Destination
 from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from tests import tiny
 
 WIDTH, MLP, VOCABULARY, DRAFT = 32, 64, 320, 107
@@ -68,24 +69,7 @@ EAGLE1 = {  # yuhuili/EAGLE-Vicuna-7B-v1.3: fc.bias and the embedding, as many k
     "layers.0.post_attention_layernorm.weight": (WIDTH,),
 }
 EAGLE1_CONFIG: dict[str, Any] = {  # no bias, no rope_theta, no num_key_value_heads
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": WIDTH,
-    "initializer_range": 0.02,
-    "intermediate_size": MLP,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-06,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.28.1",
-    "use_cache": True,
-    "vocab_size": VOCABULARY,
+    name: value for name, value in EAGLE3_CONFIG.items() if name not in ("draft_vocab_size", "num_key_value_heads")
 }
 SPECFORGE_CONFIG: dict[str, Any] = {  # what SpecForge exports: RoPE in both spellings, no taps for the default ones
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -159,11 +143,11 @@ def tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float
     return made
 
 
-def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pickled: bool = False) -> Path:
-    """A head's directory of these files."""
+def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pickled: bool | str = False) -> Path:
+    """A head's directory of these files; pickled: the pickle's name, or the usual one."""
     directory.mkdir(parents=True, exist_ok=True)
     if pickled:
-        torch.save(state, directory / "pytorch_model.bin")
+        torch.save(state, directory / (pickled if isinstance(pickled, str) else "pytorch_model.bin"))
     else:
         save_file(state, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
@@ -214,3 +198,46 @@ def eagle3(**changes: Any) -> Eagle3Head:
         if parameter.ndim == 1:
             parameter.data = 0.5 + torch.rand(parameter.shape, generator=generator)
     return made
+
+
+MEDUSA_CONFIG = {"medusa_num_heads": 4, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+HYDRA_CONFIG = {
+    "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+    "grounded_heads": True,
+    "hidden_state_offset": 0,
+    "hydra_head_arch": "prefix-mlp",
+    "hydra_num_heads": 4,
+    "hydra_num_layers": 2,
+    "num_attention_heads": 4,  # ours: the published file leaves it to the target
+}
+
+
+def medusa(directory: Path, layers: int = 1, **changes: Any) -> tuple[MedusaHead, Path]:
+    """A head and its directory as FasterDecoding publishes it."""
+    head: Any = tiny.multi_token_head("medusa", tiny.ends(), noise=0.2, num_layers=layers)
+    own = head.state_dict()
+    state = {f"{i}.{layers}.weight": own[f"laws.lm_heads.{i}.weight"] for i in range(4)}
+    for i in range(4):
+        for j in range(layers):
+            for part in ("weight", "bias"):
+                state[f"{i}.{j}.linear.{part}"] = own[f"branches.{i}.blocks.{j}.linear.{part}"]
+    assert len(state) == len(own)
+    config = {**MEDUSA_CONFIG, "medusa_num_layers": layers, **changes}
+    return head, write(directory, config, state, "medusa_lm_head.pt")
+
+
+def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
+    """A Hydra++ head and its directory as zankner publishes it: dropout between blocks, an unread embedding."""
+    head: Any = tiny.multi_token_head("hydra", tiny.ends(), noise=0.2, num_layers=2, prefix_layer=True)
+    state = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(320, 32)}
+    for name, value in head.state_dict().items():
+        pieces = name.split(".")
+        if pieces[0] == "branches":
+            part = {"linear": "linear", "projection": "res_connection"}[pieces[4]]
+            state[f"hydra_mlp.{pieces[1]}.{1 + 2 * int(pieces[3])}.{part}.{pieces[5]}"] = value
+        elif pieces[0] == "laws":
+            state[f"hydra_lm_head.{pieces[2]}.1.{pieces[3]}"] = value
+        else:
+            rest = ".".join(pieces[1:])
+            state[f"prefix_embeding_layer.{rest if rest == 'norm.weight' else f'layers.0.{rest}'}"] = value
+    return head, write(directory, {**HYDRA_CONFIG, **changes}, state, "hydra_lm_head.pt")
