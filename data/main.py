@@ -114,7 +114,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
     from aerie.data.distill.prompts import make_prompts, plan_line
-    from aerie.data.distill.run import Job, Sitting, distilled
+    from aerie.data.distill.run import Job, distilled
 
     shard = Share.of(arguments.shard)
     _be_quiet()
@@ -133,13 +133,9 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.plan:
         print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
         return 0
-    sitting = Sitting(shard, arguments.merge, arguments.retry_failed, arguments.overwrite)
-    key = os.environ.get("OPENAI_API_KEY") or "none"
     name = f"distill {shard}" if shard.count > 1 else "distill"
     make_local = lambda thinking: _local_target(recipe, thinking)  # noqa: E731
-    return with_status(
-        status, name, lambda: ("done", distilled(job, sitting, recipe.target, questions, make_local, key))
-    )
+    return with_status(status, name, lambda: ("done", distilled(job, arguments, recipe.target, questions, make_local)))
 
 
 def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
@@ -287,13 +283,14 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     from aerie.model.target import Target
 
     assert recipe.distill is not None
+    sampling = recipe.distill.sampling
     target = Target.load(recipe.target, _device(recipe))
     head = RunPaths(Path(recipe.run)).head(recipe)
     drafts = recipe.distill.decoder == "auto" and (head / "config.json").is_file()
     decoder = usual_decoder(target, str(head) if drafts else None, recipe.tree if drafts else None)
     print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
 
-    def decode(prompt: list[int], sampling: Any, seed: int) -> list[int]:
+    def decode(prompt: list[int], seed: int) -> list[int]:
         generation = decoder.generate(
             torch.tensor([prompt], device=target.device),
             generator=torch.Generator(target.device).manual_seed(seed),
@@ -308,7 +305,8 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
 
     limits = [getattr(target.config, "max_position_embeddings", None)]
     limits += [decoder.proposer.max_positions] if decoder.proposer is not None else []
-    return LocalTarget(decode, thinking, min((limit for limit in limits if limit is not None), default=None))
+    context = min((limit for limit in limits if limit is not None), default=None)
+    return LocalTarget(decode, thinking, None if context is None else context - sampling.max_tokens)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ gives up on is the row's doing only if the server answers something else; otherw
 
 import asyncio
 import json
+import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,20 +17,12 @@ from aerie.configs.schema.data import SamplingConfig, ServerConfig
 from aerie.data.conversations import Message
 
 TOO_LONG, FILTERED = "too long for the server's context", "the server's content filter"
+QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 CONNECT_S = 10.0  # a server that takes no connection is away long before an answer with its thinking is late
 PAUSE_S = 1.0  # before a server that was away or busy is asked again; the client itself has waited before
 FINISHES = {"stop": "stop", "eos": "stop", "eos_token": "stop", "length": "length", "max_tokens": "length"}
 IS_TOO_LONG = re.compile(r"context length|max(imum)? context|max(imum)?[ _]model[ _]len|too long|longer than", re.I)
 IS_BUSY = re.compile(r"queue|overload|capacity|too many|rate limit", re.I)  # in a 503: SGLang's 429
-
-
-@dataclass(frozen=True)
-class Request:
-    """One answer to draw: the conversation so far, which ends with the user. seed depends on the row and turn alone."""
-
-    messages: tuple[Message, ...]
-    sampling: SamplingConfig
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,8 @@ class Outcome:
     invented: Answer | None = None  # of which the first question was made
 
 
-Ask = Callable[[Request], Awaitable[Answer]]
+# (the conversation so far, which ends with the user; a seed of the row and turn alone) -> the answer
+Ask = Callable[[Sequence[Message], int], Awaitable[Answer]]
 
 
 class Unanswered(Exception):
@@ -96,7 +90,7 @@ class Server:
 class ServedTarget:
     """Asks the target at its servers; a context that begins with a short question and closes the connections."""
 
-    def __init__(self, config: ServerConfig, model: str, api_key: str, sampling: SamplingConfig) -> None:
+    def __init__(self, config: ServerConfig, model: str, sampling: SamplingConfig) -> None:
         try:
             import openai
         except ImportError as error:
@@ -104,6 +98,7 @@ class ServedTarget:
         self.config, self.model, self.sampling = config, model, sampling
         self.errors = (openai.APIError, json.JSONDecodeError, Malformed)
         timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
+        api_key = os.environ.get("OPENAI_API_KEY") or "none"
         settings = {"api_key": api_key, "timeout": timeout, "max_retries": config.retries}
         self.servers = [
             Server(url, openai.AsyncOpenAI(base_url=url, **settings), asyncio.Semaphore(config.concurrency))
@@ -114,7 +109,7 @@ class ServedTarget:
     async def __aenter__(self) -> "ServedTarget":
         """UserError unless a short question is answered in the way that rows are asked: else all of them would fail."""
         try:
-            await self(Request(({"role": "user", "content": "Hi"},), self.sampling, 0))
+            await self(QUESTION, 0)
         except Unanswered as error:
             raise UserError(
                 f"{', '.join(self.config.urls)}: no answer to a short question: {error.why}; check distill.sampling "
@@ -126,7 +121,7 @@ class ServedTarget:
         for server in self.servers:
             await server.client.close()
 
-    async def __call__(self, request: Request) -> Answer:
+    async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
         """The answer; Unanswered for a row that gets none, UserError when the run cannot go on."""
         now, strikes = asyncio.get_running_loop().time, 0
         self.last_answer = self.last_answer or now()
@@ -136,7 +131,7 @@ class ServedTarget:
             server.under_way += 1
             try:
                 async with server.room:
-                    return await self._complete(server, server.client, self._body(request))
+                    return await self._complete(server, server.client, self._body(messages, seed))
             except self.errors as error:
                 why, may_be_row = self._judge(server, error)
             finally:
@@ -156,21 +151,21 @@ class ServedTarget:
                 warn(f"{server.url}: {why}; it is asked again for {self.config.patience_s:g} s")
             await asyncio.sleep(PAUSE_S)
 
-    def _body(self, request: Request) -> dict[str, Any]:
-        sampling, extra = request.sampling, dict(self.config.extra_body)
+    def _body(self, messages: Sequence[Message], seed: int) -> dict[str, Any]:
+        sampling, extra = self.sampling, dict(self.config.extra_body)
         if sampling.top_k is not None:
             extra["top_k"] = sampling.top_k
         if self.config.token_ids:
             extra["return_token_ids"] = True
-        drawn = {"top_p": sampling.top_p, "seed": request.seed} if sampling.temperature > 0 else {}
+        drawn = {"top_p": sampling.top_p, "seed": seed} if sampling.temperature > 0 else {}
         limits = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "extra_body": extra or None}
-        return {"messages": list(request.messages), **limits, **drawn}
+        return {"messages": list(messages), **limits, **drawn}
 
     async def _complete(self, server: Server, client: Any, body: dict[str, Any]) -> Answer:
         """The answer in a server's reply; Malformed where there is none that ended by itself or by its length."""
         reply = await client.chat.completions.create(model=self.model, **body)
         choice = next(iter(getattr(reply, "choices", None) or []), None)
-        if choice is None or getattr(choice, "message", None) is None:
+        if choice is None:
             raise Malformed("the reply has no choices")
         if choice.finish_reason == "content_filter":
             raise Unanswered("skipped", FILTERED)
@@ -178,25 +173,23 @@ class ServedTarget:
             raise Malformed(f"finish_reason {choice.finish_reason!r}")
         self.last_answer = asyncio.get_running_loop().time()
         server.is_away = False
-        sent = [getattr(choice.message, name, None) for name in ("reasoning_content", "reasoning")]
-        thoughts = sorted((text for text in sent if isinstance(text, str)), key=lambda text: not text.strip())
-        ids: Any = getattr(choice, "token_ids", None)
-        prompt_ids: Any = getattr(reply, "prompt_token_ids", None)
-        has_ids = isinstance(ids, list) and isinstance(prompt_ids, list)
+        message, ids = choice.message, getattr(choice, "token_ids", None)
+        prompt_ids = getattr(reply, "prompt_token_ids", None)
+        thoughts = [getattr(message, name, None) for name in ("reasoning_content", "reasoning")]
         return Answer(
-            content=choice.message.content or "",
+            content=message.content or "",
             finish=FINISHES[choice.finish_reason],
-            num_tokens=int(getattr(getattr(reply, "usage", None), "completion_tokens", 0) or 0),
-            reasoning=thoughts[0] if thoughts else None,
-            token_ids=tuple(ids) if has_ids else None,
-            prompt_token_ids=tuple(prompt_ids) if has_ids else None,
+            num_tokens=reply.usage.completion_tokens if reply.usage else 0,
+            reasoning=max((text for text in thoughts if text is not None), key=len, default=None),
+            token_ids=tuple(ids) if ids and prompt_ids else None,
+            prompt_token_ids=tuple(prompt_ids) if ids and prompt_ids else None,
         )
 
     async def _is_up(self, server: Server) -> bool:
         """Whether a server answers a short question of no row, so that it is the row that it cannot answer."""
-        question = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         try:
-            await self._complete(server, server.client.with_options(max_retries=0), question)
+            client = server.client.with_options(max_retries=0)
+            await self._complete(server, client, {"messages": QUESTION, "max_tokens": 1})
         except self.errors:
             return False
         return True

@@ -8,9 +8,9 @@ import json
 import os
 import re
 import shutil
-import time
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -25,7 +25,7 @@ from aerie.configs.schema.data import DistillConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Message, UnusableRow
-from aerie.data.distill.answer import FILTERED, TOO_LONG, Answer, Ask, Outcome, Request, ServedTarget, Unanswered
+from aerie.data.distill.answer import FILTERED, TOO_LONG, Answer, Ask, Outcome, ServedTarget, Unanswered
 from aerie.data.distill.gate import Summary, judge
 from aerie.data.distill.prompts import OVERLAPS, SOLVE, Overlap, Prompt, make_prompts, plan_line, problem_in
 from aerie.data.distill.thinking import Thinking
@@ -35,7 +35,6 @@ from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
 from aerie.model.target import load_tokenizer
 
-SYNC_SECONDS = 5.0  # what a crash of the machine may cost; a killed process loses nothing
 BEGINNING = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", ')  # of a row's line
 OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[Prompt])
 
@@ -91,82 +90,17 @@ def journal(directory: Path, share: Share) -> Iterator[Callable[[Outcome], None]
         with path.open("r+b") as file:
             file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
             file.seek(0, os.SEEK_END)
-            synced = time.monotonic()
 
             def append(outcome: Outcome) -> None:
-                nonlocal synced
                 values = OUTCOME.dump_python(outcome, exclude_defaults=True)
                 with storage.explained(path):
                     file.write((json.dumps(values, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
                     file.flush()
-                    if time.monotonic() - synced > SYNC_SECONDS:
-                        os.fsync(file.fileno())
-                        synced = time.monotonic()
 
             try:
                 yield append
             finally:
                 os.fsync(file.fileno())
-
-
-async def interview(prompt: Prompt, ask: Ask, thinking: Thinking, config: DistillConfig, overlap: Overlap) -> Outcome:
-    """How a row ends; UserError when the whole run has to. overlap is for problems that the target invents."""
-
-    async def draw(messages: Sequence[Message], turn: str) -> Answer:
-        # 31 bits of the row and turn alone, whichever job and attempt draws them
-        seed = int.from_bytes(sha256(f"{config.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big") >> 1
-        try:
-            thinking.prompt(messages)
-        except UnusableRow as error:
-            raise Unanswered("skipped", error.reason) from error
-        return thinking.read(await ask(Request(tuple(messages), config.sampling, seed)))
-
-    if prompt.skip is not None:
-        return Outcome(prompt.id, "skipped", prompt.place, prompt.skip)
-    messages: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    answers, invented, turns = list[Answer](), None, prompt.turns
-    try:
-        if prompt.invent is not None:
-            invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
-            turns = (_question(invented, overlap), *turns)
-        for turn in turns:
-            messages.append({"role": "user", "content": turn})
-            answers.append(await draw(messages, str(len(answers))))
-            messages.append(thinking.message(answers[-1]))
-            if answers[-1].is_cut:  # the next question would follow half an answer
-                break
-    except Unanswered as error:
-        # A conversation that has outgrown the context, or met a filter, keeps the answers that are there.
-        if error.status == "failed" or not answers:
-            return Outcome(prompt.id, error.status, prompt.place, error.why)
-    asked = turns[: len(answers)]
-    return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
-
-
-def _question(invented: Answer, overlap: Overlap) -> str:
-    """The request to solve an invented problem; Unanswered when it is none that can be used."""
-    problem = problem_in(invented.content)
-    if invented.is_cut or not problem:
-        raise Unanswered("skipped", "the invented problem is cut" if invented.is_cut else "no problem was invented")
-    if problem in overlap:
-        raise Unanswered("skipped", f"the invented problem {OVERLAPS}")
-    return SOLVE.format(problem=problem)
-
-
-@dataclass(frozen=True)
-class Sitting:
-    """What one call was asked to do."""
-
-    share: Share = Share()
-    merge: bool = False  # ask nothing
-    retry_failed: bool = False
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.merge and self.retry_failed:
-            raise UserError("--merge asks nothing, and --retry-failed asks again; use one of them")
-        if self.merge and self.share.count > 1:
-            raise UserError(f"--merge puts all jobs' rows together; leave --shard {self.share} out")
 
 
 @dataclass(frozen=True)
@@ -221,39 +155,30 @@ class Job:
         with path.open(encoding="utf-8") as file:
             return PROMPTS.validate_python([json.loads(line) for line in file])
 
-    def sit(
-        self,
-        prompts: Sequence[Prompt],
-        sitting: Sitting,
-        interviewer: Callable[[Ask, Prompt], Awaitable[Outcome]],
-        carrier: Callable[[], AbstractAsyncContextManager[Ask]],
-        width: int,
-    ) -> None:
-        """Asks the rows of a share that no journal has ended, `width` at a time, each with one line at its end."""
-        with journal(self.directory, sitting.share) as append:
-            ended = {row.id for row in ended_rows(self.directory) if not (sitting.retry_failed and row.may_retry)}
-            own = [prompt for position, prompt in enumerate(prompts) if position in sitting.share]
+    def sit(self, prompts: Sequence[Prompt], share: Share, retry_failed: bool, interview: "Interview") -> None:
+        """Asks the rows of a share that no journal has ended, each with one line at its end."""
+        with journal(self.directory, share) as append:
+            ended = {row.id for row in ended_rows(self.directory) if not (retry_failed and row.may_retry)}
+            own = [prompt for position, prompt in enumerate(prompts) if position in share]
             waiting = [prompt for prompt in own if prompt.id not in ended]
             if not waiting:
                 return
             (self.directory / storage.FILE).unlink(missing_ok=True)  # what was whole is so again when it is merged anew
-            counts, rows, started = Counter[str](), iter(waiting), time.monotonic()
+            counts, rows = Counter[str](), iter(waiting)
 
             async def work(ask: Ask, shown: Any) -> None:
                 for prompt in rows:
-                    outcome = await interviewer(ask, prompt)
+                    outcome = await interview(prompt, ask)
                     append(outcome)
                     counts[outcome.status] += 1
-                    counts["tokens"] += sum(answer.num_tokens for answer in outcome.answers)
-                    rate = counts["tokens"] / max(time.monotonic() - started, 1e-3)
-                    note = f"{rate:,.0f} tok/s, {counts['skipped']:,} skipped, {counts['failed']:,} failed"
-                    shown.set_postfix_str(note, refresh=False)
+                    shown.set_postfix_str(f"{counts['skipped']:,} skipped, {counts['failed']:,} failed", refresh=False)
                     shown.update(1)
 
             async def work_together() -> None:
-                async with carrier() as ask:
+                async with interview.carrier() as ask:
                     with bar(len(own), "row", "distill", done=len(own) - len(waiting)) as shown:
-                        workers = [asyncio.create_task(work(ask, shown)) for _ in range(min(width, len(waiting)))]
+                        width = min(interview.width, len(waiting))
+                        workers = [asyncio.create_task(work(ask, shown)) for _ in range(width)]
                         try:
                             await asyncio.gather(*workers)
                         finally:
@@ -263,7 +188,7 @@ class Job:
 
             asyncio.run(work_together())
         ends = ", ".join(f"{counts[status]:,} {status}" for status in ("done", "skipped", "failed"))
-        print(f"distill {sitting.share}: {ends}", flush=True)
+        print(f"distill {share}: {ends}", flush=True)
 
     def merge(self, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> Summary:
         """Writes conversations, outcomes, summary and provenance: the same bytes however many jobs the answers took.
@@ -299,35 +224,83 @@ class Job:
         return summary
 
 
-def distilled(
-    job: Job,
-    sitting: Sitting,
-    target: TargetConfig,
-    questions: Sequence[str],
-    make_local: Callable[[Thinking], Ask],
-    api_key: str,
-) -> int:
-    """The exit code of one sitting. make_local makes the target in this process, where the recipe has no server.
+@dataclass(frozen=True)
+class Interview:
+    """Turns a prompt into an outcome with the help of whoever answers; overlap is for problems that they invent."""
 
-    questions are the evaluation's. One job alone merges at the end; several leave it to a call with `merge`.
+    carrier: Callable[[], AbstractAsyncContextManager[Ask]]
+    width: int  # rows under way at a time
+    thinking: Thinking
+    config: DistillConfig
+    overlap: Overlap
+
+    async def __call__(self, prompt: Prompt, ask: Ask) -> Outcome:
+        """How a row ends; UserError when the whole run has to."""
+
+        async def draw(messages: Sequence[Message], turn: str) -> Answer:
+            # 31 bits of the row and turn alone, whichever job and attempt draws them
+            seed = int.from_bytes(sha256(f"{self.config.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big") >> 1
+            try:
+                self.thinking.prompt(messages)
+            except UnusableRow as error:
+                raise Unanswered("skipped", error.reason) from error
+            return self.thinking.read(await ask(messages, seed))
+
+        if prompt.skip is not None:
+            return Outcome(prompt.id, "skipped", prompt.place, prompt.skip)
+        messages: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        answers, invented, turns = list[Answer](), None, prompt.turns
+        try:
+            if prompt.invent is not None:
+                invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
+                problem = problem_in(invented.content)
+                if invented.is_cut or not problem:
+                    raise Unanswered("skipped", "the invented problem is cut or empty")
+                if problem in self.overlap:
+                    raise Unanswered("skipped", f"the invented problem {OVERLAPS}")
+                turns = (SOLVE.format(problem=problem), *turns)
+            for turn in turns:
+                messages.append({"role": "user", "content": turn})
+                answers.append(await draw(messages, str(len(answers))))
+                messages.append(self.thinking.message(answers[-1]))
+                if answers[-1].is_cut:  # the next question would follow half an answer
+                    break
+        except Unanswered as error:
+            # A conversation that has outgrown the context, or met a filter, keeps the answers that are there.
+            if error.status == "failed" or not answers:
+                return Outcome(prompt.id, error.status, prompt.place, error.why)
+        asked = turns[: len(answers)]
+        return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
+
+
+def distilled(
+    job: Job, options: Namespace, target: TargetConfig, questions: Sequence[str], make_local: Callable[[Thinking], Ask]
+) -> int:
+    """The exit code of one call of the command, with its options shard, merge, retry_failed and overwrite.
+
+    questions are the evaluation's. make_local makes the target in this process, where the recipe has no server. One
+    job alone merges at the end; several leave it to a call with --merge.
     """
-    config, server, tokenizer = job.config, job.config.server, load_tokenizer(target)
+    share, config, server = Share.of(options.shard), job.config, job.config.server
+    if options.merge and (options.retry_failed or share.count > 1):
+        raise UserError("--merge puts all jobs' rows together and asks nothing; leave --retry-failed and --shard out")
+    tokenizer = load_tokenizer(target)
     thinking = Thinking(tokenizer, target_end_ids(target, tokenizer), server.template_arguments if server else None)
-    job.stage.require_own_directory(sitting.overwrite)
-    prompts = job.prompts(questions, sitting.overwrite)
+    job.stage.require_own_directory(options.overwrite)
+    prompts = job.prompts(questions, options.overwrite)
     print(f"distill: {plan_line(prompts)}", flush=True)
 
     def carrier() -> AbstractAsyncContextManager[Ask]:
         if server is None:
             return nullcontext(make_local(thinking))
-        return ServedTarget(server, server.model or target.path, api_key, config.sampling)
+        return ServedTarget(server, server.model or target.path, config.sampling)
 
-    if not sitting.merge:
-        overlap = Overlap(questions, config.ngram)
+    if not options.merge:
         width = server.concurrency * len(server.urls) if server else 1
-        job.sit(prompts, sitting, lambda ask, row: interview(row, ask, thinking, config, overlap), carrier, width)
-        if sitting.share.count > 1:
-            print(f"distill {sitting.share}: its rows have ended; when all jobs' have: distill --merge", flush=True)
+        interview = Interview(carrier, width, thinking, config, Overlap(questions, config.ngram))
+        job.sit(prompts, share, options.retry_failed, interview)
+        if share.count > 1:
+            print(f"distill {share}: its rows have ended; when all jobs' have: distill --merge", flush=True)
             return 0
     summary = job.merge(prompts, thinking, target.path)
     print(

@@ -11,9 +11,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.data import SamplingConfig
 from aerie.data.conversations import Message, UnusableRow
-from aerie.data.distill.answer import Answer, Outcome, Request, Unanswered
+from aerie.data.distill.answer import Answer, Outcome, Unanswered
 
 OPEN, CLOSE = "<think>", "</think>"
 PROBE_THOUGHT, PROBE_CONTENT = "thoughtprobe", "contentprobe"
@@ -150,23 +149,19 @@ def training_rows(outcome: Outcome, thinking: Thinking) -> list[dict[str, Any]]:
     return rows
 
 
-# (prompt's ids, sampling, seed) -> the answer's ids, its end-of-turn token included
-Decode = Callable[[list[int], SamplingConfig, int], list[int]]
-
-
 class LocalTarget:
     """Asks a target in this process, one request after the other."""
 
-    def __init__(self, decode: Decode, thinking: Thinking, context: int | None) -> None:
-        """context: the positions that the target has for prompt and answer together (null: no limit)."""
-        self.decode, self.thinking, self.context = decode, thinking, context
+    def __init__(self, decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int | None) -> None:
+        """decode: (prompt's ids, seed) -> the answer's, its end included; room: the most tokens of a prompt."""
+        self.decode, self.thinking, self.room = decode, thinking, room
 
-    async def __call__(self, request: Request) -> Answer:
+    async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
         """The answer; Unanswered when the prompt leaves no room for max_tokens."""
-        prompt = self.thinking.ids(self.thinking.prompt(request.messages))
-        if self.context is not None and len(prompt) + request.sampling.max_tokens > self.context:
+        prompt = self.thinking.ids(self.thinking.prompt(messages))
+        if self.room is not None and len(prompt) > self.room:
             raise Unanswered("skipped", "too long for the target's context with max_tokens")
-        ids = self.decode(prompt, request.sampling, request.seed)
+        ids = self.decode(prompt, seed)
         has_ended = bool(ids) and ids[-1] in self.thinking.end_ids
         text = str(self.thinking.tokenizer.decode(ids[:-1] if has_ended else ids, skip_special_tokens=True))
         finish = "stop" if has_ended else "length"

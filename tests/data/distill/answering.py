@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from aerie.configs.errors import exit_code
 from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import end_of_turn_ids
-from aerie.data.distill.answer import Answer, Outcome, Request
+from aerie.data.conversations import Message
+from aerie.data.distill.answer import Answer, Outcome
 from aerie.data.distill.run import ended_rows
 from aerie.data.distill.thinking import Thinking
 from aerie.data.main import main
@@ -29,10 +31,10 @@ def config(**keys: Any) -> DistillConfig:
     return DistillConfig(sources=(SourceConfig("unused.jsonl"),), **keys)
 
 
-async def echo(request: Request) -> Answer:
+async def echo(messages: Sequence[Message], seed: int) -> Answer:
     """An answer that depends on all that was asked and on the seed."""
-    key = hashlib.sha256(repr((request.messages, request.seed)).encode()).hexdigest()[:8]
-    return Answer(f"The answer to {request.messages[-1]['content']} is {key}.", "stop", 7)
+    key = hashlib.sha256(repr((tuple(messages), seed)).encode()).hexdigest()[:8]
+    return Answer(f"The answer to {messages[-1]['content']} is {key}.", "stop", 7)
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:

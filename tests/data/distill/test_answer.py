@@ -7,7 +7,7 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
-from aerie.data.distill.answer import FILTERED, TOO_LONG, Answer, Request, ServedTarget, Unanswered
+from aerie.data.distill.answer import FILTERED, TOO_LONG, Answer, ServedTarget, Unanswered
 from tests.data.distill.faults import Proxy, Script, completion, free_port
 
 
@@ -17,9 +17,9 @@ def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None
     async def run() -> list[Any]:
         config = ServerConfig(tuple(urls), **{"concurrency": 2, "retries": 1, "timeout_s": 5.0, **settings})
         drawn = SamplingConfig(max_tokens=9, **sampling or {})
-        async with asyncio.timeout(60.0), ServedTarget(config, "m", "key", drawn) as served:
-            requests = [Request(({"role": "user", "content": text},), drawn, 11) for text in questions]
-            return await asyncio.gather(*map(served, requests), return_exceptions=True)
+        async with asyncio.timeout(60.0), ServedTarget(config, "m", drawn) as served:
+            asked = [served([{"role": "user", "content": text}], 11) for text in questions]
+            return await asyncio.gather(*asked, return_exceptions=True)
 
     ends = asyncio.run(run())
     return [end.content if end == Answer(getattr(end, "content", ""), "stop", 3) else end for end in ends]

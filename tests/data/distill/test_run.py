@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from aerie.configs.errors import UserError
-from aerie.data.distill.answer import TOO_LONG, Answer, Ask, Outcome, Request, Unanswered
+from aerie.data.conversations import Message
+from aerie.data.distill.answer import TOO_LONG, Answer, Ask, Outcome, Unanswered
 from aerie.data.distill.prompts import Overlap, Prompt
-from aerie.data.distill.run import OUTCOME, Job, Sitting, ended_rows, interview, journal
+from aerie.data.distill.run import OUTCOME, Interview, Job, ended_rows, journal
 from aerie.data.progress import Share
 from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
@@ -24,14 +25,13 @@ from tests.data.distill.answering import KEEP, config, distill, echo, outcomes, 
 ROWS = [Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2))) for n in range(12)]
 
 
-def sit(directory: Path, ask: Ask, width: int = 4, **sitting: Any) -> None:
+def interview(ask: Ask, template: str = tiny.TEMPLATE, questions: tuple[str, ...] = ()) -> Interview:
+    return Interview(lambda: nullcontext(ask), 4, thinking(template), config(), Overlap(questions, 8))
+
+
+def sit(directory: Path, ask: Ask, share: Share = Share(), retry_failed: bool = False) -> None:  # noqa: B008
     """One sitting: what no journal has ended yet is asked."""
-    settings, reader = config(), thinking()
-
-    def asked(ask: Ask, prompt: Prompt) -> Any:
-        return interview(prompt, ask, reader, settings, Overlap((), 8))
-
-    Job(directory, settings, {}).sit(ROWS, Sitting(**sitting), asked, lambda: nullcontext(ask), width)
+    Job(directory, config(), {}).sit(ROWS, share, retry_failed, interview(ask))
 
 
 def merged(directory: Path) -> tuple[bytes, Counter[str]]:
@@ -49,10 +49,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def failing(*numbers: int) -> Ask:
-    async def ask(request: Request) -> Answer:
-        if any(str(request.messages[0]["content"]).startswith(f"Question {n},") for n in numbers):
-            raise Unanswered("failed" if len(request.messages) > 1 else "skipped", TOO_LONG)
-        return await echo(request)
+    async def ask(messages: Sequence[Message], seed: int) -> Answer:
+        if any(str(messages[0]["content"]).startswith(f"Question {n},") for n in numbers):
+            raise Unanswered("failed" if len(messages) > 1 else "skipped", TOO_LONG)
+        return await echo(messages, seed)
 
     return ask
 
@@ -63,13 +63,13 @@ def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Pat
 
     chance, alive = random.Random(7), [0]
 
-    async def dying(request: Request) -> Answer:
+    async def dying(messages: Sequence[Message], seed: int) -> Answer:
         alive[0] -= 1
         if alive[0] < 0:
             raise Killed
         for _ in range(chance.randint(0, 5)):
             await asyncio.sleep(0)
-        return await echo(request)
+        return await echo(messages, seed)
 
     path = tmp_path / "journal/shard-00001-of-00001.jsonl"
     for _ in range(4):
@@ -125,10 +125,10 @@ def test_a_journal_has_one_writer_and_a_damaged_line_in_it_is_named(tmp_path: Pa
 def end_of(prompt: Prompt, answer: Callable[[list[str]], Answer], *questions: str) -> Outcome:
     """How a row ends; answer is given the contents of the request's messages."""
 
-    async def ask(request: Request) -> Answer:
-        return answer([message["content"] for message in request.messages])
+    async def ask(messages: Sequence[Message], seed: int) -> Answer:
+        return answer([message["content"] for message in messages])
 
-    return asyncio.run(interview(prompt, ask, thinking(), config(), Overlap(questions, 8)))
+    return asyncio.run(interview(ask, questions=questions)(prompt, ask))
 
 
 def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_is_full() -> None:
@@ -158,12 +158,12 @@ def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
     ended = end_of(prompt, answer)
     assert ended.turns[0].startswith("2 + 2?\n\n") and ended.answers[0].content == "4 1" and ended.invented
     assert end_of(prompt, answer, "2 2").why == "the invented problem overlaps an evaluation question"
-    assert end_of(prompt, lambda _: Answer("Problem: 2 +", "length", 3)).why == "the invented problem is cut"
+    assert end_of(prompt, lambda _: Answer("Problem: 2 +", "length", 3)).why == "the invented problem is cut or empty"
 
 
 def test_a_conversation_that_the_template_refuses_is_skipped_unasked() -> None:
     prompt = Prompt("0:1", "x", ("a",), system="s")
-    ended = asyncio.run(interview(prompt, echo, thinking(NO_SYSTEM), config(), Overlap((), 8)))
+    ended = asyncio.run(interview(echo, NO_SYSTEM)(prompt, echo))
     assert (ended.status, ended.why) == ("skipped", "the chat template refuses it: System role not supported")
 
 
@@ -243,8 +243,8 @@ def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(
     ("words", "line"),
     [
         (["--shard", "3/2"], "--shard: 3/2 is no share; write i/n"),
-        (["--merge", "--retry-failed"], "--merge asks nothing, and --retry-failed asks again"),
-        (["--merge", "--shard", "1/2"], "leave --shard 1/2 out"),
+        (["--merge", "--retry-failed"], "leave --retry-failed and --shard out"),
+        (["--merge", "--shard", "1/2"], "leave --retry-failed and --shard out"),
         (["--distill.gate.cut", "maybe"], "distill.gate.cut: input should be 'keep' or 'drop'"),
         (["--distill.server.urls", "[host]"], "http://host:8000/v1, not host"),
         (["--distill.sources", "[]"], "sources is empty"),
