@@ -93,7 +93,6 @@ ROWS: list[dict[str, Any]] = [  # every method as it is published, then what els
     {"method": "medusa", "typical": {}},
     {"method": "eagle2", "tree": {"calibrated": "isotonic"}},
     {"method": "eagle2", "tree": {"levels": 3, "k": 4, "rank": "confidence", "rerank": False}},
-    {"method": "pld", "lookup": {"matching": "original", "match": "last"}},
 ]
 GREEDY, SAMPLED, CUT = {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
 SWEEP = {"name": "depth", "vary": "tree.levels", "values": [2, 5], "sampling": [GREEDY]}
@@ -154,6 +153,16 @@ class Net:
             with zipfile.ZipFile(path) as archive:
                 return b"".join(archive.read(name) for name in archive.namelist())
         return self.read(path).encode() if path.suffix in (".json", ".jsonl", ".yaml") else path.read_bytes()
+
+    def take_states(self, name: str, cache: Path) -> None:
+        """The sha256 of each large tensor of a feature cache: the states; tokens and offsets may lie elsewhere."""
+        for shard in sorted(cache.glob("shard-*.safetensors")):
+            content = shard.read_bytes()
+            size = int.from_bytes(content[:8], "little")
+            for tensor, entry in json.loads(content[8 : 8 + size]).items():
+                if tensor != "__metadata__" and len(entry["shape"]) == 2:
+                    first, last = (8 + size + place for place in entry["data_offsets"])
+                    self.found[f"{name}/{shard.name}/{tensor}"] = hashlib.sha256(content[first:last]).hexdigest()
 
     def take_table(self, name: str, path: Path, depth: int = 3) -> None:
         """A JSON file without times, by the keys that lead to its values; what lies deeper is one value."""
@@ -222,7 +231,7 @@ def features(net: Net) -> None:
     net.remove("run/features", "taps/features")
     for kind, run in (("eagle1", net.main), ("eagle3", net.work / "taps")):
         net.call("data features", kind, run, **{"features.mode": "cached"})
-        net.take_files(kind, run / "features")
+        net.take_states(kind, run / "features")
 
 
 def heads(net: Net) -> None:
