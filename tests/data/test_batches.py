@@ -62,32 +62,19 @@ def test_no_rows_make_a_batch_without_anything_to_learn() -> None:
 LENGTHS = [3 + (7 * row) % 40 for row in range(101)]
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "accumulation", "world_size"), [(2, 4, 1), (8, 1, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]
-)
-def test_a_step_takes_the_same_rows_however_it_is_cut(batch_size: int, accumulation: int, world_size: int) -> None:
+def test_a_step_takes_the_same_rows_however_it_is_cut_and_an_epoch_takes_each_once() -> None:
     whole = Order(LENGTHS, seed=3, batch_size=1, accumulation=8)
-    cut = Order(LENGTHS, 3, batch_size, accumulation, world_size)
-    for step in range(2 * whole.steps_per_epoch):
-        parts = [part for rank in range(world_size) for part in cut.parts(step, rank)]
-        assert all(len(part) <= batch_size for part in parts)
-        assert sorted(itertools.chain(*parts)) == sorted(whole.rows(step))
-
-
-def test_an_epoch_takes_every_row_once_in_steps_of_even_size() -> None:
-    order = Order(LENGTHS, seed=0, batch_size=8)
-    steps = [order.rows(step) for step in range(order.steps_per_epoch)]
-    assert sorted(itertools.chain(*steps)) == list(range(len(LENGTHS)))
-    assert {len(step) for step in steps} == {7, 8}
-
-
-def test_epochs_and_seeds_differ_and_the_order_needs_no_history() -> None:
-    order = Order(LENGTHS, seed=0, batch_size=8)
-    later = order.steps_per_epoch + 2
-    assert order.rows(2) != order.rows(later)
-    assert Order(LENGTHS, 0, 8).rows(later) == order.rows(later) and Order(LENGTHS, 1, 8).rows(later) != order.rows(
-        later
-    )
+    steps = [whole.rows(step) for step in range(whole.steps_per_epoch)]
+    assert sorted(itertools.chain(*steps)) == list(range(len(LENGTHS))) and {len(step) for step in steps} == {7, 8}
+    for batch_size, accumulation, world_size in ((2, 4, 1), (8, 1, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)):
+        cut = Order(LENGTHS, 3, batch_size, accumulation, world_size)
+        for step in range(2 * whole.steps_per_epoch):
+            parts = [part for rank in range(world_size) for part in cut.parts(step, rank)]
+            assert all(len(part) <= batch_size for part in parts)
+            assert sorted(itertools.chain(*parts)) == sorted(whole.rows(step))
+    later = whole.steps_per_epoch + 2
+    assert whole.rows(2) != whole.rows(later) != Order(LENGTHS, 1, 8).rows(later)
+    assert sorted(Order(LENGTHS, 3, 8).rows(later)) == sorted(whole.rows(later))  # needs no history
 
 
 def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each_once() -> None:
@@ -102,35 +89,19 @@ def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each
             assert 2 <= len(set.union(*seen[first : first + 16])) <= 6
     longest = [max(lengths[row] for row in order.rows(step)) for step in range(16)]
     assert longest != sorted(longest, reverse=True)  # long steps do not come first
-    assert order.rows(0) != Order(lengths, 4, 10, pools=ShardPools(shards, 2)).rows(0)
-    assert order.rows(0) != order.rows(100)
     assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)
-
-
-def test_lengths_of_a_step_lie_together() -> None:
-    lengths = [1 + (37 * row) % 1000 for row in range(1600)]
-    order = Order(lengths, seed=0, batch_size=16)
-    padded = sum(max(lengths[row] for row in order.rows(step)) * len(order.rows(step)) for step in range(100))
+    padded = sum(max(lengths[row] for row in rows) * len(rows) for rows in map(order.rows, range(100)))
     assert padded < 1.1 * sum(lengths)
 
 
 def test_prefetching_keeps_the_order_and_passes_on_errors() -> None:
     assert list(prefetched(lambda n: n * n, range(5))) == [0, 1, 4, 9, 16]
-
-    def fails(number: int) -> int:
-        if number == 2:
-            raise KeyError("row 2")
-        return number
-
-    made = prefetched(fails, range(5))
+    made = prefetched(lambda n: 1 // (2 - n), range(5))
     assert [next(made), next(made)] == [0, 1]
-    with pytest.raises(KeyError, match="row 2"):
+    with pytest.raises(ZeroDivisionError):
         next(made)
 
 
 def test_keyed_generators_depend_on_every_part_of_the_key() -> None:
-    draws = {
-        tuple(torch.rand(2, generator=keyed_generator(*key)).tolist()) for key in ((1, 2), (2, 1), (12,), (1, 2, 0))
-    }
-    assert len(draws) == 4
-    assert torch.rand(2, generator=keyed_generator(1, 2)).equal(torch.rand(2, generator=keyed_generator(1, 2)))
+    keys = ((1, 2), (2, 1), (12,), (1, 2, 0), (1, 2))
+    assert len({tuple(torch.rand(2, generator=keyed_generator(*key)).tolist()) for key in keys}) == 4

@@ -46,47 +46,34 @@ def questions(count: int) -> list[dict[str, str]]:
     return [{"question": f"hello {number}?", "answer": f"the answer is {number} fine"} for number in range(count)]
 
 
-def test_rows_stand_in_file_order_and_each_side_keeps_its_own(tmp_path: Path) -> None:
-    data, _ = tokenised(written(tmp_path, questions(300)), held_out=0.2)
-    numbers = [[int(row.source.rsplit(" ", 1)[1]) for row in side] for side in (data.train, data.held_out)]
-    assert numbers == [sorted(side) for side in numbers]
-    assert sorted(numbers[0] + numbers[1]) == list(range(1, 301))
-    assert len(numbers[1]) > 30
+def talk(count: int, *roles: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": "hello there fine"} for _ in range(count) for role in roles]}
 
 
-def test_the_limit_counts_conversations_for_training(tmp_path: Path) -> None:
+def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_training(tmp_path: Path) -> None:
     path = written(tmp_path, questions(300))
-    every, _ = tokenised(path, held_out=0.2)
+    data, _ = tokenised(path, held_out=0.2)
+    numbers = [[int(row.source.rsplit(" ", 1)[1]) for row in side] for side in (data.train, data.held_out)]
+    assert numbers == [sorted(side) for side in numbers] and len(numbers[1]) > 30
+    assert sorted(numbers[0] + numbers[1]) == list(range(1, 301))
     some, _ = tokenised(path, held_out=0.2, limit=50)
-    assert some.train == every.train[:50]
-    assert some.held_out == every.held_out[: len(some.held_out)]
+    assert some.train == data.train[:50] and some.held_out == data.held_out[: len(some.held_out)]
 
 
-def test_cutting_keeps_the_turns_of_what_remains(tmp_path: Path) -> None:
-    turns = [{"role": role, "content": "hello there fine"} for _ in range(6) for role in ("user", "assistant")]
-    path = written(tmp_path, [{"messages": turns}])
-    tally = Tally()
+def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt(tmp_path: Path) -> None:
+    path, tally = written(tmp_path, [talk(6, "user", "assistant")]), Tally()
     (whole,) = tokenised(path)[0].train
     (cut,) = tokenised(path, max_length=30, tally=tally)[0].train
-    assert len(cut.input_ids) == 30 < len(whole.input_ids)
-    assert (cut.input_ids, cut.turns) == (whole.input_ids[:30], whole.turns[:30])
+    assert len(whole.input_ids) > 30 and (cut.input_ids, cut.turns) == (whole.input_ids[:30], whole.turns[:30])
     assert tally.counts["left out", "tokens behind max_length cut"] == 1
-
-
-def test_rows_without_a_supervised_slot_are_skipped_and_counted(tmp_path: Path) -> None:
-    rows = [
-        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
-        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]},
-        {"input_ids": [5] * 20, "loss_mask": [0] * 18 + [1] * 2},
-    ]
-    tally = Tally()
+    masks = [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 18 + [1] * 2]
+    rows, tally = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks], Tally()
     data, _ = tokenised(written(tmp_path, rows), tally=tally, max_length=10)
-    assert [list(row.turns) for row in data.train] == [[0, 0, 1, 1]]
+    assert [list(row.turns) for row in data.train] == [[0, 0, 1, 1]] and tally.kept == 1
     assert [reason for kind, reason in tally.counts if kind == "skipped"] == [
         "no answer of at least two tokens",
         "the answer begins after max_length (10 tokens)",
     ]
-    assert tally.kept == 1
 
 
 def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Path) -> None:
@@ -97,28 +84,23 @@ def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Pa
         tokenised(written(tmp_path, [{"input_ids": [5, 99_999], "loss_mask": [0, 1]}]))
 
 
-def test_a_refused_conversation_is_skipped_with_the_templates_words(tmp_path: Path) -> None:
-    system = {"messages": [{"role": role, "content": "hello there"} for role in ("system", "user", "assistant")]}
+def test_a_conversation_counts_once_whether_it_fans_out_or_is_refused(tmp_path: Path) -> None:
     tally = Tally()
-    data, _ = tokenised(written(tmp_path, [system, *questions(3)]), targets.NO_SYSTEM, tally)
+    data, _ = tokenised(written(tmp_path, [talk(3, "user", "assistant")]), targets.THINK_DROPPING, tally)
+    assert (len(data.train), tally.rows, tally.kept) == (3, 1, 1)
+    tally = Tally()
+    rows = [talk(1, "system", "user", "assistant"), *questions(3)]
+    data, _ = tokenised(written(tmp_path, rows), targets.NO_SYSTEM, tally)
     assert len(data.train) == tally.kept == 3
     assert "the chat template refuses it: System role not supported" in tally.table()
 
 
-def test_an_answer_that_fans_out_is_one_conversation_with_several_rows(tmp_path: Path) -> None:
-    turns = [{"role": role, "content": "hello there"} for _ in range(3) for role in ("user", "assistant")]
-    tally = Tally()
-    data, _ = tokenised(written(tmp_path, [{"messages": turns}]), targets.THINK_DROPPING, tally)
-    assert len(data.train) == 3
-    assert (tally.rows, tally.kept) == (1, 1)
-
-
 def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> None:
-    turns = [{"role": role, "content": "hello there"} for _ in range(2) for role in ("user", "assistant")]
-    data, tokenizer = tokenised(written(tmp_path, [{"messages": turns}]), targets.THINK_DROPPING, supervise="all")
-    (row,) = data.train
-    assert list(row.turns) == [0] + [1] * (len(row.input_ids) - 1)
-    assert list(row.input_ids) == tokenizer.apply_chat_template(turns, return_dict=False)
+    row = talk(2, "user", "assistant")
+    data, tokenizer = tokenised(written(tmp_path, [row]), targets.THINK_DROPPING, supervise="all")
+    (whole,) = data.train
+    assert list(whole.turns) == [0] + [1] * (len(whole.input_ids) - 1)
+    assert list(whole.input_ids) == tokenizer.apply_chat_template(row["messages"], return_dict=False)
 
 
 def test_what_cannot_be_trained_on_is_refused_with_the_reasons_and_a_preview(tmp_path: Path) -> None:
