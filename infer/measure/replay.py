@@ -120,17 +120,9 @@ def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
         alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(np.take_along_axis(pool[-1], wide, axis=1))
         below = (wide == flat[:, None]) & alive & (flat >= 0)[:, None]
         row = np.where(below.any(1), below.argmax(1), -1)
-    return _ranks(np.concatenate(pool, axis=1), chosen)
-
-
-def _ranks(pool: Floats, chosen: Integers) -> Integers:
-    """[P, levels] the ranks of chosen entries of pool [P, M] by falling value, the earlier first where they tie."""
-    ranks = np.full(chosen.shape, np.iinfo(np.int64).max, dtype=np.int64)
-    for level, place in enumerate(chosen.T):
-        value = np.where(place >= 0, pool[np.arange(len(pool)), place], np.inf)[:, None]
-        before = (pool > value) | ((pool == value) & (np.arange(pool.shape[1]) < place[:, None]))
-        ranks[:, level] = np.where(place >= 0, before.sum(1), ranks[:, level])
-    return ranks
+    order = np.argsort(-np.concatenate(pool, axis=1), axis=1, kind="stable")  # the earlier first where they tie
+    ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
+    return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max)
 
 
 def accepted(ranks: Integers, nodes: int) -> Integers:

@@ -34,21 +34,9 @@ from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.infer.decode.calibrator import calibrate_of, unchanged
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.measure import replay
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.record import Record
-from aerie.infer.measure.replay import (
-    TIMED_TOKENS,
-    Cycles,
-    Integers,
-    accepted,
-    cycle_ms,
-    cycles,
-    in_turns,
-    measure_costs,
-    path_ranks,
-    price,
-    record,
-)
 from aerie.infer.measure.statistics import group, row, speedups
 from aerie.infer.measure.tasks import encode, load_prompts
 from aerie.model.hub import head_directory
@@ -117,13 +105,13 @@ def method_of(kind: str, tree: GrownConfig) -> Method:
     return "eagle-chain" if tree.shape == "chain" and kind != "draft_lm" else USUAL[kind]
 
 
-def counted(answers: Sequence[Statistics], max_new_tokens: int) -> tuple[Cycles, float]:
+def counted(answers: Sequence[Statistics], max_new_tokens: int) -> tuple[replay.Cycles, float]:
     """The cycles of a decoder's answers, and the mean of the nodes that a drafting cycle verifies."""
     trees = 0
     for one in answers:  # a cycle has no room for a draft where one token is left
         is_idle = bool(one.cycle_tokens) and one.new_tokens == max_new_tokens and one.cycle_tokens[-1] == 1
         trees += one.target_forwards - is_idle
-    total = Cycles(
+    total = replay.Cycles(
         tokens=sum(one.new_tokens - 1 for one in answers),
         target_forwards=sum(one.target_forwards for one in answers),
         draft_trees=trees,
@@ -158,13 +146,13 @@ class HeadTuning:
         self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
         self.drafter = Drafters(target).of(head)
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
-        self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
-        self.costs = measure_costs(target, self.drafter, prompts)
+        self.recording = replay.record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
+        self.costs = replay.measure_costs(target, self.drafter, prompts)
         self.trees = self.replayed(config.levels, k)[:SHOWN]
         usual = published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
         tree = replace(usual, levels=min(usual.levels, config.levels), **narrower)
-        self.published = self.replay(USUAL[kind], tree, path_ranks(self.recording, tree.levels, tree.k))
+        self.published = self.replay_tree(USUAL[kind], tree, replay.path_ranks(self.recording, tree.levels, tree.k))
         self.rules: list[Prediction] = []
         self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
         self.choice = self.trees[0]
@@ -173,8 +161,8 @@ class HeadTuning:
         calibrate = calibrate_of(tree.calibrated, head_directory(self.head)) if tree.calibrated else unchanged
         return SpeculativeDecoder(self.target, drafting(self.drafter, tree, calibrate))
 
-    def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
-        each = price(total, tree.k, nodes, self.costs) / max(total.tokens, 1)
+    def predicted(self, method: Method, tree: GrownConfig, total: replay.Cycles, nodes: float) -> Prediction:
+        each = replay.price(total, tree.k, nodes, self.costs) / max(total.tokens, 1)
         return Prediction(method, tree, total.tau, each, self.costs.plain / each)
 
     def replayed(self, levels: int, k: int, nodes: Sequence[int] = NODES) -> list[Prediction]:
@@ -182,16 +170,16 @@ class HeadTuning:
         predictions = []
         for depth in range(1, levels + 1):
             for width in range(1, k + 1):
-                ranks = path_ranks(self.recording, depth, width)
+                ranks = replay.path_ranks(self.recording, depth, width)
                 candidates = width + (depth - 1) * width * width
                 for count in [depth + 1] if width == 1 else [count for count in nodes if count <= candidates + 1]:
                     tree = tree_with(depth, width, count)
-                    predictions.append(self.replay(method_of(self.kind, tree), tree, ranks))
+                    predictions.append(self.replay_tree(method_of(self.kind, tree), tree, ranks))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
-    def replay(self, method: Method, tree: GrownConfig, ranks: Integers) -> Prediction:
+    def replay_tree(self, method: Method, tree: GrownConfig, ranks: replay.Integers) -> Prediction:
         """One tree; ranks are path_ranks of its levels and k."""
-        total = cycles(self.recording, accepted(ranks, tree.nodes), tree.levels)
+        total = replay.cycles(self.recording, replay.accepted(ranks, tree.nodes), tree.levels)
         return self.predicted(method, tree, total, tree.nodes)
 
     def decoded(self, tried: Sequence[tuple[Method, GrownConfig]], prompts: Sequence[Tensor]) -> list[Prediction]:
@@ -210,13 +198,13 @@ class HeadTuning:
         to cycle do to a forward. tau stays: it comes from more prompts.
         """
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
-        plain, *others = in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
-        pace = self.costs.plain / statistics.median(cycle_ms(one) for one in plain)
+        plain, *others = replay.in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
+        pace = self.costs.plain / statistics.median(replay.cycle_ms(one) for one in plain)
         timed = []
         for one, answers in zip(predictions, others, strict=True):
-            took = sum(cycle_ms(answer) * answer.target_forwards for answer in answers)
-            total, nodes = counted(answers, TIMED_TOKENS)
-            each = one.ms_per_token * pace * took / price(total, one.tree.k, nodes, self.costs)
+            took = sum(replay.cycle_ms(answer) * answer.target_forwards for answer in answers)
+            total, nodes = counted(answers, replay.TIMED_TOKENS)
+            each = one.ms_per_token * pace * took / replay.price(total, one.tree.k, nodes, self.costs)
             timed.append(replace(one, ms_per_token=each, speedup=self.costs.plain / each))
         return timed
 
@@ -309,7 +297,15 @@ def measure(
     bench.records_path.unlink(missing_ok=True)
     facts = outcomes(methods, run(bench, load_prompts(config.measure), seed), best.choice, seed)
     write_json(output / "measured.json", facts)
-    print(measured_text(facts))
+    choice = facts["rows"][1]
+    print(
+        f"measured: tau {choice['tau'] or 0:.2f}, speedup {choice['speedup'] or 0:.2f}; predicted over measured "
+        f"{facts['predicted_over_measured'] or 0:.3f}"
+    )
+    for words, other in (("the published tree", "published"), ("the best of the grid", "best_of_grid")):
+        if (against := facts[f"against_{other}"]) is not None:
+            interval = "-".join(f"{bound:.2f}" for bound in against["chosen_against_it_ci95"] or ())
+            print(f"against {words}: {against['chosen_against_it'] or 0:.2f} times its speed ({interval})")
     return facts
 
 
@@ -352,23 +348,3 @@ def name_of(method: MethodConfig) -> str:
     words = [method.method, f"chain of {tree.levels}" if tree.shape == "chain" else shape]
     words += [] if tree.stop.rule == "constant" else [tree.stop.rule]
     return ", ".join(words + ([f"{tree.calibrated} confidence"] if tree.calibrated else []))
-
-
-def measured_text(facts: Mapping[str, Any]) -> str:
-    """Two or three lines for the terminal."""
-
-    def interval(bounds: Sequence[float] | None) -> str:
-        return "" if bounds is None else f"({bounds[0]:.2f}-{bounds[1]:.2f})"
-
-    choice = facts["rows"][1]
-    lines = [
-        f"measured: tau {choice['tau'] or 0:.2f}, speedup {choice['speedup'] or 0:.2f} "
-        f"{interval(choice['speedup_ci95'])}; predicted over measured {facts['predicted_over_measured'] or 0:.3f}"
-    ]
-    for name in ("published", "best_of_grid"):
-        other = facts[f"against_{name}"]
-        if other is not None:
-            words = "the published tree" if name == "published" else "the best of the grid"
-            speed = f"{other['chosen_against_it'] or 0:.2f} times its speed"
-            lines.append(f"against {words}: {speed} {interval(other['chosen_against_it_ci95'])}")
-    return "\n".join(lines)

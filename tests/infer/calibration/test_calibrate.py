@@ -37,20 +37,7 @@ from aerie.infer.decode.proposer import CachedDrafter, Cycle
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import Verdict
-from aerie.infer.measure.calibrate import (
-    CHOICES,
-    Recording,
-    analyse,
-    calibrated,
-    expected_tau,
-    fit,
-    fit_and_score,
-    probe,
-    rank_accuracy,
-    rebuild,
-    rebuilt,
-    record,
-)
+from aerie.infer.measure import calibrate
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.infer.measure.oracle import oracle_length
 from aerie.model.storage import digests
@@ -86,8 +73,8 @@ def decoder_of(target: Target, tree: TreeConfig, kind: str = "eagle1", **more: A
     return SpeculativeDecoder(target, drafting(drafter, tree, **more))
 
 
-def recorded(target: Target, tree: TreeConfig, kind: str = "eagle1", **settings: Any) -> Recording:
-    return record(decoder_of(target, tree, kind), tree, QUESTIONS, replace(SECTION, **settings), seed=3)
+def recorded(target: Target, tree: TreeConfig, kind: str = "eagle1", **settings: Any) -> calibrate.Recording:
+    return calibrate.record(decoder_of(target, tree, kind), tree, QUESTIONS, replace(SECTION, **settings), seed=3)
 
 
 @pytest.mark.parametrize(("tree", "kind"), [(WIDE, "eagle1"), (CHAIN, "eagle3"), (CHAIN, "itself"), (MEDUSA, "medusa")])
@@ -108,15 +95,15 @@ def test_an_oracle_changes_nothing_else_and_every_kind_of_draft_has_an_analysis(
         assert (drafted.oracle == drafted.cap).all() and drafted.cap.max() == 5
         laws = deep.tables["laws"]
         assert laws.tvd.max() < 1e-5 and laws.agrees.all() and laws.accepted.all()
-    value = json.loads(json.dumps(analyse(deep, str), allow_nan=False))
+    value = json.loads(json.dumps(calibrate.analyse(deep, str), allow_nan=False))
     assert value["prompts"] == 2 and [row["task"] for row in value["by_task"]] == ["count", "sort"]
     assert value["laws"]["inequalities"]["gap_above_tv"] == 0.0
     assert sum(row["nodes"] for row in value["by_task"]) == len(deep.tables["nodes"])
 
 
 def test_vanilla_has_no_laws_and_no_oracle(target: Target) -> None:
-    vanilla = record(SpeculativeDecoder(target), None, QUESTIONS, replace(SECTION, oracle_levels=3))
-    value = analyse(vanilla, str)
+    vanilla = calibrate.record(SpeculativeDecoder(target), None, QUESTIONS, replace(SECTION, oracle_levels=3))
+    value = calibrate.analyse(vanilla, str)
     assert value["laws"] is None and value["oracle"] is None and value["cycles"] > 0
 
 
@@ -179,7 +166,7 @@ def overconfident(count: int = 4000) -> pd.DataFrame:
 
 def test_a_fit_lowers_the_ece_of_prompts_that_it_has_not_seen() -> None:
     nodes = overconfident()
-    found = fit_and_score(recording(nodes=nodes), bins=20)
+    found = calibrate.fit_and_score(recording(nodes=nodes), bins=20)
     assert found is not None
     calibrator, scores = found
     before, after = scores["held_out"]["before"], scores["held_out"]["isotonic"]
@@ -189,7 +176,7 @@ def test_a_fit_lowers_the_ece_of_prompts_that_it_has_not_seen() -> None:
     assert scores["fit_prompts"] + scores["held_out_prompts"] == 40
     assert calibrator.scores["before"] == {key: before[key] for key in ("ece", "brier", "log_loss")}
     json.dumps(scores, allow_nan=False)
-    alone = fit_and_score(recording(nodes=nodes.assign(prompt=0)), bins=20)
+    alone = calibrate.fit_and_score(recording(nodes=nodes.assign(prompt=0)), bins=20)
     assert alone is None  # one prompt has no other half
 
 
@@ -197,13 +184,17 @@ def test_the_fits_are_those_of_isotonic_and_logistic_regression() -> None:
     generator = np.random.default_rng(0)
     confidence = generator.uniform(0.02, 0.98, 40_000)
     truth = 1 / (1 + ((1 - confidence) / confidence) ** (1 / 1.7))
-    assert fit(confidence, truth).temperature == pytest.approx(1.7, rel=1e-3)  # probabilities as outcomes
-    assert fit(confidence, (generator.random(40_000) < truth) * 1.0).temperature == pytest.approx(1.7, rel=0.05)
+    assert calibrate.fit(confidence, truth).temperature == pytest.approx(1.7, rel=1e-3)  # probabilities as outcomes
+    assert calibrate.fit(confidence, (generator.random(40_000) < truth) * 1.0).temperature == pytest.approx(
+        1.7, rel=0.05
+    )
     # heights 0, 1, 0, 1 at four places: the middle two pool to one half; two nodes share the last place
-    fitted = fit(np.array([0.1, 0.3, 0.5, 0.9, 0.9]), np.array([0.0, 1.0, 0.0, 1.0, 1.0]))
+    fitted = calibrate.fit(np.array([0.1, 0.3, 0.5, 0.9, 0.9]), np.array([0.0, 1.0, 0.0, 1.0, 1.0]))
     assert fitted.confidence == (0.1, 0.3, 0.5, 0.9) and fitted.acceptance == pytest.approx((0.0, 0.5, 0.5, 1.0))
-    fitted = fit(np.array([0.1, 0.5, 0.9]), np.array([0.0, 0.5, 1.0]))
-    assert calibrated(fitted, "isotonic", np.array([0.0, 0.3, 1.0])).tolist() == pytest.approx([0.0, 0.25, 1.0])
+    fitted = calibrate.fit(np.array([0.1, 0.5, 0.9]), np.array([0.0, 0.5, 1.0]))
+    assert calibrate.calibrated(fitted, "isotonic", np.array([0.0, 0.3, 1.0])).tolist() == pytest.approx(
+        [0.0, 0.25, 1.0]
+    )
 
 
 def test_maps_keep_ranks_and_what_is_impossible() -> None:
@@ -288,24 +279,26 @@ UNORDERED = [[0.5, 0.1, 0.3], [0.4, 0.3]]  # the third guess is better than the 
 
 def test_ranks_count_where_they_were_asked() -> None:
     nodes = pd.DataFrame({"depth": [1, 1, 1, 1, 2], "place": ["0", "1", "0", "1", "0.1"]})
-    accuracy = rank_accuracy({"nodes": nodes.assign(acceptance=[1.0, 0.0, 0.5, 0.0, 0.25])}, levels=2, ranks=3)
+    accuracy = calibrate.rank_accuracy(
+        {"nodes": nodes.assign(acceptance=[1.0, 0.0, 0.5, 0.0, 0.25])}, levels=2, ranks=3
+    )
     assert accuracy == [[0.75, 0.0, 0.0], [0.0, 0.25, 0.0]]
 
 
 def test_what_is_drafted_to_find_out_has_the_tree_and_every_rank_at_every_depth() -> None:
     tree = published_tree("medusa")
-    wide = probe(tree, ranks=12)
+    wide = calibrate.probe(tree, ranks=12)
     assert set(tree.paths) <= set(wide) and ordered(wide, "test", sampled=True) == wide
     assert all((*[0] * depth, rank) in wide for depth in range(tree.levels) for rank in range(12))
 
 
 def test_a_rank_is_left_out_only_where_children_are_not_drawn() -> None:
     best = StaticConfig(choices=((0,), (1,), (2,)), children="best")
-    assert rebuilt(best, UNORDERED, nodes=4) == ((0,), (2,), (0, 0))
-    drawn = rebuilt(replace(best, children="sampled"), UNORDERED, nodes=6)
+    assert calibrate.rebuilt(best, UNORDERED, nodes=4) == ((0,), (2,), (0, 0))
+    drawn = calibrate.rebuilt(replace(best, children="sampled"), UNORDERED, nodes=6)
     assert len(drawn) == 5 and ordered(drawn, "test", sampled=True) == drawn
-    assert expected_tau(((0,), (2,), (0, 0), (2, 1)), UNORDERED) == pytest.approx(1 + 0.5 + 0.3 + 0.2 + 0.09)
-    assert expected_tau(((9,),), UNORDERED) == 1.0  # never tried
+    assert calibrate.expected_tau(((0,), (2,), (0, 0), (2, 1)), UNORDERED) == pytest.approx(1 + 0.5 + 0.3 + 0.2 + 0.09)
+    assert calibrate.expected_tau(((9,),), UNORDERED) == 1.0  # never tried
 
 
 @pytest.mark.parametrize(("method", "kind"), [("hydra", "hydra"), ("eagle", "eagle3")])
@@ -316,14 +309,14 @@ def test_the_file_beside_the_head_is_a_tree_of_the_same_size_that_decodes_lossle
     head, asked = str(tmp_path / "miniature" / "heads" / kind), MethodConfig(method)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, VOCABULARY, (1, 4 + n), generator=generator) for n in range(4)]
-    line = rebuild(target, asked, head, prompts, SECTION, tmp_path)
-    assert line is not None and f"--tree.choices {head}/{CHOICES}" in line
-    assert (Path(head) / CHOICES).read_bytes() == (tmp_path / CHOICES).read_bytes()
-    changed = MethodConfig.of(method, choices=str(Path(head) / CHOICES))
+    line = calibrate.rebuild(target, asked, head, prompts, SECTION, tmp_path)
+    assert line is not None and f"--tree.choices {head}/{calibrate.CHOICES}" in line
+    assert (Path(head) / calibrate.CHOICES).read_bytes() == (tmp_path / calibrate.CHOICES).read_bytes()
+    changed = MethodConfig.of(method, choices=str(Path(head) / calibrate.CHOICES))
     before, after = asked.tree, changed.tree
     assert before is not None and after is not None and after.nodes <= before.nodes
     written = make_decoder(Drafters(target), changed, head).generate(prompts[-1], do_sample=False, max_new_tokens=20)
     assert written.sequences.tolist() == greedy(target, prompts[-1], 20)
-    assert rebuild(target, MethodConfig("eagle2"), None, [], SECTION, tmp_path) is None  # no static tree
+    assert calibrate.rebuild(target, MethodConfig("eagle2"), None, [], SECTION, tmp_path) is None  # no static tree
     depends = choice_digests([None, after, WIDE])  # what a measurement with the file's tree depends on
-    assert list(depends["choices"]) == [str(Path(head) / CHOICES)]
+    assert list(depends["choices"]) == [str(Path(head) / calibrate.CHOICES)]
