@@ -41,18 +41,6 @@ class LayerSizes:
         return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)})
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32 inside (Zhang and Sennrich, arXiv 1910.07467, equation 4)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class Rotary:
     """RoPE's cosines and sines for any position below max_position_embeddings, tabulated as far as was asked.
 
@@ -169,8 +157,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv * dim, bias=sizes.qkv_bias)
         self.o_proj = nn.Linear(heads * dim, sizes.hidden_size, bias=False)
         if sizes.qk_norm:
-            self.q_norm = RMSNorm(dim, sizes.rms_norm_eps)
-            self.k_norm = RMSNorm(dim, sizes.rms_norm_eps)
+            self.q_norm = nn.RMSNorm(dim, sizes.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(dim, sizes.rms_norm_eps)
 
     def forward(
         self, x: Tensor, rope: Rope, mask: Tensor | None = None, memory: Memory = None, merged: Merged | None = None
@@ -247,11 +235,11 @@ class DecoderLayer(nn.Module):
         self.reads, self.norm_before_residual = reads, norm_before_residual
         width, eps = sizes.hidden_size, sizes.rms_norm_eps
         if reads != "raw":
-            self.input_layernorm = RMSNorm(width, eps)  # in a pair: of the embedding
+            self.input_layernorm = nn.RMSNorm(width, eps)  # in a pair: of the embedding
         if reads == "pair":
-            self.hidden_norm = RMSNorm(width, eps)  # of the feature
+            self.hidden_norm = nn.RMSNorm(width, eps)  # of the feature
         self.self_attn = Attention(sizes, 2 * width if reads == "pair" else width)
-        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
         self.mlp = MLP(sizes)
 
     def forward(

@@ -94,6 +94,11 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: not JSON ({error})") from error
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says something, or the error's name."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 @contextmanager
 def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yields a temporary directory that becomes path when the block ends without an exception.

@@ -1,7 +1,8 @@
 """The target: any stock `AutoModelForCausalLM`, asked for features, final states and laws; no forked model files."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,12 @@ from transformers.utils import cached_file
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.model.storage import digest, template_path
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template_path
 
 
 @dataclass(frozen=True)
 class TargetEnds:
-    """The two ends of the target that a draft head needs: its embedding and its last_hidden -> logits transform."""
+    """The weights of the target with a row per token, its embedding and its LM head: what a draft head needs of it."""
 
     embedding: Tensor  # [V, D]
     lm_head: Tensor  # [V, D]
@@ -38,7 +37,7 @@ class TargetEnds:
 
     def to(self, device: torch.device | str) -> "TargetEnds":
         bias = None if self.bias is None else self.bias.to(device)
-        return TargetEnds(self.embedding.to(device), self.lm_head.to(device), bias, self.scale, self.softcap)
+        return replace(self, embedding=self.embedding.to(device), lm_head=self.lm_head.to(device), bias=bias)
 
 
 @dataclass(frozen=True)
@@ -57,26 +56,31 @@ class Target:
         self.recipe = config
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
-        _refuse_recurrent(self.config, config.path)
-        self.ends = _ends_of(model, self.config)
+        layers = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        if other := layers - {"full_attention", "sliding_attention"}:
+            raise UserError(
+                f"{config.path}: has {', '.join(sorted(other))} layers; a draft tree needs plain attention in every layer"
+            )
+        first, last = _both_ends(model, config.path)
+        bias = getattr(last, "bias", None)
+        scale, softcap = final_transform(self.config)
+        bias = None if bias is None else bias.detach()
+        self.ends = TargetEnds(first.weight.detach(), last.weight.detach(), bias, scale, softcap)
         self._check_final_transform()
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
         """The target in eval mode; UserError when it cannot be read or is no causal LM with attention alone."""
-        hf_config = load_config(config)
-        text = hf_config.get_text_config()
+        text = load_config(config).get_text_config()
         arguments: dict[str, Any] = {"dtype": config.dtype, "revision": config.revision}
         if config.device_map is not None:
             arguments["device_map"] = config.device_map
         if getattr(text, "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
-        try:
+        with _readable(config, "load the target"):
             model = AutoModelForCausalLM.from_pretrained(
                 config.path, trust_remote_code=config.trust_remote_code, **arguments
             )
-        except (OSError, ValueError, ImportError) as error:
-            raise UserError(f"{config.path}: cannot load the target: {_first_line(error)}") from error
         if config.device_map is None and device is not None:
             model = model.to(device)
         return cls(model, config)
@@ -125,22 +129,22 @@ class Target:
         return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
 
     def fingerprint(self) -> str:
-        """A digest that changes when the weights of either end or the configuration change."""
+        """A digest that changes when the configuration's sizes, the embedding or the LM head change."""
         return fingerprint(self.config, self.ends)
 
     def _check_final_transform(self) -> None:
         """Laws built from a bare LM head are wrong for Gemma, Cohere and Granite: compare ours with the model's own."""
         ids = torch.arange(1, 5, device=self.device).remainder(self.ends.embedding.shape[0])[None]  # [1, 4]
         with torch.inference_mode():
-            own = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.logits(self.features(ids).last_hidden).float().to(own.device)
-        if not torch.isfinite(own).all():
+            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+            ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
+        if not torch.isfinite(theirs).all():
             raise UserError(
                 f"{self.recipe.path}: its logits of the tokens {ids[0].tolist()} are not finite; its weights are "
                 f"broken, or target.dtype is too narrow for them (bfloat16, float32)"
             )
-        error = (own - ours).abs().max().item()
-        if not error <= 1e-3 * max(1.0, own.abs().max().item()):
+        error = (theirs - ours).abs().max().item()
+        if not error <= 1e-3 * max(1.0, theirs.abs().max().item()):
             raise UserError(
                 f"{self.recipe.path}: {type(self.model).__name__} turns its last state into logits in a way that aerie "
                 f"does not know (difference {error:.2g}); drafting for it would not be lossless"
@@ -154,15 +158,20 @@ def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
     return out if softcap is None else torch.tanh(out / softcap) * softcap
 
 
+def final_transform(text_config: Any) -> tuple[float, float | None]:
+    """(scale, softcap) from the names that the families use; checked against the model's own forward at load."""
+    scale = float(getattr(text_config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
+    softcap = getattr(text_config, "final_logit_softcapping", None)
+    return scale, None if softcap is None else float(softcap)
+
+
 def load_config(config: TargetConfig) -> Any:
     """The target's transformers configuration."""
-    _require_directory(config)
-    try:
+    with _readable(config, "read the target's configuration"):
         return AutoConfig.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"{config.path}: cannot read the target's configuration: {_first_line(error)}") from error
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
@@ -170,53 +179,62 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
     A directory with a tokenizer and no weights will do: a target that is trained from scratch begins with it.
     """
-    _require_directory(config)
-    try:
+    with _readable(config, "load the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{config.path}: cannot load the tokenizer: {_first_line(error)}") from error
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     return tokenizer
 
 
+def read_template(path: str) -> str:
+    """The chat template in a .jinja file, found as template_path does."""
+    try:
+        return template_path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"target.chat_template: {path}: cannot read the chat template: {error}") from error
+
+
 def load_ends(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, TargetEnds]:
-    """The text configuration and the two ends alone, read from the safetensors files without loading the trunk.
+    """The text configuration, the embedding and the LM head, read from the safetensors files without the trunk.
 
     Training on cached features needs no more: 2 GB instead of 140 for a 70B target. Targets whose files name their
     tensors otherwise than their modules fall back to loading everything.
     """
     hf_config = load_config(config)
+    text = hf_config.get_text_config()
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
-    input_end, output_end = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
-    if input_end is None or output_end is None:
-        raise UserError(f"{config.path}: {type(skeleton).__name__} has no embedding or no LM head")
-    wanted = {"embedding": names[id(input_end.weight)]}
-    if not hf_config.get_text_config().tie_word_embeddings:
-        wanted["lm_head"] = names[id(output_end.weight)]
-    if getattr(output_end, "bias", None) is not None:
-        wanted["bias"] = names[id(output_end.bias)]
-    found = _read_tensors(config, set(wanted.values()))
-    if found is None:
+    first, last = _both_ends(skeleton, config.path)
+    wanted = {"embedding": names[id(first.weight)]}
+    if not text.tie_word_embeddings:
+        wanted["lm_head"] = names[id(last.weight)]
+    if getattr(last, "bias", None) is not None:
+        wanted["bias"] = names[id(last.bias)]
+    stored = _read_tensors(config, set(wanted.values()))
+    if stored is None:
         target = Target.load(config)
         return target.config, target.ends
-    text = hf_config.get_text_config()
-    dtype = dtype or _dtype(config.dtype, text, found[wanted["embedding"]])
-    tensors = {role: found[name].to(dtype) for role, name in wanted.items()}
+    if dtype is None and config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+    dtype = dtype or getattr(text, "dtype", None) or stored[wanted["embedding"]].dtype
+    tensors = {role: stored[name].to(dtype) for role, name in wanted.items()}
     embedding = tensors["embedding"]
-    scale, softcap = final_transform(text)
-    return text, TargetEnds(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), scale, softcap)
+    return text, TargetEnds(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), *final_transform(text))
 
 
 def fingerprint(text_config: Any, ends: TargetEnds, dtype: torch.dtype | None = None) -> str:
-    """A digest of the configuration's sizes and of samples of both ends' weights, where given rounded to dtype."""
+    """A digest of the configuration's sizes and of samples of the embedding and the LM head, rounded to dtype."""
+
+    def sample(weight: Tensor) -> list[float]:
+        flat = weight.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)][:64]
+        return [round(float(value), 5) for value in some.to(dtype or weight.dtype).float().cpu()]
+
     facts = {k: getattr(text_config, k, None) for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
-    samples = [_sample(ends.embedding, dtype), _sample(ends.lm_head, dtype)]
-    return digest([facts, samples])
+    return digest([facts, [sample(ends.embedding), sample(ends.lm_head)]])
 
 
 def fingerprints(text_config: Any, ends: TargetEnds) -> set[str]:
@@ -257,109 +275,23 @@ def check_taps(after_blocks: tuple[int, ...], num_blocks: int, path: str) -> Non
         )
 
 
-def _ends_of(model: PreTrainedModel, text_config: Any) -> TargetEnds:
-    input_end, output_end = model.get_input_embeddings(), model.get_output_embeddings()
-    if input_end is None or output_end is None:
-        raise UserError(f"{type(model).__name__} has no embedding or no LM head: it is no causal LM")
-    scale, softcap = final_transform(text_config)
-    bias = getattr(output_end, "bias", None)
-    return TargetEnds(
-        input_end.weight.detach(), output_end.weight.detach(), None if bias is None else bias.detach(), scale, softcap
-    )
-
-
-def final_transform(text_config: Any) -> tuple[float, float | None]:
-    """(scale, softcap) from the names that the families use; checked against the model's own forward at load."""
-    scale = float(getattr(text_config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
-    softcap = getattr(text_config, "final_logit_softcapping", None)
-    return scale, None if softcap is None else float(softcap)
-
-
-def _refuse_recurrent(text_config: Any, path: str) -> None:
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    foreign = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    if foreign or "chunked_attention" in kinds:
-        raise UserError(
-            f"{path}: has {', '.join(sorted(foreign or kinds))} layers; "
-            f"a draft tree needs plain attention in every layer"
-        )
-
-
-def _read_tensors(config: TargetConfig, names: set[str]) -> dict[str, Tensor] | None:
-    """The named tensors from a local or Hub directory, or None when the files do not name them so."""
-    options = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
-    single = cached_file(config.path, WEIGHTS, **options)
-    index = None if single else cached_file(config.path, INDEX, **options)
-    if single:
-        places = dict.fromkeys(names, str(single))
-    elif index:
-        from aerie.model.storage import read_json
-
-        table = read_json(Path(index))["weight_map"]
-        if not names <= set(table):
-            return None
-        places = {name: str(cached_file(config.path, table[name], revision=config.revision)) for name in names}
-    else:
-        return None
-    tensors = {}
-    for name, place in places.items():
-        with safe_open(place, framework="pt") as handle:
-            if name not in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                return None
-            tensors[name] = handle.get_tensor(name).clone()
-    return tensors
-
-
-def _dtype(name: str, text_config: Any, stored: Tensor) -> torch.dtype:
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    return getattr(text_config, "dtype", None) or stored.dtype
-
-
-def _sample(weight: Tensor, dtype: torch.dtype | None = None) -> list[float]:
-    flat = weight.detach().reshape(-1)
-    step = max(1, flat.numel() // 64)
-    return [round(float(value), 5) for value in flat[::step][:64].to(dtype or weight.dtype).float().cpu()]
-
-
-def _require_directory(config: TargetConfig) -> None:
-    """UserError for a path that can be no Hub id and is not there."""
-    path = Path(config.path)
-    if not path.exists() and (path.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1):
-        raise UserError(f"{config.path}: no such target directory")
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
-def read_template(path: str) -> str:
-    """The chat template in a .jinja file, found as template_path does."""
-    try:
-        return template_path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"target.chat_template: {path}: cannot read the chat template: {error}") from error
-
-
-Vocabulary = Mapping[str, int]  # a tokenizer's get_vocab()
-
-
-def require_same_token_ids(draft: Vocabulary, target: Vocabulary, num_rows: int, draft_name: str, name: str) -> None:
+def require_same_token_ids(
+    draft: Mapping[str, int], target: Mapping[str, int], num_rows: int, draft_name: str, name: str
+) -> None:
     """UserError unless the draft LM draft_name, with num_rows embeddings, reads token ids as the target `name` does.
 
-    A token that both have must have one id, an id that both use must be one token, and the draft LM must have a row for
-    every token of the target. Rows that pad either vocabulary, and added tokens of one side, are no difference.
+    draft and target are their tokenizers' get_vocab(). A token that both have must have one id, an id that both use
+    must be one token, and the draft LM must have a row for every token of the target. Rows that pad either vocabulary,
+    and added tokens of one side, are no difference.
     """
     tokens = {number: token for token, number in target.items()}
     for token, number in draft.items():
         other = target.get(token, number)
         if other != number or tokens.get(number, token) != token:
-            found = f"token {token!r} has id {number}, in {name} "
-            found += f"it has id {other}" if other != number else f"that is {tokens[number]!r}"
+            theirs = f"it has id {other}" if other != number else f"that is {tokens[number]!r}"
             raise UserError(
-                f"{draft_name}: tokenizer: {found}; a draft LM shares the tokenizer of its target, so choose another"
+                f"{draft_name}: tokenizer: token {token!r} has id {number}, in {name} {theirs}; a draft LM shares the "
+                f"tokenizer of its target, so choose another"
             )
     missing = [token for token, number in target.items() if number >= num_rows]
     if missing:
@@ -367,3 +299,46 @@ def require_same_token_ids(draft: Vocabulary, target: Vocabulary, num_rows: int,
             f"{draft_name}: has {num_rows:,} token embeddings, and {name} has tokens beyond them ({missing[0]!r}, id "
             f"{target[missing[0]]:,}); choose a draft LM of the same vocabulary"
         )
+
+
+def _both_ends(model: Any, path: str) -> tuple[Any, Any]:
+    """The modules of the embedding and of the LM head."""
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if first is None or last is None:
+        raise UserError(f"{path}: {type(model).__name__} has no embedding or no LM head: it is no causal LM")
+    return first, last
+
+
+@contextmanager
+def _readable(config: TargetConfig, what: str) -> Iterator[None]:
+    """UserError for a target that is not there or that transformers cannot read."""
+    path = Path(config.path)
+    if not path.exists() and (path.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1):
+        raise UserError(f"{config.path}: no such target directory")
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{config.path}: cannot {what}: {first_line(error)}") from error
+
+
+def _read_tensors(config: TargetConfig, names: set[str]) -> dict[str, Tensor] | None:
+    """The named tensors from a local or Hub directory, or None when the files do not name them so."""
+    options = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
+    single = cached_file(config.path, WEIGHTS, **options)
+    index = None if single else cached_file(config.path, f"{WEIGHTS}.index.json", **options)
+    if single:
+        files = dict.fromkeys(names, str(single))
+    elif index:
+        table = read_json(Path(index))["weight_map"]
+        if not names <= set(table):
+            return None
+        files = {name: str(cached_file(config.path, table[name], revision=config.revision)) for name in names}
+    else:
+        return None
+    tensors = {}
+    for name, file in files.items():
+        with safe_open(file, framework="pt") as handle:
+            if name not in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                return None
+            tensors[name] = handle.get_tensor(name).clone()
+    return tensors

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.model.storage import PICKLE, WEIGHTS, find_weights, read_json, write_atomically
+from aerie.model.storage import PICKLE, WEIGHTS, find_weights, first_line, read_json, write_atomically
 
 PICKLED = (".bin", ".pt")
 BROKEN = (OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError)
@@ -18,18 +18,12 @@ BROKEN = (OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, A
 
 def tensor_names(directory: Path) -> set[str]:
     """The names of a directory's tensors, empty without weights; only a pickle has to be read whole for them."""
-    place = find_weights(directory)
-    if place is None:
+    path = find_weights(directory)
+    if path is None:
         return set()
-    if place.name.endswith(".index.json"):
-        return set(_weight_map(place))
-    if place.suffix in PICKLED:
-        return set(_read_pickle(place))
-    try:
-        with safe_open(place, framework="pt") as handle:
-            return set(handle.keys())
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{place}: cannot read the weights: {_first_line(error)}; fetch the file anew") from error
+    if path.name.endswith(".index.json"):
+        return set(_weight_map(path))
+    return set(_read_file(path, names_only=True))
 
 
 def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -37,77 +31,62 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
 
     UserError for a file that is missing, truncated or otherwise unreadable, and for a pickle of more than tensors.
     """
-    place = find_weights(directory)
-    if place is None:
+    path = find_weights(directory)
+    if path is None:
         raise UserError(f"{directory}: holds no weights ({WEIGHTS} or {PICKLE}, whole or with an index of shards)")
-    if not place.name.endswith(".index.json"):
-        return place, _read_file(place)
+    if not path.name.endswith(".index.json"):
+        return path, _read_file(path)
     tensors: dict[str, Tensor] = {}
-    table = _weight_map(place)
-    for name in sorted(set(table.values())):
-        shard = _read_file(place.parent / name)
-        listed = {key for key, where in table.items() if where == name}
-        if shard.keys() != listed:
-            odd = sorted(shard.keys() ^ listed)[0]
-            raise UserError(f"{place}: {name} and the index disagree about {odd!r}; fetch the head anew")
+    table = _weight_map(path)
+    for file in sorted(set(table.values())):
+        shard = _read_file(path.parent / file)
+        if odd := sorted(shard.keys() ^ {name for name, where in table.items() if where == file}):
+            raise UserError(f"{path}: {file} and the index disagree about {odd[0]!r}; fetch the head anew")
         tensors |= shard
-    return place, tensors
+    return path, tensors
 
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = False) -> Path:
     """Writes one file, whole or absent, and returns it; pickled: as readers of pytorch_model.bin want it."""
     path = directory / (PICKLE if pickled else WEIGHTS)
-    whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # views would save what they view
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # a view saves what it views
     if pickled:
-        write_atomically(path, lambda temporary: torch.save(whole, temporary))
+        write_atomically(path, lambda temporary: torch.save(copies, temporary))
     else:
-        write_atomically(path, lambda temporary: save_file(whole, temporary, metadata={"format": "pt"}))
+        write_atomically(path, lambda temporary: save_file(copies, temporary, metadata={"format": "pt"}))
     return path
 
 
-def _weight_map(place: Path) -> dict[str, str]:
+def _weight_map(path: Path) -> dict[str, str]:
     """Tensor name -> shard; UserError for a file outside the directory."""
-    index = read_json(place)
+    index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-        raise UserError(f"{place}: has no weight_map from tensor names to files; fetch the head anew")
-    for name in table.values():
-        if Path(name).name != name:
-            raise UserError(f"{place}: weight_map names {name!r}, which is no file beside it; refused")
+        raise UserError(f"{path}: has no weight_map from tensor names to files; fetch the head anew")
+    if outside := [name for name in table.values() if Path(name).name != name]:
+        raise UserError(f"{path}: weight_map names {outside[0]!r}, which is no file beside it; refused")
     return dict(table)
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
-    if path.suffix in PICKLED:
-        return _read_pickle(path)
+def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
+    """The tensors of a file by name; of a pickle nothing but tensors is ever loaded."""
+    if path.suffix not in PICKLED:
+        try:
+            if not names_only:
+                return load_file(path)
+            with safe_open(path, framework="pt") as handle:
+                return dict.fromkeys(handle.keys())
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot read the weights: {first_line(error)}; fetch the file anew") from error
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot read the weights: {_first_line(error)}; fetch the file anew") from error
-
-
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickle, of which nothing else is ever loaded."""
-    try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
     except BROKEN as error:  # the unpickler of a damaged file stumbles over anything
         if "unsupported" in str(error).lower():
-            raise UserError(
-                f"{path}: holds more than tensors, and loading it could run its code; refused: get {WEIGHTS} of this "
-                f"head instead"
-            ) from error
-        raise UserError(
-            f"{path}: cannot read the weights: {path.stat().st_size:,} bytes that are no whole pickle of tensors "
-            f"(truncated or damaged); fetch the file anew"
-        ) from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: holds a {type(found).__name__} and no table of tensors by name")
-    odd = next((name for name, value in found.items() if not isinstance(value, Tensor)), None)
-    if odd is not None:
-        raise UserError(f"{path}: {odd!r} is a {type(found[odd]).__name__} and no tensor; save the state dict alone")
-    return {str(name): value for name, value in found.items()}
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+            why = f"holds more than tensors, and loading it could run its code; get {WEIGHTS} of this head instead"
+        else:
+            size = path.stat().st_size
+            why = f"cannot read the weights: {size:,} bytes that are no whole pickle of tensors (truncated or damaged)"
+        raise UserError(f"{path}: {why}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise UserError(f"{path}: is no table of tensors by name; save the state dict alone")
+    return {str(name): value for name, value in tensors.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import UserError
-from aerie.model.layers import DecoderLayer, KeyValueBuffer, LayerSizes, Memory, RMSNorm, Rotary, UnrollMemory
+from aerie.model.layers import DecoderLayer, KeyValueBuffer, LayerSizes, Memory, Rotary, UnrollMemory
 from aerie.model.target import TargetEnds
 from aerie.model.vocab import DraftVocabulary
 
@@ -232,14 +232,14 @@ class Eagle3Head(EagleHead):
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.embed_tokens.weight.requires_grad_(not self.shares_embedding)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in config.after_blocks)
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in config.after_blocks)
         if config.norm_before_fc:
-            self.input_norm = RMSNorm(taps_width, eps)
+            self.input_norm = nn.RMSNorm(taps_width, eps)
         self.fc = nn.Linear(taps_width, width, bias=False)
         self.midlayer = DecoderLayer(sizes, "pair", config.norm_before_residual)
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(config.num_hidden_layers - 1))
-        self.norm = RMSNorm(width, eps)
+        self.norm = nn.RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))

@@ -1,6 +1,6 @@
-"""What Medusa and Hydra heads are made of: residual blocks, and an LM head for each future token."""
+"""Medusa and Hydra heads: residual blocks for each future token, and an LM head for each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aerie.model.layers import DecoderLayer, KeyValueBuffer, LayerSizes, RMSNorm, Rotary
+from aerie.model.layers import DecoderLayer, KeyValueBuffer, LayerSizes, Rotary
 from aerie.model.target import TargetEnds, transformed
 
 Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], the place in its branch) -> x [S, W]
@@ -27,6 +27,37 @@ class MultiTokenConfig:
     lm_head_bias: bool = False
     logit_scale: float = 1.0
     final_logit_softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(MultiTokenConfig):
+    """config.json of a Medusa head; it has no attention, so positions do not limit it: their number is the target's."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"architectures": ["MedusaModel"], "aerie_kind": "medusa", **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraConfig(MultiTokenConfig):
+    """config.json of a Hydra head; the sizes are those of its prefix layer, None without one."""
+
+    lm_head_bias: bool = True
+    prefix_layer: bool = False
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float | None = None
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"architectures": ["HydraModel"], "aerie_kind": "hydra", **asdict(self)}
+
+    def sizes(self) -> LayerSizes:
+        """Of the prefix layer."""
+        assert self.prefix_layer, "this head has no prefix layer"
+        return LayerSizes.of(self)
 
 
 class ResidualBlock(nn.Module):
@@ -82,8 +113,7 @@ class TokenLaws(nn.Module):
 
     def initialise(self, ends: TargetEnds) -> None:
         """Copies of the target's LM head; a bias that it has not is zero."""
-        for layer in self.lm_heads:
-            linear = cast(nn.Linear, layer)
+        for linear in cast(Iterable[nn.Linear], self.lm_heads):
             linear.weight.data.copy_(ends.lm_head)
             if self.config.lm_head_bias:
                 linear.bias.data.copy_(torch.zeros_like(linear.bias) if ends.bias is None else ends.bias)
@@ -94,36 +124,41 @@ class TokenLaws(nn.Module):
             logits = self.lm_heads[index](state)
             return transformed(logits, self.config.logit_scale, self.config.final_logit_softcap)
         ends = ends or self.ends
-        assert ends is not None, "a head with lm_head 'target' is loaded with its target's ends"
+        assert ends is not None, "a head with lm_head 'target' is loaded with its target's"
         return ends.logits(state)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaConfig(MultiTokenConfig):
-    """config.json of a Medusa head; it has no attention, so positions do not limit it: their number is the target's."""
+class MultiTokenHead(nn.Module):
+    """What both kinds have: a branch and an LM head for each future token."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"architectures": ["MedusaModel"], "aerie_kind": "medusa", **asdict(self)}
+    def __init__(self, config: MultiTokenConfig, inputs: Iterable[int]) -> None:
+        """inputs: the width of what each branch reads."""
+        super().__init__()
+        self.branches = nn.ModuleList(Branch(each, config.hidden_size, config.num_layers) for each in inputs)
+        self.laws = TokenLaws(config)
+
+    def initialise(self, ends: TargetEnds, generator: torch.Generator, initializer_range: float = 0.02) -> None:
+        """Branches as ResidualBlock says, LM heads as the target's; Normal(0, initializer_range) for a prefix layer.
+
+        So the law of every future token of a Medusa head begins as the target's own law of the next one.
+        """
+        for name, parameter in self.named_parameters():
+            if name.startswith("prefix_layer.") and parameter.ndim == 2:
+                parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))
+        for block in self.modules():
+            if isinstance(block, ResidualBlock):
+                block.initialise(generator)
+        self.laws.initialise(ends)
 
 
-class MedusaHead(nn.Module):
+class MedusaHead(MultiTokenHead):
     """num_heads branches of residual blocks over the same feature, each with its LM head."""
 
     kind = "medusa"
 
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
+        super().__init__(config, [config.hidden_size] * config.num_heads)
         self.config = config
-        width = config.hidden_size
-        self.branches = nn.ModuleList(Branch(width, width, config.num_layers) for _ in range(config.num_heads))
-        self.laws = TokenLaws(config)
-
-    def initialise(self, ends: TargetEnds, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """The law of every future token begins as the target's own law of the next one."""
-        for block in self.modules():
-            if isinstance(block, ResidualBlock):
-                block.initialise(generator)
-        self.laws.initialise(ends)
 
     def state(self, index: int, features: Tensor, drop: Drop | None = None) -> Tensor:
         """What the LM head of future token `index` (0: the one after next) is given: [..., D] of features [..., D]."""
@@ -134,72 +169,27 @@ class MedusaHead(nn.Module):
         return torch.stack([self.laws(k, self.state(k, features)) for k in range(self.config.num_heads)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class HydraConfig(MultiTokenConfig):
-    """config.json of a Hydra head; the sizes are those of its prefix layer, None without one."""
+class HydraHead(MultiTokenHead):
+    """num_heads branches, each reading one embedding more than the one before, and perhaps a prefix layer.
 
-    lm_head_bias: bool = True
-    prefix_layer: bool = False
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float | None = None
-    rope_theta: float | None = None
-    rope_scaling: dict[str, Any] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"architectures": ["HydraModel"], "aerie_kind": "hydra", **asdict(self)}
-
-    def sizes(self) -> LayerSizes:
-        """Of the prefix layer."""
-        assert self.prefix_layer, "this head has no prefix layer"
-        return LayerSizes.of(self)
-
-
-class PrefixLayer(DecoderLayer):
-    """A Llama decoder layer and a norm after it."""
-
-    def __init__(self, sizes: LayerSizes) -> None:
-        super().__init__(sizes)
-        self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-
-
-class HydraHead(nn.Module):
-    """num_heads branches, each reading one embedding more than the one before, and perhaps a prefix layer."""
+    The prefix layer is a Llama decoder layer and a norm after it.
+    """
 
     kind = "hydra"
 
     def __init__(self, config: HydraConfig) -> None:
-        super().__init__()
+        super().__init__(config, ((i + 2) * config.hidden_size for i in range(config.num_heads)))
         self.config = config
-        width = config.hidden_size
-        self.branches = nn.ModuleList(
-            Branch((i + 2) * width, width, config.num_layers) for i in range(config.num_heads)
-        )
-        self.laws = TokenLaws(config)
         if config.prefix_layer:
-            sizes = config.sizes()
-            self.prefix_layer = PrefixLayer(sizes)
-            theta = cast(float, config.rope_theta)
+            sizes, theta = config.sizes(), cast(float, config.rope_theta)
+            self.prefix_layer = DecoderLayer(sizes)
+            self.prefix_layer.norm = nn.RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
             self.rotary = Rotary(theta, config.rope_scaling, sizes.head_dim, config.max_position_embeddings)
 
     @property
     def num_buffers(self) -> int:
         """How many key/value buffers `prefix` fills when drafting."""
         return int(self.config.prefix_layer)
-
-    def initialise(self, ends: TargetEnds, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Branches as ResidualBlock says, LM heads from the target's; Normal(0, initializer_range) before them."""
-        if self.config.prefix_layer:
-            for parameter in self.prefix_layer.parameters():
-                if parameter.ndim == 2:
-                    made = torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator)
-                    parameter.data.copy_(made)
-        for block in self.modules():
-            if isinstance(block, ResidualBlock):
-                block.initialise(generator)
-        self.laws.initialise(ends)
 
     def prefix(
         self,
@@ -217,7 +207,7 @@ class HydraHead(nn.Module):
             return features
         rope = self.rotary.between(*span, features)
         x = self.prefix_layer(features, None, rope, mask, buffers[0] if buffers else None)
-        return self.prefix_layer.norm(x)
+        return cast(nn.RMSNorm, self.prefix_layer.norm)(x)
 
     def state(self, index: int, state: Tensor, embeddings: Tensor, drop: Drop | None = None) -> Tensor:
         """What the LM head of future token `index` is given: [n, D]; see `step`."""
