@@ -7,7 +7,7 @@ the unrolled forward. So all three share one set of weights and one forward.
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -137,12 +137,25 @@ class UnrollMemory:
 Memory = KeyValueBuffer | UnrollMemory | None
 
 
-class Merged(NamedTuple):
-    """A layer's projections stacked for drafting: one product for queries, keys and values, one for gate and up."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory) -> Tensor:
+    """[B, T, H * hd] of rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]. mask None: causal.
 
-    qkv: Tensor  # [(H + 2 KV) * hd, inputs]
-    bias: Tensor | None  # [(H + 2 KV) * hd]
-    gate_up: Tensor  # [2 I, D]
+    With a buffer they see its rows too. With an UnrollMemory this is one unroll step for all slots at once: slot p's
+    chain at step k sees the step-0 keys of its document up to p (or those that mask [.., T, T] allows) and its own keys
+    of steps 1..k, in one softmax: what step-by-step drafting from prefix p would see. Source: EAGLE-3 (arXiv
+    2503.01840), figure 6.
+    """
+    if isinstance(memory, UnrollMemory):
+        memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
+        memory.values.append(v)
+        out = unrolled_attention(q.to(v.dtype), memory.keys, memory.values, mask, memory.documents)
+    else:
+        is_causal = mask is None and memory is None  # one new slot sees all of a buffer without a mask
+        if memory is not None:
+            k, v = memory.append(k, v)
+        is_grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped)
+    return out.transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
@@ -160,28 +173,9 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(dim, sizes.rms_norm_eps)
             self.k_norm = nn.RMSNorm(dim, sizes.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, rope: Rope, mask: Tensor | None = None, memory: Memory = None, merged: Merged | None = None
-    ) -> Tensor:
-        """[B, T, D] of x [B, T, inputs]: over x itself, and over the rows of a buffer. mask None: causal.
-
-        With an UnrollMemory this is one unroll step for all slots at once: slot p's chain at step k sees the step-0
-        keys of its document up to p (or those that mask [.., T, T] allows) and its own keys of steps 1..k, in one
-        softmax: what step-by-step drafting from prefix p would see. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
-        """
-        q, k, v = self._merged(x, rope, merged) if merged is not None else self.project(x, rope)
-        if isinstance(memory, UnrollMemory):
-            memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
-            memory.values.append(v)
-            out = unrolled_attention(q.to(v.dtype), memory.keys, memory.values, mask, memory.documents)
-        else:
-            is_causal = mask is None and memory is None  # one new slot sees all of a buffer without a mask
-            if memory is not None:
-                k, v = memory.append(k, v)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, memory: Memory = None) -> Tensor:
+        """[B, T, D] of x [B, T, inputs]; mask and memory as in attend."""
+        return self.o_proj(attend(*self.project(x, rope), mask, memory))
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]."""
@@ -190,18 +184,6 @@ class Attention(nn.Module):
         if self.sizes.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v
-
-    def _merged(self, x: Tensor, rope: Rope, merged: Merged) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by one product; queries and keys turn together."""
-        sizes = self.sizes
-        heads, kv = sizes.num_attention_heads, sizes.num_key_value_heads
-        qkv = F.linear(x, merged.qkv, merged.bias).view(*x.shape[:-1], -1, sizes.head_dim).transpose(1, 2)
-        qk, v = qkv.split([heads + kv, kv], dim=1)
-        if sizes.qk_norm:
-            q, k = qk.split([heads, kv], dim=1)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        q, k = rotate(qk, *rope).split([heads, kv], dim=1)
-        return q, k, v
 
 
 class MLP(nn.Module):
@@ -213,11 +195,8 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
         self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, merged: Merged | None = None) -> Tensor:
-        if merged is None:
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        gate, up = F.linear(x, merged.gate_up).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -242,35 +221,58 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
         self.mlp = MLP(sizes)
 
+    def read(self, x: Tensor, embedded: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What attention reads of hidden states x [B, T, D], and what its output is added to."""
+        if self.reads == "raw":
+            return x, x
+        if self.reads == "normed":
+            return self.input_layernorm(x), x
+        assert embedded is not None
+        normed = self.hidden_norm(x)
+        pair = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, T, 2D]
+        return pair, normed if self.norm_before_residual else x
+
     def forward(
-        self,
-        x: Tensor,
-        embedded: Tensor | None,
-        rope: Rope,
-        mask: Tensor | None = None,
-        memory: Memory = None,
-        merged: Merged | None = None,
+        self, x: Tensor, embedded: Tensor | None, rope: Rope, mask: Tensor | None = None, memory: Memory = None
     ) -> Tensor:
         """[B, T, D] of hidden states x [B, T, D]; embedded [B, T, D] is read by a pair alone."""
-        given, residual = x, x
-        if self.reads == "normed":
-            given = self.input_layernorm(x)
-        elif self.reads == "pair":
-            assert embedded is not None
-            normed = self.hidden_norm(x)
-            given = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, T, 2D]
-            residual = normed if self.norm_before_residual else x
-        x = residual + self.self_attn(given, rope, mask, memory, merged)
-        return x + self.mlp(self.post_attention_layernorm(x), merged)
+        given, residual = self.read(x, embedded)
+        x = residual + self.self_attn(given, rope, mask, memory)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
-    def merge(self) -> Merged:
-        """The merged projections; the layer's own parameters become views of them, so that both stay equal."""
-        attention, mlp = self.self_attn, self.mlp
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-        bias = _stacked([layer.bias for layer in qkv]) if attention.sizes.qkv_bias else None
-        return Merged(
-            _stacked([layer.weight for layer in qkv]), bias, _stacked([mlp.gate_proj.weight, mlp.up_proj.weight])
-        )
+
+class DraftLayer:
+    """A decoder layer's forward for drafting: one product for queries, keys and values, one for gate and up.
+
+    It holds tensors, because looking up and calling modules takes a sixth of a small head's forward. The layer's own
+    parameters become views of the merged ones, so both stay equal.
+    """
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self.read, attention, mlp, norm = layer.read, layer.self_attn, layer.mlp, layer.post_attention_layernorm
+        self.sizes, self.norm = attention.sizes, (norm.weight.shape, norm.weight, norm.eps)
+        self.parts = [self.sizes.num_attention_heads, self.sizes.num_key_value_heads]
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = _stacked([each.weight for each in projections])  # [(H + 2 KV) * hd, inputs]
+        self.bias = _stacked([each.bias for each in projections]) if self.sizes.qkv_bias else None
+        self.qk_norms = (attention.q_norm, attention.k_norm) if self.sizes.qk_norm else None
+        self.out = attention.o_proj.weight
+        self.gate_up = _stacked([mlp.gate_proj.weight, mlp.up_proj.weight])  # [2 I, D]
+        self.down = mlp.down_proj.weight
+
+    def __call__(self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, buffer: KeyValueBuffer) -> Tensor:
+        """[1, n, D] of hidden states x [1, n, D]; the additive mask [1, 1, n, S] is over the buffer and the n slots."""
+        given, residual = self.read(x, embedded)
+        heads, kv = self.parts
+        qkv = F.linear(given, self.qkv, self.bias).view(1, x.shape[1], -1, self.sizes.head_dim).transpose(1, 2)
+        qk, v = qkv.split([heads + kv, kv], dim=1)  # [1, H + KV, n, hd] and [1, KV, n, hd]
+        if self.qk_norms is not None:
+            q, k = qk.split(self.parts, dim=1)
+            qk = torch.cat([self.qk_norms[0](q), self.qk_norms[1](k)], dim=1)
+        q, k = rotate(qk, *rope).split(self.parts, dim=1)
+        x = residual + F.linear(attend(q, k, v, mask, buffer), self.out)
+        gate, up = F.linear(F.rms_norm(x, *self.norm), self.gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate).mul_(up), self.down)
 
 
 @torch.no_grad()

@@ -58,9 +58,8 @@ class Target:
         self.decoder = model.get_decoder()
         layers = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         if other := layers - {"full_attention", "sliding_attention"}:
-            raise UserError(
-                f"{config.path}: has {', '.join(sorted(other))} layers; a draft tree needs plain attention in every layer"
-            )
+            names = ", ".join(sorted(other))
+            raise UserError(f"{config.path}: has {names} layers; a draft tree needs plain attention in every layer")
         first, last = _both_ends(model, config.path)
         bias = getattr(last, "bias", None)
         scale, softcap = final_transform(self.config)

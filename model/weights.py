@@ -84,8 +84,8 @@ def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
         if "unsupported" in str(error).lower():
             why = f"holds more than tensors, and loading it could run its code; get {WEIGHTS} of this head instead"
         else:
-            size = path.stat().st_size
-            why = f"cannot read the weights: {size:,} bytes that are no whole pickle of tensors (truncated or damaged)"
+            size = f"{path.stat().st_size:,} bytes that are no whole pickle of tensors (truncated or damaged)"
+            why = f"cannot read the weights: {size}; fetch the file anew"
         raise UserError(f"{path}: {why}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise UserError(f"{path}: is no table of tensors by name; save the state dict alone")

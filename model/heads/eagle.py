@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import UserError
-from aerie.model.layers import DecoderLayer, KeyValueBuffer, LayerSizes, Memory, Rotary, UnrollMemory
+from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueBuffer, LayerSizes, Memory, Rotary, UnrollMemory
 from aerie.model.target import TargetEnds
 from aerie.model.vocab import DraftVocabulary
 
@@ -174,7 +174,7 @@ class EagleDraft:
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
-        self._layers = [(layer, layer.merge()) for layer in head.blocks]
+        self._layers = [DraftLayer(layer) for layer in head.blocks]
 
     def __call__(
         self, tokens: Tensor, features: Tensor, positions: tuple[int, int], mask: Tensor, buffers: list[KeyValueBuffer]
@@ -186,8 +186,8 @@ class EagleDraft:
         """
         x, embedded = self.head.enter(tokens, features)
         rope = self.head.rotary.between(*positions, x)
-        for (layer, merged), buffer in zip(self._layers, buffers, strict=True):
-            x = layer(x, embedded, rope, mask, buffer, merged)
+        for layer, buffer in zip(self._layers, buffers, strict=True):
+            x = layer(x, embedded, rope, mask, buffer)
         return self.head.leave(x)
 
 
