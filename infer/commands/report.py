@@ -22,7 +22,8 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
-    from aerie.infer.report.page import Facts, console_table, write_report
+    from aerie.infer.report.page import Facts, write_report
+    from aerie.infer.report.tables import console_table
 
     measured = paths.bench / "provenance.json"
     if not measured.is_file():
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     facts = read_json(measured)
     provenance = head / "provenance.json"
     trained = read_json(provenance) if provenance.is_file() else {}
-    summary = write_report(
+    rows = write_report(
         paths.bench,
         paths.calibration,
         paths.report,
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
         ),
         seed=recipe.seed,
     )
-    print(console_table({"rows": read_json(paths.report / "details.json").get("pooled", summary["rows"])}))
+    print(console_table(rows))
     print(f"\nreport: {paths.report / 'index.html'}")
     return 0
 

@@ -1,317 +1,171 @@
-"""Colours of the report's pictures: matplotlib draws with stand-ins that become CSS variables, for light and dark."""
+"""The report's pictures: each a short function from rows to SVG text, drawn with matplotlib."""
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aerie.configs.errors import UserError
-from aerie.infer.report.papers import Contexts, Depths, Line, Traced, chains_of, numeric, values_of
-from aerie.infer.report.tables import label, ms_per_cycle, sampling_text, tree_text
-
-try:
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
-
-# colours that matplotlib writes and themed() turns into variables; each must be unique in the SVG
-INK, MUTED, GRID, SURFACE, BAD, QUIET = "#000001", "#000002", "#000003", "#000004", "#000005", "#000006"
-SERIES = ("#000011", "#000012", "#000013", "#000014", "#000015", "#000016")
-VARIABLES = {
-    INK: "ink", MUTED: "muted", GRID: "grid", SURFACE: "surface", BAD: "bad", QUIET: "quiet",
-    **{colour: f"series-{number}" for number, colour in enumerate(SERIES, start=1)},
-}  # fmt: skip
-LIGHT = {
-    "ink": "#1c2127", "muted": "#626a75", "grid": "#e3e0d8", "surface": "#ffffff", "bad": "#b3261e",
-    "quiet": "#98a1ae", "series-1": "#c2570c", "series-2": "#0f766e", "series-3": "#5b4fc4", "series-4": "#b7931a",
-    "series-5": "#b03a73", "series-6": "#2f6fb5",
-}  # fmt: skip
-DARK = {
-    "ink": "#ebe8e1", "muted": "#9ca5b1", "grid": "#2c333d", "surface": "#171b21", "bad": "#ff8a80",
-    "quiet": "#6b7686", "series-1": "#f2a65a", "series-2": "#45bdae", "series-3": "#a79bff", "series-4": "#e3cf6b",
-    "series-5": "#f08cb8", "series-6": "#7db6f2",
-}  # fmt: skip
-RC = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10.5,
-    "svg.fonttype": "none",  # text stays text: selectable, and in the page's own font
-    "svg.hashsalt": "aerie",  # same data, same bytes
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "lines.linewidth": 2.0,
-    "legend.frameon": False,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-}
-
-
-def themed(figure: Figure, name: str) -> str:
-    """The figure as an <svg> element without size: ids prefixed with name, colours as var(--...)."""
-    buffer = io.StringIO()
-    with rc_context(RC):
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    head, rest = text.split(">", 1)
-    box = re.search(r'viewBox="[^"]+"', head)
-    assert box is not None
-    text = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box.group()}>{rest}'
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'href="#', f'href="#{name}-', text).replace("url(#", f"url(#{name}-")
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, f"var(--{variable})")
-    return text.replace("'DejaVu Sans'", "var(--sans, 'DejaVu Sans')").strip() + "\n"
-
-
-def standalone(svg: str) -> str:
-    """The same picture as a file of its own: with the palettes of light and dark and a background."""
-    light = "".join(f"--{name}:{value};" for name, value in LIGHT.items())
-    dark = "".join(f"--{name}:{value};" for name, value in DARK.items())
-    style = (
-        f"<style>svg{{{light}background:var(--surface);font-family:sans-serif}}"
-        f"@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
-    )
-    head, rest = svg.split(">", 1)
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{head}>{style}{rest}'
-
+from aerie.infer.measure.record import SummaryRow
+from aerie.infer.measure.statistics import VANILLA
+from aerie.infer.report.papers import Grid, Line, chains_of, numeric
+from aerie.infer.report.tables import label, ms_per_cycle, number, sampling_text, tree_text
 
 try:
     from matplotlib import rc_context
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 except ImportError as error:
     raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
 
-WIDTH = 332.0
-POINTS = 72.0  # units per inch: one SVG unit is one point
-LEFT, RIGHT, BOTTOM = 42.0, 8.0, 38.0  # units around axes that have ticks
-MAX_SERIES = 4
-MIN_CYCLES = 10  # a share of fewer cycles is not drawn
-PARTS = ("draft", "verify", "commit", "other")
-PART_COLOURS = (SERIES[3], SERIES[5], SERIES[4], QUIET)
+INK, MUTED, GRID, BAD, QUIET = "#1c2127", "#626a75", "#e3e0d8", "#b3261e", "#98a1ae"
+SERIES = ("#c2570c", "#0f766e", "#5b4fc4", "#b7931a", "#b03a73", "#2f6fb5")
+PARTS = {"draft": SERIES[3], "verify": SERIES[5], "commit": SERIES[4], "other": QUIET}
+WIDTH, POINTS = 332.0, 72.0  # of a picture, in points, and points per inch
+MAX_ROWS = 4  # in the pictures by depth
+MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
+DASHED = (0, (3, 3))
+RC = {
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10.5,
+    "svg.fonttype": "none",  # text stays text: selectable, and in the page's own font
+    "svg.hashsalt": "aerie",  # same data, same bytes
+    "text.color": INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "figure.constrained_layout.h_pad": 0.08,
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size"), 0),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
+    "axes.grid": True,
+}
 
 
 def pictures(
-    rows: Sequence[dict[str, Any]], tau_intervals: Sequence[list[float] | None], calibration: dict[str, Any] | None
+    rows: Sequence[SummaryRow], details: Mapping[str, Any], grids: Sequence[Grid], contexts: Mapping[str, Grid]
 ) -> dict[str, str]:
-    """Every picture that the rows and the calibration allow, name -> SVG text."""
+    """Every picture that the figures allow, name -> an <svg> element without size; details as in details.json."""
+    calibration, analysis, tuning = details["calibration"], details["analysis"], details["tuning"]
     with rc_context(RC):
-        found = {
-            "tau": method_bars(rows, "tau", tau_intervals),
-            "speedup": method_bars(rows, "speedup", [row.get("speedup_ci95") for row in rows]),
-            "milliseconds": cycle_milliseconds(rows),
+        figures = {
+            "tau": _method_bars(rows, "tau", [row["tau_ci95"] for row in details["rows"]]),
+            "speedup": _method_bars(rows, "speedup", [row.speedup_ci95 for row in rows]),
+            "milliseconds": _cycle_milliseconds(rows),
         }
-        if drafting_rows(rows):
-            found["depth"] = acceptance_by_depth(rows)
-            found["lengths"] = accepted_lengths(rows)
+        if _drafting(rows):
+            figures |= {"depth": _acceptance_by_depth(rows), "lengths": _accepted_lengths(rows)}
         if calibration is not None and calibration["nodes"]:
-            found["reliability"] = reliability_curve(calibration)
-    return found
+            figures["reliability"] = _reliability(calibration)
+        if analysis is not None:
+            figures |= {f"calibration-{name}": draw(part) for name, (part, draw) in _parts(analysis).items() if part}
+        if tuning is not None:
+            figures["tuning-costs"] = _cost_curves(tuning["heads"])
+        figures |= {f"sweep-trace-{at}": _trace(trace["traces"]) for at, trace in enumerate(details["traces"])}
+        figures |= {grid.picture: _sweep(grid) for grid in grids if grid.picture is not None}
+        if contexts:
+            figures["sweep-contexts"] = _contexts(**contexts)
+        if contexts and chains_of(contexts["bucket"]):
+            figures["sweep-drafts"] = _drafts(contexts["bucket"])
+        return {name: _svg(figure, name) for name, figure in figures.items()}
 
 
-def method_bars(rows: Sequence[dict[str, Any]], key: str, intervals: Sequence[list[float] | None]) -> str:
-    """One horizontal bar per row for row[key] (tau or speedup) with its interval; a failed row says so and has none."""
-    figure, axes = _row_axes(len(rows))
-    values = [row.get(key) for row in rows]
-    tops = [bounds[1] for bounds in intervals if bounds is not None]
-    limit = max([1.0, *(value for value in values if value is not None), *tops]) * 1.18
-    colours = row_colours(rows)
-    for position, (row, value, bounds) in enumerate(zip(rows, values, intervals, strict=True)):
-        _row_label(axes, row, position, rows)
-        if value is None:
-            _no_bar(axes, row, position)
-            continue
-        axes.barh(position, value, height=0.42, color=colours[position])
-        end = value
-        if bounds is not None and row["method"] != "vanilla":
-            axes.plot(bounds, [position, position], color=INK, linewidth=1.3, marker="|", markersize=6)
-            end = max(value, bounds[1])
-        text = f"{value:.2f}" + ("×" if key == "speedup" else "")
-        axes.text(end + limit * 0.018, position, text, va="center", ha="left", fontweight="bold")
-        axes.plot([1.0, 1.0], [position - 0.24, position + 0.24], color=INK, linewidth=1.0, linestyle=(0, (2, 2)))
-    axes.set_xlim(0, limit)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("tau (tokens per target forward)" if key == "tau" else "speedup over vanilla")
-    return themed(figure, key)
+def standalone(svg: str) -> str:
+    """The same picture as a file of its own, on white."""
+    head, rest = svg.split(">", 1)
+    style = "<style>svg{background:#fff;font-family:sans-serif}</style>"
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{head}>{style}{rest}'
 
 
-def acceptance_by_depth(rows: Sequence[dict[str, Any]]) -> str:
-    """P(accepted length >= d) and the same given d - 1, for the rows of highest tau, from their histograms."""
-    chosen = drafting_rows(rows)
-    colours = drafting_colours(rows)
-    figure, top = _with_legend([label(row, rows) for row in chosen], colours, 286.0)
-    panel = (top - 20.0 - 34.0 - BOTTOM) / 2
-    above = _axes(figure, BOTTOM + panel + 34.0, panel)
-    below = _axes(figure, BOTTOM, panel)
-    for row, colour in zip(chosen, colours, strict=True):
-        histogram = row["accepted_histogram"]
-        depths = range(1, len(histogram))
-        reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
-        above.plot(depths, [reached[d] / reached[0] for d in depths], color=colour, marker="o", markersize=4)
-        enough = [depth for depth in depths if reached[depth - 1] >= MIN_CYCLES]
-        below.plot(enough, [reached[d] / reached[d - 1] for d in enough], color=colour, marker="o", markersize=4)
-    for axes, name in ((above, "P(accepted ≥ d)"), (below, "P(accepted ≥ d | accepted ≥ d − 1)")):
-        axes.set_ylim(0, 1.05)
-        axes.set_yticks([0, 0.5, 1])
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_title(name, loc="left", fontsize=10.5, color=MUTED, pad=6)
-    below.set_xlim(above.get_xlim())
-    above.tick_params(labelbottom=False)
-    below.set_xlabel("draft depth d")
-    return themed(figure, "depth")
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as text; ids are prefixed with its name, for a page holds many."""
+    buffer = io.StringIO()
+    FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = buffer.getvalue()
+    head, rest = text[text.index("<svg") :].split(">", 1)
+    box = re.findall(r'viewBox="[^"]+"', head)[0]
+    text = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box}>{rest}'
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    return text.replace("'DejaVu Sans'", "var(--sans, 'DejaVu Sans')").strip() + "\n"
 
 
-def accepted_lengths(rows: Sequence[dict[str, Any]]) -> str:
-    """Share of cycles by number of accepted draft tokens, side by side for the rows of highest tau."""
-    chosen = drafting_rows(rows)
-    colours = drafting_colours(rows)
-    figure, top = _with_legend([label(row, rows) for row in chosen], colours, 286.0)
-    axes = _axes(figure, BOTTOM, top - BOTTOM - 6.0)
-    width = 0.84 / len(chosen)
-    for number, (row, colour) in enumerate(zip(chosen, colours, strict=True)):
-        histogram = row["accepted_histogram"]
-        offset = (number - (len(chosen) - 1) / 2) * width
-        shares = [100 * count / sum(histogram) for count in histogram]
-        axes.bar([length + offset for length in range(len(histogram))], shares, width=width * 0.9, color=colour)
-    axes.grid(visible=False, axis="x")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
-    axes.set_xlabel("accepted draft tokens in a cycle")
-    return themed(figure, "lengths")
-
-
-def reliability_curve(calibration: dict[str, Any]) -> str:
-    """Acceptance against confidence in bins with the diagonal, and how many nodes are in each bin (log scale)."""
-    figure, top = _with_legend(["all prompts", "fit half", "held-out half"], SERIES, 318.0, columns=3)
-    counts = _axes(figure, BOTTOM, 52.0)
-    curve = _axes(figure, BOTTOM + 80.0, top - BOTTOM - 80.0 - 22.0)
-    curve.plot([0, 1], [0, 1], color=MUTED, linewidth=1.0, linestyle=(0, (3, 3)))
-    halves = calibration["halves"]
-    series = [
-        (halves["fit"], SERIES[1], 4.0, ""),
-        (halves["held_out"], SERIES[2], 4.0, ""),
-        (calibration, SERIES[0], 5, "-"),
-    ]
-    for part, colour, size, line in series:
-        filled = [item for item in part["bins"] if item["count"]]
-        points = [item["confidence"] for item in filled], [item["acceptance"] for item in filled]
-        curve.plot(*points, color=colour, linestyle=line, marker="o", markersize=size)
-    filled = [item for item in calibration["bins"] if item["count"]]
-    middles = [(item["low"] + item["high"]) / 2 for item in filled]
-    widths = [(item["high"] - item["low"]) * 0.86 for item in filled]
-    counts.bar(middles, [item["count"] for item in filled], width=widths, color=QUIET)
-    counts.set_yscale("log")
-    counts.set_ylim(bottom=0.8)
-    counts.yaxis.set_major_locator(LogLocator(numticks=4))
-    counts.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if value < 1e4 else f"{value / 1e3:,.0f}k")
-    )
-    counts.minorticks_off()
-    curve.set_ylim(-0.02, 1.05)
-    curve.set_yticks([0, 0.5, 1])
-    for axes, name in ((curve, "acceptance"), (counts, "nodes in the bin")):
-        axes.set_xlim(-0.02, 1.02)
-        axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
-        axes.set_title(name, loc="left", fontsize=10.5, color=MUTED, pad=6)
-    curve.tick_params(labelbottom=False)
-    counts.set_xlabel("confidence (q of the drafted token)")
-    return themed(figure, "reliability")
-
-
-def cycle_milliseconds(rows: Sequence[dict[str, Any]]) -> str:
-    """One stacked horizontal bar per row: decode milliseconds of a mean cycle by part."""
-    figure, axes = _row_axes(len(rows), legend=PARTS)
-    limit = max([sum(ms_per_cycle(row).values()) for row in rows] + [1e-9]) * 1.18
-    for position, row in enumerate(rows):
-        _row_label(axes, row, position, rows)
-        parts = ms_per_cycle(row)
-        if not parts:
-            _no_bar(axes, row, position)
-            continue
-        left = 0.0
-        for part, colour in zip(PARTS, PART_COLOURS, strict=True):
-            axes.barh(position, parts[part], left=left, height=0.42, color=colour, edgecolor=SURFACE, linewidth=0.8)
-            left += parts[part]
-        axes.text(left + limit * 0.018, position, f"{left:.1f}", va="center", ha="left", fontweight="bold")
-    axes.set_xlim(0, limit)
-    axes.set_xlabel("milliseconds per cycle")
-    return themed(figure, "milliseconds")
-
-
-def drafting_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that pictures by depth show: the MAX_SERIES of highest tau, in the table's order; no failed one."""
-    candidates = [row for row in rows if row["status"] == "ok" and row["tree"] is not None and row["target_forwards"]]
-    best = sorted(candidates, key=lambda row: -row["tau"])[:MAX_SERIES]
-    return [row for row in candidates if any(row is other for other in best)]
-
-
-def row_colours(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The quiet colour for vanilla, one for every row that drafts, the same in every picture and sampling."""
-    counts: dict[str, int] = {}
-    found = []
-    for row in rows:
-        drafts = row["tree"] is not None and row["status"] == "ok"
-        number = counts.get(sampling_text(row), 0)
-        counts[sampling_text(row)] = number + drafts
-        found.append(SERIES[number % len(SERIES)] if drafts else QUIET)
-    return found
-
-
-def drafting_colours(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Colours of drafting_rows: those of row_colours, unless two rows of a long table would share one."""
-    chosen = drafting_rows(rows)
-    found = [
-        colour for row, colour in zip(rows, row_colours(rows), strict=True) if any(row is other for other in chosen)
-    ]
-    return found if len(set(found)) == len(found) else list(SERIES[: len(found)])
-
-
-def _axes(figure: Figure, bottom: float, height: float) -> Axes:
-    """Axes with ticks, over the whole width, at a bottom and height in units."""
-    total = figure.get_figheight() * POINTS
-    return figure.add_axes((LEFT / WIDTH, bottom / total, 1.0 - (LEFT + RIGHT) / WIDTH, height / total))
-
-
-def _with_legend(names: Sequence[str], colours: Sequence[str], height: float, columns: int = 1) -> tuple[Figure, float]:
-    """A figure of this height plus its legend on top, and the height in units below which axes may be."""
-    lines = -(-len(names) // columns)
-    total = height + 16.0 * lines
-    figure = Figure(figsize=(WIDTH / POINTS, total / POINTS), dpi=POINTS)
-    handles = [Line2D([], [], color=colour, linewidth=5.0) for colour in colours[: len(names)]]
-    figure.legend(
-        handles, names, loc="upper left", bbox_to_anchor=(0.0, 1.0), ncols=columns, handlelength=1.0, borderpad=0.0,
-        borderaxespad=0.2, labelspacing=0.35, columnspacing=1.6, handletextpad=0.6,
-    )  # fmt: skip
-    return figure, height - 4.0
-
-
-def _row_axes(num_rows: int, legend: Sequence[str] = ()) -> tuple[Figure, Axes]:
-    """Axes with one 44-unit band per row, the first on top, room for a label above each bar."""
-    bands = max(2, num_rows)
-    height = bands * 44.0 + BOTTOM + 10.0
+def _panels(
+    titles: Sequence[str], legend: Sequence[tuple[str, str]] = (), heights: Sequence[float] = (116.0,), columns: int = 2
+) -> tuple[Figure, list[Axes]]:
+    """Axes under each title, of these heights in points, below a legend of (name, colour)."""
+    heights = [*heights] * (len(titles) // len(heights))
+    lines = -(-len(legend) // columns)
+    total = sum(heights) + 42.0 * len(titles) + 16.0 * lines + 14.0
+    figure = Figure(figsize=(WIDTH / POINTS, total / POINTS), dpi=POINTS, layout="constrained")
+    panels = figure.subplots(len(titles), height_ratios=heights, squeeze=False)[:, 0]
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title)
     if legend:
-        figure, _ = _with_legend(legend, PART_COLOURS, height, columns=len(legend))
-    else:
-        figure = Figure(figsize=(WIDTH / POINTS, height / POINTS), dpi=POINTS)
-    total = figure.get_figheight() * POINTS
-    axes = figure.add_axes((5.0 / WIDTH, BOTTOM / total, 1.0 - 10.0 / WIDTH, bands * 44.0 / total))
+        handles = [Line2D([], [], color=colour, linewidth=5.0) for _, colour in legend]
+        figure.legend(
+            handles, [name for name, _ in legend], loc="outside upper left", ncols=columns, handlelength=1.0,
+            borderpad=0.0, labelspacing=0.35, columnspacing=1.6, handletextpad=0.6,
+        )  # fmt: skip
+    return figure, list(panels)
+
+
+def _curve(axes: Axes, places: Sequence[Any], values: Sequence[float | None], colour: str, style: Any = "-") -> None:
+    """A line through the values that are there."""
+    points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o")
+
+
+def _unit(axes: Axes) -> None:
+    """A vertical axis of shares."""
+    axes.set_ylim(-0.03, 1.05)
+    axes.set_yticks([0, 0.5, 1])
+
+
+def _percent(axis: Any) -> None:
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+
+
+# The rows: one horizontal bar each
+
+
+def _row_bars(
+    rows: Sequence[SummaryRow], bars: Sequence[Sequence[tuple[float, str]]], ends: Sequence[float], text: Sequence[str],
+    legend: Mapping[str, str],
+) -> tuple[Figure, Axes]:  # fmt: skip
+    """A band for each row, the first on top: what it is, above stacked bars (value, colour), or why there is none."""
+    bands = max(2, len(rows))
+    figure, (axes,) = _panels([""], list(legend.items()), [44.0 * bands], columns=4)
+    limit = 1.18 * max([1e-9, *ends])
+    for place, row in enumerate(rows):
+        words = [] if row.tree is None else [tree_text(row)]
+        words += [f"T {sampling_text(row)}"] if len({sampling_text(other) for other in rows}) > 1 else []
+        notes = [
+            (row.method, 1.0, 16.0, INK, "bold"),
+            (", ".join(words), 10 + 6.6 * len(row.method), 16.0, MUTED, "normal"),
+        ]
+        if not bars[place]:
+            notes.append(("not measured" if row.status == "ok" else "failed: no figure", 1.0, 0.0, BAD, "normal"))
+        for words_, x, y, colour, weight in notes:
+            axes.annotate(
+                words_, (0, place), (x, y), textcoords="offset points", va="center", color=colour, fontweight=weight,
+                in_layout=False,
+            )  # fmt: skip
+        left = 0.0
+        for value, colour in bars[place]:
+            axes.barh(place, value, left=left, height=0.42, color=colour)
+            left += value
+        if bars[place]:
+            axes.text(ends[place] + limit * 0.018, place, text[place], va="center", fontweight="bold", in_layout=False)
+    axes.set_xlim(0, limit)
     axes.set_ylim(bands - 0.6, -0.6)
     axes.set_yticks([])
     axes.grid(visible=False)
@@ -319,436 +173,382 @@ def _row_axes(num_rows: int, legend: Sequence[str] = ()) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _row_label(axes: Axes, row: dict[str, Any], position: int, rows: Sequence[dict[str, Any]]) -> None:
-    words = [] if row["tree"] is None else [tree_text(row)]
-    if len({sampling_text(other) for other in rows}) > 1:
-        words.append(f"T {sampling_text(row)}")
-    _beside(axes, row["method"], position, (1.0, 16.0), INK, "bold")
-    _beside(axes, ", ".join(words), position, (10.0 + 6.6 * len(row["method"]), 16.0), MUTED)
+def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[float] | None]) -> Figure:
+    """tau or speedup with its interval; a failed row says so and has no bar."""
+    values: list[float | None] = [getattr(row, key) for row in rows]
+    whiskers = [None if row.method == VANILLA else bounds for row, bounds in zip(rows, intervals, strict=True)]
+    bars = [[] if value is None else [(value, colour)] for value, colour in zip(values, _colours(rows), strict=True)]
+    ends = [max(value or 1.0, bounds[1] if bounds else 0.0) for value, bounds in zip(values, whiskers, strict=True)]
+    text = [number(value, unit="×" if key == "speedup" else "") for value in values]
+    figure, axes = _row_bars(rows, bars, ends, text, {})
+    for place, (value, bounds) in enumerate(zip(values, whiskers, strict=True)):
+        if value is not None and bounds:
+            axes.plot(bounds, [place, place], color=INK, linewidth=1.3, marker="|", markersize=6)
+        if value is not None:
+            axes.plot([1.0, 1.0], [place - 0.24, place + 0.24], color=INK, linewidth=1.0, linestyle=DASHED)
+    axes.set_xlabel("tau (tokens per target forward)" if key == "tau" else "speedup over vanilla")
+    return figure
 
 
-def _no_bar(axes: Axes, row: dict[str, Any], position: int) -> None:
-    text = "failed: no figure" if row["status"] != "ok" else "not measured"
-    _beside(axes, text, position, (1.0, 0.0), BAD)
+def _cycle_milliseconds(rows: Sequence[SummaryRow]) -> Figure:
+    """Decode milliseconds of a mean cycle by part."""
+    bars = [[(ms, PARTS[part]) for part, ms in ms_per_cycle(row).items()] for row in rows]
+    sums = [sum(ms for ms, _ in each) for each in bars]
+    figure, axes = _row_bars(rows, bars, sums, [f"{total:.1f}" for total in sums], PARTS)
+    axes.set_xlabel("milliseconds per cycle")
+    return figure
 
 
-def _beside(
-    axes: Axes, text: str, position: int, offset: tuple[float, float], colour: str, weight: str = "normal"
-) -> None:
-    """Text at an offset in units from the left end of the bar at position."""
-    axes.annotate(
-        text, (0, position), xytext=offset, textcoords="offset points", va="center", color=colour, fontweight=weight
-    )
+def _colours(rows: Sequence[SummaryRow]) -> list[str]:
+    """The quiet colour for vanilla, one for every row that drafts, the same in every picture and sampling."""
+    counts: dict[str, int] = {}
+    colours = []
+    for row in rows:
+        drafts = row.tree is not None and row.status == "ok"
+        place = counts.get(sampling_text(row), 0)
+        counts[sampling_text(row)] = place + drafts
+        colours.append(SERIES[place % len(SERIES)] if drafts else QUIET)
+    return colours
 
 
-try:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-except ImportError as error:
-    raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
-
-TITLE = 22.0  # units above each panel
-BETWEEN = 24.0  # below each panel but the last, for its ticks
-LINE = 16.0  # of the legend
-
-
-def stacked(
-    titles: Sequence[str], legend: Sequence[tuple[str, str]] = (), panel: float = 116.0, columns: int = 2
-) -> tuple[Figure, list[Axes]]:
-    """A figure with one panel per title, the first on top, below a legend of (name, colour)."""
-    lines = -(-len(legend) // columns)
-    above = LINE * lines + (4.0 if legend else 0.0)
-    total = above + len(titles) * (TITLE + panel) + (len(titles) - 1) * BETWEEN + BOTTOM
-    figure = Figure(figsize=(WIDTH / POINTS, total / POINTS), dpi=POINTS)
-    if legend:
-        handles = [Line2D([], [], color=colour, linewidth=5.0) for _, colour in legend]
-        figure.legend(
-            handles, [name for name, _ in legend], loc="upper left", bbox_to_anchor=(0.0, 1.0), ncols=columns,
-            handlelength=1.0, borderpad=0.0, borderaxespad=0.2, labelspacing=0.35, columnspacing=1.6,
-            handletextpad=0.6,
-        )  # fmt: skip
-    found = []
-    top = total - above
-    for title in titles:
-        bottom = top - TITLE - panel
-        left, width = LEFT / WIDTH, 1.0 - (LEFT + RIGHT) / WIDTH
-        axes = figure.add_axes((left, bottom / total, width, panel / total))
-        axes.set_title(title, loc="left", fontsize=10.5, color=MUTED, pad=6)
-        found.append(axes)
-        top = bottom - BETWEEN
-    return figure, found
-
-
-try:
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-except ImportError as error:
-    raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
-
-MAX_CURVES = 4
-MIN_NODES = 10  # a mean of fewer is not drawn
-DASHED = (0, (3, 3))
-NAMES = ("calibrator", "by-depth", "places", "branches", "levels", "bounds", "ratio", "by-c", "rejections", "oracle")
-
-
-def calibration_pictures(analysis: dict[str, Any]) -> dict[str, str]:
-    """Every picture that the analysis allows, name -> SVG text; the names start with calibration-."""
-    laws, oracle = analysis["laws"], analysis["oracle"]
-    wanted: dict[str, tuple[Any, Callable[[Any], str]]] = {
-        "calibrator": (analysis["calibrator"], before_and_after),
-        "by-depth": (analysis["by_depth"], curves_by_depth),
-        "places": (analysis["positions"], acceptance_by_place),
-        "branches": (analysis["branches"] and analysis["branches"]["nodes"] and analysis["branches"], branch_curve),
-        "levels": (analysis["levels"] and analysis["levels"]["by_depth"], mass_by_depth),
-        "bounds": (laws and laws["bounds"], sorted_bounds),
-        "ratio": (laws and laws["ratio"]["laws"] and laws["ratio"], ratio_histogram),
-        "by-c": (laws and laws["by_c"], shares_by_c),
-        "rejections": (laws, around_rejections),
-        "oracle": (oracle and oracle["by_context"], oracle_by_context),
-    }
-    with rc_context(RC):
-        return {f"calibration-{name}": draw(value) for name, (value, draw) in wanted.items() if value}
-
-
-def before_and_after(scores: dict[str, Any]) -> str:
-    """Acceptance against confidence of the held-out half: the head's own, and after each fit."""
-    held_out = scores["held_out"]
-    legend = [
-        (f"{name}, ECE {held_out[key]['ece']:.3f}", colour)
-        for name, key, colour in (
-            ("before", "before", QUIET),
-            ("temperature", "temperature", SERIES[1]),
-            ("isotonic", "isotonic", SERIES[0]),
-        )
+def _drafting(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str, str]]:
+    """(row, label, colour) of the MAX_ROWS rows of highest tau, in the table's order; no failed one."""
+    candidates = [
+        (row, colour) for row, colour in zip(rows, _colours(rows), strict=True) if row.tree and row.target_forwards
     ]
-    figure, (axes,) = stacked(["acceptance, held-out half"], legend, panel=190.0)
-    _diagonal(axes, "confidence")
-    for (_, colour), key in zip(legend, ("before", "temperature", "isotonic"), strict=True):
-        _curve(axes, held_out[key]["bins"], colour)
-    return themed(figure, "calibration-calibrator")
+    best = sorted(candidates, key=lambda item: -(item[0].tau or 0.0))[:MAX_ROWS]
+    chosen = [item for item in candidates if item in best][:MAX_ROWS]
+    apart = len({colour for _, colour in chosen}) == len(chosen)  # a long table repeats its colours
+    return [(row, label(row, rows), colour if apart else SERIES[at]) for at, (row, colour) in enumerate(chosen)]
 
 
-def curves_by_depth(rows: list[dict[str, Any]]) -> str:
-    """Acceptance against confidence at the shallowest depths."""
-    shown = rows[:MAX_CURVES]
-    legend = [(f"depth {row['depth']}, ECE {row['ece']:.3f}", SERIES[place]) for place, row in enumerate(shown)]
-    figure, (axes,) = stacked(["acceptance"], legend, panel=190.0)
-    _diagonal(axes, "confidence")
-    for row, (_, colour) in zip(shown, legend, strict=True):
-        _curve(axes, row["bins"], colour)
-    return themed(figure, "calibration-by-depth")
+def _acceptance_by_depth(rows: Sequence[SummaryRow]) -> Figure:
+    """P(accepted length >= d) and the same given d - 1, from the rows' histograms."""
+    chosen = _drafting(rows)
+    titles = ["P(accepted ≥ d)", "P(accepted ≥ d | accepted ≥ d − 1)"]
+    figure, (above, below) = _panels(titles, [item[1:] for item in chosen], [90.0], columns=1)
+    for row, _, colour in chosen:
+        histogram = row.accepted_histogram or [0]
+        reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
+        depths = range(1, len(histogram))
+        _curve(above, depths, [reached[d] / reached[0] for d in depths], colour)
+        _curve(
+            below,
+            depths,
+            [reached[d] / reached[d - 1] if reached[d - 1] >= MIN_CYCLES else None for d in depths],
+            colour,
+        )
+    for axes in (above, below):
+        _unit(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.set_xlim(above.get_xlim())
+    below.set_xlabel("draft depth d")
+    return figure
 
 
-def acceptance_by_place(rows: list[dict[str, Any]]) -> str:
+def _accepted_lengths(rows: Sequence[SummaryRow]) -> Figure:
+    """Share of cycles by number of accepted draft tokens, side by side."""
+    chosen = _drafting(rows)
+    figure, (axes,) = _panels(["share of cycles"], [item[1:] for item in chosen], [210.0], columns=1)
+    width = 0.84 / len(chosen)
+    for at, (row, _, colour) in enumerate(chosen):
+        histogram, offset = row.accepted_histogram or [0], (at - (len(chosen) - 1) / 2) * width
+        shares = [100 * count / sum(histogram) for count in histogram]
+        axes.bar([length + offset for length in range(len(histogram))], shares, width=width * 0.9, color=colour)
+    axes.grid(visible=False, axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _percent(axes.yaxis)
+    axes.set_xlabel("accepted draft tokens in a cycle")
+    return figure
+
+
+# Calibration
+
+
+def _parts(analysis: Mapping[str, Any]) -> dict[str, tuple[Any, Callable[[Any], Figure]]]:
+    """Each picture's part of analysis.json, empty where it was not measured, and what draws it."""
+    laws, oracle, branches = analysis["laws"] or {}, analysis["oracle"] or {}, analysis["branches"]
+    return {
+        "calibrator": (analysis["calibrator"], _calibrator),
+        "by-depth": (analysis["by_depth"], _by_depth),
+        "places": (analysis["positions"], _places),
+        "branches": (branches if branches and branches["nodes"] else None, _branches),
+        "levels": ((analysis["levels"] or {}).get("by_depth"), _levels),
+        "bounds": (laws.get("bounds"), _bounds),
+        "ratio": (laws["ratio"] if laws and laws["ratio"]["laws"] else None, _ratio),
+        "by-c": (laws.get("by_c"), _by_c),
+        "rejections": (laws, _rejections),
+        "oracle": (oracle.get("by_context"), _oracle),
+    }
+
+
+def _confidence_curves(
+    title: str, xlabel: str, curves: Sequence[tuple[str, Sequence[Mapping[str, Any]], str]], least: int = MIN_NODES
+) -> tuple[Figure, Axes]:
+    """Acceptance against confidence: the curves (name, bins, colour) and the diagonal."""
+    legend = [(name, colour) for name, _, colour in curves] if len(curves) > 1 else ()
+    figure, (axes,) = _panels([title], legend, [190.0])
+    axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1.0, linestyle=DASHED)
+    for _, bins, colour in curves:
+        filled = [item for item in bins if item["count"] >= least]
+        _curve(axes, [item["confidence"] for item in filled], [item["acceptance"] for item in filled], colour)
+    _unit(axes)
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_xlabel(xlabel)
+    return figure, axes
+
+
+def _reliability(calibration: Mapping[str, Any]) -> Figure:
+    """Acceptance against confidence in bins, on all prompts and on two halves, above the nodes of each bin."""
+    halves, bins = calibration["halves"], calibration["bins"]
+    curves = [
+        ("fit half", halves["fit"]["bins"], SERIES[1]),
+        ("held-out half", halves["held_out"]["bins"], SERIES[2]),
+        ("all prompts", bins, SERIES[0]),
+    ]
+    figure, axes = _confidence_curves("acceptance", "confidence (q of the drafted token)", curves, least=1)
+    counts = axes.twinx()
+    middles = [(item["low"] + item["high"]) / 2 for item in bins]
+    counts.bar(middles, [item["count"] for item in bins], width=0.86 / len(bins), color=QUIET, alpha=0.25)
+    counts.set_yscale("log")
+    counts.yaxis.set_major_locator(LogLocator(numticks=4))
+    counts.minorticks_off()
+    counts.grid(visible=False)
+    counts.set_ylabel("nodes in the bin (bars)")
+    return figure
+
+
+def _calibrator(scores: Mapping[str, Any]) -> Figure:
+    """The held-out half: the head's own confidence, and after each fit."""
+    fits = (("before", QUIET), ("temperature", SERIES[1]), ("isotonic", SERIES[0]))
+    held_out = scores["held_out"]
+    curves = [(f"{fit}, ECE {held_out[fit]['ece']:.3f}", held_out[fit]["bins"], colour) for fit, colour in fits]
+    return _confidence_curves("acceptance, held-out half", "confidence", curves)[0]
+
+
+def _by_depth(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    curves = [
+        (f"depth {row['depth']}, ECE {row['ece']:.3f}", row["bins"], SERIES[at]) for at, row in enumerate(rows[:4])
+    ]
+    return _confidence_curves("acceptance", "confidence", curves)[0]
+
+
+def _branches(branches: Mapping[str, Any]) -> Figure:
+    xlabel = "survival of the branch (product of q)"
+    return _confidence_curves("whole branch accepted", xlabel, [("", branches["bins"], SERIES[0])])[0]
+
+
+def _places(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """A box per place of the tree over the prompts' own acceptance rates, as EAGLE-2's figure 5 has points."""
-    figure, (axes,) = stacked(["acceptance rate of each prompt"], panel=170.0)
-    for place, row in enumerate(rows):
-        low, first, middle, third, high = row["quartiles"]
-        axes.plot([place, place], [low, high], color=QUIET, linewidth=1.2)
-        axes.bar(place, third - first, bottom=first, width=0.6, color=SERIES[5], alpha=0.55)
-        axes.plot([place - 0.3, place + 0.3], [middle, middle], color=INK, linewidth=1.6)
-        axes.plot([place], [row["acceptance"]], marker="o", markersize=4, color=SERIES[0], linestyle="")
+    figure, (axes,) = _panels(["acceptance rate of each prompt"], heights=[170.0])
+    names = ("whislo", "q1", "med", "q3", "whishi")
+    axes.bxp(
+        [dict(zip(names, row["quartiles"], strict=True)) for row in rows], positions=range(len(rows)), showfliers=False,
+        showcaps=False, patch_artist=True, boxprops={"facecolor": SERIES[5] + "8c", "edgecolor": "none"},
+        medianprops={"color": INK}, whiskerprops={"color": QUIET},
+    )  # fmt: skip
+    axes.plot(range(len(rows)), [row["acceptance"] for row in rows], "o", color=SERIES[0])
     axes.set_xticks(range(len(rows)), [row["position"] for row in rows], rotation=60, fontsize=8.5)
-    axes.tick_params(axis="x", pad=1)
-    axes.set_ylim(-0.03, 1.05)
-    axes.set_yticks([0, 0.5, 1])
-    return themed(figure, "calibration-places")
+    _unit(axes)
+    return figure
 
 
-def branch_curve(branches: dict[str, Any]) -> str:
-    """How often a whole branch of the frontier is accepted, against its survival."""
-    figure, (axes,) = stacked(["whole branch accepted"], panel=190.0)
-    _diagonal(axes, "survival of the branch (product of q)")
-    _curve(axes, branches["bins"], SERIES[0])
-    return themed(figure, "calibration-branches")
+def _shares(
+    title: str, rows: Sequence[Mapping[str, Any]], x: str, series: Mapping[str, tuple[str, str]]
+) -> tuple[Figure, Axes]:
+    """Curves of shares; series: key -> (name, colour)."""
+    figure, (axes,) = _panels([title], list(series.values()), [170.0])
+    for key, (_, colour) in series.items():
+        _curve(axes, [row[x] for row in rows], [row[key] for row in rows], colour)
+    _unit(axes)
+    return figure, axes
 
 
-def mass_by_depth(rows: list[dict[str, Any]]) -> str:
+def _levels(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """S_d beside how often the frontier, and the verified tree, holds what the target writes."""
-    series = (
-        ("S_d", "mass", QUIET),
-        ("held by the frontier", "held", SERIES[1]),
-        ("accepted ≥ d", "reached", SERIES[0]),
-    )
-    figure, (axes,) = stacked(["share of cycles"], [(name, colour) for name, _, colour in series], panel=170.0)
-    depths = [row["depth"] for row in rows]
-    for _, key, colour in series:
-        axes.plot(depths, [row[key] for row in rows], color=colour, marker="o", markersize=4)
-    axes.set_ylim(-0.03, 1.05)
-    axes.set_yticks([0, 0.5, 1])
+    series = {
+        "mass": ("S_d", QUIET),
+        "held": ("held by the frontier", SERIES[1]),
+        "reached": ("accepted ≥ d", SERIES[0]),
+    }
+    figure, axes = _shares("share of cycles", rows, "depth", series)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("draft depth d")
-    return themed(figure, "calibration-levels")
+    return figure
 
 
-def sorted_bounds(tables: list[dict[str, Any]]) -> str:
+def _by_c(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """How often the approximation keeps its promise as c varies, and how much of it is left."""
+    series = {
+        "holds": ("holds for acceptance", SERIES[0]), "conservative": ("below the oracle", SERIES[1]),
+        "gamma": ("by the Gamma fit", SERIES[2]), "bound": ("its mean", QUIET),
+    }  # fmt: skip
+    figure, axes = _shares("share of laws", rows, "c", series)
+    axes.set_xscale("log")
+    axes.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
+    axes.set_xlabel("c")
+    return figure
+
+
+def _bounds(tables: Sequence[Mapping[str, Any]]) -> Figure:
     """The acceptance probability of every law, in order, and its lower bounds (SVIP, figure 4)."""
-    table = tables[-1]
-    series = (
-        ("acceptance", "acceptance", INK),
-        ("oracle bound", "oracle", SERIES[1]),
-        (f"1 − √({table['c']:g} H)", "approximation", SERIES[0]),
-        ("Bretagnolle–Huber", "bretagnolle_huber", SERIES[2]),
-    )
-    figure, (axes,) = stacked(["probability"], [(name, colour) for name, _, colour in series], panel=190.0)
-    for _, key, colour in reversed(series):
-        values = table["curve"][key]
+    series = {
+        "bretagnolle_huber": ("Bretagnolle–Huber", SERIES[2]),
+        "approximation": (f"1 − √({tables[-1]['c']:g} H)", SERIES[0]),
+        "oracle": ("oracle bound", SERIES[1]),
+        "acceptance": ("acceptance", INK),
+    }
+    figure, (axes,) = _panels(["probability"], list(series.values())[::-1], [190.0])
+    for key, (_, colour) in series.items():
+        values = tables[-1]["curve"][key]
         places = [100.0 * place / max(1, len(values) - 1) for place in range(len(values))]
         axes.plot(places, values, color=colour, linewidth=2.0 if key == "acceptance" else 1.0)
     axes.set_ylim(-1.05, 1.05)
-    axes.set_yticks([-1, -0.5, 0, 0.5, 1])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+    _percent(axes.xaxis)
     axes.set_xlabel("laws, by their acceptance probability")
-    return themed(figure, "calibration-bounds")
+    return figure
 
 
-def ratio_histogram(ratio: dict[str, Any]) -> str:
+def _ratio(ratio: Mapping[str, Any]) -> Figure:
     """The entropy ratio - 1 of the laws, and the Gamma law fitted to it (SVIP, appendix C)."""
-    legend = [("laws", SERIES[5])] + ([("Gamma fit", INK)] if ratio["expected"] else [])
-    figure, (axes,) = stacked(["share of laws"], legend, panel=150.0)
-    edges, counts = ratio["edges"], ratio["counts"]
-    width = edges[1] - edges[0]
-    middles = [edge + width / 2 for edge in edges]
-    axes.bar(middles, [100 * count / ratio["laws"] for count in counts], width=width * 0.86, color=SERIES[5])
+    legend = [("laws", SERIES[5]), ("Gamma fit", INK)]
+    figure, (axes,) = _panels(["share of laws"], legend[: 2 if ratio["expected"] else 1], [150.0])
+    width = ratio["edges"][1] - ratio["edges"][0]
+    middles = [edge + width / 2 for edge in ratio["edges"]]
+    axes.bar(middles, [100 * count / ratio["laws"] for count in ratio["counts"]], width=width * 0.86, color=SERIES[5])
     if ratio["expected"]:
-        shares = [100 * count / ratio["laws"] for count in ratio["expected"]]
-        axes.plot(middles, shares, color=INK, linewidth=1.4, marker="o", markersize=2.5)
+        axes.plot(middles, [100 * count / ratio["laws"] for count in ratio["expected"]], color=INK, linewidth=1.4)
     axes.set_xticks([0, 1, 2, 3, 4, 5], ["0", "1", "2", "3", "4", "≥5"])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
+    _percent(axes.yaxis)
     axes.set_xlabel("entropy ratio − 1 = KL(q‖p) ÷ H(q)")
-    return themed(figure, "calibration-ratio")
+    return figure
 
 
-def shares_by_c(rows: list[dict[str, Any]]) -> str:
-    """How often the approximation keeps its promise as c varies, and how much of it is left."""
-    series = (
-        ("holds for the acceptance", "holds", SERIES[0]),
-        ("below the oracle bound", "conservative", SERIES[1]),
-        ("the same by the Gamma fit", "gamma", SERIES[2]),
-        ("its mean", "bound", QUIET),
-    )
-    figure, (axes,) = stacked(["share of laws"], [(name, colour) for name, _, colour in series], panel=170.0, columns=1)
-    for _, key, colour in series:
-        points = [(row["c"], row[key]) for row in rows if row[key] is not None]
-        axes.plot([c for c, _ in points], [value for _, value in points], color=colour, marker="o", markersize=3.5)
-    axes.set_xscale("log")
-    axes.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
-    axes.minorticks_off()
-    axes.set_ylim(-0.03, 1.05)
-    axes.set_yticks([0, 0.5, 1])
-    axes.set_xlabel("c")
-    return themed(figure, "calibration-by-c")
-
-
-def around_rejections(laws: dict[str, Any]) -> str:
+def _rejections(laws: Mapping[str, Any]) -> Figure:
     """KL(q||p) at a rejected token and before it, and the sorted laws of accepted and rejected tokens (figure 3)."""
-    legend = [("accepted", SERIES[1]), ("rejected", SERIES[0])]
-    figure, (above, below) = stacked(["KL(q‖p), nats", "mean log q of the token of this rank"], legend)
+    colours = {"accepted": SERIES[1], "rejected": SERIES[0]}
+    titles = ["KL(q‖p), nats", "mean log q of the token of this rank"]
+    figure, (above, below) = _panels(titles, list(colours.items()))
     rows = [row for row in laws["before_rejection"] if row["kl"] is not None]
-    colours = [SERIES[0] if row["offset"] == 0 else SERIES[1] for row in rows]
-    above.bar([row["offset"] for row in rows], [row["kl"] for row in rows], width=0.6, color=colours, edgecolor=SURFACE)
-    above.set_xticks([row["offset"] for row in rows], [_place(row["offset"]) for row in rows], fontsize=9)
+    offsets = [row["offset"] for row in rows]
+    above.bar(
+        offsets, [row["kl"] for row in rows], width=0.6, color=[SERIES[0] if at == 0 else SERIES[1] for at in offsets]
+    )
+    above.set_xticks(offsets, ["rejected" if at == 0 else f"{at}".replace("-", "−") for at in offsets], fontsize=9)
     above.grid(visible=False, axis="x")
-    for key, colour in (("accepted", SERIES[1]), ("rejected", SERIES[0])):
-        points = [(r, v) for r, v in zip(laws["sorted"]["ranks"], laws["sorted"][key], strict=True) if v is not None]
-        below.plot([rank for rank, _ in points], [v for _, v in points], color=colour, marker="o", markersize=3.5)
+    for key, colour in colours.items():
+        _curve(below, laws["sorted"]["ranks"], laws["sorted"][key], colour)
     below.set_xscale("log", base=4)
     below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    below.minorticks_off()
     below.set_xlabel("rank in the vocabulary")
-    return themed(figure, "calibration-rejections")
+    return figure
 
 
-def oracle_by_context(rows: list[dict[str, Any]]) -> str:
+def _oracle(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The oracle draft length's variance, and proposed minus oracle, by context length (SVIP, figures 1 and 7b)."""
     shown = [row for row in rows if row["cycles"] >= MIN_NODES] or rows
-    figure, (above, below) = stacked(["variance of the oracle draft length", "proposed − oracle, tokens"])
-    places = range(len(shown))
-    above.plot(places, [row["variance"] for row in shown], color=SERIES[0], marker="o", markersize=4)
+    figure, (above, below) = _panels(["variance of the oracle draft length", "proposed − oracle, tokens"])
+    _curve(above, range(len(shown)), [row["variance"] for row in shown], SERIES[0])
+    _curve(below, range(len(shown)), [row["delta"] for row in shown], SERIES[1])
     above.set_ylim(bottom=0)
-    below.plot(places, [row["delta"] for row in shown], color=SERIES[1], marker="o", markersize=4)
     below.axhline(0.0, color=MUTED, linewidth=1.0, linestyle=DASHED)
     names = [f">{row['above']:,}" if row["up_to"] is None else f"≤{row['up_to']:,}" for row in shown]
-    above.set_xticks(places, [""] * len(shown))
-    below.set_xticks(places, names)
+    for axes in (above, below):
+        axes.set_xticks(range(len(shown)), names)
     below.set_xlabel("tokens before the draft, the prompt included")
-    return themed(figure, "calibration-oracle")
+    return figure
 
 
-def _place(offset: int) -> str:
-    return "rejected" if offset == 0 else f"{offset}".replace("-", "−")
+# Sweeps, traces and costs
 
 
-def _diagonal(axes: Axes, name: str) -> None:
-    axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1.0, linestyle=DASHED)
-    axes.set_xlim(-0.02, 1.02)
-    axes.set_ylim(-0.02, 1.05)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
-    axes.set_yticks([0, 0.5, 1])
-    axes.set_xlabel(name)
-
-
-def _curve(axes: Axes, bins: list[dict[str, Any]], colour: str) -> None:
-    filled = [item for item in bins if item["count"] >= MIN_NODES]
-    points = [item["confidence"] for item in filled], [item["acceptance"] for item in filled]
-    axes.plot(*points, color=colour, marker="o", markersize=4)
-
-
-try:
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.ticker import FuncFormatter
-except ImportError as error:
-    raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
-
-PANEL = 96.0
-
-
-def depth_picture(name: str, table: Depths) -> str:
-    """Tau, draft forwards with the wasted ones among them (dashed), and speedup, by the largest depth."""
-    titles = ["tau", "draft forwards per prompt (dashed: wasted)", "speedup over vanilla"]
-    with rc_context(RC):
-        figure, (tau, forwards, speed) = stacked(titles, _legend(table.lines), panel=PANEL)
-        for line, colour in zip(table.lines, SERIES, strict=False):
-            _draw(tau, line, colour, table.depths, "tau")
-            for key, style in (("draft_forwards", "-"), ("draft_forwards_wasted", (0, (3, 3)))):
-                _draw(forwards, line, colour, table.depths, key, style, per_prompt=True)
-            _draw(speed, line, colour, table.depths, "speedup")
-        _axis([tau, forwards, speed], table.depths, "largest depth")
-        forwards.set_ylim(bottom=0)
-        return themed(figure, name)
-
-
-def value_picture(name: str, key: str, lines: Sequence[Line]) -> str:
-    """Tau above and speedup below, by the value of a setting."""
-    values = values_of(lines)
-    with rc_context(RC):
-        figure, (tau, speed) = stacked(["tau", "speedup over vanilla"], _legend(lines), panel=PANEL)
-        for line, colour in zip(lines, SERIES, strict=False):
-            _draw(tau, line, colour, values, "tau")
-            _draw(speed, line, colour, values, "speedup")
-        _axis([tau, speed], values, key)
-        return themed(figure, name)
-
-
-def context_picture(name: str, contexts: Contexts) -> str:
-    """Speedup up to each length, and tau of each bucket, of the rows that are fastest at the greatest length."""
-    lengths = list(contexts.lengths)
-    with rc_context(RC):
-        places = _fastest(contexts)
-        shown = [contexts.cumulative[place] for place in places]
-        titles = ["speedup from the start to a length", "tau between a length and the one before"]
-        figure, (speed, tau) = stacked(titles, _legend(shown), panel=PANEL, columns=1)
-        for place, colour in zip(places, SERIES, strict=False):
-            _draw(speed, contexts.cumulative[place], colour, lengths, "speedup")
-            _draw(tau, contexts.bucket[place], colour, lengths, "tau")
-        _axis([speed, tau], lengths, "tokens, the prompt included")
-        return themed(figure, name)
-
-
-def draft_picture(name: str, contexts: Contexts) -> str:
-    """A chain's mean draft length, and the share of it that is accepted, of each bucket of context."""
-    lengths, lines = list(contexts.lengths), chains_of(contexts)
-    with rc_context(RC):
-        titles = ["drafted tokens per cycle", "accepted share of the drafted tokens"]
-        figure, (length, rate) = stacked(titles, _legend(lines), panel=PANEL, columns=1)
-        for line, colour in zip(lines, SERIES, strict=False):
-            _draw(length, line, colour, lengths, "draft_length")
-            _draw(rate, line, colour, lengths, "accept_rate")
-        _axis([length, rate], lengths, "tokens, the prompt included")
-        length.set_ylim(bottom=0)
-        rate.set_ylim(0.0, 1.0)
-        return themed(figure, name)
-
-
-def trace_picture(name: str, table: Traced) -> str:
-    """A panel for each rule: what every cycle of one answer drafted (light) and had accepted (dark)."""
-    with rc_context(RC):
-        titles = [f"drafted tokens, {trace.rule}" for trace in table.traces]
-        figure, panels = stacked(titles, [("drafted", SERIES[1]), ("accepted", SERIES[0])], panel=62.0)
-        highest = max(max(trace.drafted) for trace in table.traces)
-        end = max(trace.begins[-1] for trace in table.traces) + 1
-        for axes, trace in zip(panels, table.traces, strict=True):
-            axes.vlines(trace.begins, 0, trace.drafted, color=SERIES[1], linewidth=2.0)
-            axes.vlines(trace.begins, 0, trace.accepted, color=SERIES[0], linewidth=2.0)
-            axes.set_xlim(0, end)
-            axes.set_ylim(0, highest + 1)
-        panels[-1].set_xlabel("new tokens so far, at the cycle’s start")
-        return themed(figure, name)
-
-
-def _fastest(contexts: Contexts) -> list[int]:
-    """The places of as many lines as there are colours, in the table's order; those that get furthest come first."""
-    ends = [(len(line.points), line.points[-1].get("speedup") or 0.0) for line in contexts.cumulative]
-    return sorted(sorted(range(len(ends)), key=lambda place: ends[place], reverse=True)[: len(SERIES)])
-
-
-def _legend(lines: Sequence[Line]) -> list[tuple[str, str]]:
-    return [(line.label, colour) for line, colour in zip(lines, SERIES, strict=False)] if len(lines) > 1 else []
-
-
-def _draw(
-    axes: Axes, line: Line, colour: str, values: Sequence[Any], key: str, style: Any = "-", per_prompt: bool = False
-) -> None:
-    """A line's figure at its values; points that failed or were not measured are left out."""
-    points = [
-        (values.index(point["value"]), point[key] / (point["prompts"] if per_prompt else 1))
-        for point in line.points
-        if point.get(key) is not None
-    ]
-    axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4) if points else None
-
-
-def _axis(panels: Sequence[Axes], values: Sequence[Any], name: str) -> None:
-    """Evenly spaced values on every panel, named on the lowest."""
-    for axes in panels:
-        axes.set_xticks(range(len(values)), [""] * len(values))
-        axes.set_xlim(-0.4, len(values) - 0.6)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: Sequence[Any], xlabel: str) -> Figure:
+    """A panel each, title -> (lines, keys), over evenly spaced values: the first key solid, the second dashed."""
+    lines, _ = next(iter(panels.values()))
+    legend = [(line.label, colour) for line, colour in zip(lines, SERIES, strict=False)] if len(lines) > 1 else []
+    columns = 2 if max(len(line.label) for line in lines) < 26 else 1
+    figure, every = _panels(list(panels), legend, [96.0], columns)
+    for axes, (title, (members, keys)) in zip(every, panels.items(), strict=True):
+        for line, colour in zip(members, SERIES, strict=False):
+            for key, style in zip(keys, ("-", DASHED), strict=False):
+                places = [values.index(point.value) for point in line.points]
+                _curve(axes, places, [_figure(point, key) for point in line.points], colour, style)
         low, high = axes.get_ylim()
-        axes.set_ylim(min(low, 1.0), high)
-        if "speedup" in axes.get_title(loc="left"):
-            axes.axhline(1.0, color=MUTED, linewidth=1.0, linestyle=(0, (2, 2)))
-    texts = [f"{value:g}" if numeric([value]) else str(value) for value in values]
-    panels[-1].set_xticks(range(len(values)), texts)
-    panels[-1].set_xlabel(name)
+        axes.set_ylim(min(low, 1.0) if title.startswith(("tau", "speedup")) else 0.0, high)
+        if title.startswith("speedup"):
+            axes.axhline(1.0, color=MUTED, linewidth=1.0, linestyle=DASHED)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlim(-0.4, len(values) - 0.6)
+        axes.set_xticks(range(len(values)), [f"{value:g}" if numeric([value]) else str(value) for value in values])
+    every[-1].set_xlabel(xlabel)
+    return figure
 
 
-try:
-    from matplotlib import rc_context
-except ImportError as error:
-    raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
-
-TUNING_NAMES = ("costs",)
-
-
-def tuning_pictures(tuning: dict[str, Any]) -> dict[str, str]:
-    """name -> SVG text; the names start with tuning-."""
-    with rc_context(RC):
-        return {"tuning-costs": cost_curves(tuning["heads"])}
+def _figure(point: Any, key: str) -> float | None:
+    """A figure of a point: draft forwards per prompt, drafted tokens per cycle, others as they are."""
+    value: float | None = getattr(point, key)
+    if value is None:
+        return None
+    return value / {"draft_nodes": point.target_forwards}.get(key, point.prompts if key.startswith("draft_") else 1)
 
 
-def cost_curves(heads: list[dict[str, Any]]) -> str:
+def _sweep(grid: Grid) -> Figure:
+    """Tau and speedup by the value of a setting; for depths also the draft forwards, the wasted ones among them."""
+    of_depth = (grid.picture or "").startswith("sweep-depths")
+    panels: dict[str, tuple[Sequence[Line], Sequence[str]]] = {"tau": (grid.lines, ["tau"])}
+    if of_depth:
+        spent = ("draft_forwards", "draft_forwards_wasted")
+        panels["draft forwards per prompt (dashed: wasted)"] = (grid.lines, spent)
+    panels["speedup over vanilla"] = (grid.lines, ["speedup"])
+    return _along(panels, grid.values, "largest depth" if of_depth else grid.key)
+
+
+def _contexts(cumulative: Grid, bucket: Grid) -> Figure:
+    """Speedup up to each length, and tau between two, of the rows that get furthest the fastest."""
+    ends = [(len(line.points), line.points[-1].speedup or 0.0) for line in cumulative.lines]
+    chosen = sorted(sorted(range(len(ends)), key=lambda at: ends[at], reverse=True)[: len(SERIES)])
+    panels = {
+        "speedup from the start to a length": ([cumulative.lines[at] for at in chosen], ["speedup"]),
+        "tau between a length and the one before": ([bucket.lines[at] for at in chosen], ["tau"]),
+    }
+    return _along(panels, cumulative.values, "tokens, the prompt included")
+
+
+def _drafts(bucket: Grid) -> Figure:
+    """A chain's mean draft length, and the share of it that is accepted, of each bucket of context."""
+    lines = chains_of(bucket)
+    panels = {
+        "drafted tokens per cycle": (lines, ["draft_nodes"]),
+        "accepted share of the drafted tokens": (lines, ["accept_rate"]),
+    }
+    return _along(panels, bucket.values, "tokens, the prompt included")
+
+
+def _trace(lines: Sequence[Mapping[str, Any]]) -> Figure:
+    """A panel for each rule: what every cycle of one answer drafted (light) and had accepted (dark)."""
+    legend = [("drafted", SERIES[1]), ("accepted", SERIES[0])]
+    figure, panels = _panels([f"drafted tokens, {line['rule']}" for line in lines], legend, [62.0])
+    for axes, line in zip(panels, lines, strict=True):
+        for key, colour in legend:
+            axes.vlines(line["begins"], 0, line[key], color=colour)
+        axes.set_xlim(0, max(other["begins"][-1] for other in lines) + 1)
+        axes.set_ylim(0, max(max(other["drafted"]) for other in lines) + 1)
+    panels[-1].set_xlabel("new tokens so far, at the cycle’s start")
+    return figure
+
+
+def _cost_curves(heads: Sequence[Mapping[str, Any]]) -> Figure:
     """v(N) above, and a further draft level by its width below: a line for each head."""
-    colours = [SERIES[position % len(SERIES)] for position in range(len(heads))]
-    legend = [(str(head["kind"]), colour) for head, colour in zip(heads, colours, strict=True)]
-    figure, (verify, draft) = stacked(
-        ["v(N): ms of a target forward by nodes with the root", "ms of one more draft level"], legend
-    )
-    for head, colour in zip(heads, colours, strict=True):
-        costs = head["costs_ms"]
-        nodes = sorted(costs["verify"], key=int)
-        verify.plot(
-            [int(n) for n in nodes], [costs["verify"][n] for n in nodes], color=colour, marker="o", markersize=3
-        )
-        widths = sorted(costs["draft"], key=int)
-        draft.plot(
-            [int(k) for k in widths], [costs["draft"][k][1] for k in widths], color=colour, marker="o", markersize=3
-        )
+    legend = [(str(head["kind"]), SERIES[at % len(SERIES)]) for at, head in enumerate(heads)]
+    titles = ["v(N): ms of a target forward by nodes with the root", "ms of one more draft level"]
+    figure, (verify, draft) = _panels(titles, legend)
+    for head, (_, colour) in zip(heads, legend, strict=True):
+        nodes, widths = (sorted(head["costs_ms"][part], key=int) for part in ("verify", "draft"))
+        _curve(verify, [int(n) for n in nodes], [head["costs_ms"]["verify"][n] for n in nodes], colour)
+        _curve(draft, [int(k) for k in widths], [head["costs_ms"]["draft"][k][1] for k in widths], colour)
     for axes in (verify, draft):
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
     draft.set_xlabel("k: expanded nodes of the level")
-    return themed(figure, "tuning-costs")
+    return figure

@@ -1,5 +1,6 @@
-"""Laws of the report: the contract of summary.json, an honest and self-contained page, pictures in both themes."""
+"""Laws of the report: the contract of summary.json, an honest and self-contained page, tables, pictures."""
 
+import csv
 import html.parser
 import importlib
 import json
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +17,31 @@ from typing import Any
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.infer.measure.record import line_of, read_records
-from aerie.infer.report.page import Facts, render, segments, verdict, write_report
-from aerie.infer.report.plots import NAMES
+from aerie.configs.read import as_dict
+from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.infer.measure.record import SUITE, Asked, AskedCell, Record, line_of, read_records, tree_shape
+from aerie.infer.measure.statistics import group, summary_row
+from aerie.infer.report import tables
+from aerie.infer.report.page import Facts, lossless, segments, write_report
 from aerie.model.storage import write_json
+from tests.infer import test_papers as papers
 from tests.infer.calibration.made_up import analysis
-from tests.infer.made_up import drafted, write_run
+from tests.infer.made_up import drafted, record, write_run
 
 ROW_KEYS = {
-    "method", "head", "head_path", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree",
-    "new_tokens", "tau", "tau_macro",
-    "accepted_histogram", "tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt",
+    "method", "head", "head_path", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree", "new_tokens",
+    "tau", "tau_macro", "accepted_histogram", "tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt",
     "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes", "accept_rate",
     "identical", "mismatch", "peak_memory_gib", "ms", "status",
 }  # fmt: skip
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+TREE = {"shape": "dynamic", "levels": 6, "k": 10, "nodes": 60, "stop": {"rule": "constant"}}
+PREDICTED = {"tree": TREE, "tau": 3.0, "ms_per_token": 2.0, "speedup": 1.5}
 
 
-def facts() -> Facts:
-    return Facts(
+def report(run: Path, output: str = "report") -> dict[str, Any]:
+    """Writes the report of a run; the content of its summary.json."""
+    facts = Facts(
         run="runs/made-up",
         commit="0123abcd4567",
         target={"name": "tiny <target>", "blocks": 12},
@@ -41,24 +49,53 @@ def facts() -> Facts:
         hardware={"device": "cpu", "threads": 1, "dtype": "float32"},
         commands=("python infer/main.py bench --config a.yaml && true",),
     )
+    rows = write_report(run / "bench", run / "calibration", run / output, facts)
+    summary: dict[str, Any] = json.loads((run / output / "summary.json").read_text(encoding="utf-8"))
+    assert len(rows) <= len(summary["rows"])
+    return summary
+
+
+def write_bench(run: Path, records: Sequence[Record], asked: Asked, head: str) -> None:
+    """A bench of these records, with a tuning of this kind of head."""
+    (run / "bench").mkdir()
+    (run / "bench" / "records.jsonl").write_text("".join(map(line_of, records)))
+    write_json(run / "bench" / SUITE, as_dict(asked))
+    costs = next(one for one in papers.TUNING["heads"] if one["kind"] == head)
+    choice = {"method": "eagle2", **PREDICTED}
+    heads = [{**costs, "head": head, "trees": [PREDICTED], "rules": [], "choice": choice, "published": PREDICTED}]
+    write_json(run / "tune" / "tune.json", {"chosen": head, "heads": heads})
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The report of a run with two samplings and a failing row."""
-    root = tmp_path_factory.mktemp("run")
-    bench, calibration = write_run(root, temperatures=(0.0, 1.0), failing=True)
-    return root / "report", write_report(bench, calibration, root / "report", facts())
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a report with two samplings, a failing row and an analysis of the calibration."""
+    run = tmp_path_factory.mktemp("run")
+    write_run(run, temperatures=(0.0, 1.0), failing=True)
+    write_json(run / "calibration" / "analysis.json", analysis())
+    report(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a report whose sweep is over fixed and voting depths, with a tuning."""
+    run = tmp_path_factory.mktemp("swept")
+    records, asked = papers.voting()
+    main = (*asked.main, *(AskedCell(row, **papers.GREEDY) for row in (1, 2)))
+    write_bench(run, records, replace(asked, main=main), "eagle1")
+    report(run)
+    return run
 
 
 class Page(html.parser.HTMLParser):
-    """Tags with attributes, and all text, of a page."""
+    """Tags with attributes, and all text, of a report's page."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, run: Path) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
-        self.feed(source)
+        self.feed((run / "report" / "index.html").read_text(encoding="utf-8"))
+        self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -67,170 +104,207 @@ class Page(html.parser.HTMLParser):
         self.words.append(data)
 
 
-def read_page(report: Path) -> Page:
-    return Page((report / "index.html").read_text(encoding="utf-8"))
-
-
-def test_summary_follows_the_contract_to_the_key(whole: tuple[Path, dict[str, Any]]) -> None:
-    report, returned = whole
-    summary = json.loads((report / "summary.json").read_text(encoding="utf-8"))
-    assert summary == json.loads(json.dumps(returned, allow_nan=False))
-    assert list(summary) == ["schema", "run", "commit", "target", "head", "hardware", "rows", "sweeps", "calibration"]
+def test_summary_follows_the_contract_to_the_key(whole: Path) -> None:
+    summary = json.loads((whole / "report" / "summary.json").read_text(encoding="utf-8"))
+    assert set(summary) == {
+        "schema", "run", "commit", "target", "head", "hardware", "rows", "sweeps", "calibration",
+    }  # fmt: skip
     assert (summary["schema"], summary["sweeps"]) == (1, [])
     assert set(summary["calibration"]) == {"temperature", "ece", "brier", "bins"}
     assert set(summary["calibration"]["bins"][0]) == {"low", "high", "count", "confidence", "acceptance"}
     for row in summary["rows"]:
         if row["status"] == "ok":
-            assert set(row) == ROW_KEYS
+            assert set(row) == ROW_KEYS and len(row["speedup_ci95"]) == 2
             assert set(row["ms"]) == {"prefill", "draft", "verify", "commit", "other", "wall"}
             assert row["tree"] is None or set(row["tree"]) >= {"shape", "levels", "k", "nodes"}
-            assert len(row["speedup_ci95"]) == 2
         else:
-            assert not set(row) & {"ms", "tokens_per_s", "speedup", "tau"}
-            assert "530 positions" in row["message"]
+            assert not set(row) & {"ms", "tokens_per_s", "speedup", "tau"} and "530 positions" in row["message"]
     assert [row["status"] for row in summary["rows"]].count("error") == 2
 
 
-def test_the_page_asks_for_nothing_outside_itself_and_runs_no_script(whole: tuple[Path, dict[str, Any]]) -> None:
-    page = read_page(whole[0])
-    tags = {tag for tag, _ in page.tags}
-    assert not tags & {"script", "iframe", "object", "embed", "img"}
-    for tag, attributes in page.tags:
-        assert not any(name.startswith("on") for name in attributes), tag
-        for name in ("src", "href", "xlink:href"):
-            target = attributes.get(name)
-            assert target is None or target.startswith(("#", "data:,")) or (whole[0] / target).is_file(), target
-    source = (whole[0] / "index.html").read_text(encoding="utf-8")
-    assert "@import" not in source
-    assert not re.search(r"url\((?!#)", source)
+def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_others_wrote(whole: Path, swept: Path) -> None:
+    for run in (whole, swept):
+        page, source = Page(run), (run / "report" / "index.html").read_text(encoding="utf-8")
+        assert not {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed", "img"}
+        for tag, attributes in page.tags:
+            assert not any(name.startswith("on") for name in attributes), tag
+            for name in ("src", "href", "xlink:href"):
+                target = attributes.get(name)
+                assert target is None or target.startswith(("#", "data:,")) or (run / "report" / target).is_file()
+        assert "@import" not in source and not re.search(r"url\((?!#)", source)
+        ids = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
+        used = {str(a["xlink:href"])[1:] for _, a in page.tags if a.get("xlink:href")}
+        assert len(ids) == len(set(ids)) and used and used <= set(ids)
+    source = (whole / "report" / "index.html").read_text(encoding="utf-8")
+    for text in ("<b>Bold</b>", "<script>alert(1)</script>", "<max_position_embeddings>", "tiny <target>"):
+        assert text.replace("<", "&lt;").replace(">", "&gt;") in source and text not in source
 
 
-def test_model_text_messages_and_names_are_escaped(whole: tuple[Path, dict[str, Any]]) -> None:
-    source = (whole[0] / "index.html").read_text(encoding="utf-8")
-    assert "&lt;b&gt;Bold&lt;/b&gt;" in source
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in source
-    assert "&lt;max_position_embeddings&gt;" in source
-    assert "tiny &lt;target&gt;" in source
-    assert "<b>Bold" not in source
-
-
-def test_links_inside_the_pictures_point_at_one_place_each(whole: tuple[Path, dict[str, Any]]) -> None:
-    page = read_page(whole[0])
-    names = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
-    assert len(names) == len(set(names))
-    used = {str(a["xlink:href"])[1:] for _, a in page.tags if a.get("xlink:href")}
-    assert used
-    assert used <= set(names)
-
-
-def test_every_picture_is_a_file_and_follows_the_theme(whole: tuple[Path, dict[str, Any]]) -> None:
-    names = {path.stem for path in whole[0].glob("*.svg")}
-    assert names == {"tau", "speedup", "milliseconds", "depth", "lengths", "reliability"}
-    for path in whole[0].glob("*.svg"):
-        text = path.read_text(encoding="utf-8")
-        assert ET.fromstring(text).tag.endswith("svg")  # noqa: S314 (our own file)
-        drawn = text.split("</style>", 1)[1]
-        assert "var(--ink)" in drawn
-        assert not re.findall(r"#[0-9a-f]{6}\b", drawn), path
-        assert "prefers-color-scheme:dark" in text
+def test_every_picture_is_a_file_and_those_of_earlier_input_go(tmp_path: Path, whole: Path) -> None:
+    drawn = {path.stem for path in (whole / "report").glob("*.svg")}
+    assert drawn >= {"tau", "speedup", "milliseconds", "depth", "lengths", "reliability"}
+    assert len([name for name in drawn if name.startswith("calibration-")]) == 10
+    for path in (whole / "report").glob("*.svg"):
+        assert ET.fromstring(path.read_text(encoding="utf-8")).tag.endswith("svg")  # noqa: S314 (our own file)
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "calibration")
+    (tmp_path / "run" / "bench" / "reference.json").unlink()
+    assert report(tmp_path / "run")["calibration"] is None
+    assert {path.stem for path in (tmp_path / "run" / "report").glob("*.svg")} == drawn - {"reliability"} - {
+        name for name in drawn if name.startswith("calibration-")
+    }
+    text = Page(tmp_path / "run").text
+    assert "honest baseline" in Page(whole).text and "honest baseline" not in text
+    assert "Does a calibrator help?" in Page(whole).text and "Does a calibrator help?" not in text
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    bench, calibration = write_run(tmp_path)
+    write_run(tmp_path)
     for name in ("one", "two"):
-        write_report(bench, calibration, tmp_path / name, facts())
+        report(tmp_path, name)
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
-def test_a_report_without_calibration_and_reference_leaves_them_out(tmp_path: Path) -> None:
-    bench, calibration = write_run(tmp_path)
-    write_report(bench, calibration, tmp_path / "report", facts())
-    assert (tmp_path / "report" / "reliability.svg").is_file()
-    (bench / "reference.json").unlink()
-    summary = write_report(bench, tmp_path / "none", tmp_path / "report", facts())
-    assert summary["calibration"] is None
-    assert not (tmp_path / "report" / "reliability.svg").exists()
-    assert "honest baseline" not in " ".join(read_page(tmp_path / "report").words)
-
-
-def test_a_report_of_failures_only_is_still_a_page(tmp_path: Path) -> None:
-    bench, calibration = write_run(tmp_path, failing=True)
-    path = bench / "records.jsonl"
-    kept = [record for record in read_records(path) if record.row == 4]
-    path.write_text("".join(line_of(record) for record in kept))
-    summary = write_report(bench, calibration, tmp_path / "report", facts())
-    assert [row["status"] for row in summary["rows"]] == ["error"]
-    assert "Failed, so no figure" in " ".join(read_page(tmp_path / "report").words)
-
-
-def test_no_record_is_an_error_with_the_command(tmp_path: Path) -> None:
-    (tmp_path / "records.jsonl").write_text("")
+def test_damaged_or_missing_input_is_an_error_with_the_command(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_json(tmp_path / "calibration" / "analysis.json", {"schema": 99})
+    with pytest.raises(UserError, match=r"analysis\.json: .*calibrate --overwrite"):
+        report(tmp_path)
+    (tmp_path / "bench" / "records.jsonl").write_text("")
     with pytest.raises(UserError, match=r"records\.jsonl: holds no whole record.*infer/main\.py bench"):
-        write_report(tmp_path, tmp_path, tmp_path / "report", facts())
+        report(tmp_path)
 
 
 def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(tmp_path: Path) -> None:
-    bench, calibration = write_run(tmp_path)
-    write_report(bench, calibration, tmp_path / "report", facts())
-    text = " ".join(read_page(tmp_path / "report").words)
+    write_run(tmp_path)
+    report(tmp_path)
+    text = Page(tmp_path).text
     assert "36 of 36 greedy outputs are token-identical to the vanilla row and to transformers’ generate." in text
     assert "Not lossless" not in text
-    path = bench / "records.jsonl"
+    path = tmp_path / "bench" / "records.jsonl"
     records = read_records(path)
     records[1] = replace(records[1], identical=False)
-    path.write_text("".join(line_of(record) for record in records))
-    write_report(bench, calibration, tmp_path / "report", facts())
-    text = " ".join(read_page(tmp_path / "report").words)
-    assert "Not lossless" in text
+    path.write_text("".join(map(line_of, records)))
+    report(tmp_path)
+    text = Page(tmp_path).text
+    assert "Not lossless" in text and "11/12" in text
     assert "35 of 36 greedy outputs are token-identical to the vanilla row, 36 of 36 to" in text
-    assert "11/12" in text
-
-
-def test_a_failed_row_or_an_unmade_comparison_is_named_in_the_verdict() -> None:
-    row = {"status": "ok", "tree": {}, "temperature": 0.0, "identical": 3, "mismatch": 0}
-    compared = {"identical_to_generate": 3, "compared_to_generate": 3}
-    alone = {"identical_to_generate": None, "compared_to_generate": None}
-    assert verdict([row], [compared]).state == "good"
-    assert verdict([row], [{**compared, "identical_to_generate": 2}]).state == "bad"
-    assert "none was compared with transformers’ generate" in verdict([row], [alone]).sentence
-    partial = verdict([row, {"status": "error"}], [compared, alone])
-    assert partial.state == "partial"
-    assert partial.sentence.endswith(" 1 of 2 rows failed and is not counted.")
-    assert verdict([{**row, "temperature": 1.0}], [alone]).state == "unknown"
+    failed = [replace(one, status="error", message="x", ms=None) for one in records if one.row == 1]
+    path.write_text("".join(map(line_of, failed)))
+    assert [row["status"] for row in report(tmp_path)["rows"]] == ["error"]
+    assert "Failed, so no figure" in Page(tmp_path).text and "Not checked" in Page(tmp_path).text
+    (row,) = [summary_row(one) for one in group([record(), drafted((3, 1))]) if one.first.method == "eagle2"]
+    compared = {"identical_to_generate": 1, "compared_to_generate": 1}
+    states = [
+        lossless([row], [compared]), lossless([row], [{**compared, "identical_to_generate": 0}]),
+        lossless([row, replace(row, status="error")], [compared, compared]),
+        lossless([row, replace(row, temperature=1.0, verify="typical (not lossless)")], [compared, compared]),
+    ]  # fmt: skip
+    assert [found["state"] for found in states] == ["good", "bad", "partial", "partial"]
 
 
 def test_segments_spell_the_answer_and_deepen_with_acceptance() -> None:
-    answer = drafted((5, 1, 3), cycle_texts=("a", "bcdef", "g", "hij"), text="abcdefghij")
-    parts = segments(answer)
-    assert "".join(part.text for part in parts) == answer.text
-    assert [part.tint for part in parts] == [0, 4, 0, 2]
+    parts = segments(drafted((5, 1, 3), cycle_texts=("a", "bcdef", "g", "hij"), text="abcdefghij"))
+    assert "".join(text for text, _, _ in parts) == "abcdefghij" and [tint for _, tint, _ in parts] == [0, 4, 0, 2]
+
+
+def test_the_page_has_every_section_that_was_measured_and_words_that_fit_its_figures(swept: Path) -> None:
+    text = Page(swept).text
+    for words in (
+        "In words", "As published, on their models", "measured here", "Llama3-8B on MT-bench", "What ends a draft",
+        "With room for 4 levels the vote wastes 4 draft forwards, the fixed tree 8: 0.50 times as many. The claim, at "
+        "most 0.5 times as many, holds here.", "50.0 % of the fixed tree’s best", "at least 97 %, does NOT hold here",
+        "0.62 times as fast as the fixed tree of at most 4 levels (95 % 0.62–0.62, all below 1)",
+        "Tuned to this machine: eagle2 on the eagle1 head with at most 6 levels, k 10 and 60 nodes, predicted to be "
+        "1.50 times as fast",
+    ):  # fmt: skip
+        assert words in text, words
+    summary = re.search(r"DEAGLE’s claim, on the eagle1 head: with room.*?prompts\)", text)
+    assert summary and "it holds for wasted forwards and modelled speed; it does not hold for tau" in summary.group()
+    assert "ablation" not in text and "By context length" not in text  # were not measured
+
+
+def test_draft_lengths_stand_beside_constants_and_rows_by_task_are_pooled_on_the_page(tmp_path: Path) -> None:
+    records, asked = papers.chains()
+    records = [replace(one, task="units") if one.prompt_id == "b" else one for one in records]
+    points = tuple(replace(point, prompts=(("sums", "a"), ("units", "b"))) for point in asked.points)
+    main = (*asked.main, AskedCell(4, **papers.GREEDY))
+    write_bench(tmp_path, records, replace(asked, main=main, points=points, by_task=True), "eagle1")
+    summary = report(tmp_path)
+    text = Page(tmp_path).text
+    for words in (
+        "Does a length that follows the draft pay? draft_lm head, T 0, 2 prompts", "costs were not measured",
+        "SVIP (entropy) drafts 3.00 tokens in a cycle", "As many at a constant length, 4 in 50 % of the cycles, 2 in",
+        "constant of the same mean, interpolated", "Against a constant length of the same mean: a larger tau (+0.75",
+        "the best of gamma 1, 2 and 4 on these prompts", "run tune", "20.0 %", "By task: draft_lm, chains, T 0",
+    ):  # fmt: skip
+        assert words in text, words
+    assert [(row["method"], row["task"]) for row in summary["rows"]] == [
+        (method, task) for method in ("vanilla", "sps-svip", "sps") for task in ("sums", "units")
+    ]
+    details = json.loads((tmp_path / "report" / "details.json").read_text())
+    assert [row["task"] for row in details["pooled"]] == ["all"] * 3 and len(details["rows"]) == 6
+    assert details["pooled"][1]["new_tokens"] == sum(row["new_tokens"] for row in summary["rows"][2:4])
+
+
+def test_rows_and_sweeps_are_text_tables_and_a_sweep_that_is_gone_takes_its_file(swept: Path, tmp_path: Path) -> None:
+    with (swept / "report" / "sweeps.csv").open(newline="") as file:
+        points = list(csv.DictReader(file))
+    assert [(p["value"], p["method"], float(p["tau"])) for p in points] == [
+        ("2", "eagle2", 2.0), ("2", "deagle", 2.0), ("4", "eagle2", 4.0), ("4", "deagle", 2.0),
+    ]  # fmt: skip
+    main, sweep = (swept / "report" / "table.md").read_text().split("\nSweep d:\n\n")
+    header, _, first, *_ = sweep.splitlines()
+    assert header.startswith("| tree.levels | method |") and header.count("|") == first.count("|")
+    assert first.startswith("| 2 | eagle2 | 2 levels, k 10, 60 nodes |") and len(main.splitlines()) == 2 + 3
+    shutil.copytree(swept, tmp_path / "run")
+    (tmp_path / "run" / "bench" / SUITE).unlink()
+    report(tmp_path / "run")
+    assert not [*(tmp_path / "run" / "report").glob("sweep*")] and "sweeps.csv" not in Page(tmp_path / "run").text
+
+
+def test_tables_show_each_row_with_its_figures_and_a_failure_with_its_message() -> None:
+    records = [record(prompt_id=str(n)) for n in range(3)] + [drafted((3, 1), prompt_id=str(n)) for n in range(3)]
+    records += [
+        drafted((2, 2), row=2, prompt_id="0"),
+        drafted((), row=2, prompt_id="1", status="error", message="a | b"),
+    ]
+    rows = [summary_row(members) for members in group(records)]
+    header, _, vanilla, eagle, failed = tables.console_table(rows).splitlines()
+    assert header.split() == ["method", "tree", "T", "tau", "speedup", "95", "%", "interval", "identical"]
+    assert vanilla.split() == ["vanilla", "–", "0", "1.00", "1.00x", "–", "–"]
+    assert eagle.split() == [*"eagle2 6 levels, k 8, 16 nodes 0 2.00 1.00x 1.00–1.00 3/3".split()]
+    assert header.index("tau") + len("tau") == vanilla.index("1.00") + len("1.00")
+    assert failed.endswith("error: 1 of 2 prompts failed; first '1': a | b")
+    assert len({line.replace("\\|", "").count("|") for line in tables.markdown_table(rows).splitlines()}) == 1
+    lines = list(csv.DictReader(tables.csv_table(rows).splitlines()))
+    assert (lines[0]["nodes"], lines[1]["nodes"], float(lines[1]["ms_wall"])) == ("", "16", 150.0)
+    assert (lines[2]["tau"], lines[2]["ms_wall"], lines[2]["speedup_low"]) == ("", "", "")
+    texts = {method: tables.tree_text(replace(rows[1], tree=tree_shape(MethodConfig(method)))) for method in METHODS}
+    assert texts["vanilla"] == "–" and texts["eagle3"] == "8 levels, k 10, 60 nodes"
+    assert texts["medusa"] == "4 levels, static, 64 nodes" and texts["sps-svip"] == "40 levels, chain"
+    warm = replace(rows[1], temperature=0.6, top_p=0.8, verify="typical (not lossless)")
+    assert tables.sampling_text(warm) == "0.6, top-p 0.8" and "NOT lossless" in tables.tree_text(warm)
 
 
 def test_without_matplotlib_the_report_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in (
-        "aerie.infer.report.page",
-        "aerie.infer.report.page",
-        "aerie.infer.report.plots",
-        "aerie.infer.report.plots",
-    ):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "aerie.infer.report.plots")
     with pytest.raises(UserError, match=r"pip install aerie\[report\]"):
-        importlib.import_module("aerie.infer.report.page")
+        importlib.import_module("aerie.infer.report.plots")
 
 
-def test_render_needs_nothing_but_its_arguments(whole: tuple[Path, dict[str, Any]]) -> None:
-    details = json.loads((whole[0] / "details.json").read_text(encoding="utf-8"))
-    assert "eagle1 head for tiny" in render(whole[1], details, {}, [])
-
-
-def laid_out(report: Path, folder: Path, width: int, dark: bool = False) -> tuple[Any, ...]:
-    """What a browser makes of a page: its scroll width, what is too wide, its background, which pictures are drawn."""
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium-headless-shell")
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_a_browser_shows_the_page_without_overflow(
+    whole: Path, swept: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
     # the probe writes what the browser laid out into the title; the page itself has no script
     probe = (
         "<script>addEventListener('load',()=>{const e=document.documentElement;"
@@ -239,67 +313,24 @@ def laid_out(report: Path, folder: Path, width: int, dark: bool = False) -> tupl
         "document.title=JSON.stringify([e.scrollWidth,wide,getComputedStyle(document.body).backgroundColor,"
         "[...document.querySelectorAll('figure svg')].map(x=>x.getBoundingClientRect().height>100)])})</script>"
     )
-    source = (report / "index.html").read_text(encoding="utf-8")
-    probed = folder / "probed.html"
     # an iframe has the width that is asked for in every build of Chromium; a window may have a minimum
-    probed.write_text(source.replace("</body>", f"{probe}</body>"), encoding="utf-8")
-    frame = folder / "frame.html"
-    frame.write_text(
+    (tmp_path / "frame.html").write_text(
         f"<body style='margin:0'><iframe src='probed.html' style='border:0;width:{width}px;height:4000px'></iframe>"
         "<script>addEventListener('load',()=>setTimeout(()=>{document.body.append(Object.assign("
         "document.createElement('output'),{textContent:document.querySelector('iframe').contentDocument.title}))},50))"
         "</script></body>"
     )
-    dumped = subprocess.run(
-        [*_browser(width, dark), "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    match = re.search(r"<output>(.*?)</output>", dumped)
-    assert match is not None
-    return tuple(json.loads(match.group(1).replace("&gt;", ">")))
-
-
-def _browser(width: int, dark: bool) -> list[str]:
-    theme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    common = [str(BROWSER), "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
-    return [*common, *theme, f"--window-size={width},4000", "--virtual-time-budget=3000"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium-headless-shell")
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False), (390, True)])
-def test_a_browser_shows_the_page_without_overflow(
-    whole: tuple[Path, dict[str, Any]], tmp_path: Path, width: int, dark: bool
-) -> None:
-    scroll_width, wide, background, drawn = laid_out(whole[0], tmp_path, width, dark)
-    assert scroll_width <= width, wide
-    assert wide == []
-    assert background == ("rgb(15, 18, 22)" if dark else "rgb(248, 246, 241)")
-    assert drawn == [True] * 6
-    picture = tmp_path / "page.png"
-    subprocess.run(
-        [*_browser(width, dark), f"--screenshot={picture}", (whole[0] / "index.html").as_uri()],
-        capture_output=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert picture.stat().st_size > 50_000
-
-
-def test_the_calibrations_section_shows_its_tables_and_pictures_and_nothing_without_an_analysis(
-    tmp_path: Path, whole: tuple[Path, dict[str, Any]]
-) -> None:
-    bench, calibration = write_run(tmp_path)
-    write_json(calibration / "analysis.json", analysis())
-    write_report(bench, calibration, tmp_path / "report", facts())
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert ">Calibration<" in page and "on prompts that it has not seen" in page and "the oracle" in page
-    assert "<script>" not in page  # a token's text is escaped
-    drawn = sorted(path.name for path in (tmp_path / "report").glob("calibration-*.svg"))
-    assert drawn == sorted(f"calibration-{name}.svg" for name in NAMES)
-    for path in (tmp_path / "report").glob("calibration-*.svg"):
-        ET.fromstring(path.read_text().split("\n", 1)[1])  # noqa: S314 (our own file)
-    assert ">Calibration<" not in (whole[0] / "index.html").read_text()
-    (calibration / "analysis.json").unlink()
-    write_report(bench, calibration, tmp_path / "report", facts())
-    assert not list((tmp_path / "report").glob("calibration-*.svg"))
-    write_json(calibration / "analysis.json", {"schema": 99})
-    with pytest.raises(UserError, match="calibrate --overwrite"):
-        write_report(bench, calibration, tmp_path / "report", facts())
+    flags = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
+    flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    for run in (whole, swept):
+        source = (run / "report" / "index.html").read_text(encoding="utf-8")
+        (tmp_path / "probed.html").write_text(source.replace("</body>", f"{probe}</body>"), encoding="utf-8")
+        command = [str(BROWSER), *flags, f"--window-size={width},4000", "--virtual-time-budget=3000", "--dump-dom"]
+        shown = subprocess.run(
+            [*command, (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        match = re.search(r"<output>(.*?)</output>", shown)
+        assert match is not None
+        scroll_width, wide, background, drawn = json.loads(match.group(1).replace("&gt;", ">"))
+        assert scroll_width <= width and wide == [] and drawn and all(drawn)
+        assert background == ("rgb(15, 18, 22)" if dark else "rgb(248, 246, 241)")

@@ -71,8 +71,8 @@ ALIKE = [  # one method each, whose trees have one size
 ]
 
 
-def dicts(rows: list[SummaryRow]) -> list[dict[str, Any]]:
-    return [one.as_dict() for one in told_apart(rows)]
+def dicts(rows: list[SummaryRow]) -> list[SummaryRow]:
+    return told_apart(rows)
 
 
 def measured(rows: list[MethodConfig], **changes: Any) -> list[Record]:
@@ -90,7 +90,7 @@ def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[Method
     summary = dicts([summary_row(members) for members in group(measured(rows))])
     labels = [label(each, summary) for each in summary]
     assert len(set(labels)) == len(labels)
-    whole = {"rows": summary}
+    whole = summary
     for text in (console_table(whole), markdown_table(whole), csv_table(whole)):
         lines = text.splitlines()[-len(rows) :]
         assert len(set(lines)) == len(rows)
@@ -139,7 +139,7 @@ def test_typical_acceptance_is_said_to_be_not_lossless_wherever_the_row_is_named
     records[2] = replace(records[2], verify="R2")
     failed = replace(records[1], row=3, status="error", message="too long", verify="none", ms=None)
     rows = dicts([summary_row(members) for members in group([*records, failed])])
-    summary = {"rows": rows, "head": {"kind": "medusa"}}
+    summary = rows
     for text in (console_table(summary), markdown_table(summary)):
         assert ["NOT lossless" in line for line in text.splitlines()[-3:]] == [True, False, True]
     assert "NOT lossless" in names(records, [1]) and "NOT lossless" not in names(records, [2])

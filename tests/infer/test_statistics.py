@@ -1,0 +1,233 @@
+"""Laws of tau, speedup, contexts and the rows of summary.json; the expected numbers are worked out by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict
+from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, read_as
+from aerie.infer.measure.statistics import (
+    accepted_histogram,
+    context_rows,
+    group,
+    main_groups,
+    reached,
+    row,
+    speedups,
+    sweep_rows,
+    tau,
+    tau_difference,
+    tau_interval,
+    tau_macro,
+)
+from aerie.model.storage import write_json
+from tests.infer.made_up import drafted, milliseconds, record
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+LONG: dict[str, Any] = {"new_tokens": 9, "accepted": (0,) * 8, "cycle_tokens": (1,) * 8, "target_forwards": 8}
+
+
+def two_prompts() -> list[Record]:
+    """Vanilla: 4 decoded tokens in 40 ms, 8 in 80 ms; eagle2: the same tokens in 10 ms (2 cycles) and 40 ms (4)."""
+    return [
+        record(prompt_id="a"),
+        record(prompt_id="b", **LONG, ms=milliseconds(prefill=10.0, wall=90.0)),
+        drafted((3, 1), prompt_id="a", ms=milliseconds(prefill=10.0, wall=20.0, draft=4.0)),
+        drafted((4, 1, 2, 1), prompt_id="b", ms=milliseconds(prefill=20.0, wall=60.0, draft=8.0), peak_memory_gib=1.5),
+    ]
+
+
+def rows_of(records: list[Record]) -> list[dict[str, Any]]:
+    return [row(members) for members in group(records)]
+
+
+def test_tau_counts_the_bonus_but_not_the_prefills_token_and_speedup_is_of_decode_seconds() -> None:
+    vanilla, eagle = rows_of(two_prompts())
+    assert (vanilla["tau"], vanilla["speedup"], vanilla["speedup_ci95"]) == (1.0, 1.0, [1.0, 1.0])
+    assert eagle["tau"] == (5 + 9 - 2) / 6 and eagle["tau_macro"] == (4 / 2 + 8 / 4) / 2
+    # 12 decoded tokens each; 120 ms of vanilla, 10 + 40 ms of eagle2
+    assert eagle["speedup"] == pytest.approx(120 / 50) and eagle["tokens_per_s"] == pytest.approx(12 / 0.050)
+    assert eagle["speedup_mean_per_prompt"] == pytest.approx((40 / 10 + 80 / 40) / 2)
+    assert eagle["speedup_with_prefill"] == pytest.approx(140 / 80)  # all 14 new tokens; walls of 140 and 80 ms
+    pooled = [drafted((5,), prompt_id="a"), drafted((1, 1, 1), prompt_id="b")]
+    assert (tau(pooled), tau_macro(pooled)) == (8 / 4, (5 + 1) / 2)
+
+
+def test_a_row_sums_counts_and_times_and_takes_the_largest_memory() -> None:
+    records = two_prompts()
+    _, eagle = rows_of([*records[:3], replace(records[3], identical=False)])
+    assert (eagle["prompts"], eagle["new_tokens"], eagle["peak_memory_gib"]) == (2, 14, 1.5)
+    assert (eagle["target_forwards"], eagle["draft_forwards"], eagle["draft_nodes"]) == (6, 36, 90)
+    assert eagle["accept_rate"] == (2 + 0 + 3 + 0 + 1 + 0) / 90
+    assert (eagle["ms"]["wall"], eagle["ms"]["draft"]) == (80.0, 12.0)
+    assert (eagle["identical"], eagle["mismatch"]) == (1, 1)
+    assert accepted_histogram([drafted((3, 1)), drafted((4, 1, 1), prompt_id="1")]) == [3, 0, 1, 1, 0, 0, 0]
+    assert accepted_histogram([record()]) == [4]
+
+
+def test_speedup_uses_only_prompts_that_are_ok_in_both_and_a_failed_row_has_no_figure() -> None:
+    records = two_prompts()
+    failed = record(prompt_id="b", status="error", message="out of memory", ms=None)
+    vanilla, eagle = rows_of([records[0], failed, *records[2:]])
+    assert vanilla["status"] == "error" and eagle["speedup"] == pytest.approx(40 / 10) and eagle["speedup_ci95"] is None
+    _, eagle = rows_of([*records[:3], replace(records[3], status="error", message="prompt too long", ms=None)])
+    assert eagle["message"] == "1 of 2 prompts failed; first 'b': prompt too long"
+    assert not {"tokens_per_s", "speedup", "speedup_ci95", "ms", "tau"} & eagle.keys()
+    (alone,) = rows_of(records[2:])
+    assert alone["speedup"] is None and alone["tau"] == 2.0
+
+
+def test_each_sampling_is_measured_against_its_own_vanilla_row() -> None:
+    warm = [replace(item, temperature=1.0, verify="R2", identical=None) for item in two_prompts()]
+    warm[:2] = [replace(item, ms=milliseconds(prefill=10.0, wall=410.0)) for item in warm[:2]]
+    _, greedy, _, sampled = rows_of([*two_prompts(), *warm])
+    assert greedy["speedup"] == pytest.approx(120 / 50) and sampled["speedup"] == pytest.approx(800 / 50)
+    assert sampled["identical"] is None
+
+
+def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts() -> None:
+    pairs = []
+    for prompt in range(30):
+        wall = 50.0 * (1 + prompt)  # prompts differ 30-fold in time, their speedups hardly
+        base = record(prompt_id=str(prompt), ms=milliseconds(prefill=0.0, wall=wall))
+        quick = milliseconds(prefill=0.0, wall=wall / (2.0 + 0.1 * (prompt % 3)))
+        pairs.append((drafted((3, 1), prompt_id=str(prompt), ms=quick), base))
+    measured = speedups(pairs, seed=3)
+    low, high = measured["speedup_ci95"]
+    assert 2.0 < low < measured["speedup"] < high < 2.2
+    assert high - low < 0.1  # unpaired resampling of such prompts spreads over more than 1
+    assert speedups(pairs, seed=3) == measured != speedups(pairs, seed=4)
+    alike = [drafted((3, 1), prompt_id=str(prompt)) for prompt in range(8)]
+    assert tau_interval(alike) == [2.0, 2.0] and tau_interval(alike[:1]) is None
+    interval = tau_interval(alike[:4] + [drafted((7, 7), prompt_id=str(prompt)) for prompt in range(4, 8)])
+    assert interval is not None and interval[0] < 3.5 and interval[1] > 5.5
+
+
+def test_an_answer_that_ends_at_the_prefills_token_changes_no_ratio() -> None:
+    ended: dict[str, Any] = {"new_tokens": 1, "accepted": (), "cycle_tokens": (), "target_forwards": 0}
+    ended["ms"] = milliseconds(prefill=10.0, wall=10.0)
+    records = [*two_prompts(), record(prompt_id="c", **ended), replace(drafted(()), prompt_id="c", ms=ended["ms"])]
+    _, eagle = rows_of(records)
+    assert (eagle["tau"], eagle["tau_macro"], eagle["speedup"]) == (2.0, 2.0, pytest.approx(120 / 50))
+
+
+def test_several_tasks_make_one_row_and_one_part_per_task() -> None:
+    records = [replace(item, task="units") if item.prompt_id == "b" else item for item in two_prompts()]
+    _, eagle = group(records)
+    parts = {task: row(part) for task, part in eagle.by_task().items()}
+    assert row(eagle)["task"] == "all" and parts["units"]["speedup"] == pytest.approx(80 / 40)
+    assert [(task, part["task"], part["prompts"]) for task, part in parts.items()] == [
+        ("sums", "sums", 1), ("units", "units", 1),
+    ]  # fmt: skip
+    same_id = [record(), record(task="units", ms=milliseconds(prefill=0.0, wall=1000.0)), drafted((3, 1))]
+    assert [pair.ms.wall for _, pair in group(same_id)[1].pairs if pair.ms is not None] == [50.0]
+
+
+def test_the_turns_of_a_prompt_are_one_prompt_and_are_compared_turn_by_turn() -> None:
+    turns = [replace(each, prompt_id="a", turn=number % 2) for number, each in enumerate(two_prompts())]
+    _, eagle = rows_of(turns)
+    assert (eagle["prompts"], eagle["identical"], eagle["new_tokens"], eagle["speedup_ci95"]) == (1, 2, 14, None)
+    assert eagle["speedup"] == eagle["speedup_mean_per_prompt"] == pytest.approx(120 / 50)
+    assert eagle["tau"] == eagle["tau_macro"] == 12 / 6 and tau_interval(turns[2:]) is None
+    crossed = [replace(each, prompt_id="a", turn=turn) for each, turn in zip(two_prompts(), (1, 0, 0, 1), strict=True)]
+    pairs = {(mine.turn, mine.new_tokens): base.new_tokens for mine, base in group(crossed)[1].pairs}
+    assert pairs == {(0, 5): 9, (1, 9): 5}
+
+
+def answer(number: int, prompt: str, tokens: int, cycles: int) -> Record:
+    """An answer of `cycles` cycles of so many tokens each."""
+    spent = {"accepted": (tokens - 1,) * cycles, "cycle_tokens": (tokens,) * cycles, "target_forwards": cycles}
+    return record(row=number, prompt_id=prompt, new_tokens=1 + tokens * cycles, **spent)
+
+
+def test_compared_rows_are_pooled_and_paired_by_prompt() -> None:
+    records = [answer(1, "a", 4, 3), answer(1, "b", 2, 1), answer(2, "a", 2, 2), answer(2, "b", 2, 2)]
+    difference = tau_difference(records, [1], [2])
+    assert (difference.of, difference.against) == ((12 + 2) / 4, 2.0)
+    both = tau_difference(records, [1, 2], [2])
+    assert both.of == (14 + 8) / 8 and both.prompts == 2
+    same = [answer(number, str(n), tokens, 5) for n in range(8) for number, tokens in ((1, 4), (2, 3))]
+    assert tau_difference(same, [1], [2]).ci95 == (1.0, 1.0)
+    mixed = [answer(number, str(n), tokens, 5) for n in range(8) for number, tokens in ((1, 2 + n % 4), (2, 3))]
+    low, high = tau_difference(mixed, [1], [2]).ci95
+    assert low < 0.5 < high and tau_difference(mixed, [2], [1]).ci95 == pytest.approx((-high, -low))
+    with pytest.raises(UserError, match="row 3: nothing was measured"):
+        tau_difference(records, [1], [3])
+    with pytest.raises(UserError, match="is not in both"):
+        tau_difference([*records[:2], answer(2, "c", 2, 1)], [1], [2])
+
+
+def slow(**changes: Any) -> Record:
+    """Vanilla on a prompt of 100 tokens: 40 more tokens of 10 ms each."""
+    values: dict[str, Any] = {
+        "prompt_tokens": 100,
+        "new_tokens": 41,
+        "cycle_ms": (10.0,) * 40,
+        "cycle_nodes": (0,) * 40,
+    }
+    spent = {"accepted": (0,) * 40, "cycle_tokens": (1,) * 40, "target_forwards": 40}
+    return record(**{**values, **spent, "ms": milliseconds(5.0, 405.0), **changes})
+
+
+def fast(**changes: Any) -> Record:
+    """Cycles of 4 tokens: 16 ms each up to context 121, 8 ms each behind it."""
+    times = (16.0,) * 5 + (8.0,) * 5
+    values: dict[str, Any] = {"prompt_tokens": 100, "cycle_ms": times, "cycle_nodes": (6,) * 10}
+    return drafted((4,) * 10, ms=milliseconds(5.0, 5.0 + sum(times)), **{**values, **changes})
+
+
+def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
+    loop = (*range(21), *range(20))  # the 4-grams that end at its 25th to 41st token have been before
+    _, members = group([slow(), fast(output_ids=loop)])
+    measured = {(one.value, one.span): one for one in context_rows(members, (103, 111, 131, 141), None)}
+    # the prefill's token stands at 101: ten tokens to 111 take vanilla 100 ms and the cycles of 16 ms 2.5 of them
+    assert measured[111, "cumulative"].speedup == pytest.approx(100 / 40)
+    assert measured[131, "bucket"].speedup == pytest.approx(200 / (40 + 20))  # ten more at 4 ms a token, ten at 2
+    assert measured[131, "cumulative"].speedup == pytest.approx(300 / 100)
+    last = measured[141, "bucket"]
+    assert (last.tau, last.new_tokens, last.accept_rate) == (pytest.approx(4.0), 10, pytest.approx(3 / 6))
+    repeated = {key: one.repeated for key, one in measured.items()}
+    assert repeated[103, "cumulative"] is None and repeated[111, "cumulative"] == 0.0  # no 4-gram ends at 103 yet
+    assert repeated[141, "cumulative"] == pytest.approx(17 / 38) and repeated[131, "bucket"] == pytest.approx(7 / 20)
+
+
+def test_context_lengths_that_no_pair_reaches_or_the_target_does_not_know_are_left_out() -> None:
+    spent = {"cycle_tokens": (4, 4), "accepted": (3, 3), "cycle_ms": (16.0, 16.0), "cycle_nodes": (6, 6)}
+    short = fast(prompt_id="1", new_tokens=9, target_forwards=2, **spent)
+    _, members = group([slow(), slow(prompt_id="1"), fast(), short])
+    cumulative = [one for one in context_rows(members, (105, 120, 200), 150) if one.span == "cumulative"]
+    assert [(one.value, one.prompts) for one in cumulative] == [(105, 2), (120, 1)]
+    assert {one.value for one in context_rows(members, (105, 120), 110)} == {105}
+    assert reached(slow(), 0, 100) is None and reached(slow(), 0, 142) is None
+    part = reached(slow(), 64, 128)
+    assert part is not None and (part.tokens, part.ms) == (27, 270.0)
+    _, failed = group([slow(), slow(prompt_id="1"), fast(), fast(status="error", message="x", prompt_id="1")])
+    assert context_rows(failed, (111,), None) == []
+
+
+def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts(tmp_path: Path) -> None:
+    times = {(1, "a"): 20.0, (1, "b"): 10.0, (2, "a"): 5.0}
+    records = [record(prompt_id=name) for name in "ab"]
+    for (number, name), ms in times.items():
+        records.append(drafted((3, 1), row=number, prompt_id=name, ms=milliseconds(10.0, 10.0 + ms)))
+    records.append(drafted((3, 1), row=3, prompt_id="a", status="error", message="no memory", ms=None))
+    points = tuple(
+        AskedPoint(number, **GREEDY, sweep="s", key="tree.levels", value=value, prompts=(("sums", "a"),))
+        for number, value in ((1, 6), (2, [8, "x"]), (3, 9), (7, 9))
+    )
+    asked = Asked((AskedCell(0, **GREEDY), AskedCell(1, **GREEDY)), points, True, (128,), 512)
+    write_json(tmp_path / SUITE, as_dict(asked))
+    assert read_as(tmp_path / SUITE, Asked) == asked
+    assert [members.first.row for members in main_groups(records, asked)] == [0, 1]
+    assert main_groups(records, None)[2].first.row == 2 and sweep_rows(records, None) == ([], [])
+    rows, details = sweep_rows(records, asked)
+    assert [(one.value, one.prompts, one.speedup) for one in rows] == [
+        (6, 1, pytest.approx(2.0)), ([8, "x"], 1, pytest.approx(8.0)), (9, 1, None),
+    ]  # fmt: skip
+    assert rows[2].status == "error" and "speedup" not in rows[2].as_dict() and len(details) == 3
+    write_json(tmp_path / SUITE, {"main": [{"row": 1}]})
+    with pytest.raises(UserError, match=r"suite\.json: main\.0\.temperature: .*measure again"):
+        read_as(tmp_path / SUITE, Asked)
