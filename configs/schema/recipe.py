@@ -63,47 +63,16 @@ class Recipe:
         return asked if measure is None else (*asked, measure)
 
 
-@dataclass(frozen=True)
 class RunPaths:
-    """The files of one run directory (every arrow of the pipeline is one of them)."""
+    """The files of one run directory: each arrow of the pipeline is one of them."""
 
-    root: Path
-
-    @property
-    def conversations(self) -> Path:
-        return self.root / "conversations"
-
-    @property
-    def distilled(self) -> Path:
-        return self.root / "distilled"
-
-    @property
-    def features(self) -> Path:
-        return self.root / "features"
-
-    @property
-    def calibration(self) -> Path:
-        return self.root / "calibration"
-
-    @property
-    def bench(self) -> Path:
-        return self.root / "bench"
-
-    @property
-    def tune(self) -> Path:
-        return self.root / "tune"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report"
-
-    @property
-    def heads(self) -> Path:
-        return self.root / "heads"
-
-    @property
-    def status(self) -> Path:
-        return self.root / "status.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.conversations, self.distilled, self.features = (
+            root / name for name in ("conversations", "distilled", "features")
+        )
+        self.calibration, self.bench, self.tune = (root / name for name in ("calibration", "bench", "tune"))
+        self.report, self.heads, self.status = (root / name for name in ("report", "heads", "status.json"))
 
     def state(self, kind: str) -> Path:
         return self.root / "state" / kind
@@ -125,18 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True)
 
 def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
     """The recipe that --config names, with the command line's overrides; UserError lists every problem."""
-    overrides = _pairs(unknown)
-    for flag, key in (
-        ("run", "run"),
-        ("target", "target.path"),
-        ("dtype", "target.dtype"),
-        ("device_map", "target.device_map"),
-    ):
-        value = getattr(arguments, flag, None)
-        if value is not None:
-            overrides.append(f"{key}={value}")
-    overrides = [*_forgotten(arguments.config, overrides), *overrides]
-    return yaml_recipe.load(arguments.config, Recipe, overrides)
+    keys = {"run": "run", "target": "target.path", "dtype": "target.dtype", "device_map": "target.device_map"}
+    flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
+    overrides = [*pairs_of(unknown), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
+    return yaml_recipe.load(arguments.config, Recipe, [*_forgotten(arguments.config, overrides), *overrides])
 
 
 def _forgotten(path: Path, overrides: list[str]) -> list[str]:
@@ -158,9 +119,9 @@ METHOD_SECTIONS = ("tree.", "typical.", *(f"{name}." for name in OPTIONS))
 
 def method_words(unknown: list[str], alone: bool = False) -> tuple[list[str], list[str]]:
     """The overrides of a method as 'key=value', and the other words as they are; alone: there may be no others."""
-    pairs = _pairs(unknown)
-    own = [pair for pair in pairs if alone or pair.startswith(METHOD_SECTIONS)]
-    return own, [word for pair in pairs if pair not in own for word in (f"--{pair}",)]
+    pairs = pairs_of(unknown)
+    of_method = [pair for pair in pairs if alone or pair.startswith(METHOD_SECTIONS)]
+    return of_method, [f"--{pair}" for pair in pairs if pair not in of_method]
 
 
 def method_from(method: str, overrides: list[str]) -> MethodConfig:
@@ -168,20 +129,14 @@ def method_from(method: str, overrides: list[str]) -> MethodConfig:
     return yaml_recipe.from_overrides(MethodConfig, [f"method={method}", *overrides], "command line")
 
 
-def _pairs(words: list[str]) -> list[str]:
+def pairs_of(words: list[str]) -> list[str]:
     """['--a.b', '3', '--c=4'] -> ['a.b=3', 'c=4']."""
-    pairs: list[str] = []
-    position = 0
-    while position < len(words):
-        word = words[position]
+    pairs, rest = [], iter(words)
+    for word in rest:
         if not word.startswith("--"):
             raise UserError(f"{word}: not an option; overrides look like --train.learning_rate 1e-4")
-        name = word[2:]
-        if "=" not in name:
-            position += 1
-            if position >= len(words):
-                raise UserError(f"{word}: needs a value")
-            name = f"{name}={words[position]}"
-        pairs.append(name)
-        position += 1
+        pair = word[2:] if "=" in word else f"{word[2:]}={next(rest, '')}"
+        if pair.endswith("=") and "=" not in word:
+            raise UserError(f"{word}: needs a value")
+        pairs.append(pair)
     return pairs
