@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from aerie.data.corpus.families import FAMILIES
-from aerie.data.corpus.synthetic import END, PAD, train_tokenizer
+from aerie.data.corpus.synthetic import train_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -54,26 +54,8 @@ def test_digits_are_tokens_of_their_own(tokenizer: PreTrainedTokenizerFast) -> N
     assert len(tokenizer("12345")["input_ids"]) == 5
 
 
-def test_eos_ends_a_turn_and_pad_is_another_token(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert (tokenizer.eos_token, tokenizer.pad_token) == (END, PAD)
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
-    assert tokenizer.decode(tokenizer(RENDERED)["input_ids"], skip_special_tokens=True).startswith("Be brief.What is")
-
-
 def test_the_template_masks_exactly_what_the_assistant_writes(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == RENDERED
     encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     written = [t for t, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if own]
     assert tokenizer.decode(written) == "It is 48.\n\n  Anything else?<|end|>Bye!<|end|>"
-
-
-def test_the_generation_prompt_is_a_prefix_of_the_answered_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
-    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True)["input_ids"]
-    answered = tokenizer.apply_chat_template(CHAT[:3])["input_ids"]
-    assert answered[: len(asked)] == asked
-    assert len(answered) > len(asked)
-
-
-def test_an_unknown_role_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(Exception, match="not critic"):
-        tokenizer.apply_chat_template([{"role": "critic", "content": "Hm."}], tokenize=False)

@@ -30,19 +30,16 @@ def poisoned(fault: str) -> Script:
     return Script(lambda question, _: fault if question == "poison" else "")
 
 
-@pytest.mark.parametrize("fault", ["500", "502", "503", "429", "cut", "half", "garbled", "slow"])
+@pytest.mark.parametrize("fault", ["500", "429", "cut", "half", "garbled", "slow"])
 def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str) -> None:
-    script = Script(lambda question, tries: fault if question == "a" and tries < 3 else "")
-    with Proxy(script) as proxy:
-        few = 1 if fault == "garbled" else 3  # an answer that cannot be read is asked for twice
-        script.fault = lambda question, tries: fault if question == "a" and tries < few else ""
+    few = 1 if fault == "garbled" else 3  # an answer that cannot be read is asked for twice
+    with Proxy(Script(lambda question, tries: fault if question == "a" and tries < few else "")) as proxy:
         assert ask([proxy.url], "a", timeout_s=0.5 if fault == "slow" else 5.0) == ["re: a"]
-        assert script.asked == ["a"] * (few + 1)
+        assert proxy.script.asked == ["a"] * (few + 1)
 
 
-@pytest.mark.parametrize("fault", ["400", "500", "502", "503", "cut", "garbled"])
-@pytest.mark.parametrize("others", [[], ["b", "c", "d"]])
-def test_a_row_that_the_server_alone_cannot_answer_has_failed(fault: str, others: list[str]) -> None:
+@pytest.mark.parametrize(("fault", "others"), [("400", "b"), ("502", ""), ("503", "bc"), ("cut", "b"), ("garbled", "")])
+def test_a_row_that_the_server_alone_cannot_answer_has_failed(fault: str, others: str) -> None:
     with Proxy(poisoned(fault)) as proxy:
         error, *good = ask([proxy.url], "poison", *others)
     assert isinstance(error, Unanswered) and error.status == "failed"
@@ -55,7 +52,7 @@ def test_no_row_pays_for_a_server_that_has_too_much_to_do(fault: str) -> None:
         assert ask([proxy.url], "a", "b", "c") == ["re: a", "re: b", "re: c"]
 
 
-@pytest.mark.parametrize("fault", ["502", "503", "500", "cut", "slow"])
+@pytest.mark.parametrize("fault", ["503", "500", "cut", "slow"])
 def test_no_row_fails_when_the_server_goes_down_and_the_run_stops_when_patience_is_over(fault: str) -> None:
     is_down = [False]
 

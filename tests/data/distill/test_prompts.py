@@ -100,13 +100,3 @@ def test_personas_are_asked_for_a_problem_or_for_the_solution_of_theirs(tmp_path
     assert "A beekeeper in Crete" in (invented.invent or "") and invented.turns == ()
     assert problem_in("Sure!\n\n**Problem:** Two trains leave.\nWhen?") == "Two trains leave.\nWhen?"
     assert problem_in("My problem: no marker at a line's start") == "My problem: no marker at a line's start"
-
-
-def test_a_first_row_of_no_known_shape_is_refused_with_its_keys(tmp_path: Path) -> None:
-    for keys, line in (
-        ({"kind": "prompts", "field": "question"}, "row 1 has keys body; a prompt stands under question$"),
-        ({"kind": "prompts"}, "row 1 has keys body; a prompt stands under turns or prompt or"),
-        ({}, "row 1 has keys body; expected conversations, messages"),
-    ):
-        with pytest.raises(UserError, match=line):
-            made(tmp_path, [{"body": "Why?"}], **keys)  # type: ignore[arg-type]

@@ -207,21 +207,6 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     assert distill(recipe, "--overwrite") == 0 and (run / "outcomes.jsonl").read_bytes() == before
 
 
-@pytest.mark.slow
-def test_a_draft_head_changes_nothing_but_the_speed(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert distill(recipe, "--distill.decoder", "vanilla") == 0
-    head = tmp_path / "drafted/heads/draft_lm"
-    tiny.llama(num_blocks=1, seed=5).save_pretrained(head)
-    tiny.tokenizer().save_pretrained(head)
-    values = {**yaml.safe_load(recipe.read_text()), "run": str(tmp_path / "drafted")}
-    drafted = tiny.recipe(tmp_path / "drafted.yaml", {**values, "head": {"kind": "draft_lm", "init_from": str(head)}})
-    capsys.readouterr()
-    assert distill(drafted) == 0 and f"answers in this process with {head}" in capsys.readouterr().out
-    assert outcomes(tmp_path / "drafted") == outcomes(tmp_path / "run")
-
-
 def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(recipe: Path, tmp_path: Path) -> None:
     def question(number: int) -> str:
         row = {"question_id": number, "category": "a", "turns": [f"Please count {number} boats."]}

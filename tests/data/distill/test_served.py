@@ -124,34 +124,22 @@ def test_a_job_that_is_killed_goes_on_to_the_same_rows(
 
 
 def test_the_persona_recipe_makes_conversations_with_their_thinking_out_of_personas(tmp_path: Path) -> None:
-    people = ["A beekeeper in Crete", "A baker in Lyon"]
-    problems = [{"input persona": people[0], "synthesized text": "Math problem: 3 hives hold 9 frames each."}]
-    personas = [{"persona": person} for person in people]
-    sources = [
-        {"path": str(write_rows(tmp_path / "math.jsonl", problems)), "kind": "personas", "ask": "solution"},
-        {
-            "path": str(write_rows(tmp_path / "persona.jsonl", personas)),
-            "kind": "personas",
-            "ask": "problem",
-            "samples": 2,
-        },
-    ]
+    rows = write_rows(tmp_path / "persona.jsonl", [{"persona": "A baker"}, {"persona": "A beekeeper"}])
+    sources = [{"path": str(rows), "kind": "personas", "ask": "problem", "samples": 2}]
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        question = asked["messages"][-1]["content"]
-        if not question.startswith("Invent"):
-            message = {"content": f"It is {len(question)}.", "reasoning_content": "Let me count. Done."}
-            return completion(asked, message={"role": "assistant", **message})
         assert asked["temperature"] == 0.7 and asked["top_k"] == -1 and asked["repetition_penalty"] == 1.0
-        number = 0 if "Lyon" in question else asked["seed"]  # the baker's problem is the same each time
-        return completion(asked, f"Problem: Somebody has {number} crates.")
+        if "A baker" in asked["messages"][-1]["content"]:
+            return completion(asked, "Problem: 2 + 2?")  # the same each time
+        message = {"role": "assistant", "content": f"{asked['seed']}.", "reasoning_content": "Let me count."}
+        return completion(asked, message=message)
 
     with Proxy(Script(reply=answer)) as proxy:
         words = ["--run", tmp_path / "run", "--target", tiny.target(tmp_path / "target"), "--distill.exclude", "[]"]
         words += ["--distill.server.urls", f"[{proxy.url}]", "--distill.sources", json.dumps(sources)]
         assert distill(ROOT / "configs/distill/qwq-personas.yaml", *words) == 0
     summary = json.loads((tmp_path / "run/distilled/summary.json").read_text())
-    assert summary["status"] == {"done": 5} and summary["flaws"] == {"repeated": 1} and summary["kept"] == 4
+    assert summary["status"] == {"done": 4} and summary["flaws"] == {"repeated": 1} and summary["kept"] == 3
     talks = [row["messages"] for row in read_rows(tmp_path / "run/distilled/conversations.jsonl")]
-    assert all(talk[-1]["content"].startswith("<think>\nLet me count. Done.\n</think>\n\nIt is ") for talk in talks)
-    assert talks[0][0]["content"].startswith("3 hives hold 9 frames each.\n\nSolve this")
+    assert all(talk[-1]["content"].startswith("<think>\nLet me count.\n</think>\n\n") for talk in talks)
+    assert talks[0][0]["content"].startswith("2 + 2?\n\nSolve this")
