@@ -279,7 +279,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     import torch
 
     from aerie.data.distill.thinking import LocalTarget
-    from aerie.infer.decode.methods import usual_decoder
+    from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.model.target import Target
 
     assert recipe.distill is not None
@@ -287,7 +287,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     target = Target.load(recipe.target, _device(recipe))
     head = RunPaths(Path(recipe.run)).head(recipe)
     drafts = recipe.distill.decoder == "auto" and (head / "config.json").is_file()
-    decoder = usual_decoder(target, str(head) if drafts else None, recipe.tree if drafts else None)
+    decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)
     print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
 
     def decode(prompt: list[int], seed: int) -> list[int]:

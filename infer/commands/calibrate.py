@@ -92,7 +92,8 @@ def _measure_calibration(
 def _decoder(
     recipe: pipeline.Recipe, asked: MethodConfig, head: str | None
 ) -> "tuple[Target, Any, SpeculativeDecoder]":
-    from aerie.infer.decode.methods import Drafters, make_decoder
+    from aerie.infer.decode.engine import make_decoder
+    from aerie.infer.decode.methods import Drafters
     from aerie.infer.measure.bench import default_device
     from aerie.model.target import Target, load_tokenizer
 

@@ -39,11 +39,10 @@ class PreallocatedCache(Cache):
 
     def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
         super().__init__(layers=[])
-        self.length = prefilled.get_seq_length()
-        self.pending = 0
-        self.capacity = capacity
+        self.length, self.pending, self.capacity = prefilled.get_seq_length(), 0, capacity
+        # layers of one device, dtype and shape share a tensor, so that `keep` gathers them all at once
         self._groups: list[Tensor] = []
-        self._rows: list[tuple[Tensor, Tensor]] = [None] * len(prefilled.layers)  # type: ignore[list-item]
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of each layer, views of a group
         alike: dict[Any, list[int]] = {}
         for index, layer in enumerate(prefilled.layers):
             alike.setdefault((layer.keys.device, layer.keys.dtype, layer.keys.shape), []).append(index)
@@ -87,11 +86,13 @@ class CachedLM:
     """A target, or an LM that drafts for one, with a cache; batch size 1."""
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
-        self.target = target
-        self.after_blocks = after_blocks
+        self.target, self.after_blocks = target, after_blocks
         self.cache: PreallocatedCache | None = None
-        self._layer_kinds = _layer_kinds(target.config)
-        self._window = int(getattr(target.config, "sliding_window", None) or 0)
+        config = target.config
+        self._window = int(getattr(config, "sliding_window", None) or 0)
+        slides = self._window and getattr(config, "use_sliding_window", True)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"]
+        self._layer_kinds = sorted(set(kinds))  # the kinds of attention that the layers have
 
     @property
     def length(self) -> int:
@@ -102,22 +103,16 @@ class CachedLM:
 
         capacity is the largest number of rows that prompt, answer and one tree will need together.
         """
-        cache = DynamicCache()
+        cache, taps = DynamicCache(), bool(self.after_blocks)
         out = self.target.decoder(
-            input_ids=input_ids[None],
-            past_key_values=cache,
-            use_cache=True,
-            output_hidden_states=bool(self.after_blocks),
+            input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
         )
         self.cache = PreallocatedCache(cache, capacity)
-        last_hidden = out.last_hidden_state[0].to(self.target.device)  # [T, D]
-        return TargetStep(self.target.logits(last_hidden[-1:]), last_hidden, self._taps(out))
+        return self._step(out, last_only=True)
 
     def extend(self, tree: Tree) -> TargetStep:
         """One forward over the tree's nodes after the kept rows; call `keep` before the next one."""
-        out = self._forward(tree.tokens, tree.depth, tree.mask)
-        last_hidden = out.last_hidden_state[0].to(self.target.device)  # [N, D]
-        return TargetStep(self.target.logits(last_hidden), last_hidden, self._taps(out))
+        return self._step(self._forward(tree.tokens, tree.depth, tree.mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
         """One forward over n tokens [n]: last_hidden [n, D]. Later calls see their rows too, until `keep`.
@@ -147,10 +142,12 @@ class CachedLM:
             output_hidden_states=bool(self.after_blocks),
         )
 
-    def _taps(self, out: Any) -> Tensor | None:
-        if not self.after_blocks:
-            return None
-        return torch.cat([out.hidden_states[k][0].to(self.target.device) for k in self.after_blocks], dim=-1)
+    def _step(self, out: Any, last_only: bool = False) -> TargetStep:
+        device = self.target.device  # the LM head's; a target may span several
+        last_hidden, taps = out.last_hidden_state[0].to(device), None  # [N, D]
+        if self.after_blocks:
+            taps = torch.cat([out.hidden_states[k][0].to(device) for k in self.after_blocks], dim=-1)
+        return TargetStep(self.target.logits(last_hidden[-1:] if last_only else last_hidden), last_hidden, taps)
 
     def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive [1, 1, n, length + m + n], or one per kind of layer. (Each would convert a boolean one anew.)"""
@@ -165,12 +162,3 @@ class CachedLM:
             masks["sliding_attention"] = full.masked_fill(far, lowest)[None, None]
         shaped = {kind: masks[kind] for kind in self._layer_kinds}
         return shaped if len(shaped) > 1 else next(iter(shaped.values()))
-
-
-def _layer_kinds(config: Any) -> tuple[str, ...]:
-    """The kinds of attention that the target's layers have, each once."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return tuple(sorted(set(kinds)))
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return ("sliding_attention",) if sliding else ("full_attention",)

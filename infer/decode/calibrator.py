@@ -6,20 +6,20 @@ Any map will do for a lossless output: it decides which nodes are drafted, and n
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import STRICT
+from aerie.configs.read import STRICT, validate
+from aerie.configs.schema.decode import Fit, Share
 from aerie.model.storage import CALIBRATOR, digests, read_json, write_json
 
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
-Kind = Literal["temperature", "isotonic"]
 
 
 def unchanged(log_q: Tensor) -> Tensor:
@@ -35,23 +35,19 @@ class Calibrator:
     """
 
     __pydantic_config__ = STRICT
-    temperature: float
-    confidence: tuple[float, ...]  # the knots' places, ascending
-    acceptance: tuple[float, ...]  # their heights, never falling
+    temperature: PositiveFloat
+    confidence: Annotated[tuple[Share, ...], Field(min_length=1)]  # the knots' places, ascending
+    acceptance: tuple[Share, ...]  # their heights, never falling
     decoded_at: float = 0.0  # temperature of the decoding that it was fitted on
     head: dict[str, str] = field(default_factory=dict)  # digests of the head's files
     scores: dict[str, Any] = field(default_factory=dict)  # on prompts that it was not fitted on
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError("temperature must be positive")
-        if not self.confidence or len(self.confidence) != len(self.acceptance):
-            raise ValueError("confidence and acceptance are the knots' places and heights, one each")
-        for values in (self.confidence, self.acceptance):
-            if any(not 0.0 <= value <= 1.0 for value in values) or sorted(values) != list(values):
-                raise ValueError("the knots are probabilities, in ascending order")
+        knots = (self.confidence, self.acceptance)
+        if len(knots[0]) != len(knots[1]) or any(list(values) != sorted(values) for values in knots):
+            raise ValueError("confidence and acceptance are the knots' places and heights, one each and ascending")
 
-    def map(self, kind: Kind) -> Calibrate:
+    def map(self, kind: Fit) -> Calibrate:
         """The map of log q that keeps -inf, which means that there is no such token."""
         return self._by_temperature if kind == "temperature" else _Isotonic(self)
 
@@ -70,41 +66,33 @@ def load(head: Path) -> Calibrator:
     path, fix = head / CALIBRATOR, "fit it with: python infer/main.py calibrate --config RECIPE"
     if not path.is_file():
         raise UserError(f"{path}: no such file, and tree.calibrated needs it; {fix}")
-    try:
-        found = TypeAdapter(Calibrator).validate_python(read_json(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; {fix}") from error
-    if found.head != digests(head):
+    calibrator = validate(read_json(path), Calibrator, str(path), {})
+    if calibrator.head != digests(head):
         raise UserError(f"{path}: was fitted for other weights than those beside it; {fix}")
-    return found
+    return calibrator
 
 
-def calibrate_of(kind: Kind | None, head: Path) -> Calibrate:
+def calibrate_of(kind: Fit | None, head: Path) -> Calibrate:
     """What tree.calibrated asks for, from the head's directory; null: the head's own confidence."""
     return unchanged if kind is None else load(head).map(kind)
 
 
 class _Isotonic:
-    """The knots as tensors, once for each device."""
+    """Linear between the knots (places, heights) [K], level outside of them."""
 
     def __init__(self, calibrator: Calibrator) -> None:
         self._values = calibrator.confidence, calibrator.acceptance
-        self._knots: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._knots: dict[torch.device, tuple[Tensor, Tensor]] = {}  # once for each device
 
     def __call__(self, log_q: Tensor) -> Tensor:
         if log_q.device not in self._knots:
             places, heights = (torch.tensor(values, device=log_q.device) for values in self._values)
             self._knots[log_q.device] = places, heights
-        mapped = _interpolated(log_q.exp(), *self._knots[log_q.device]).clamp(min=FLOOR).log()
+        places, heights = self._knots[log_q.device]
+        q = log_q.exp()
+        right = torch.searchsorted(places, q.contiguous()).clamp(max=places.shape[0] - 1)
+        left = (right - 1).clamp(min=0)
+        width = (places[right] - places[left]).clamp(min=torch.finfo(places.dtype).tiny)
+        share = ((q - places[left]) / width).clamp(0.0, 1.0)
+        mapped = torch.lerp(heights[left], heights[right], share).clamp(min=FLOOR).log()
         return torch.where(log_q == float("-inf"), log_q, mapped)
-
-
-def _interpolated(values: Tensor, places: Tensor, heights: Tensor) -> Tensor:
-    """Linear between the knots (places, heights) [K], level outside of them."""
-    last = places.shape[0] - 1
-    right = torch.searchsorted(places, values.contiguous()).clamp(max=last)
-    left = (right - 1).clamp(min=0)
-    width = (places[right] - places[left]).clamp(min=torch.finfo(places.dtype).tiny)
-    share = ((values - places[left]) / width).clamp(0.0, 1.0)
-    return torch.lerp(heights[left], heights[right], share)

@@ -7,6 +7,7 @@ so that a speedup compares nothing but drafting.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import TreeConfig, TypicalConfig
+from aerie.configs.schema.decode import USUAL, MethodConfig, TreeConfig, TypicalConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import CachedLM
-from aerie.infer.decode.proposer import Cycle, Proposer
+from aerie.infer.decode.methods import Drafters, drafting_with, kind_at, make_proposer
 from aerie.infer.decode.sampling import Decoding, Sampler, resolve
+from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import root_only
 from aerie.infer.decode.verify import rule_of, verify
 from aerie.model.target import Target
+
+SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
+PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
 
 
 @dataclass
@@ -34,13 +39,11 @@ class Statistics:
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
     cycle_ms: list[float] = field(default_factory=list)  # wall time of each cycle
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes of each cycle
-    verify: str = "R0"  # the rule that judged the drafts (infer/verify.py); R0 or R2 where nothing was drafted
+    verify: str = "R0"  # the rule that judged the drafts (decode/verify.py); R0 or R2 where nothing was drafted
     draft_forwards: int = 0
     draft_forwards_wasted: int = 0  # beyond the accepted length: a level each, or the one of a Medusa head for all
     draft_nodes: int = 0
-    ms: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "commit", "other", "wall"), 0.0)
-    )
+    ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
     def new_tokens(self) -> int:
@@ -78,9 +81,7 @@ class SpeculativeDecoder:
         """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
         if typical is not None and proposer is None:
             raise UserError("typical acceptance judges drafted tokens, and this decoder drafts none; give it a head")
-        self.target = target
-        self.typical = typical
-        self.proposer = proposer
+        self.target, self.proposer, self.typical = target, proposer, typical
         self.make_sampler: Callable[[Decoding, torch.Generator], Sampler] = Sampler
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
@@ -97,13 +98,15 @@ class SpeculativeDecoder:
     ) -> "SpeculativeDecoder":
         """A decoder for a target (local directory, Hub id or loaded Target) and a head directory; no head: vanilla.
 
-        tree: null is the published one of the head's usual method; infer.decoders has all methods.
+        tree: null is the published one of the head's usual method; make_decoder has all methods.
         """
-        from aerie.infer.decode.methods import usual_decoder
-
         if isinstance(target, str):
             target = Target.load(TargetConfig(path=target, dtype=dtype, device_map=device_map), device)  # type: ignore[arg-type]
-        return usual_decoder(target, head, tree)
+        if head is None:
+            return cls(target)
+        tree = tree or MethodConfig(USUAL[kind_at(Path(head))]).tree
+        assert tree is not None, "every kind of head has a tree"
+        return cls(target, drafting_with(Drafters(target), head, tree))
 
     @torch.inference_mode()
     def generate(
@@ -122,9 +125,14 @@ class SpeculativeDecoder:
         settings are transformers' names: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, eos_token_id;
         what is left out comes from the target's generation_config. timed synchronises the device around each phase.
         """
-        decoding = resolve(self.target.generation_config, **_known(settings))
+        foreign = sorted(settings.keys() - set(SETTINGS))
+        if foreign:
+            raise UserError(f"generate() does not know {', '.join(foreign)}; it takes {', '.join(SETTINGS)}")
+        decoding = resolve(self.target.generation_config, **settings)
         prompt = self._checked_prompt(input_ids, attention_mask, decoding)
-        run = _Run(self, prompt, decoding, _generator(generator, self.target.device), timed)
+        if generator is None:  # one seeded from torch's global one, so that torch.manual_seed decides
+            generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
+        run = _Run(self, prompt, decoding, generator, timed)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         tokens = run.prefill()
@@ -174,15 +182,12 @@ class _Run:
     def __init__(
         self, decoder: SpeculativeDecoder, prompt: Tensor, decoding: Decoding, generator: torch.Generator, timed: bool
     ) -> None:
-        self.lm, self.proposer = decoder.lm, decoder.proposer
-        self.prompt = prompt
-        self.decoding = decoding
+        self.lm, self.proposer, self.typical = decoder.lm, decoder.proposer, decoder.typical
+        self.prompt, self.decoding = prompt, decoding
         self.sampler = decoder.make_sampler(decoding, generator)
-        self.typical = decoder.typical
         self.clock = Clock(prompt.device if timed else None)
-        self.statistics = Statistics(
-            prompt.shape[0], decoding.as_dict(), verify=rule_of(None, self.sampler, self.typical)
-        )
+        rule = rule_of(None, self.sampler, self.typical)
+        self.statistics = Statistics(prompt.shape[0], decoding.as_dict(), verify=rule)
         self.answer: list[int] = []
         self.done = False
         self._root = prompt[-1:]
@@ -267,14 +272,17 @@ class Clock:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._synchronise = torch.cuda.synchronize if device is not None and device.type == "cuda" else None
+        self._waits = device is not None and device.type == "cuda"
         self._seconds: dict[str, float] = {}
         self._began = self._last = 0.0
 
+    def _now(self) -> float:
+        if self._waits:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     def start(self) -> None:
-        if self._synchronise:
-            self._synchronise()
-        self._began = self._last = time.perf_counter()
+        self._began = self._last = self._now()
 
     @property
     def elapsed_ms(self) -> float:
@@ -283,18 +291,14 @@ class Clock:
 
     def lap(self, phase: str) -> float:
         """Ends a phase; its milliseconds."""
-        if self._synchronise:
-            self._synchronise()
-        now = time.perf_counter()
+        now = self._now()
         seconds, self._last = now - self._last, now
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
         return 1000 * seconds
 
     def skip(self) -> None:
         """Counts nothing since the last lap."""
-        if self._synchronise:
-            self._synchronise()
-        now = time.perf_counter()
+        now = self._now()
         self._began += now - self._last
         self._last = now
 
@@ -305,24 +309,8 @@ class Clock:
         ms["wall"] = self.elapsed_ms
 
 
-def end_ids(target: Target) -> list[int]:
-    """The tokens at which the target's answers end."""
-    ends = target.generation_config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-
-
-def _generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """The caller's generator, or one seeded from torch's global one, so that torch.manual_seed decides."""
-    if generator is not None:
-        return generator
-    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,))))
-
-
-SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
-
-
-def _known(settings: dict[str, Any]) -> dict[str, Any]:
-    foreign = sorted(settings.keys() - set(SETTINGS))
-    if foreign:
-        raise UserError(f"generate() does not know {', '.join(foreign)}; it takes {', '.join(SETTINGS)}")
-    return settings
+def make_decoder(
+    drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method"
+) -> SpeculativeDecoder:
+    """A decoder for a method as the recipe has it at this place; head: the directory, null where it needs none."""
+    return SpeculativeDecoder(drafters.target, make_proposer(drafters, asked, head, place), asked.typical)

@@ -1,4 +1,4 @@
-"""Which head a method drafts with, before anything is loaded."""
+"""From a method's name and a head's directory to the proposer that drafts with them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +15,6 @@ from aerie.configs.schema.decode import (
     PromptLookupConfig,
     TreeConfig,
     check_kind,
-    published_tree,
 )
 from aerie.configs.schema.target_and_head import MULTI_TOKEN
 from aerie.infer.decode.calibrator import Calibrate, calibrate_of, unchanged
@@ -24,18 +23,24 @@ from aerie.infer.decode.drafters.lm import DraftLMDrafter, load_draft_lm
 from aerie.infer.decode.drafters.lookahead import Lookahead
 from aerie.infer.decode.drafters.lookup import PromptLookup
 from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter, check_level
-from aerie.infer.decode.engine import SpeculativeDecoder, end_ids
-from aerie.infer.decode.proposer import CachedDrafter, Drafting, Proposer
-from aerie.infer.decode.shape import make_shape
-from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
+from aerie.infer.decode.sampling import token_ids
+from aerie.infer.decode.shape import Drafter, Drafting, Proposer, make_shape
+from aerie.model.checkpoint import check_sizes, head_facts, kind_of, load_head, position_warnings
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
-from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.hub import head_directory
 from aerie.model.storage import read_json
 from aerie.model.target import Target, default_taps, fingerprints, load_ends
 
 CONFIG = "config.json"
+# Makes a drafter of a head (or of a draft LM, which is a Target) for a target, by the head's kind.
+DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
+    "eagle1": EagleDrafter,
+    "eagle3": EagleDrafter,
+    "medusa": MedusaDrafter,
+    "hydra": HydraDrafter,
+    "draft_lm": DraftLMDrafter,
+}
 
 
 def kind_at(head: Path | str) -> str:
@@ -43,24 +48,18 @@ def kind_at(head: Path | str) -> str:
 
     What is no head of any known layout, and transformers itself would load as a causal LM, is a draft LM.
     """
-    place = Path(head)
-    if not place.is_dir():
-        from aerie.model.hub import head_directory
-
-        place = head_directory(head)
-    path = place / CONFIG
+    path = (Path(head) if Path(head).is_dir() else head_directory(head)) / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: no such file; train the head with: accelerate launch train/main.py --config RECIPE")
     values: Any = read_json(path)
-    declared = values.get("aerie_kind") if isinstance(values, dict) else None
-    if declared in USUAL:
-        return str(declared)
-    from aerie.model.checkpoint import kind_of
-
+    table = values if isinstance(values, dict) else {}
+    if table.get("aerie_kind") in USUAL:
+        return str(table["aerie_kind"])
     try:
         return kind_of(values, path)
     except UserError:
-        if declared is None and isinstance(values, dict) and _is_causal_lm(values):
+        causal = any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in table.get("architectures") or [])
+        if "aerie_kind" not in table and "draft_vocab_size" not in table and causal:
             return "draft_lm"
         raise
 
@@ -76,14 +75,14 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
             check_kind(asked.method, "draft", place)
         return None
     if asked.head is not None:
-        check_kind(asked.method, kind_at(Path(asked.head)), f"{place}: {asked.head}")
+        check_kind(asked.method, kind_at(asked.head), f"{place}: {asked.head}")
         return asked.head
     if given is not None and kind_at(given) in kinds:
         return str(given)
     ordered = sorted(kinds, key=lambda kind: kind != preferred)
-    found = next((heads / kind for kind in ordered if (heads / kind / CONFIG).is_file()), None)
-    if found is not None:
-        return str(found)
+    for kind in ordered:
+        if (heads / kind / CONFIG).is_file():
+            return str(heads / kind)
     if given is not None:
         check_kind(asked.method, kind_at(given), f"{place}: {given}")
     raise UserError(
@@ -96,18 +95,14 @@ def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
     """UserError for a tree that is deeper than a head with one module for each future token, as its config says."""
     if tree is None or head is None or kind_at(head) not in MULTI_TOKEN:
         return
-    from aerie.model.hub import head_directory
-
-    num_heads = read_json(head_directory(head) / CONFIG).get(
-        "num_heads"
-    )  # published layouts: told by the weights alone
-    levels = tree.levels
-    if num_heads is not None and levels > num_heads:
+    # a published layout has no num_heads: its weights alone tell
+    num_heads = read_json(head_directory(head) / CONFIG).get("num_heads")
+    if num_heads is not None and tree.levels > num_heads:
         static = f"give tree.choices without paths longer than {num_heads}"
         fix = static if tree.shape == "static" else f"set tree.levels to {num_heads}"
         raise UserError(
-            f"{place}: tree: is {levels} levels deep, and {head} has {num_heads} heads, one a level; {fix}, or train a "
-            f"head with head.num_heads {levels}"
+            f"{place}: tree: is {tree.levels} levels deep, and {head} has {num_heads} heads, one a level; {fix}, or "
+            f"train a head with head.num_heads {tree.levels}"
         )
 
 
@@ -116,27 +111,15 @@ def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
 
     UserError for two given ones of one kind.
     """
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for head in given:
         kind = kind_at(head)
-        if kind in found:
-            raise UserError(f"--head {head}: is of kind {kind}, as {found[kind]} is; give one of each kind")
-        found[kind] = str(head)
-    if heads is not None:
-        kinds = dict.fromkeys(kind for published in METHODS.values() for kind in published.heads)
-        there = {kind: str(heads / kind) for kind in kinds if (heads / kind / CONFIG).is_file()}
-        found = {**there, **found}
-    return found
-
-
-def _is_causal_lm(values: dict[str, Any]) -> bool:
-    names = values.get("architectures") or []
-    return (
-        any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names) and "draft_vocab_size" not in values
-    )
-
-
-Making = Callable[[], CachedDrafter]
+        if kind in named:
+            raise UserError(f"--head {head}: is of kind {kind}, as {named[kind]} is; give one of each kind")
+        named[kind] = str(head)
+    kinds = [] if heads is None else dict.fromkeys(kind for method in METHODS.values() for kind in method.heads)
+    there = {kind: str(heads / kind) for kind in kinds if heads is not None and (heads / kind / CONFIG).is_file()}
+    return {**there, **named}
 
 
 class Drafters:
@@ -144,72 +127,52 @@ class Drafters:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._makers: dict[str, Making] = {}
+        self._loaded: dict[str, tuple[str, Any]] = {}
 
-    def of(self, head: str) -> CachedDrafter:
+    def of(self, head: str) -> Drafter:
         """A new drafter with the head in a directory or on the Hub."""
-        if head not in self._makers:
-            self._makers[head] = self._maker(head)
-        return self._makers[head]()
-
-    def _maker(self, head: str) -> Making:
-        if kind_at(Path(head)) == "draft_lm":
-            draft = load_draft_lm(self.target, head).draft
-            return lambda: DraftLMDrafter(draft, self.target)
-        module = load_head_for(self.target, head)
-        return lambda: make_drafter(module, self.target)
+        if head not in self._loaded:
+            kind = kind_at(head)
+            load = load_draft_lm if kind == "draft_lm" else load_head_for
+            self._loaded[head] = kind, load(self.target, head)
+        kind, module = self._loaded[head]
+        return DRAFTERS[kind](module, self.target)
 
 
-def make_drafter(module: Head, target: Target) -> CachedDrafter:
+def make_drafter(module: Head, target: Target) -> Drafter:
     """The drafter of a loaded head."""
-    if isinstance(module, MedusaHead):
-        return MedusaDrafter(module)
-    if isinstance(module, HydraHead):
-        return HydraDrafter(module, target)
-    return EagleDrafter(module, target)
+    return DRAFTERS[module.kind](module, target)
 
 
-def make_decoder(
-    drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method"
-) -> SpeculativeDecoder:
-    """A decoder for a method as the recipe has it at this place; head: the directory, null where it needs none."""
-    target, tree = drafters.target, asked.tree
-    if asked.method == "vanilla":
-        return SpeculativeDecoder(target)
-    proposer: Proposer
-    if isinstance(asked.options, PromptLookupConfig):
-        proposer = PromptLookup(asked.options)
-    elif isinstance(asked.options, LookaheadConfig):
-        proposer = Lookahead(asked.options, getattr(target.config, "max_position_embeddings", None))
-    else:
-        if head is None or tree is None:
-            raise UserError(f"{place}: {asked.method} needs a head; give --head")
-        check_kind(asked.method, kind_at(Path(head)), place)
-        calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
-        proposer = drafting(drafters.of(head), tree, calibrate)
-    return SpeculativeDecoder(target, proposer, asked.typical)
-
-
-def usual_decoder(target: Target, head: str | None, tree: TreeConfig | None) -> SpeculativeDecoder:
-    """A decoder with a head in this tree (null: the published one of its kind's usual method); no head: vanilla."""
-    if head is None:
-        return SpeculativeDecoder(target)
-    tree = tree or published_tree(USUAL[kind_at(Path(head))])
-    assert tree is not None
-    calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
-    return SpeculativeDecoder(target, drafting(Drafters(target).of(head), tree, calibrate))
-
-
-def drafting(drafter: CachedDrafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
+def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
     """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft.
 
     calibrate is what `tree.calibrated` names; without it the head's own confidence is used (in training, say).
     """
     if isinstance(drafter, MedusaDrafter | HydraDrafter):
         check_level(tree.levels - 1, drafter.head.config.num_heads)
-    return Drafting(
-        drafter, make_shape(tree, calibrate), forwards_per_tree=1 if isinstance(drafter, MedusaDrafter) else None
-    )
+    return Drafting(drafter, make_shape(tree, calibrate), 1 if isinstance(drafter, MedusaDrafter) else None)
+
+
+def drafting_with(drafters: Drafters, head: str, tree: TreeConfig) -> Drafting:
+    """The head in a directory or on the Hub in a tree, by the confidence that the tree asks for."""
+    calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
+    return drafting(drafters.of(head), tree, calibrate)
+
+
+def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method") -> Proposer | None:
+    """What drafts for a method as the recipe has it at this place; null: vanilla. head: null where it needs none."""
+    match asked.options:
+        case PromptLookupConfig() as options:
+            return PromptLookup(options)
+        case LookaheadConfig() as options:
+            return Lookahead(options, getattr(drafters.target.config, "max_position_embeddings", None))
+    if asked.tree is None:
+        return None
+    if head is None:
+        raise UserError(f"{place}: {asked.method} needs a head; give --head")
+    check_kind(asked.method, kind_at(head), place)
+    return drafting_with(drafters, head, asked.tree)
 
 
 def load_head_for(target: Target, head: str) -> Head:
@@ -218,7 +181,7 @@ def load_head_for(target: Target, head: str) -> Head:
     A published EAGLE-3 head that names no taps has the default ones.
     """
     published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
-    module = load_head(Path(head), dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
+    module = load_head(head, dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
     check_sizes(module.config, target.ends, head, target.recipe.path)
     warn_of_another_target(head, target)
     for sentence in position_warnings(module.config, target.config, head):
@@ -230,7 +193,7 @@ def load_head_for(target: Target, head: str) -> Head:
                 f"{head}: reads the target's states after blocks {taps}, and {target.recipe.path} has "
                 f"{target.num_blocks} blocks; give the target it was trained for"
             )
-        module.vocabulary.check_ends(end_ids(target), head)
+        module.vocabulary.check_ends(sorted(token_ids(target.generation_config.eos_token_id)), head)
     return module.to(target.device).eval().requires_grad_(False)
 
 

@@ -16,29 +16,12 @@ from transformers import (
 
 from aerie.configs.errors import UserError
 
-NEUTRAL = {  # settings of a generation_config that no draft tree honours, with the value that switches them off
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "bad_words_ids": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "num_beams": 1,
-    "penalty_alpha": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "exponential_decay_length_penalty": None,
-    "stop_strings": None,
-    "max_time": None,
-    "watermarking_config": None,
-}
+# settings of a generation_config that no draft tree honours, with the value that switches them off
+OFF: dict[str, Any] = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1}
+OFF |= dict.fromkeys(("no_repeat_ngram_size", "min_length", "epsilon_cutoff", "eta_cutoff"), 0)
+OFF |= dict.fromkeys(("min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "sequence_bias"))
+OFF |= dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "stop_strings"))
+OFF |= dict.fromkeys(("guidance_scale", "penalty_alpha", "max_time", "watermarking_config"))
 MAX_NEW_TOKENS = 512
 
 
@@ -63,34 +46,37 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
 
     Temperature 0 means argmax. An explicit temperature switches sampling on unless do_sample says otherwise.
     """
-    for name, neutral in NEUTRAL.items():
+    for name, off in OFF.items():
         value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            raise UserError(
-                f"generation_config sets {name}={value}, which aerie does not apply; set it to {neutral} to go on"
-            )
-    value = {
-        name: _first(asked.get(name), getattr(config, name, None))
-        for name in ("temperature", "top_k", "top_p", "min_p")
-    }
-    temperature = 1.0 if value["temperature"] is None else float(value["temperature"])
-    if temperature < 0:
-        raise UserError(f"temperature must not be negative, not {temperature:g}")
-    do_sample = asked.get("do_sample")
-    if do_sample is None:
-        do_sample = bool(config.do_sample) or asked.get("temperature") is not None
-    do_sample = bool(do_sample) and temperature > 0.0
-    decoding = Decoding(
-        do_sample=do_sample,
-        temperature=temperature if do_sample else 0.0,
-        top_k=int(value["top_k"] or 0) if do_sample else 0,
-        top_p=float(value["top_p"] if value["top_p"] is not None else 1.0) if do_sample else 1.0,
-        min_p=float(value["min_p"] or 0.0) if do_sample else 0.0,
-        max_new_tokens=int(_first(asked.get("max_new_tokens"), config.max_new_tokens, MAX_NEW_TOKENS)),
-        eos_token_ids=_ids(_first(asked.get("eos_token_id"), config.eos_token_id)),
-    )
-    _check(decoding)
-    return decoding
+        if value is not None and value != off:
+            raise UserError(f"generation_config sets {name}={value}, which aerie does not apply; set it to {off}")
+
+    def setting(name: str, default: Any) -> Any:
+        values = (asked.get(name), getattr(config, name, None), default)
+        return next(value for value in values if value is not None)
+
+    temperature, top_p, top_k = float(setting("temperature", 1.0)), float(setting("top_p", 1.0)), setting("top_k", 0)
+    max_new_tokens = int(setting("max_new_tokens", MAX_NEW_TOKENS))
+    given = asked.get("do_sample")
+    do_sample = (bool(config.do_sample) or asked.get("temperature") is not None) if given is None else bool(given)
+    do_sample = do_sample and temperature > 0.0
+    for name, value, is_right, range_ in (
+        ("temperature", temperature, temperature >= 0, "at least 0"),
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("top_p", top_p, not do_sample or 0.0 < top_p <= 1.0, "a share in (0, 1]"),
+        ("top_k", top_k, not do_sample or top_k >= 0, "at least 0, which switches it off"),
+    ):
+        if not is_right:
+            raise UserError(f"{name} must be {range_}, not {value:g}")
+    ends = token_ids(setting("eos_token_id", ()))
+    if not do_sample:
+        return Decoding(False, 0.0, 0, 1.0, 0.0, max_new_tokens, ends)
+    return Decoding(True, temperature, int(top_k), top_p, float(setting("min_p", 0.0)), max_new_tokens, ends)
+
+
+def token_ids(value: Any) -> frozenset[int]:
+    """The ids of a generation_config's eos_token_id: null, one, or several."""
+    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else map(int, value))
 
 
 def processors(decoding: Decoding) -> LogitsProcessorList:
@@ -126,15 +112,13 @@ class Sampler:
 
     def _scores(self, logits: Tensor) -> Tensor:
         scores = logits.float()
-        for processor in self._processors:  # their list would look into each one's signature, every time
+        for processor in self._processors:  # calling their list would inspect each one's signature, every time
             scores = processor(None, scores)
         return scores
 
     def choose(self, logits: Tensor) -> Tensor:
         """One token per row [N]."""
-        if not self.decoding.do_sample:
-            return argmax(logits)
-        return draw(self.law(logits), self.generator)
+        return draw(self.law(logits), self.generator) if self.decoding.do_sample else argmax(logits)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -155,22 +139,3 @@ def race(law: Tensor, generator: torch.Generator) -> Tensor:
 def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token [N] from each row of law [N, V], which need not be normalised."""
     return race(law, generator).argmax(-1)
-
-
-def _check(decoding: Decoding) -> None:
-    if decoding.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, not {decoding.max_new_tokens}")
-    if not 0.0 < decoding.top_p <= 1.0:
-        raise UserError(f"top_p is a share in (0, 1], not {decoding.top_p}")
-    if decoding.top_k < 0:
-        raise UserError(f"top_k must not be negative (0 switches it off), not {decoding.top_k}")
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
-def _ids(value: int | list[int] | None) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else [int(v) for v in value])

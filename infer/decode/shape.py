@@ -1,16 +1,21 @@
-"""Where to draft: a chain, a static tree or a dynamic one, grown from a drafter's laws under a root token."""
+"""Where to draft: a chain, a static tree or a dynamic one, grown from a drafter's laws under a root token.
+
+Below the shapes: the proposer that a cycle of the engine asks for its tree.
+"""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from aerie.configs.schema.decode import ChainConfig, Choice, DynamicConfig, StaticConfig, TreeConfig
+from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.calibrator import Calibrate, unchanged
 from aerie.infer.decode.sampling import Sampler, argmax, draw, race
 from aerie.infer.decode.stop import Stop, make_stop
 from aerie.infer.decode.tree import Level, Pool, Proposal, Tree, ancestors, draft_ids
+from aerie.infer.decode.verify import Verdict
 
 Children = Literal["best", "sampled", "replaced"]
 
@@ -20,6 +25,24 @@ class Drafter(Protocol):
 
     One tree is `start`, then any number of `step`s, each over children of the step before. `start` begins anew.
     """
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text, prompt and answer, that it can draft for."""
+        ...
+
+    @property
+    def after_blocks(self) -> tuple[int, ...]:
+        """The taps that `commit` is given; none: it is given last_hidden."""
+        ...
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        """A new prompt [T]; capacity is for prompt, answer and the nodes that are given to `step` for one tree."""
+        ...
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        """What is known now: n tokens [n], and for each the feature of the token before it, [n, D] or [n, L*D]."""
+        ...
 
     def start(self) -> Tensor:
         """log q [1, Vd] of the root's children."""
@@ -33,24 +56,22 @@ class Drafter(Protocol):
         """The target's token ids of columns of log q, of the same shape."""
         ...
 
+    def forwards(self) -> tuple[tuple[Any, str], ...]:
+        """(owner, attribute) of every function that runs a model, LM heads included; none of them calls another.
+
+        For whoever times these forwards alone.
+        """
+        ...
+
 
 class Shape(Protocol):
     """Grows one tree under a root token."""
 
     stop: Stop
 
-    @property
-    def levels(self) -> int:
-        """The deepest that it drafts."""
-        ...
-
-    @property
-    def max_nodes(self) -> int: ...
-
-    @property
-    def draft_slots(self) -> int:
-        """How many nodes are given to the drafter's `step` for one tree, at most."""
-        ...
+    levels: int  # the deepest that it drafts
+    max_nodes: int
+    draft_slots: int  # how many nodes are given to the drafter's `step` for one tree, at most
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
         """The tree under root [1], at most max_levels deep; sampler holds the target's processors and the generator.
@@ -368,3 +389,83 @@ class DynamicTree:
             draft_forwards=forwards,
             pool=_pool(pool, kept, drafter, self.stop if ended else None, reranked=True) if keep else None,
         )
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Everything about one cycle, for whoever measures: the tree, the target's answer, and what was accepted."""
+
+    tree: Tree
+    step: TargetStep
+    verdict: Verdict
+    sampler: Sampler
+    rule: str = "R0"  # that judged the tree (decode/verify.py)
+    position: int = 0  # the root's place in the text, the prompt included
+    new_tokens: int = 0  # the verdict's tokens and the bonus token, up to the end token and max_new_tokens
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+
+
+class Proposer(Protocol):
+    """Proposes one tree per cycle and is told what became of it: a drafter in a shape, or whatever else guesses."""
+
+    @property
+    def max_nodes(self) -> int:
+        """Rows of the widest tree, root and passengers included."""
+        ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def after_blocks(self) -> tuple[int, ...]: ...
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        """A new prompt [T]; capacity is the length of prompt, answer and one tree together."""
+        ...
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        """The tree under the last known token [1], at most max_levels deep."""
+        ...
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        """What is known now: n tokens [n] and for each the feature of the token before it, [n, D] or [n, L*D].
+
+        After the prefill these are the prompt's, without its first token, and the answer's first; cycle is then null.
+        """
+        ...
+
+
+class Drafting:
+    """A drafter, a shape and the shape's stop rule as one proposer.
+
+    forwards_per_tree is for the record: 1 where one forward yields all levels' laws (Medusa), null for one a level.
+    keep: every tree has its pool (Tree.pool), for whoever measures; set it before an answer begins.
+    """
+
+    keep = False
+
+    def __init__(self, drafter: Drafter, shape: Shape, forwards_per_tree: int | None = None) -> None:
+        self.drafter, self.shape = drafter, shape
+        self.max_positions, self.after_blocks = drafter.max_positions, drafter.after_blocks
+        self.forwards_per_tree = forwards_per_tree
+        self._sampler: Sampler | None = None
+
+    @property
+    def max_nodes(self) -> int:
+        return self.shape.max_nodes
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.shape.stop.reset()
+        self.drafter.reset(prompt, capacity + self.shape.draft_slots)
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        assert self._sampler is not None, "reset first"
+        tree = self.shape.grow(self.drafter, root, max_levels, self._sampler, self.keep)
+        return tree if self.forwards_per_tree is None else replace(tree, draft_forwards=self.forwards_per_tree)
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        self.drafter.commit(tokens, features)
+        if cycle is not None:
+            self.shape.stop.learn(cycle.verdict.accepted, cycle.tree.levels)

@@ -26,8 +26,8 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.inputs import target_inputs
 from aerie.data.progress import bar
 from aerie.infer.decode.cache import CachedLM
-from aerie.infer.decode.engine import Generation, SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, make_decoder
+from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters
 from aerie.infer.measure.cycles import AnswerKey, Origin, Recorder, append_lines, keep_answers, keep_pools, lines_of
 from aerie.infer.measure.record import (
     Asked,

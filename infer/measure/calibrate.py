@@ -21,13 +21,13 @@ from sklearn.isotonic import IsotonicRegression
 from torch import Tensor
 
 from aerie.configs.errors import warn
-from aerie.configs.schema.decode import Choice, MethodConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.progress import bar
-from aerie.infer.decode.calibrator import FLOOR, Calibrator, Kind, save
-from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, make_decoder
-from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.calibrator import FLOOR, Calibrator, save
+from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.shape import Cycle
 from aerie.infer.measure import bounds
 from aerie.infer.measure.bounds import curve, held_out, levels_of, mean, reliability
 from aerie.infer.measure.cycles import Recorder, Tables, joined, keep_pools, tables_of
@@ -38,7 +38,7 @@ from aerie.model.target import Target
 
 SCHEMA = 1  # of analysis.json
 EDGE = 1e-7  # confidence 0 or 1 in single precision is not certainty
-KINDS: tuple[Kind, ...] = ("temperature", "isotonic")
+KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 CHOICES = "choices.yaml"
 REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
 
@@ -178,7 +178,7 @@ def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
     return Calibrator(temperature, tuple(knots.X_thresholds_.tolist()), tuple(knots.y_thresholds_.tolist()))
 
 
-def calibrated(calibrator: Calibrator, kind: Kind, confidence: FloatArray) -> FloatArray:
+def calibrated(calibrator: Calibrator, kind: Fit, confidence: FloatArray) -> FloatArray:
     """The calibrated confidences [n], as decoding computes them."""
     with np.errstate(divide="ignore"):
         log_q = torch.from_numpy(np.log(confidence)).float()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.decode.shape import Cycle, Drafting
 from aerie.infer.decode.stop import entropy
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS

@@ -12,10 +12,10 @@ from transformers.generation.streamers import BaseStreamer
 from aerie.configs.errors import warn
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.engine import Statistics
-from aerie.infer.decode.methods import Drafters, make_decoder
-from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.engine import Statistics, make_decoder
+from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import resolve
+from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import describe
 from aerie.infer.measure.bench import default_device
 from aerie.infer.measure.cycles import Origin, Recorder, keep_pools, lines_of

@@ -34,10 +34,10 @@ from aerie.configs.schema.target_and_head import (
     TargetConfig,
 )
 from aerie.data.progress import bar
-from aerie.infer.decode.engine import Generation, SpeculativeDecoder, end_ids
-from aerie.infer.decode.methods import Drafters, make_decoder
-from aerie.infer.decode.proposer import Cycle, Drafting
-from aerie.infer.decode.sampling import Sampler, resolve
+from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.sampling import Sampler, resolve, token_ids
+from aerie.infer.decode.shape import Cycle, Drafting
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.bench import default_device, prepare
 from aerie.infer.measure.tasks import encode, load_prompts
@@ -297,7 +297,7 @@ class _Tries:
 
     def __init__(self, decoder: SpeculativeDecoder, known: Reference, number: int) -> None:
         self.decoder, self.known, self.number = decoder, known, number
-        self.ends = end_ids(decoder.target)
+        self.ends = token_ids(decoder.target.generation_config.eos_token_id)
         self.edges: list[str] = []
         self.difference: Difference | None = None
         self.answer: _Answer | None = None

@@ -14,9 +14,8 @@ from torch import Tensor
 from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
 from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import Cycle, Drafting
 from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.infer.decode.tree import Tree
 
 CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)

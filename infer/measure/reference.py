@@ -16,7 +16,7 @@ from aerie.configs.errors import UserError, warn
 from aerie.data.progress import bar
 from aerie.infer.decode.cache import PreallocatedCache
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder
-from aerie.infer.decode.proposer import Drafting, Forwards
+from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure.bench import Bench
 from aerie.infer.measure.record import OVERHEAD, Overhead, Record, Reference, read_as
@@ -109,10 +109,7 @@ def _noted(tape: Tape, decoder: SpeculativeDecoder) -> Iterator[None]:
     target = decoder.target
     places: list[tuple[Part, Any, str]] = [("target", target.decoder, "forward"), ("target", target, "logits")]
     if isinstance(decoder.proposer, Drafting):
-        drafter = decoder.proposer.drafter
-        if not isinstance(drafter, Forwards):
-            raise UserError(f"{type(drafter).__name__} does not say where it calls its models: it lacks `forwards`")
-        places += [("draft", owner, name) for owner, name in drafter.forwards()]
+        places += [("draft", owner, name) for owner, name in decoder.proposer.drafter.forwards()]
     own = [(owner, name, vars(owner).get(name)) for _, owner, name in places]
     for part, owner, name in places:
         setattr(owner, name, tape.noting(part, getattr(owner, name)))

@@ -16,8 +16,7 @@ from aerie.configs.schema.decode import DynamicConfig
 from aerie.data.progress import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import drafting
-from aerie.infer.decode.proposer import CachedDrafter, Cycle
-from aerie.infer.decode.shape import DynamicTree
+from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
 from aerie.infer.decode.tree import Level
 from aerie.model.target import Target
 
@@ -51,7 +50,7 @@ class Recording:
 
 
 def record(
-    target: Target, drafter: CachedDrafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
+    target: Target, drafter: Drafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
 ) -> Recording:
     """The widest draft at every place of the greedy answers to prompts of token ids [1, T]."""
     proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
@@ -247,7 +246,7 @@ def measured_shapes() -> list[DynamicConfig]:
     return [*shapes, *(DynamicConfig(levels=DEEP, k=COST_WIDTHS[-1], nodes=nodes) for nodes in pending)]
 
 
-def measure_costs(target: Target, drafter: CachedDrafter, prompts: Sequence[Tensor]) -> Costs:
+def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -> Costs:
     """What a drafter's trees cost on the first prompts [1, T]: medians over answers; v(N) is kept from falling."""
     shapes = measured_shapes()
     decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in shapes)]

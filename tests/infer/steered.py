@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import Drafting
+from aerie.infer.decode.shape import Drafting
 from aerie.infer.measure.lossless import Reference
 
 SURE = 60.0  # nats; what is infinitely unlikely has no entropy

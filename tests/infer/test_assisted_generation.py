@@ -16,7 +16,7 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.lm import DraftLMDrafter
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
-from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.shape import Cycle
 from aerie.model.target import Target
 from tests import tiny
 

@@ -19,8 +19,9 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.configs.schema.measure import SamplingConfig
-from aerie.infer.decode.methods import Drafters, make_decoder
-from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.engine import make_decoder
+from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.shape import Cycle
 from aerie.infer.measure.lossless import ALPHA, VOCABULARY, Row, SampledProver
 from tests.infer.test_engine import greedy
 

@@ -29,7 +29,7 @@ from aerie.infer.decode.drafters.lookahead import Lookahead
 from aerie.infer.decode.drafters.lookup import PromptLookup
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
-from aerie.infer.decode.proposer import Cycle, Proposer
+from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.stop import entropy
 from aerie.infer.decode.verify import reject, walk
 from aerie.infer.measure.bench import Bench, run

@@ -13,8 +13,7 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import load_head_for
-from aerie.infer.decode.proposer import Cycle, Drafting
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.model.checkpoint import save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.target import Target

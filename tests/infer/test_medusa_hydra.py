@@ -13,8 +13,7 @@ from aerie.configs.schema.decode import ChainConfig, DynamicConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import CachedDrafter, Drafting
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import Drafter, Drafting, make_shape
 from aerie.model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary
 from aerie.model.target import Target
 from tests import tiny
@@ -86,7 +85,7 @@ def make_target() -> Target:
     return Target(tiny.llama(eos_token_id=None), TargetConfig(path="tiny"))
 
 
-def make_drafter(kind: str, target: Target) -> CachedDrafter:
+def make_drafter(kind: str, target: Target) -> Drafter:
     return MedusaDrafter(Medusa()) if kind == "medusa" else HydraDrafter(Hydra(kind == "hydra++"), target)
 
 
@@ -161,7 +160,7 @@ def test_heads_that_know_the_answer_are_always_accepted(kind: str) -> None:
     """Head k is asked for the token k + 2 places after the last known feature's: a shift by one is never accepted."""
     target, ids = make_target(), prompts(3)[-1]
     text = greedy(target, ids, 32)
-    drafter: CachedDrafter = (
+    drafter: Drafter = (
         MedusaDrafter(KnowingMedusa(target, text))
         if kind == "medusa"
         else HydraDrafter(KnowingHydra(target, text), target)

@@ -11,8 +11,7 @@ from aerie.configs.schema.measure import BenchConfig, PromptsConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import Drafting
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import Drafting, make_shape
 from aerie.infer.measure import reference as module
 from aerie.infer.measure.bench import Bench
 from aerie.infer.measure.record import OVERHEAD, Overhead, read_as

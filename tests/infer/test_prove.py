@@ -14,10 +14,10 @@ from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode import engine, verify
 from aerie.infer.decode import shape as chain
 from aerie.infer.decode import verify as rejection
-from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, make_decoder
-from aerie.infer.decode.proposer import Cycle
+from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import Sampler, draw
+from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure.lossless import (

@@ -9,8 +9,7 @@ from aerie.configs.schema.decode import ChainConfig, StaticConfig, TypicalConfig
 from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import Cycle, Drafting
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.infer.decode.verify import rule_of
 from aerie.model.target import Target
 from tests import tiny

@@ -7,8 +7,7 @@ from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import Drafting
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import Drafting, make_shape
 from aerie.model.target import Target
 from tests import tiny
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import Method, MethodConfig
-from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, make_decoder
-from aerie.infer.decode.proposer import Cycle, Drafting
+from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.shape import Cycle, Drafting
 from aerie.infer.measure import reference as module
 from aerie.infer.measure.lossless import write_miniature
 from aerie.infer.measure.reference import Call, Part, Tape, taped
@@ -198,15 +197,3 @@ def test_the_decoder_is_unchanged_after_an_answer_that_fails(miniature: tuple[Dr
     with pytest.raises(RuntimeError, match="out of memory"):
         taped(speculative, IDS, on_cycle=fails, **SETTINGS)
     assert [set(vars(owner)) for owner in owners_of(speculative)] == before
-
-
-def test_a_drafter_that_does_not_name_its_forwards_is_refused(miniature: tuple[Drafters, Path]) -> None:
-    class Silent:
-        after_blocks: tuple[int, ...] = ()
-        max_positions = 2**31
-
-    speculative = decoder(miniature, "eagle2", "eagle1")
-    assert isinstance(speculative.proposer, Drafting)
-    speculative.proposer.drafter = Silent()  # type: ignore[assignment]
-    with pytest.raises(UserError, match="Silent does not say where it calls its models"):
-        taped(speculative, IDS, **SETTINGS)

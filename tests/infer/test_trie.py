@@ -5,8 +5,8 @@ import math
 import torch
 
 from aerie.infer.decode.drafters.lookup import Trie
-from aerie.infer.decode.tree import check_connected
 from aerie.infer.decode.verify import walk
+from tests.infer.test_shape import check_connected
 
 
 def test_guesses_share_their_beginning_and_siblings_differ() -> None:

@@ -22,8 +22,7 @@ from aerie.data import main as data_main
 from aerie.data.cache import FeatureCache
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.proposer import Drafting
-from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.shape import Drafting, make_shape
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.target import Target, load_ends

@@ -25,34 +25,26 @@ class EagleDrafter:
     def __init__(self, head: Head, target: Target) -> None:
         if not isinstance(head, Eagle1Head | Eagle3Head):
             raise UserError(f"head: a {head.kind} head does not draft as EAGLE heads do; give an EAGLE head")
-        self.head = head
+        own_laws = isinstance(head, Eagle3Head)
+        self.head, self.target = head, target
+        self.max_positions = head.config.max_position_embeddings
+        self.after_blocks: tuple[int, ...] = head.config.after_blocks if isinstance(head, Eagle3Head) else ()
         self._vocabulary = head.vocabulary if isinstance(head, Eagle3Head) else None
-        self.target = target
         self._draft = head.fused()
         self._logits = head.logits if isinstance(head, Eagle3Head) else target.logits
         self._fuse = head.fuse if isinstance(head, Eagle3Head) else None
+        self._calls = ("_draft", "_logits", "_fuse") if own_laws else ("_draft", "_logits")
         self._buffers: list[KeyValueBuffer] = []
-        self._length = 0  # committed slots
-        self._last: Tensor | None = None  # [1, 1, D] of the last committed slot
-        self._hidden: Tensor | None = None  # [1, rows of the last call, D]
-        self._seen: Tensor | None = None  # additive [rows of the last call, drafted slots so far]
-        self._levels = 0
-        self._nothing = torch.empty(1, 0)  # the mask of the rows of a tree that has drafted none
+        self._length = self._levels = 0  # committed slots; drafted levels
+        self._last = self._hidden = torch.empty(
+            0
+        )  # [1, 1, D] of the last committed slot; [1, rows of the last call, D]
+        self._seen = self._nothing = torch.empty(1, 0)  # additive [rows of the last call, drafted slots so far]
         self._own: dict[int, Tensor] = {}  # additive masks of n slots that see themselves alone, [n, n]
 
-    @property
-    def max_positions(self) -> int:
-        return self.head.config.max_position_embeddings
-
-    @property
-    def after_blocks(self) -> tuple[int, ...]:
-        """The taps that `commit` is given; none: it is given last_hidden."""
-        return self.head.config.after_blocks if isinstance(self.head, Eagle3Head) else ()
-
     def forwards(self) -> tuple[tuple[Any, str], ...]:
-        """Where it calls the head, its fusion and its LM head."""
-        names = ("_draft", "_logits") if self._fuse is None else ("_draft", "_logits", "_fuse")
-        return tuple((self, name) for name in names)
+        """Where it calls the head, its LM head and its fusion."""
+        return tuple((self, name) for name in self._calls)
 
     def target_ids(self, columns: Tensor) -> Tensor:
         """The target's token ids of columns of log q."""
@@ -60,10 +52,9 @@ class EagleDrafter:
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
         """Forgets everything and makes room for `capacity` slots (prompt, answer and one tree's drafted slots)."""
-        like = self.head.fc.weight
-        sizes = self.head.config.sizes()
+        like, config = self.head.fc.weight, self.head.config
         self._buffers = [
-            KeyValueBuffer.allocate(1, sizes, capacity, like) for _ in range(self.head.config.num_hidden_layers)
+            KeyValueBuffer.allocate(1, config.sizes(), capacity, like) for _ in range(config.num_hidden_layers)
         ]
         self._nothing = like.new_empty(1, 0)
         self._length = 0
@@ -72,46 +63,41 @@ class EagleDrafter:
         """Appends slots: last_hidden [n, D] or taps [n, L*D] of n tokens, and the n tokens [n] that follow each."""
         if self._fuse is not None:
             features = self._fuse(features)
-        count, first = tokens.shape[0], self._length
-        total = first + count
-        self._rewind(first)
-        mask = features.new_full((count, total), float("-inf")).triu_(first + 1)  # slot i sees slots <= first + i
+        first, total = self._length, self._length + tokens.shape[0]
+        self._rewind()
+        # slot i of the new ones sees slots <= first + i
+        mask = features.new_full((total - first, total), float("-inf")).triu_(first + 1)
         hidden = self._draft(tokens[None], features[None], (first, total), mask[None, None], self._buffers)
         self._length = total
         self._hidden = self._last = hidden[:, -1:]
 
     def start(self) -> Tensor:
         """log q [1, V or Vd] after the last committed token."""
-        self._rewind(self._length)
-        self._hidden = self._last
-        self._seen = self._nothing
-        self._levels = 0
+        self._rewind()
+        self._hidden, self._seen, self._levels = self._last, self._nothing, 0
         return self._log_q()
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """log q [n, V or Vd] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
-        assert self._hidden is not None and self._seen is not None
         count, position = tokens.shape[0], self._length + self._levels
-        self._seen = torch.cat([self._seen.index_select(0, parents), self._itself(count)], dim=1)
-        mask = F.pad(self._seen, (self._length, 0))  # everybody sees what is known
+        if count not in self._own or self._own[count].device != self._nothing.device:
+            eye = torch.eye(count, dtype=torch.bool, device=self._nothing.device)
+            self._own[count] = self._nothing.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
+        # a drafted slot sees the drafted slots that its parent saw, and itself
+        self._seen = torch.cat([self._seen.index_select(0, parents), self._own[count]], dim=1)
+        mask = F.pad(self._seen, (self._length, 0))  # and everything that is known
         features = self._hidden.index_select(1, parents)
-        at = (position, position + 1)
+        at = (position, position + 1)  # all slots of a level have one position
         self._hidden = self._draft(tokens[None], features, at, mask[None, None], self._buffers)
         for buffer in self._buffers:
             buffer.length += count
         self._levels += 1
         return self._log_q()
 
-    def _rewind(self, length: int) -> None:
+    def _rewind(self) -> None:
+        """Forgets the drafted slots."""
         for buffer in self._buffers:
-            buffer.length = length
-
-    def _itself(self, count: int) -> Tensor:
-        if count not in self._own or self._own[count].device != self._nothing.device:
-            eye = torch.eye(count, dtype=torch.bool, device=self._nothing.device)
-            self._own[count] = self._nothing.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
-        return self._own[count]
+            buffer.length = self._length
 
     def _log_q(self) -> Tensor:
-        assert self._hidden is not None
         return self._logits(self._hidden[0]).float().log_softmax(-1)

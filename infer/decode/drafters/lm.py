@@ -1,6 +1,7 @@
 """Drafting with a small LM that shares its target's tokenizer (SpS): a cache of its own, no features of the target."""
 
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,28 +21,21 @@ class DraftLMDrafter:
     Source: Leviathan et al. (arXiv 2211.17192), algorithm 1.
     """
 
+    after_blocks: tuple[int, ...] = ()  # no taps: the LM reads tokens alone
+
     def __init__(self, draft: Target, target: Target) -> None:
         """The draft LM must read token ids as the target does: see load_draft_lm."""
-        self.draft = draft
-        self._lm = CachedLM(draft)
+        self.draft, self._lm = draft, CachedLM(draft)
+        self.max_positions = int(getattr(draft.config, "max_position_embeddings", None) or 2**31)
         self._num_rows, num_ids = int(draft.ends.embedding.shape[0]), int(target.ends.lm_head.shape[0])
         self._num_columns = min(int(draft.ends.lm_head.shape[0]), num_ids)
         self._is_shorter = self._num_rows < num_ids
-        self._unread = torch.empty(0, dtype=torch.long)
+        self._unread = torch.empty(0, dtype=torch.long)  # committed tokens that the LM has not read
         self._num_repeated = 0  # tokens of the prompt that the next commit begins with
         self._root_law: Tensor | None = None  # [1, num_columns]
         self._steps: list[tuple[Tensor, Tensor]] = []  # (tokens, parents) of each level that was read in this cycle
         self._depth = torch.empty(0, dtype=torch.long)  # of the rows drafted so far, [m]
         self._seen = torch.empty(1, 0, dtype=torch.bool)  # by the rows of the last call, [rows, m]
-
-    @property
-    def max_positions(self) -> int:
-        return int(getattr(self.draft.config, "max_position_embeddings", None) or 2**31)
-
-    @property
-    def after_blocks(self) -> tuple[int, ...]:
-        """No taps: the LM reads tokens alone."""
-        return ()
 
     def forwards(self) -> tuple[tuple[Any, str], ...]:
         """Where it calls the LM and its LM head."""
@@ -100,18 +94,19 @@ class DraftLMDrafter:
         """The drafted rows of the longest beginning of `tokens` that was read as a path, as offsets after `length`."""
         if not self._steps or not tokens.numel():
             return []
-        flat = torch.cat([tokens, *(each for step in self._steps for each in step)]).tolist()  # one synchronisation
-        path, place = flat[: tokens.shape[0]], tokens.shape[0]
+        # one synchronisation for the tokens and all levels
+        flat = iter(torch.cat([tokens, *(column for step in self._steps for column in step)]).tolist())
+        path = list(islice(flat, tokens.shape[0]))
         rows: list[int] = []
-        offset, parent = 0, 0
-        for wanted, (level, _) in zip(path, self._steps, strict=False):
-            size = level.shape[0]
-            nodes = list(zip(flat[place : place + size], flat[place + size : place + 2 * size], strict=True))
-            if (wanted, parent) not in nodes:
+        first, parent = 0, 0  # of a level's rows; the row of the level above that the path stands on
+        for token, (level, _) in zip(path, self._steps, strict=False):
+            count = level.shape[0]
+            nodes = list(zip(list(islice(flat, count)), list(islice(flat, count)), strict=True))
+            if (token, parent) not in nodes:
                 break
-            parent = nodes.index((wanted, parent))
-            rows.append(offset + parent)
-            offset, place = offset + size, place + 2 * size
+            parent = nodes.index((token, parent))
+            rows.append(first + parent)
+            first += count
         return rows
 
     def _forget_steps(self) -> None:
@@ -126,21 +121,16 @@ class DraftLMDrafter:
         return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)
 
 
-def load_draft_lm(target: Target, path: str) -> DraftLMDrafter:
-    """The drafter of the LM in a directory (or Hub id), in the target's dtype, on the device of its LM head.
+def load_draft_lm(target: Target, path: str) -> Target:
+    """The LM in a directory (or Hub id), in the target's dtype, on the device of its LM head.
 
     UserError when it cannot be read, or when its tokenizer is not the target's.
     """
-    names: dict[torch.dtype, DType] = {
-        torch.float32: "float32",
-        torch.bfloat16: "bfloat16",
-        torch.float16: "float16",
-    }
-    source = TargetConfig(path, dtype=names[target.dtype])
+    source = TargetConfig(path, dtype=cast(DType, str(target.dtype).removeprefix("torch.")))
     try:
-        draft, own = Target.load(source, target.device), load_tokenizer(source)
+        draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)
     except UserError as error:
         raise UserError(f"draft LM: {error}") from error
     rows, vocabulary = int(draft.ends.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
-    require_same_token_ids(own.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)
-    return DraftLMDrafter(draft, target)
+    require_same_token_ids(tokenizer.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)
+    return draft

@@ -3,15 +3,13 @@
 Source: Lookahead decoding (arXiv 2402.02057), section 3; window, pool and warm-up are those of the published code.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from aerie.configs.schema.decode import LookaheadConfig
 from aerie.infer.decode.drafters.lookup import Trie
-from aerie.infer.decode.proposer import Cycle
 from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree
 
 Ngram = tuple[int, ...]
@@ -91,28 +89,20 @@ class Lookahead:
     after_blocks: tuple[int, ...] = ()
 
     def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
-        """context is the number of positions that the target knows; the window stays at home where it would pass it."""
-        self.config = config
-        self._context = context or 2**31
-        self._pool = Pool(config.guesses)
-        self._window = Window([], config)
+        """context is the number of positions that the target has; where the window would pass it, it is left out."""
+        self.config, self._context = config, context or 2**31
+        self.max_nodes = config.sizes[2]
+        self._pool, self._window = Pool(config.guesses), Window([], config)
         self._newest: list[int] = []  # rows of the last tree that the window's next tokens are read from
         self._text: list[int] = []
 
-    @property
-    def max_nodes(self) -> int:
-        return self.config.sizes[2]
-
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
-        config = self.config
-        self._text = prompt.tolist()
+        config, self._text = self.config, prompt.tolist()
         generator = torch.Generator().manual_seed(config.seed)
         chosen = torch.randint(len(self._text), (config.window + config.ngram - 2,), generator=generator)
         self._window = Window([self._text[place] for place in chosen.tolist()], config)
-        self._pool = Pool(config.guesses)
-        self._newest = []
-        if config.pool_from_text:
-            self._remember(ngrams(self._text, config.ngram, len(self._text)))
+        self._pool, self._newest = Pool(config.guesses), []
+        self._read(len(self._text))
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         trie, token = Trie(), self._text[-1]
@@ -127,26 +117,18 @@ class Lookahead:
         return tree
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
-        if cycle is None:
-            new = tokens[-1:].tolist()
-        else:
-            new = [*cycle.verdict.tokens, cycle.verdict.bonus]
-            self._advance(cycle.step.logits)
+        new = tokens[-1:].tolist() if cycle is None else [*cycle.verdict.tokens, cycle.verdict.bonus]
+        if cycle is not None and self._newest:
+            # the argmax below each column of the newest row is the window's next row
+            for ngram in self._window.advance(cycle.step.logits[self._newest].argmax(-1).tolist()):
+                self._pool.add(ngram)
+        self._newest = []
         self._text += new
+        self._read(len(new))
+
+    def _read(self, new: int) -> None:
+        """The pool takes the n-grams that end in one of the text's last `new` tokens, where it is asked to."""
         if self.config.pool_from_text:
-            self._remember(ngrams(self._text, self.config.ngram, len(new)))
-
-    def _advance(self, logits: Tensor) -> None:
-        newest, self._newest = self._newest, []
-        if newest:
-            self._remember(self._window.advance(logits[newest].argmax(-1).tolist()))
-
-    def _remember(self, found: Iterable[Ngram]) -> None:
-        for ngram in found:
-            self._pool.add(ngram)
-
-
-def ngrams(text: list[int], size: int, new: int) -> list[Ngram]:
-    """The n-grams of the text that end in one of its last `new` tokens."""
-    first = max(len(text) - new, size - 1)
-    return [tuple(text[end + 1 - size : end + 1]) for end in range(first, len(text))]
+            size = self.config.ngram
+            for end in range(max(len(self._text) - new, size - 1), len(self._text)):
+                self._pool.add(tuple(self._text[end + 1 - size : end + 1]))

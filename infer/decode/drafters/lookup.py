@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.schema.decode import PromptLookupConfig
-from aerie.infer.decode.proposer import Cycle
 from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree, ancestors, root_only
 
 
@@ -52,33 +52,25 @@ class Trie:
         places = [0] * count
         for place, node in enumerate(order):
             places[node] = place
+        rides = [node > 0 and not self._guesses[node] for node in range(count)]
+        columns = (self._tokens, [places[parent] for parent in self._parents], self._depth, rides)
         table = torch.tensor(
-            [
-                [self._tokens[node] for node in order],
-                [places[self._parents[node]] for node in order],
-                [self._depth[node] for node in order],
-                [int(self._rides(node)) for node in order],
-            ],
-            device=root.device,
+            [[int(column[node]) for node in order] for column in columns], device=root.device
         )  # [4, N]
-        laws = torch.tensor(
-            [
-                [self._share(node, self._parents[node]) for node in order],
-                [self._share(node, 0) for node in order],
-            ],
-            device=root.device,
-        )  # [2, N]
-        parents = table[1]
+        # log of the share of the guesses through the parent, and through the root, that pass through a node
+        above = (self._parents, [0] * count)
+        shares = [[0.0 if rides[n] or not n else self._share(n, up[n]) for n in order] for up in above]
+        confidence, survival = torch.tensor(shares, device=root.device)  # [N] each
         tree = Tree(
             tokens=torch.cat([root, table[0, 1:].to(root.dtype)]),
-            parents=parents,
+            parents=table[1],
             depth=table[2],
-            mask=ancestors(parents, max(self._depth)),
-            confidence=laws[0],
-            survival=laws[1],
+            mask=ancestors(table[1], max(self._depth)),
+            confidence=confidence,
+            survival=survival,
             levels=max((self._depth[node] for node in self._children.values()), default=0),
             draft_forwards=0,
-            passengers=table[3].bool() if len(self._children) + 1 < count else None,
+            passengers=table[3].bool() if any(rides) else None,
         )
         return tree, places
 
@@ -89,13 +81,7 @@ class Trie:
         self._guesses.append(0)
         return len(self._tokens) - 1
 
-    def _rides(self, node: int) -> bool:
-        return node > 0 and self._guesses[node] == 0
-
     def _share(self, node: int, above: int) -> float:
-        """log of the share of the guesses through `above` that pass through node; 0 for the root and passengers."""
-        if node == 0 or self._rides(node):
-            return 0.0
         return math.log(self._guesses[node] / self._guesses[above])
 
 
@@ -113,8 +99,8 @@ def continuation(text: Text, config: PromptLookupConfig, end_ids: frozenset[int]
         starts = np.flatnonzero((windows == text[-size:]).all(axis=1)) + size
         if len(starts):
             start = starts[0] if config.match == "first" else starts[-1]
-            found: list[int] = text[start : start + config.length].tolist()
-            return list(itertools.takewhile(lambda token: token not in end_ids, found))
+            tokens: list[int] = text[start : start + config.length].tolist()
+            return list(itertools.takewhile(lambda token: token not in end_ids, tokens))
     return []
 
 
@@ -126,24 +112,18 @@ class PromptLookup:
 
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config = config
-        self._text = np.zeros(0, dtype=np.int64)
-        self._length = 0
+        self.max_nodes = config.length + 1
+        self._text, self._length = np.zeros(0, dtype=np.int64), 0
         self._end_ids: frozenset[int] = frozenset()
 
-    @property
-    def max_nodes(self) -> int:
-        return self.config.length + 1
-
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
-        self._text = np.zeros(capacity, dtype=np.int64)
-        self._length = 0
+        self._text, self._length = np.zeros(capacity, dtype=np.int64), 0
         self._append(prompt.cpu().numpy())
         self._end_ids = sampler.decoding.eos_token_ids
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
-        found = continuation(self._text[: self._length], self.config, self._end_ids)
         trie = Trie()
-        trie.guess(found[:max_levels])
+        trie.guess(continuation(self._text[: self._length], self.config, self._end_ids)[:max_levels])
         return trie.tree(root)[0]
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:

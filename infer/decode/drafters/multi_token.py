@@ -1,43 +1,39 @@
-"""Drafting with a Medusa head: one forward over the last known feature gives the laws of all levels."""
+"""Drafting with heads that have a module for each future token: Medusa's laws are independent, Hydra's sequential."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.errors import UserError
-from aerie.model.layers import KeyValueBuffer, LayerSizes
+from aerie.model.layers import KeyValueBuffer
 from aerie.model.target import Target
 
-
-class ParallelConfig(Protocol):
-    @property
-    def num_heads(self) -> int: ...
+NO_LIMIT = 2**31  # without attention there are no positions
 
 
-class ParallelHead(Protocol):
-    """A head whose laws do not depend on drafted tokens."""
-
-    @property
-    def config(self) -> ParallelConfig: ...
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Logits [num_heads, ..., V] of features [..., D]; row k is for the token at t + 2 + k."""
-        ...
+def check_level(level: int, num_heads: int) -> None:
+    """UserError for a level (0: the root's children) that has no head."""
+    if level >= num_heads:
+        raise UserError(
+            f"tree: asks for level {level + 1}, and a draft head of {num_heads} heads drafts {num_heads} levels; give "
+            f"tree.choices without paths longer than {num_heads} (or tree.levels {num_heads}), or train a head with "
+            f"head.num_heads {level + 1}"
+        )
 
 
 class MedusaDrafter:
     """The feature of t and the root, token t + 1, are the target's; level k is token t + 1 + k, row k - 1 of the head.
 
-    Every node of a level has the same law, whatever stands above it.
+    Every node of a level has the same law, whatever stands above it: one forward gives the laws of all levels.
     """
 
-    max_positions = 2**31  # no attention, no positions
+    max_positions = NO_LIMIT
     after_blocks: tuple[int, ...] = ()
 
-    def __init__(self, head: ParallelHead) -> None:
+    def __init__(self, head: Any, target: Target | None = None) -> None:
+        """head: a module that maps features [1, D] to logits [num_heads, 1, V]."""
         self.head = head
         self._feature = torch.empty(0)  # [1, D]
         self._log_q = torch.empty(0)  # [num_heads, 1, V]
@@ -58,8 +54,7 @@ class MedusaDrafter:
 
     def start(self) -> Tensor:
         """log q [1, V] of the root's children; runs the head once for the whole tree."""
-        self._log_q = self.head(self._feature).float().log_softmax(-1)
-        self._level = 0
+        self._log_q, self._level = self.head(self._feature).float().log_softmax(-1), 0
         return self._log_q[0]
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -67,43 +62,6 @@ class MedusaDrafter:
         self._level += 1
         check_level(self._level, self.head.config.num_heads)
         return self._log_q[self._level].expand(tokens.shape[0], -1)
-
-
-def check_level(level: int, num_heads: int) -> None:
-    """UserError for a level (0: the root's children) that has no head."""
-    if level >= num_heads:
-        raise UserError(
-            f"tree: asks for level {level + 1}, and a draft head of {num_heads} heads drafts {num_heads} levels; give "
-            f"tree.choices without paths longer than {num_heads} (or tree.levels {num_heads}), or train a head with "
-            f"head.num_heads {level + 1}"
-        )
-
-
-class SequentialConfig(ParallelConfig, Protocol):
-    @property
-    def prefix_layer(self) -> bool: ...
-
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-    def sizes(self) -> LayerSizes: ...
-
-
-class SequentialHead(Protocol):
-    """A head whose laws depend on the drafted tokens."""
-
-    @property
-    def config(self) -> SequentialConfig: ...
-
-    def prefix(
-        self, features: Tensor, span: tuple[int, int], mask: Tensor | None, buffers: Sequence[KeyValueBuffer]
-    ) -> Tensor:
-        """States [B, T, D] of features [B, T, D] at positions span = (first, stop); the features without a layer."""
-        ...
-
-    def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
-        """Logits [n, V] of the token at t + 2 + index from states [n, D] and embeddings [n, (index + 1) * D]."""
-        ...
 
 
 class HydraDrafter:
@@ -114,19 +72,15 @@ class HydraDrafter:
 
     after_blocks: tuple[int, ...] = ()
 
-    def __init__(self, head: SequentialHead, target: Target) -> None:
+    def __init__(self, head: Any, target: Target) -> None:
+        """head: a module with `prefix` and `step` as HydraHead has them."""
         self.head = head
+        self.max_positions = head.config.max_position_embeddings if head.config.prefix_layer else NO_LIMIT
         self._embedding = target.ends.embedding.to(target.device)  # the target may span several devices
         self._buffers: list[KeyValueBuffer] = []
-        self._length = 0  # positions whose features are known
-        self._state = torch.empty(0)  # [1, D]
-        self._root = torch.empty(0)  # its embedding [1, D]
+        self._length = self._level = 0  # positions whose features are known
+        self._state = self._root = torch.empty(0)  # [1, D]; the root's embedding [1, D]
         self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
-        self._level = 0
-
-    @property
-    def max_positions(self) -> int:
-        return self.head.config.max_position_embeddings if self.head.config.prefix_layer else 2**31
 
     def forwards(self) -> tuple[tuple[Any, str], ...]:
         """Where it calls the prefix layer, if it has one, and the heads."""
@@ -138,8 +92,7 @@ class HydraDrafter:
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
         """Forgets everything and makes room for `capacity` positions."""
-        self._length = 0
-        self._buffers = []
+        self._length, self._buffers = 0, []
         if self.head.config.prefix_layer:
             self._buffers = [KeyValueBuffer.allocate(1, self.head.config.sizes(), capacity, self._embedding)]
 
@@ -153,7 +106,7 @@ class HydraDrafter:
             features = self.head.prefix(features[None], (first, total), mask[None, None], self._buffers)[0]
             self._buffers[0].length = total
         self._state = features[-1:]
-        self._root = self._embed(tokens[-1:])
+        self._root = F.embedding(tokens[-1:], self._embedding)
 
     def start(self) -> Tensor:
         """log q [1, V] of the root's children."""
@@ -164,11 +117,9 @@ class HydraDrafter:
         """log q [n, V] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
         self._level += 1
         check_level(self._level, self.head.config.num_heads)
-        self._embeddings = torch.cat([self._embeddings.index_select(0, parents), self._embed(tokens)], dim=1)
+        above = self._embeddings.index_select(0, parents)
+        self._embeddings = torch.cat([above, F.embedding(tokens, self._embedding)], dim=1)
         return self._log_q()
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._embedding)
 
     def _log_q(self) -> Tensor:
         state = self._state.expand(self._embeddings.shape[0], -1)

@@ -31,10 +31,10 @@ from aerie.infer.decode.calibrator import FLOOR, Calibrator, calibrate_of, load,
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.drafters.lm import DraftLMDrafter
 from aerie.infer.decode.drafters.multi_token import MedusaDrafter
-from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, drafting, make_decoder
-from aerie.infer.decode.proposer import CachedDrafter, Cycle
+from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.shape import Cycle, Drafter
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
@@ -62,7 +62,7 @@ def target() -> Target:
 
 
 def decoder_of(target: Target, tree: TreeConfig, kind: str = "eagle1", **more: Any) -> SpeculativeDecoder:
-    drafter: CachedDrafter
+    drafter: Drafter
     if kind == "itself":
         drafter = DraftLMDrafter(target, target)
     elif kind == "medusa":

@@ -206,7 +206,7 @@ def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_r
     target = Target.load(TargetConfig(str(tiny.target(tmp_path / "target")), dtype="bfloat16"))
     padded = tiny.target(tmp_path / "padded", num_blocks=2)
     tiny.llama(vocab_size=336, num_blocks=2).save_pretrained(padded)
-    drafter = load_draft_lm(target, str(padded))
+    drafter = DraftLMDrafter(load_draft_lm(target, str(padded)), target)
     assert drafter.draft.dtype == torch.bfloat16 and drafter.draft.num_blocks == 2
     ready(drafter)
     assert drafter.start().shape == (1, 320)
