@@ -138,11 +138,6 @@ def checksum(tensors: Sequence[Tensor]) -> str:
     return f"{value:08x}"
 
 
-def record_name(shard: str) -> str:
-    """'shard-00000.json' of 'shard-00000.safetensors'."""
-    return shard.replace(".safetensors", ".json")
-
-
 def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[range]:
     """The rows of each shard, in order: as many as fit into shard_tokens, at least one."""
     first, tokens = 0, 0
@@ -187,19 +182,19 @@ class ShardBuffer:
         facts = {"lengths": self.lengths, TOKEN_SUMS: checksums(TOKENS), STATE_SUMS: checksums(STATES)}
         write_atomically(path, lambda temporary: save_file(self.tensors, temporary))
         files = {path.name: (path.stat().st_size, file_digest(path))}
-        Manifest(files, inputs, facts).write(path.parent, record_name(path.name))
+        Manifest(files, inputs, facts).write(path.parent, path.with_suffix(".json").name)
 
 
-def write_index(directory: Path, shards: Sequence[str], fingerprint: dict[str, Any], facts: dict[str, Any]) -> Manifest:
+def write_index(shards: Sequence[Path], fingerprint: dict[str, Any], facts: dict[str, Any]) -> Manifest:
     """Writes index.json from the shards' records, and returns it. fingerprint: what the cache was made from."""
-    records = [Manifest.read(directory, record_name(shard)) for shard in shards]
+    directory, paths = shards[0].parent, [path.with_suffix(".json") for path in shards]
+    records = [Manifest.read(directory, path.name) for path in paths]
     files = {name: entry for record in records for name, entry in record.files.items()}
-    for name in map(record_name, shards):
-        files[name] = ((directory / name).stat().st_size, file_digest(directory / name))
-    joined = {name: "".join(record.facts[name] for record in records) for name in (TOKEN_SUMS, STATE_SUMS)}
+    files |= {path.name: (path.stat().st_size, file_digest(path)) for path in paths}
     lengths = [length for record in records for length in record.facts["lengths"]]
-    rows = [[shard, len(record.facts["lengths"])] for shard, record in zip(shards, records, strict=True)]
-    index = Manifest(files, fingerprint, {**facts, "shards": rows, "lengths": lengths, **joined})
+    sums = {name: "".join(record.facts[name] for record in records) for name in (TOKEN_SUMS, STATE_SUMS)}
+    rows = [[path.name, len(record.facts["lengths"])] for path, record in zip(shards, records, strict=True)]
+    index = Manifest(files, fingerprint, {**facts, "shards": rows, "lengths": lengths, **sums})
     index.write(directory, INDEX)
     return index
 
@@ -250,7 +245,7 @@ class CachePlan:
 
     def is_whole(self, shard: int, content: bool = False) -> bool:
         """Whether a shard is there, by its record and size; content: by every byte."""
-        name = record_name(self.path_of(shard).name)
+        name = self.path_of(shard).with_suffix(".json").name
         return isinstance(Manifest.check(self.directory, self.inputs_of(shard), content, name), Whole)
 
     def missing(self, shards: Sequence[int]) -> list[int]:

@@ -120,8 +120,8 @@ def extract(
         shape = {"after_blocks": list(plan.after_blocks), "dtype": dtype, "storage": plan.storage.form}
         made_from = {**fingerprint, "target": target.fingerprint(), **shape, "rows": digest(plan.rows_digests)}
         splits = {"train": [0, plan.num_train], "held_out": [plan.num_train, len(plan.rows)]}
-        names = [plan.path_of(shard).name for shard in range(len(plan.shards))]
-        index = write_index(plan.directory, names, made_from, {**shape, "splits": splits})
+        paths = [plan.path_of(shard) for shard in range(len(plan.shards))]
+        index = write_index(paths, made_from, {**shape, "splits": splits})
         if lock.acquire(wait=False) is True:  # nobody else is at work
             shutil.rmtree(plan.directory / WRITING, ignore_errors=True)
     return index, writer
