@@ -93,7 +93,7 @@ def test_a_plan_writes_an_untrained_head_that_loads(
         (["--train.learning_rat", "1"], "did you mean 'train.learning_rate'?"),
         (["--run", "nowhere"], "nowhere/features: no such feature cache; build it with:"),
         (["--target", "/no/such/target"], "/no/such/target: no such target directory"),
-        (["--data.max_length", "64"], "data.max_length 128, this recipe asks 64; rebuild with:"),
+        (["--data.max_length", "64"], "data.max_length: 128 there, 64 asked; rebuild with:"),
         (["--head.max_position_embeddings", "100"], "head.max_position_embeddings: 100 is less than data.max_length"),
         (["--init-to", "x"], "use it with --plan"),
         (["--head.init_from", "/no/head"], "/no/head: no such head directory"),
@@ -357,9 +357,7 @@ def test_a_cache_with_other_taps_is_refused_also_where_the_head_is_whole(
     deep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--config", deep / "recipe.yaml", "--features.after_blocks", "[1, 3, 4]")
-    said = (
-        r"built with after_blocks \(2, 3, 4\), this recipe asks \(1, 3, 4\); rebuild with: python data/main.py features"
-    )
+    said = r"built with after_blocks: \[2, 3, 4\] there, \[1, 3, 4\] asked; rebuild with: python data/main.py features"
     assert _call(train_main, *words, "--is-whole") == 1
     assert _call(train_main, *words, "--plan", "--overwrite") == 2
     assert re.search(said, capsys.readouterr().err)
