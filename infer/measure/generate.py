@@ -1,8 +1,7 @@
 """Text as it is decoded: a transformers streamer that colours the accepted draft tokens."""
 
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from argparse import Namespace
 from typing import Any, TextIO
 
 import torch
@@ -36,110 +35,73 @@ class ColouredStreamer(BaseStreamer):
         self.tokenizer = tokenizer
         self.out = out
         self.coloured = coloured
-        self._ids: list[int] = []
+        self._ids: list[int] | None = None  # of the answer; null: the prompt is still to come
         self._printed = ""
         self._accepted = 0
-        self._is_prompt = True
 
     def on_cycle(self, cycle: Cycle) -> None:
         self._accepted = cycle.verdict.accepted
 
     def put(self, value: Tensor) -> None:
-        if self._is_prompt:
-            self._is_prompt = False
+        if self._ids is None:
+            self._ids = []
             return
         ids = value.tolist()
-        drafted = min(self._accepted, len(ids))
-        self._write(ids[:drafted], GREEN)
-        self._write(ids[drafted:], "")
+        for part, colour in ((ids[: self._accepted], GREEN), (ids[self._accepted :], "")):
+            self._ids += part
+            text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
+            if part and not text.endswith("\ufffd"):  # half a character: wait for the rest
+                piece, self._printed = text[len(self._printed) :], text
+                self.out.write(f"{colour}{piece}{PLAIN}" if colour and self.coloured else piece)
+                self.out.flush()
         self._accepted = 0
 
     def end(self) -> None:
         self.out.write("\n")
         self.out.flush()
 
-    def _write(self, ids: list[int], colour: str) -> None:
-        if not ids:
-            return
-        self._ids += ids
-        text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
-        if text.endswith("\ufffd"):  # half a character: wait for the rest
-            return
-        piece, self._printed = text[len(self._printed) :], text
-        self.out.write(f"{colour}{piece}{PLAIN}" if colour and self.coloured else piece)
-        self.out.flush()
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt and how to sample its answer."""
-
-    prompt: str
-    raw: bool  # as it is, without the chat template
-    seed: int
-    settings: dict[str, Any]  # transformers' names; null: the target's generation_config
-
-
-@dataclass(frozen=True)
-class Traces:
-    """What is shown of an answer's drafting besides the answer."""
-
-    show_tree: bool = False  # the first tree as text on stderr
-    save_tree: Path | None = None  # the same as JSON
-    cycles: Path | None = None  # every cycle as a line of JSON (infer/measure/cycles.py)
-
-    @property
-    def any_tree(self) -> bool:
-        return self.show_tree or self.save_tree is not None
-
 
 def answer(
-    target_config: TargetConfig, asked: MethodConfig, head: str | None, question: Question, traces: Traces
+    config: TargetConfig, asked: MethodConfig, head: str | None, arguments: Namespace, settings: dict[str, Any]
 ) -> None:
-    """Streams the answer to stdout, accepted draft tokens in green; statistics (and the first tree) go to stderr."""
-    target = Target.load(target_config, default_device())
-    tokenizer = load_tokenizer(target_config)
+    """Streams the answer to arguments.prompt to stdout; statistics, and the first tree if asked, go to stderr.
+
+    settings: transformers' names; null: the target's generation_config.
+    """
+    target, tokenizer = Target.load(config, default_device()), load_tokenizer(config)
     decoder = make_decoder(Drafters(target), asked, head, "--method")
-    if question.raw:
-        ids = torch.tensor([tokenizer(question.prompt)["input_ids"]], device=target.device)
+    if arguments.raw:
+        ids = torch.tensor([tokenizer(arguments.prompt)["input_ids"]], device=target.device)
     else:
-        ids = encode(question.prompt, tokenizer, target)
+        ids = encode(arguments.prompt, tokenizer, target)
     streamer = ColouredStreamer(tokenizer, coloured=sys.stdout.isatty())
     recorder, drafted = Recorder(), list[Cycle]()
-    if traces.cycles is not None:
+    if arguments.cycles:
         keep_pools(decoder)
 
     def watch(cycle: Cycle) -> None:
         streamer.on_cycle(cycle)
-        if traces.cycles is not None:
+        if arguments.cycles:
             recorder(cycle)
         if len(cycle.tree) > 1 and not drafted:
             drafted.append(cycle)
 
-    generation = decoder.generate(
-        ids,
-        streamer=streamer,
-        on_cycle=watch,
-        generator=torch.Generator(target.device).manual_seed(question.seed),
-        timed=True,
-        **question.settings,
-    )
-    if traces.cycles is not None:
-        write_text(traces.cycles, "".join(lines_of(_origin(target, asked, question), recorder.records)))
-    if traces.any_tree and not drafted:
+    generator = torch.Generator(target.device).manual_seed(arguments.seed)
+    generation = decoder.generate(ids, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings)
+    if arguments.cycles:
+        law = resolve(target.generation_config, **settings)
+        sampling = (law.temperature, law.top_k, law.top_p)
+        origin = Origin(0, asked.method, *sampling, task="generate", prompt_id="0", turn=0)
+        write_text(arguments.cycles, "".join(lines_of(origin, recorder.records)))
+    if (arguments.show_tree or arguments.save_tree) and not drafted:
         warn(f"{asked.method} drafted nothing in this answer: there is no tree to show")
-    elif traces.any_tree:
-        show_tree(drafted[0], tokenizer, asked.method, traces)
+    for cycle in drafted:
+        names = [tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
+        if arguments.show_tree:
+            print("\n" + describe(cycle.tree, names), file=sys.stderr)
+        if arguments.save_tree is not None:
+            write_json(arguments.save_tree, {"schema": 1, "method": asked.method, **tree_json(cycle, names)})
     print(statistics_text(generation.statistics), file=sys.stderr)
-
-
-def show_tree(cycle: Cycle, tokenizer: Any, method: str, traces: Traces) -> None:
-    """Prints a cycle's tree to stderr, or writes it as JSON, or both."""
-    names = [tokenizer.decode([token]) for token in cycle.tree.tokens.tolist()]
-    if traces.show_tree:
-        print("\n" + describe(cycle.tree, names), file=sys.stderr)
-    if traces.save_tree is not None:
-        write_json(traces.save_tree, {"schema": 1, "method": method, **tree_json(cycle, names)})
 
 
 def tree_json(cycle: Cycle, names: list[str]) -> dict[str, Any]:
@@ -167,12 +129,6 @@ def tree_json(cycle: Cycle, names: list[str]) -> dict[str, Any]:
         "bonus": cycle.verdict.bonus,
         "nodes": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
     }
-
-
-def _origin(target: Target, asked: MethodConfig, question: Question) -> Origin:
-    decoding = resolve(target.generation_config, **question.settings)
-    sampling = (decoding.temperature, decoding.top_k, decoding.top_p)
-    return Origin(0, asked.method, *sampling, task="generate", prompt_id="0", turn=0)
 
 
 def statistics_text(statistics: Statistics) -> str:

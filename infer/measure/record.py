@@ -21,6 +21,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Sampling = tuple[float, int, float]  # temperature, top_k, top_p
 PromptKey = tuple[str, str, int]  # task, prompt_id, turn
+Key = tuple[int, Sampling, PromptKey]  # row of the suite, sampling, prompt and turn: what no two answers share
 RECORDS, SUITE, OVERHEAD, REFERENCE = "records.jsonl", "suite.json", "overhead.json", "reference.json"
 
 
@@ -117,8 +118,7 @@ class Record:
         return self.task, self.prompt_id, self.turn
 
     @property
-    def key(self) -> tuple[int, Sampling, PromptKey]:
-        """What no two answers of a bench share."""
+    def key(self) -> Key:
         return self.row, self.sampling, self.prompt_key
 
 

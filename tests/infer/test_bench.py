@@ -1,4 +1,4 @@
-"""The bench on a tiny target: turns, what is measured once, what goes on after a stop, and what fails."""
+"""The bench: its suite of rows and sweeps, and measuring on a tiny target, through turns, stops and failures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import MethodConfig
+from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.measure.bench import Bench, jobs_of, make_decoders, run
+from aerie.infer.measure.bench import Bench, asked_of, jobs_of, make_decoders, plan_text, run, suite_of
 from aerie.infer.measure.record import Record, read_records
 from aerie.infer.measure.reference import measure_reference
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target, load_tokenizer
 from tests import tiny
+from tests.configs.test_recipes import CONFIGS, load
 
 TREE = {"levels": 3, "k": 2, "nodes": 6}
 ROWS = (MethodConfig("vanilla"), MethodConfig.of("eagle2", **TREE), MethodConfig("pld"))
@@ -134,19 +135,16 @@ def test_a_prompt_that_changed_its_text_is_not_taken_for_the_old_one(
         run(bench(place, tmp_path), other, seed=3)
 
 
-def test_what_the_targets_generation_config_asks_for_is_not_sampled_with(
+def test_sampling_is_the_suites_own_and_not_what_the_targets_generation_config_asks_for(
     place: Place, tmp_path: Path, measured: tuple[Path, list[Record]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = bench(place, tmp_path)
+    made = bench(place, tmp_path / "same")
     for name, value in {"do_sample": True, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "temperature": 0.2}.items():
         monkeypatch.setattr(made.target.generation_config, name, value)
     assert answers(run(made, PROMPTS, seed=3)) == answers(measured[1])
-
-
-def test_the_suites_own_top_k_is_sampled_with(place: Place, tmp_path: Path) -> None:
     greedy = replace(CONFIG, sampling=(COLD, SamplingConfig(1.0, top_k=1)))
-    found = answers(run(bench(place, tmp_path, greedy), PROMPTS[1:2], seed=3))
-    assert {ids for (row, _, _), ids in found.items()} == {found[0, (0.0, 0, 1.0), ("count", "b", 0)]}  # type: ignore[misc]
+    found = answers(run(bench(place, tmp_path / "top-k", greedy), PROMPTS[1:2], seed=3))
+    assert len(set(found.values())) == 1
 
 
 def test_a_failed_row_has_a_message_and_no_time_and_the_others_go_on(
@@ -203,5 +201,86 @@ def test_a_sweep_is_measured_on_its_prompts_beside_the_rows(place: Place, tmp_pa
 
 
 def test_decoders_that_read_the_same_states_share_one_cache(place: Place, tmp_path: Path) -> None:
-    made = bench(place, tmp_path)
-    assert len({id(decoder.lm) for decoder in made.decoders}) == 1
+    assert len({id(decoder.lm) for decoder in bench(place, tmp_path).decoders}) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ the suite
+
+EAGLE2, SWEPT = (MethodConfig("vanilla"), MethodConfig("eagle2")), ({"method": "eagle2"},)
+TWO_TASKS = [Prompt(str(n), task, f"{task} {n}") for n in range(3) for task in ("sums", "code")]
+
+
+def suite(*sweeps: SweepConfig) -> BenchConfig:
+    return BenchConfig(PromptsConfig("p.jsonl"), EAGLE2, sweeps=sweeps)
+
+
+def depths(**changes: Any) -> SweepConfig:
+    return SweepConfig("depth", "tree.levels", (4, 8), SWEPT, **changes)
+
+
+def test_each_value_of_a_sweep_is_a_row_behind_the_benchs_and_equal_rows_are_measured_once() -> None:
+    again = SweepConfig("again", "method", ("eagle2", "deagle"), SWEPT)
+    other = SweepConfig("other", "tree.levels", (8, 4), SWEPT)
+    made = suite_of(suite(depths(), again, other))
+    assert made.rows[:2] == EAGLE2 and len(made.rows) == 5 and made.baselines == ()
+    assert made.places[2:4] == ("bench.sweeps.0 (tree.levels 4)", "bench.sweeps.0 (tree.levels 8)")
+    assert [(cell.row, cell.point) for cell in made.points[:2]] == [
+        (2, ("depth", "tree.levels", 4)), (3, ("depth", "tree.levels", 8))
+    ]  # fmt: skip
+    assert [cell.row for cell in made.points[2:]] == [1, 4, 3, 2] and [cell.row for cell in made.main] == [0, 1]
+
+
+def test_a_sweep_asks_its_own_prompts_and_a_temperature_beside_the_benchs_brings_vanilla_along() -> None:
+    asked = suite_of(suite(depths(tasks=("sums",), num_prompts=2))).rows_for(TWO_TASKS)[COLD]
+    assert [asked["sums", str(n)] for n in range(3)] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1]]
+    assert asked["code", "0"] == [0, 1]
+    warmth = suite(SweepConfig("warmth", "temperature", (0.0, 0.5), SWEPT, num_prompts=1))
+    half = SamplingConfig(0.5)
+    assert suite_of(warmth).rows_for(TWO_TASKS)[half] == {("sums", "0"): [0, 1], ("code", "0"): [0, 1]}
+    written = asked_of(warmth, TWO_TASKS, 256)
+    assert [(cell.row, cell.temperature) for cell in written.main] == [(0, 0.0), (1, 0.0)]
+    point = written.points[1]
+    assert (point.row, point.temperature, point.value, point.prompts) == (1, 0.5, 0.5, (("sums", "0"), ("code", "0")))
+
+
+def test_every_key_of_a_row_can_vary() -> None:
+    base = {"method": "sps-svip", "tree": {"levels": 9}, "head": "heads/a"}
+    varied = {"head": "b", "tree.stop": {"rule": "entropy", "h": 0.2}, "typical.epsilon": 0.2}
+    for key, value in varied.items():
+        (row,) = suite_of(suite(SweepConfig("s", key, (value,), (base,)))).rows[2:]
+        assert row != MethodConfig.of("sps-svip", "heads/a", levels=9) and row.method == "sps-svip"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tree.depth", 6, r"bench\.sweeps\.0 \(tree\.depth 6\): .*tree\.depth: unknown key"),
+        ("tree.levels", "six", r"tree\.levels: input should be a valid integer"),
+        ("method.levels", 6, "method is not a section"),
+        ("temperature", -1, "a temperature is a number"),
+    ],
+)
+def test_a_key_or_a_value_that_no_row_has_is_refused(key: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        suite_of(suite(SweepConfig("s", key, (value,), SWEPT)))
+
+
+def test_a_task_without_prompts_and_names_that_meet_are_refused(place: Place, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"bench\.sweeps\.0: no prompt is of task 'math'; tasks are count, draw"):
+        run(bench(place, tmp_path, replace(CONFIG, sweeps=(depths(tasks=("math",)),))), PROMPTS, seed=0)
+    for names in (("a", "a"), ("context",)):
+        with pytest.raises(ValueError, match="need names that differ"):
+            suite(*(SweepConfig(name, "tree.k", (2,), SWEPT) for name in names))
+
+
+def test_the_plan_says_how_much_it_is() -> None:
+    told = "2 rows x 1 samplings x 80 prompts, at most 512 new tokens a turn, 1 sweeps of 2 points"
+    assert plan_text(suite(depths())) == f"bench: {told}"
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "bench").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_row_and_every_point_of_a_suite_that_ships_is_a_way_of_decoding(path: Path) -> None:
+    config = load(path).bench
+    assert config is not None and plan_text(config)
+    made = suite_of(config)
+    assert all((row.tree is None) == (METHODS[row.method].tree is None) for row in made.rows)

@@ -1,21 +1,29 @@
-"""The commands as a user runs them: bench, calibrate, report and generate on a tiny target, and what they refuse."""
+"""The commands on a tiny run: bench, calibrate, report, compare and generate, what they refuse, and a kill."""
 
+import io
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from aerie.configs.errors import exit_code
+from aerie.infer import main as infer_main
 from aerie.model.checkpoint import save_head
+from aerie.model.storage import WEIGHTS
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
+TREE = {"levels": 3, "k": 3, "nodes": 8}
+Command = Callable[..., tuple[int, str, str]]
 
 
 def questions(path: Path, count: int) -> Path:
@@ -24,101 +32,319 @@ def questions(path: Path, count: int) -> Path:
     return path
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def write_recipe(root: Path) -> Path:
+    """A target, heads of every kind (the Medusa heads are two), files of trees, and a recipe."""
     torch.manual_seed(0)
-    target = tiny.target(tmp_path / "target")
-    head = tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0)
-    save_head(head, tmp_path / "run" / "heads" / "eagle1")
-    prompts = {"path": str(questions(tmp_path / "q.jsonl", 3)), "num_prompts": 3, "max_new_tokens": 12}
-    tree = {"levels": 3, "k": 3, "nodes": 8}
+    target, ends, heads = tiny.target(root / "target"), tiny.ends(), root / "run" / "heads"
+    embedding = tiny.llama().get_input_embeddings().weight.detach()
+    save_head(tiny.head(embedding, scale=8.0), heads / "eagle1")
+    save_head(tiny.eagle3_head(embedding, ids=torch.arange(200), scale=8.0), heads / "eagle3")
+    save_head(tiny.multi_token_head("medusa", ends, num_heads=2), heads / "medusa")
+    tiny.target(heads / "draft_lm")
+    for name, paths in {
+        "deep": "[0], [0, 0], [0, 0, 0]",
+        "shallow": "[0], [1], [0, 0]",
+        "broken": "[0], [1, 0]",
+    }.items():
+        (root / f"{name}.yaml").write_text(f"choices: [{paths}]\n")
+    prompts = {"path": str(questions(root / "q.jsonl", 2)), "num_prompts": 2, "max_new_tokens": 8}
+    rows = [{"method": "vanilla"}, {"method": "eagle2", "tree": TREE}, {"method": "eagle-chain", "tree": {"levels": 3}}]
     values: dict[str, Any] = {
-        "run": str(tmp_path / "run"),
+        "run": str(root / "run"),
         "threads": 1,
         "target": {"path": str(target)},
         "data": {"conversations": ["none.jsonl"]},
-        "tree": tree,
-        "calibrate": {"prompts": prompts, "tree": tree},
+        "head": {"kind": "eagle1"},
+        "tree": TREE,
+        "calibrate": {"prompts": prompts, "tree": TREE},
         "bench": {
             "prompts": prompts,
             "warmup_prompts": 1,
             "sampling": [{"temperature": 0.0}, {"temperature": 1.0}],
-            "rows": [
-                {"method": "vanilla"},
-                {"method": "eagle2", "tree": tree},
-                {"method": "eagle-chain", "tree": {"levels": 3}},
-            ],
+            "rows": rows,
         },
     }
-    return tiny.recipe(tmp_path / "recipe.yaml", values)
+    return tiny.recipe(root / "recipe.yaml", values)
 
 
-def run(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "infer/main.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    if check:
-        assert done.returncode == 0, done.stderr
-    return done
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory that tests only read, or write in order."""
+    root = tmp_path_factory.mktemp("run")
+    write_recipe(root)
+    return root
 
 
-def refused(*arguments: str) -> str:
-    """The one line of a refusal, with exit code 2 and no traceback."""
-    done = run(*arguments, check=False)
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
-    return lines[0]
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
 
 
-@pytest.mark.slow
-def test_bench_calibrate_and_report_end_to_end_and_go_on_after_a_kill(recipe: Path, tmp_path: Path) -> None:
-    run("bench", "--config", str(recipe))
-    records = tmp_path / "run" / "bench" / "records.jsonl"
-    rows = [json.loads(line) for line in records.read_text().splitlines()]
-    assert len(rows) == 3 * 3 * 2 and all(row["status"] == "ok" for row in rows)
-    greedy = [row for row in rows if row["temperature"] == 0]
-    assert all(row["identical"] and row["identical_to_generate"] for row in greedy)
+def call(*words: str) -> tuple[int, str, str]:
+    """One command line, in this process: exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr("sys.argv", ["main.py", *words])
+        patch.setattr("aerie.infer.main.stop_on_signals", lambda: None)
+        code = exit_code(infer_main.main)
+    return code, out.getvalue(), err.getvalue()
+
+
+def run(*words: str) -> str:
+    """The stdout of a command that succeeds."""
+    code, out, err = call(*words)
+    assert code == 0, err
+    return out
+
+
+def refused(*words: str) -> str:
+    """The one line of a refusal."""
+    code, _, err = call(*words)
+    assert code == 2 and err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture
+def command(shared: Path) -> Command:
+    """Runs one command on the shared recipe."""
+
+    def run(name: str, *words: str, config: bool = True) -> tuple[int, str, str]:
+        prompt = ["--prompt", "Please count 4 boats."] if name == "generate" and "--prompt" not in words else []
+        given = ["--config", str(shared / "recipe.yaml")] if config else []
+        return call(name, *given, *prompt, *(word.replace("{root}", str(shared)) for word in words))
+
+    return run
+
+
+@pytest.fixture
+def plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The same with --plan; loading a model fails it."""
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a plan loads no model")
+
+    monkeypatch.setattr("aerie.model.target.Target.load", forbidden)
+    monkeypatch.setattr("aerie.model.checkpoint.load_head", forbidden)
+    return lambda name, *words, **changes: command(name, "--plan", *words, **changes)
+
+
+def bench_row(**row: Any) -> tuple[str, str]:
+    return "--bench.rows", json.dumps([{"method": "vanilla"}, row])
+
+
+WRONG: list[tuple[str, tuple[str, ...], str, tuple[str, ...] | None]] = [  # command, words, message, words that work
+    (
+        "generate",
+        ("--method", "medusa", "--tree.levels", "2"),
+        "--tree.levels: unknown key; it belongs to another kind of tree, leave it out",
+        ("--method", "medusa", "--tree.choices", "{root}/shallow.yaml"),
+    ),
+    (
+        "generate",
+        ("--method", "pld", "--lookahead.window", "3"),
+        "lookahead: pld does not read it; leave it out",
+        ("--method", "lookahead", "--lookahead.window", "3"),
+    ),
+    (
+        "generate",
+        ("--method", "medusa", "--tree.choices", "{root}/deep.yaml"),
+        "has 2 heads, one a level; give tree.choices without paths longer than 2, or train a head with head.num_heads",
+        ("--method", "medusa", "--tree.choices", "{root}/shallow.yaml"),
+    ),
+    (
+        "generate",
+        ("--method", "medusa", "--tree.shape", "dynamic"),
+        "is 6 levels deep, and {root}/run/heads/medusa has 2 heads, one a level; set tree.levels to 2",
+        ("--method", "medusa", "--tree.shape", "dynamic", "--tree.levels", "2"),
+    ),
+    (
+        "generate",
+        ("--method", "eagle", "--tree.choices", "{root}/none.yaml"),
+        "none.yaml: no such file (published trees: eagle1, medusa63)",
+        ("--method", "eagle", "--tree.choices", "medusa63"),
+    ),
+    (
+        "generate",
+        ("--method", "eagle", "--tree.choices", "{root}/broken.yaml"),
+        "broken.yaml: choices: [1, 0] is listed without its parent [1]; add the parent",
+        ("--method", "eagle", "--tree.choices", "{root}/shallow.yaml"),
+    ),
+    ("generate", ("--top-p", "0"), "--top-p: top_p is a share", ("--top-p", "0.5", "--temperature", "1")),
+    ("generate", ("--top-k", "5"), "--top-k: shapes what is drawn", ("--top-k", "5", "--temperature", "1")),
+    ("generate", ("--temperature", "-1"), "--temperature: temperature must not be negative", ("--temperature", "0")),
+    ("generate", ("--max-new-tokens", "0"), "--max-new-tokens: must be at least 1", ("--max-new-tokens", "1")),
+    ("generate", ("--dtype", "float17"), "--target.dtype: input should be", ("--dtype", "float32")),
+    (
+        "generate",
+        ("--method", "svip", "--head", "{root}/run/heads/medusa"),
+        "svip drafts with eagle1 or eagle3, and this is a medusa head; give another head, or method medusa",
+        ("--method", "svip", "--head", "{root}/run/heads/eagle3"),
+    ),
+    ("generate", ("--method", "pld", "--head", "{root}/run/heads/eagle1"), "pld needs no head", ("--method", "pld")),
+    (
+        "bench",
+        bench_row(method="medusa", tree={"choices": "{root}/deep.yaml"}),
+        "bench.rows.1: tree: is 3 levels deep, and",
+        bench_row(method="medusa", tree={"choices": "{root}/shallow.yaml"}),
+    ),
+    (
+        "bench",
+        bench_row(method="eagle2", head="{root}/run/heads/eagle3"),
+        "eagle2 drafts with eagle1, and this is an eagle3 head; give another head, or method eagle3",
+        bench_row(method="eagle3", head="{root}/run/heads/eagle3"),
+    ),
+    ("bench", ("--bench.sampling", "[{temperature: 1.0, top_p: 1.5}]"), "top_p is a share, more than 0", None),
+    ("bench", ("--bench.sampling", "[]"), "sampling is a list of one or more", ("--bench.sampling", "[{}]")),
+    ("bench", ("--bench.prompts.max_new_tokens", "0"), "num_prompts and max_new_tokens are at least 1", None),
+    ("bench", ("--bench.prompts.num_promts", "3"), "did you mean 'bench.prompts.num_prompts'", None),
+    ("bench", ("--target", "{root}/gone"), "no such target directory", None),
+    ("bench", ("--bench.prompts.path", "{root}/gone.jsonl"), "no such file of prompts", None),
+    ("tune", (), "has no section 'tune'", None),
+    (
+        "calibrate",
+        ("--calibrate.method", "medusa", "--calibrate.tree", "{choices: {root}/deep.yaml}"),
+        "calibrate: tree: is 3 levels deep",
+        ("--calibrate.method", "medusa", "--calibrate.tree", "{choices: {root}/shallow.yaml}"),
+    ),
+    (
+        "calibrate",
+        ("--head", "{root}/run/heads/eagle3"),
+        "this is an eagle3 head",
+        ("--head", "{root}/run/heads/eagle1"),
+    ),
+    ("calibrate", ("--calibrate.method", "pld"), "pld has no head", None),
+    ("calibrate", ("--head", "{root}/gone"), "train the head", None),
+    ("verify", ("--methods", "eagle4"), "eagle4 is no method; methods are", ("--methods", "eagle2")),
+    ("verify", ("--draws", "10"), "at least 200 are needed", ("--draws", "200")),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "message", "remedy"), WRONG)
+def test_a_plan_refuses_what_cannot_work_in_one_line_and_its_remedy_works(
+    name: str, words: tuple[str, ...], message: str, remedy: tuple[str, ...] | None, plan: Command, shared: Path
+) -> None:
+    code, _, err = plan(name, *words)
+    assert code == 2 and err.count("\n") == 1 and message.replace("{root}", str(shared)) in err, err
+    if remedy is not None:
+        code, _, err = plan(name, *remedy)
+        assert (code, err) == (0, "")
+
+
+def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Path, tmp_path: Path) -> None:
+    """The recipe's tree is that of its head's usual method alone; a row's own head goes before the run's."""
+    heads = shared / "run" / "heads"
+    for words, told in {
+        (): "'levels': 3, 'k': 3, 'nodes': 8",
+        ("--method", "eagle2", "--tree.k", "2"): "'levels': 3, 'k': 2, 'nodes': 8",
+        ("--method", "eagle-chain"): "'levels': 5",
+        ("--method", "pld", "--lookup.length", "4"): "pld with no head, no tree",
+        ("--method", "deagle", "--tree.levels", "4"): "'levels': 4, 'k': 10, 'nodes': 60",
+        ("--head.kind", "eagle3"): f"eagle3 with {heads / 'eagle3'}",
+        ("--method", "medusa", "--tree.choices", "{root}/shallow.yaml", "--typical.epsilon", "0.1"): "NOT lossless",
+    }.items():
+        assert told in plan("generate", *words)[1], words
+    assert f", {heads / 'eagle1'} -> " in plan("calibrate")[1]
+    assert "'levels': 8, 'k': 10" in plan("calibrate", "--head.kind", "eagle3")[1]
+    row = tmp_path / "row.yaml"
+    row.write_text(f"method: deagle\nhead: {heads / 'eagle3'}\n")
+    words = ("--row", str(row), "--prompt", "hi")
+    for config, target in ((True, ()), (False, ("--target", "{root}/target"))):
+        assert f"deagle with {heads / 'eagle3'}," in plan("generate", *words, *target, config=config)[1]
+        given = plan("generate", *words, *target, "--head", "{root}/run/heads/eagle1", config=config)[1]
+        assert f"deagle with {heads / 'eagle1'}," in given
+    alone = ("--target", "{root}/target", "--head", "{root}/run/heads/eagle3")
+    assert "eagle3 with" in plan("generate", *alone, config=False)[1]  # a head's directory says how to decode
+    assert "needs --config" in plan("generate", config=False)[2]
+    _, _, err = plan("bench", "--tree.levels", "4")
+    assert "warning: --tree.levels: bench does not read it" in err
+    assert sorted(path.name for path in (shared / "run").iterdir()) == ["heads"]  # a plan leaves nothing
+
+
+def test_a_head_without_weights_or_of_another_kind_than_its_directory_is_named(
+    plan: Command, shared: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(shared / "run", run)
+    (run / "heads" / "eagle1" / WEIGHTS).unlink()
+    assert "eagle1: holds no weights; train the head" in plan("generate", "--run", str(run))[2]
+    shutil.rmtree(run / "heads" / "eagle1")
+    shutil.copytree(run / "heads" / "eagle3", run / "heads" / "eagle1")
+    for name in ("generate", "bench", "calibrate"):
+        assert "eagle2 drafts with eagle1, and this is an eagle3 head" in plan(name, "--run", str(run))[2]
+
+
+def test_what_only_loading_shows_is_one_line_too(command: Command, tmp_path: Path) -> None:
+    assert "exceeds the target's context" in command("generate", "--max-new-tokens", "900")[2]
+    other = tiny.target(tmp_path / "other", hidden_size=64)
+    assert "belongs to another target" in command("generate", "--target", str(other))[2]
+    bare = tiny.target(tmp_path / "bare", chat_template=None)
+    assert "no chat template" in command("generate", "--target", str(bare), "--method", "vanilla")[2]
+
+
+def test_generate_streams_the_same_text_with_every_method(command: Command, tmp_path: Path) -> None:
+    texts = set()
+    for method in ("vanilla", "eagle2", "eagle3", "eagle-chain", "pld"):
+        traces = ("--show-tree", "--save-tree", str(tmp_path / "tree.json")) if method == "eagle2" else ()
+        code, out, err = command("generate", "--max-new-tokens", "12", "--method", method, *traces)
+        assert code == 0 and "tau" in err
+        texts.add(out)
+    assert len(texts) == 1 and json.loads((tmp_path / "tree.json").read_text())
+
+
+def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, shared: Path) -> None:
+    bench = shared / "run" / "bench"
+    assert "nothing was measured yet" in command("report")[2]
+    code, out, err = command("bench")
+    assert code == 0, err
+    assert "bench: 12 answers" in out and "ms per token" in out
+    rows = [json.loads(line) for line in (bench / "records.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * 2 * 2 and all(row["status"] == "ok" for row in rows)
+    assert all(row["identical"] and row["identical_to_generate"] for row in rows if row["temperature"] == 0)
     assert {row["verify"] for row in rows if row["temperature"] == 1} == {"R1", "R2"}  # the chain is sampled
     # a kill in the middle of a line: the rest is measured again, what was whole is kept
-    lines = records.read_text().splitlines(keepends=True)
-    records.write_text("".join(lines[:5]) + lines[5][:40])
-    (tmp_path / "run" / "bench" / "provenance.json").unlink()
-    run("bench", "--config", str(recipe))
-    again = [json.loads(line) for line in records.read_text().splitlines()]
-    key = ("row", "temperature", "prompt_id")
-    assert sorted([r[k] for k in key] + r["output_ids"] for r in again) == sorted(
-        [r[k] for k in key] + r["output_ids"] for r in rows
-    )
-    assert any(r["ms"] == rows[0]["ms"] for r in again)
-    assert "whole, reused" in run("bench", "--config", str(recipe)).stdout
-    run("calibrate", "--config", str(recipe))
-    out = run("report", "--config", str(recipe)).stdout
-    assert "eagle2" in out and "index.html" in out
-    summary = json.loads((tmp_path / "run" / "report" / "summary.json").read_text())
-    assert summary["schema"] == 1 and len(summary["rows"]) == 6
-    assert summary["rows"][0]["tau"] == 1.0
+    lines = (bench / "records.jsonl").read_text().splitlines(keepends=True)
+    (bench / "records.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
+    (bench / "provenance.json").unlink()
+    assert "only 5 answers of a bench that was stopped" in command("report")[2]
+    command("bench")
+    again = [json.loads(line) for line in (bench / "records.jsonl").read_text().splitlines()]
+    named = [
+        sorted((r["row"], r["temperature"], r["prompt_id"], *r["output_ids"]) for r in each) for each in (rows, again)
+    ]
+    assert named[0] == named[1] and any(r["ms"] == rows[0]["ms"] for r in again)
+    assert "whole, reused" in command("bench")[1]
+    before = (bench / "records.jsonl").read_bytes()
+    assert "--overwrite" in command("bench", "--bench.prompts.max_new_tokens", "6")[2]
+    assert (bench / "records.jsonl").read_bytes() == before
+    code, out, _ = command("compare", "--of", "1", "--against", "0", "--temperature", "0")
+    assert code == 0 and out.startswith("row 1 (eagle2, 3 levels, k 3, 8 nodes) against row 0 (vanilla):\ntau ")
+    assert command("calibrate")[0] == 0
+    code, out, _ = command("report")
+    assert code == 0 and "eagle2" in out and "index.html" in out
+    summary = json.loads((shared / "run" / "report" / "summary.json").read_text())
+    assert summary["schema"] == 1 and len(summary["rows"]) == 6 and summary["rows"][0]["tau"] == 1.0
+    code, _, _ = command("bench", "--overwrite", "--bench.prompts.max_new_tokens", "6", "--bench.reference", "false")
+    assert code == 0 and json.loads((bench / "records.jsonl").read_text().splitlines()[0])["new_tokens"] <= 6
 
 
 @pytest.mark.slow
 def test_a_bench_that_is_killed_goes_on_where_it_stopped_and_loses_no_finished_prompt(
     recipe: Path, tmp_path: Path
 ) -> None:
-    prompts = questions(tmp_path / "many.jsonl", 10)
-    command = ("bench", "--config", str(recipe), "--bench.prompts.path", str(prompts), "--bench.reference", "false")
-    command += ("--bench.prompts.num_prompts", "10", "--bench.prompts.max_new_tokens", "24", "--bench.cycles", "true")
-    records, total = tmp_path / "run" / "bench" / "records.jsonl", 10 * 3 * 2
-    process = subprocess.Popen(
-        [sys.executable, "infer/main.py", *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    words = ["--bench.prompts.path", str(questions(tmp_path / "many.jsonl", 6)), "--bench.prompts.num_prompts", "6"]
+    words += ["--bench.prompts.max_new_tokens", "24", "--bench.cycles", "true", "--bench.reference", "false"]
+    run = [sys.executable, "infer/main.py", "bench", "--config", str(recipe), *words]
+    records, total = tmp_path / "run" / "bench" / "records.jsonl", 6 * 3 * 2
+    process = subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
-    while not (records.is_file() and records.read_bytes().count(b"\n") >= 9):
+    while not (records.is_file() and records.read_bytes().count(b"\n") >= 5):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     kept = [json.loads(line) for line in records.read_bytes().decode().split("\n")[:-1]]
-    assert 9 <= len(kept) < total and not (records.parent / "provenance.json").exists()
-    run(*command)
+    assert 5 <= len(kept) < total and not (records.parent / "provenance.json").exists()
+    subprocess.run(run, cwd=ROOT, check=True, capture_output=True, timeout=300)
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     found = {(row["row"], row["temperature"], row["prompt_id"]): row for row in rows}
     assert len(rows) == len(found) == total
@@ -127,110 +353,3 @@ def test_a_bench_that_is_killed_goes_on_where_it_stopped_and_loses_no_finished_p
         assert {**again, "identical": None} == {**row, "identical": None}  # measured times and all
     lines = (records.parent / "cycles.jsonl").read_text().splitlines()
     assert len(lines) == sum(row["target_forwards"] for row in rows)
-
-
-@pytest.mark.slow
-def test_a_changed_bench_is_refused_and_overwritten_only_when_told(recipe: Path, tmp_path: Path) -> None:
-    run("bench", "--config", str(recipe), "--bench.reference", "false")
-    before = (tmp_path / "run" / "bench" / "records.jsonl").read_bytes()
-    changed = ("bench", "--config", str(recipe), "--bench.reference", "false", "--bench.prompts.max_new_tokens", "6")
-    assert "--overwrite" in refused(*changed)
-    assert (tmp_path / "run" / "bench" / "records.jsonl").read_bytes() == before
-    run(*changed, "--overwrite")
-    row = json.loads((tmp_path / "run" / "bench" / "records.jsonl").read_text().splitlines()[0])
-    assert row["new_tokens"] <= 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle2", "eagle-chain", "vanilla"])
-def test_generate_streams_the_same_text_with_every_method(recipe: Path, method: str) -> None:
-    arguments = ("generate", "--config", str(recipe), "--prompt", "Please count 4 boats.", "--max-new-tokens", "12")
-    done = run(*arguments, "--method", method)
-    assert "tau" in done.stderr
-    assert done.stdout == run(*arguments, "--method", "vanilla").stdout
-
-
-@pytest.mark.slow
-def test_an_eagle3_heads_directory_alone_says_how_to_decode(recipe: Path, tmp_path: Path) -> None:
-    head = tiny.eagle3_head(tiny.llama().get_input_embeddings().weight.detach(), ids=torch.arange(200), scale=8.0)
-    save_head(head, tmp_path / "head3")
-    target, head3 = str(tmp_path / "target"), str(tmp_path / "head3")
-    arguments = ("generate", "--target", target, "--prompt", "Please count 4 boats.", "--max-new-tokens", "12")
-    done = run(*arguments, "--head", head3)
-    assert done.stdout == run(*arguments, "--method", "vanilla").stdout
-    planned = run(*arguments, "--head", head3, "--plan").stdout
-    assert "eagle3 with" in planned and "'levels': 8" in planned
-    assert "this is an eagle3 head; give another head, or method eagle3" in refused(
-        *arguments, "--head", head3, "--method", "eagle2"
-    )
-    rows = json.dumps([{"method": "vanilla"}, {"method": "eagle3", "tree": {"levels": 3, "k": 3, "nodes": 8}}])
-    run("bench", "--config", str(recipe), "--head", head3, "--bench.rows", rows)
-    records = [json.loads(line) for line in (tmp_path / "run" / "bench" / "records.jsonl").read_text().splitlines()]
-    greedy = [row for row in records if row["method"] == "eagle3" and row["temperature"] == 0]
-    assert len(greedy) == 3 and all(row["identical"] and row["identical_to_generate"] for row in greedy)
-
-
-def test_a_plan_measures_nothing(recipe: Path, tmp_path: Path) -> None:
-    for command in ("bench", "calibrate", "report"):
-        run(command, "--config", str(recipe), "--plan")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["heads"]
-
-
-def test_bad_inputs_are_one_line_and_exit_code_two(recipe: Path, tmp_path: Path) -> None:
-    config = ("--config", str(recipe))
-    assert "No such file" in refused("bench", "--config", str(tmp_path / "none.yaml"))
-    assert "did you mean 'bench.prompts.num_prompts'" in refused("bench", *config, "--bench.prompts.num_promts", "3")
-    assert "no such target directory" in refused("bench", *config, "--target", str(tmp_path / "gone"))
-    assert "no such file of prompts" in refused("bench", *config, "--bench.prompts.path", str(tmp_path / "gone.jsonl"))
-    assert "train the head" in refused("calibrate", *config, "--head", str(tmp_path / "gone"))
-    assert "nothing was measured yet" in refused("report", *config)
-    assert "needs --config" in refused("generate", "--prompt", "x")
-    assert not (tmp_path / "run" / "bench").exists()
-
-
-@pytest.mark.slow
-def test_what_only_loading_shows_is_one_line_too(recipe: Path, tmp_path: Path) -> None:
-    config = ("--config", str(recipe), "--prompt", "count")
-    assert "exceeds the target's context" in refused("generate", *config, "--max-new-tokens", "900")
-    other = tiny.target(tmp_path / "other", hidden_size=64)
-    assert "belongs to another target" in refused("generate", *config, "--target", str(other))
-    bare = tiny.target(tmp_path / "bare", chat_template=None)
-    assert "no chat template" in refused("generate", *config, "--target", str(bare), "--method", "vanilla")
-
-
-def test_a_row_drafts_with_its_own_head_unless_another_is_given(recipe: Path, tmp_path: Path) -> None:
-    own, other = tmp_path / "run/heads/eagle1", tmp_path / "other"
-    shutil.copytree(own, other)
-    row = tmp_path / "row.yaml"
-    row.write_text(f"method: deagle\nhead: {other}\n")
-    words = ("--row", str(row), "--prompt", "hi", "--plan")
-    for start in (("--config", str(recipe)), ("--target", str(tmp_path / "target"))):
-        assert f"deagle with {other}," in run("generate", *start, *words).stdout
-        assert f"deagle with {own}," in run("generate", *start, *words, "--head", str(own)).stdout
-    row.write_text(f"method: deagle\nhead: {tmp_path / 'gone'}\n")
-    assert "train the head" in refused("generate", "--config", str(recipe), *words)
-
-
-def test_calibrate_measures_the_head_that_is_given_or_none(recipe: Path, tmp_path: Path) -> None:
-    config = ("calibrate", "--config", str(recipe), "--plan")
-    own = tmp_path / "run/heads/eagle1"
-    assert f", {own} -> " in run(*config).stdout
-    head = tiny.eagle3_head(tiny.llama().get_input_embeddings().weight.detach(), ids=torch.arange(200), scale=8.0)
-    save_head(head, tmp_path / "head3")
-    assert "this is an eagle3 head" in refused(*config, "--head", str(tmp_path / "head3"))
-    assert "pld has no head" in refused(*config, "--calibrate.method", "pld")
-
-
-def test_a_method_has_its_own_tree_and_a_head_that_it_cannot_use_is_refused(recipe: Path, tmp_path: Path) -> None:
-    config = ("generate", "--config", str(recipe), "--prompt", "hi", "--plan")
-    assert "'levels': 3, 'k': 2, 'nodes': 8" in run(*config, "--tree.k", "2").stdout  # the recipe's, and its change
-    assert "'levels': 8, 'k': 10, 'nodes': 60" in run(*config, "--method", "deagle").stdout  # the published one
-    assert "pld with no head" in run(*config, "--method", "pld", "--lookup.length", "4").stdout
-    head = str(tmp_path / "run" / "heads" / "eagle1")
-    assert "medusa drafts with medusa, and this is an eagle1 head" in refused(
-        *config, "--method", "medusa", "--head", head
-    )
-    assert "pld needs no head" in refused(*config, "--method", "pld", "--head", head)
-    bare = ("generate", "--target", str(tmp_path / "target"), "--head", head, "--prompt", "hi")
-    assert "--dtype: input should be" in refused(*bare, "--dtype", "float17")
-    assert "temperature must not be negative" in refused(*bare, "--temperature", "-1")

@@ -1,71 +1,171 @@
-"""Measuring prompts load from Spec-Bench style files and from plain lines."""
+"""Measuring prompts: from files of questions, plain lines, and the published sets at pinned commits."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.measure import PromptsConfig
+from aerie.configs.schema.measure import PromptsConfig, TaskConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.measure.tasks import encode, load_prompts
+from aerie.infer.measure import tasks
+from aerie.infer.measure.tasks import TASKS, Prompt, encode, encode_turn, load_prompts, pinned, prompt_inputs, prompt_of
 from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 
-
-def prompts(path: Path, text: str, **changes: object) -> PromptsConfig:
-    path.write_text(text, encoding="utf-8")
-    return PromptsConfig(path=str(path), **changes)  # type: ignore[arg-type]
-
-
-def test_questions_keep_their_ids_and_categories(tmp_path: Path) -> None:
-    text = '{"question_id": 81, "category": "math", "turns": ["a", "b"]}\n\n{"question_id": 82, "turns": ["c"]}\n'
-    one, two = load_prompts(prompts(tmp_path / "mt.jsonl", text))
-    assert (one.prompt_id, one.task, one.text) == ("81", "math", "a")
-    assert (two.prompt_id, two.task) == ("82", "mt")
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+GPQA = {"Question": "Which?", "Correct Answer": "a", "Record ID": "rec7"} | {
+    f"Incorrect Answer {n}": letter for n, letter in ((1, "b"), (2, "c"), (3, "d"))
+}
+ANY = PromptsConfig("q.jsonl")
 
 
-def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:
-    found = load_prompts(prompts(tmp_path / "p.txt", "one\n\ntwo\nthree\n", num_prompts=2))
-    assert [prompt.text for prompt in found] == ["one", "two"]
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
+    return load_prompts(PromptsConfig(tasks=(task,), **changes))
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("name", "row", "identity", "turns"),
     [
-        ('{"turns": ["a"]}\n{oops}\n', ":2: not JSON"),
-        ('{"question": "a"}\n', ":1: a question needs 'turns'"),
-        ('{"turns": []}\n', "needs 'turns'"),
-        ("", "holds no prompts"),
-        ('{"question_id": 1, "turns": ["a"]}\n{"question_id": 1, "turns": ["b"]}\n', "stands there twice"),
+        ("mt_bench", {"prompt": ["one", "two"], "prompt_id": 81}, "81", ("one", "two")),
+        ("humaneval", {"task_id": "H/0", "prompt": "def f():"}, "H/0", ("Complete the code I provided.\n\ndef f():",)),
+        ("gsm8k", {"question": "1 + 1?", "answer": "#### 2"}, "5", ("1 + 1?",)),
+        ("alpaca", {"instruction": "Rate it.", "input": "A film"}, "5", ("Rate it.\n\nA film",)),
+        ("alpaca", {"instruction": "Sing.", "input": ""}, "5", ("Sing.",)),
+        ("cnn_dm", {"article": "News.", "highlights": "N", "id": "ab"}, "ab", ("Summarize: News.",)),
+        ("natural_questions", {"question": "who", "answer": ["x"]}, "5", ("who",)),
+        ("math500", {"problem": "2x = 4", "level": 3, "unique_id": "t/1"}, "t/1", (f"2x = 4{BOXED}",)),
+        ("aime", {"id": 0, "problem": "p"}, "0", (f"p{BOXED}",)),
     ],
 )
-def test_broken_questions_are_one_sentence(tmp_path: Path, text: str, word: str) -> None:
-    with pytest.raises(UserError, match=word):
-        load_prompts(prompts(tmp_path / "q.jsonl", text))
+def test_a_row_of_each_task_becomes_its_prompt(name: str, row: dict[str, Any], identity: str, turns: object) -> None:
+    prompt = prompt_of(name, row, 5, "file: row 5", ANY)
+    assert (prompt.prompt_id, prompt.turns) == (identity, turns)
+    assert prompt.task == ("math500-level3" if name == "math500" else name)
+    for other in ({"foreign": 1}, "text"):
+        with pytest.raises(UserError, match=rf"file: row 5: a question of {name} needs '\w+'"):
+            prompt_of(name, other, 5, "file: row 5", ANY)
 
 
-def test_a_prompt_opens_the_assistants_turn(tmp_path: Path) -> None:
-    config = TargetConfig(path=str(tiny.target(tmp_path / "t")))
-    tokenizer, target = load_tokenizer(config), Target.load(config)
-    ids = encode("count 3 boats", tokenizer, target)
-    assert tokenizer.decode(ids[0]) == "<|user|>count 3 boats<|end|><|assistant|>"
+def test_gpqa_lists_all_answers_in_an_order_of_its_own_that_never_changes() -> None:
+    text = prompt_of("gpqa_diamond", GPQA, 1, "x", ANY).text
+    assert sorted(line[3:] for line in text.splitlines() if line[1:3] == ") ") == ["a", "b", "c", "d"]
+    assert text == prompt_of("gpqa_diamond", dict(reversed(GPQA.items())), 9, "y", ANY).text
+    letters = set()
+    for number in range(20):
+        lines = prompt_of("gpqa_diamond", {**GPQA, "Question": f"{number}?"}, 1, "x", ANY).text.splitlines()
+        letters.add(next(line[0] for line in lines if line.endswith(") a")))
+    assert letters == set("ABCD")
 
 
-def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> None:
-    config = TargetConfig(path=str(tiny.target(tmp_path / "t", chat_template=None)))
-    with pytest.raises(UserError, match=r"--target\.chat_template"):
-        encode("x", load_tokenizer(config), Target.load(config))
+def test_a_file_of_questions_is_taken_as_it_is_whatever_the_task(tmp_path: Path) -> None:
+    path = written(tmp_path / "question.jsonl", [{"question_id": 9, "category": "code", "turns": ["def f", "and g"]}])
+    assert loaded(TaskConfig("humaneval", path)) == [Prompt("9", "humaneval", "def f", ("and g",))]
+    mine = loaded(TaskConfig("mine", path), turns=1, system_prompt="Be brief.")
+    assert mine == [Prompt("9", "mine", "def f", (), "Be brief.")]
+    assert load_prompts(PromptsConfig(path)) == [Prompt("9", "code", "def f", ("and g",))]
+
+
+def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Path) -> None:
+    path = written(tmp_path / "g.jsonl", [{"question": f"q{n}"} for n in range(90)])
+    assert [p.text for p in loaded(TaskConfig("gsm8k", path))] == [f"q{n}" for n in range(80)]  # 80 by default
+    drawn = loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=1), num_prompts=5)
+    assert len(drawn) == 6 and {p.text for p in drawn} - {f"q{n}" for n in range(6)}
+    assert drawn == loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=1))
+    assert drawn != loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=2))
+    levels = [{"problem": f"p{n}", "level": 1 + (n > 5), "unique_id": str(n)} for n in range(9)]
+    chosen = loaded(TaskConfig("math500", written(tmp_path / "m.jsonl", levels)), num_prompts=4)
+    assert [(p.task[-1], p.prompt_id) for p in chosen] == [("1", "0"), ("2", "6"), ("1", "1"), ("2", "7")]
 
 
 def test_a_file_of_several_categories_gives_as_many_of_each(tmp_path: Path) -> None:
     """Spec-Bench's file has its tasks one behind another: the first rows alone would be one task."""
-    path = tmp_path / "question.jsonl"
     names = [*["qa"] * 5, *["rag"] * 5, "math"]
     rows = [{"question_id": number, "category": name, "turns": ["a\u2028b"]} for number, name in enumerate(names)]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    found = load_prompts(PromptsConfig(path=str(path), num_prompts=5))
-    assert [(prompt.prompt_id, prompt.task) for prompt in found] == [
-        ("0", "qa"), ("1", "qa"), ("5", "rag"), ("6", "rag"), ("10", "math")
-    ]  # fmt: skip
-    assert found[0].text == "a\u2028b" and len(load_prompts(PromptsConfig(path=str(path), num_prompts=99))) == 11
+    path = written(tmp_path / "question.jsonl", rows)
+    chosen = load_prompts(PromptsConfig(path, num_prompts=5))
+    wanted = [("0", "qa"), ("1", "qa"), ("5", "rag"), ("6", "rag"), ("10", "math")]
+    assert [(prompt.prompt_id, prompt.task) for prompt in chosen] == wanted
+    assert chosen[0].text == "a\u2028b" and len(load_prompts(PromptsConfig(path, num_prompts=99))) == 11
+
+
+def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("one\n\ntwo\nthree\n")
+    prompts = load_prompts(PromptsConfig(str(tmp_path / "p.txt"), num_prompts=2))
+    assert [(prompt.task, prompt.text) for prompt in prompts] == [("p", "one"), ("p", "two")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"turns": ["a"]}\n{oops}\n', ":2: not JSON"),
+        ('{"question": "a"}\n', "needs 'turns'"),
+        ('{"turns": []}\n', "a text or a list of texts"),
+        ("", "holds no prompts"),
+        ('{"question_id": 1, "turns": ["a"]}\n{"question_id": 1, "turns": ["b"]}\n', "stands there twice"),
+    ],
+)
+def test_broken_questions_are_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "q.jsonl").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_prompts(PromptsConfig(str(tmp_path / "q.jsonl")))
+
+
+def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> None:
+    config = TargetConfig(str(tiny.target(tmp_path / "t")))
+    tokenizer, target = load_tokenizer(config), Target.load(config)
+    ids = encode("count 3 boats", tokenizer, target)
+    assert tokenizer.decode(ids[0]) == "<|user|>count 3 boats<|end|><|assistant|>"
+    later = encode_turn(Prompt("1", "count", "count", ("again",)), ["3"], tokenizer, target)
+    assert tokenizer.decode(later[0]).startswith("<|user|>count<|end|><|assistant|>3<|end|>")
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match=r"--target\.chat_template"):
+        encode("x", tokenizer, target)
+
+
+def test_a_data_set_is_read_through_datasets_by_its_subset_and_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` reads a directory as it reads the Hub's repository of that name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "openai" / "gsm8k"
+    for split in ("train", "test"):
+        written(repository / "main" / f"{split}.jsonl", [{"question": f"{split} {n}"} for n in range(3)])
+    files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
+    configs = json.dumps([{"config_name": "main", "data_files": files}])
+    (repository / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    assert [(p.prompt_id, p.text) for p in loaded(TaskConfig("gsm8k"), num_prompts=2)] == [
+        ("1", "test 0"),
+        ("2", "test 1"),
+    ]
+
+
+def test_published_sets_are_read_at_pinned_commits_and_others_at_the_commit_that_the_hub_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert all(re.fullmatch("[0-9a-f]{40}", task.revision) for task in TASKS.values())
+    gsm8k = TASKS["gsm8k"]
+    asked = PromptsConfig(
+        tasks=(TaskConfig("gsm8k"), TaskConfig("mine", gsm8k.source), TaskConfig("alpaca", revision="v1"))
+    )
+    sources = [(each["source"], each["revision"]) for each in prompt_inputs(asked)]  # type: ignore[index]
+    assert sources == [(gsm8k.source, gsm8k.revision), (gsm8k.source, None), (TASKS["alpaca"].source, "v1")]
+    known = {gsm8k.source: "2" * 40}  # alpaca cannot be asked: it stays as it was
+    monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
+    assert [task.revision for task in pinned(asked).tasks] == ["2" * 40, "2" * 40, "v1"]
+
+
+def test_what_is_no_task_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task 'mt-bench': is none of mt_bench, .*give the path of its questions"):
+        tasks.source_of(TaskConfig("mt-bench"))
+    with pytest.raises(UserError, match=r"gone\.jsonl: no such file of prompts for task 'x'"):
+        tasks.check_sources(PromptsConfig(tasks=(TaskConfig("x", str(tmp_path / "gone.jsonl")),)))

@@ -1,0 +1,319 @@
+"""The proof holds for every method, and finds each way in which one could be wrong."""
+
+import math
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from aerie.configs.schema.decode import METHODS, Method, MethodConfig, TypicalConfig
+from aerie.configs.schema.measure import SamplingConfig
+from aerie.infer.decode import engine, verify
+from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.sampling import Sampler, draw
+from aerie.infer.decode.shape import Cycle
+from aerie.infer.decode.tree import Tree
+from aerie.infer.decode.verify import Verdict
+from aerie.infer.measure import lossless
+from aerie.infer.measure.lossless import (
+    ALPHA,
+    EDGES,
+    SETTINGS,
+    Difference,
+    GreedyResult,
+    Law,
+    Reference,
+    Row,
+    SampledProver,
+    answer_law,
+    compare_greedy,
+    conclude,
+    demonstrate,
+    p_value,
+    reference,
+    remember,
+    table,
+    write_miniature,
+)
+from aerie.model.storage import read_json
+from aerie.model.target import Target
+from tests.infer.steered import steered
+
+ROWS = [
+    pytest.param(method, kind, id=f"{method}-{kind}" if kind else method)
+    for method, published in METHODS.items()
+    for kind in (published.heads or (None,))
+]
+LEVEL = ALPHA / (len(ROWS) * len(SETTINGS))
+HOT, WARM = SETTINGS
+NUM_PROMPTS, MOST_PROMPTS = 12, 240  # that each row answers; that it may answer in search of an edge
+LAW = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.008, (4,): 0.002}
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> SampledProver:
+    return SampledProver(tmp_path_factory.mktemp("miniature"))
+
+
+class Prompts:
+    """A target in miniature, and any number of random prompts of 2 to 25 tokens with what transformers answers."""
+
+    def __init__(self, directory: Path, vocabulary: int) -> None:
+        self.heads = directory / "heads"
+        self.config = write_miniature(directory, vocabulary=vocabulary)
+        self.target = Target.load(self.config)
+        self._vocabulary = vocabulary
+        self._generator = torch.Generator().manual_seed(7)
+        self._known: list[Reference] = []
+
+    def first(self, count: int) -> list[Reference]:
+        while len(self._known) < count:
+            ids = torch.randint(0, self._vocabulary, (1, 2 + len(self._known) % NUM_PROMPTS), generator=self._generator)
+            self._known.append(reference(self.target, ids))
+        return self._known[:count]
+
+    def decoder(self, method: Method, kind: str | None) -> SpeculativeDecoder:
+        head = None if kind is None else str(self.heads / kind)
+        return make_decoder(Drafters(self.target), MethodConfig(method), head)
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    """More words than the widest tree has children: every draft can be wrong."""
+    return Prompts(tmp_path_factory.mktemp("wordy"), 96)
+
+
+@pytest.fixture(scope="module")
+def terse(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    """So few words that a text repeats itself."""
+    return Prompts(tmp_path_factory.mktemp("terse"), 12)
+
+
+def edges_of(result: GreedyResult) -> set[str]:
+    """The edges that were met, in answers that are all identical."""
+    assert result.identical == result.prompts and not result.differences
+    return {edge for edge, count in result.edges.items() if count}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "kind"), ROWS)
+def test_greedy_answers_of_every_row_are_generates_own_in_every_edge_case(
+    wordy: Prompts, terse: Prompts, method: Method, kind: str | None
+) -> None:
+    """All rejected, all accepted, an end token and a limit inside a path: as drafts come, and as steered ones do."""
+    prompts, met = wordy if kind else terse, set[str]()
+    wanted = set() if method == "vanilla" else set(EDGES)
+    if method == "pld":  # its matching cuts a guess before an end token
+        wanted -= {"ended"}
+    for count in range(NUM_PROMPTS, MOST_PROMPTS + 1, NUM_PROMPTS):
+        known = prompts.first(count)[-NUM_PROMPTS:]
+        met |= edges_of(compare_greedy(prompts.decoder(method, kind), known))
+        for right in (True, False) if kind else ():
+            told = steered(prompts.decoder(method, kind), known[: NUM_PROMPTS // 2], right)
+            met |= edges_of(compare_greedy(told, known[: NUM_PROMPTS // 2]))
+        if wanted <= met:
+            break
+    assert met == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SETTINGS, ids=("hot", "warm"))
+@pytest.mark.parametrize(("method", "kind"), ROWS)
+def test_sampled_answers_of_every_row_have_the_targets_law(
+    sampled: SampledProver, method: Method, kind: str | None, sampling: SamplingConfig
+) -> None:
+    """300 answers of four tokens; Bonferroni over all rows and both settings."""
+    law = sampled.prove(Row(MethodConfig(method), kind), sampling, 300, seed=0)
+    assert law.p_value > LEVEL and (law.accepted_per_answer > 0.05 or method == "vanilla")
+
+
+def judged_by(change: Callable[[Verdict, Tree, Tensor, Sampler], Verdict]) -> Callable[..., Verdict]:
+    """`verify` with its verdict changed."""
+
+    def judge(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> Verdict:
+        return change(verify.verify(tree, logits, sampler, typical), tree, logits, sampler)
+
+    return judge
+
+
+def second_best(right: Verdict, tree: Tree, logits: Tensor, sampler: Sampler) -> Verdict:
+    return replace(right, bonus=int(logits[right.path[-1]].topk(2).indices[1]))
+
+
+def bonus_is_not_processed(right: Verdict, tree: Tree, logits: Tensor, sampler: Sampler) -> Verdict:
+    last = right.path[-1]
+    if last in tree.parents[1:].tolist():
+        return right
+    return replace(right, bonus=int(draw(logits[last : last + 1].softmax(-1), sampler.generator)))
+
+
+def bonus_is_drawn_anew(right: Verdict, tree: Tree, logits: Tensor, sampler: Sampler) -> Verdict:
+    """R2's own trap: a choice that is no child must be the bonus token."""
+    last = right.path[-1]
+    return replace(right, bonus=int(sampler.choose(logits[last : last + 1])))
+
+
+right_residual, right_reject = verify.residual, verify.reject
+
+
+def drafts_judge_themselves(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
+    """q for p."""
+    assert tree.proposal is not None
+    q = tree.proposal.over(p.shape[-1])
+    return right_reject(tree, torch.where(q.sum(-1, keepdim=True) > 0, q, p), generator)
+
+
+def residual_is_reversed(p: Tensor, q: Tensor) -> Tensor:
+    return right_residual(q, p)
+
+
+def residual_is_forgotten(p: Tensor, q: Tensor) -> Tensor:
+    return p
+
+
+def sibling_is_not_removed(q: Tensor, tokens: Any) -> Tensor:
+    return q
+
+
+MUTATIONS: list[tuple[Method, str, SamplingConfig, Any, str, Any, int]] = [
+    ("sps", "draft_lm", HOT, verify, "reject", drafts_judge_themselves, 1000),
+    ("eagle", "eagle1", HOT, verify, "reject", drafts_judge_themselves, 1000),
+    ("sps", "draft_lm", WARM, verify, "residual", residual_is_reversed, 1000),
+    ("eagle", "eagle1", WARM, verify, "residual", residual_is_forgotten, 1000),
+    ("eagle", "eagle1", HOT, verify, "without", sibling_is_not_removed, 5000),
+    ("sps", "draft_lm", WARM, engine, "verify", judged_by(bonus_is_not_processed), 1000),
+    ("eagle2", "eagle1", WARM, engine, "verify", judged_by(bonus_is_drawn_anew), 5000),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutation", MUTATIONS, ids=lambda each: f"{each[0]}-{each[4]}-{getattr(each[5], '__name__', '')}"
+)
+def test_a_broken_rule_is_found(
+    sampled: SampledProver,
+    mutation: tuple[Method, str, SamplingConfig, Any, str, Any, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method, kind, sampling, owner, name, broken, draws = mutation
+    monkeypatch.setattr(owner, name, broken)
+    assert sampled.prove(Row(MethodConfig(method), kind), sampling, draws, seed=0).p_value < 1e-6
+
+
+def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "verify", judged_by(second_best))
+    result = compare_greedy(terse.decoder("vanilla", None), terse.first(2))
+    assert result.identical == 0 and not result.holds(exact=False)
+    known, first = terse.first(1)[0], result.differences[0]
+    best = terse.target.model(torch.cat([known.ids, torch.tensor([known.answer[:1]])], dim=1)).logits[0, -1].topk(2)
+    assert first.position == 1 and best.indices.tolist() == [first.theirs, first.ours]
+    assert first.gap == pytest.approx(float(best.values[0] - best.values[1]), rel=1e-4) and first.rounding < 1e-4
+
+
+def test_a_difference_within_rounding_fails_only_where_answers_must_be_exact() -> None:
+    near, far = Difference(0, 3, 1, 2, gap=0.06, rounding=0.1), Difference(1, 3, 1, 2, gap=0.2, rounding=0.1)
+    result = GreedyResult(prompts=2, identical=1, differences=[near])
+    row, laws = Row(MethodConfig("pld"), None), (Law(1.0, 1.0, 0.4, 0.3), Law(0.6, 0.8, 0.5, 0.3))
+    assert not conclude(row, result, laws, 1e-3, exact=True).holds
+    rounded = conclude(row, result, laws, 1e-3, exact=False)
+    assert rounded.holds and rounded.verdict == "lossless up to rounding"
+    assert "pld: prompt 0, new token 3: 1 instead of 2, logits 0.06 apart" in table([rounded])
+    result.differences.append(far)
+    assert conclude(row, result, laws, 1e-3, exact=False).verdict == "FAILED: greedy"
+    for wrong in (1e-7, float("nan")):
+        proof = conclude(row, None, (Law(0.6, 0.8, wrong, 0.3),), 1e-3, exact=True)
+        assert proof.verdict == "FAILED: law at T=0.6/p=0.8" and not proof.holds
+
+
+def test_the_law_of_an_answer_is_the_product_of_its_tokens_laws(sampled: SampledProver) -> None:
+    law = answer_law(sampled.target, sampled.ids, 3, SamplingConfig(0.7))
+    assert len(law) == 8**3 and math.isclose(sum(law.values()), 1.0, rel_tol=1e-6)
+    answer = (4, 0, 7)
+    with torch.inference_mode():
+        text = torch.cat([sampled.ids, torch.tensor([answer])], dim=1)
+        laws = (sampled.target.model(text).logits[0, -4:-1] / 0.7).softmax(-1)
+    assert law[answer] == pytest.approx(math.prod(float(laws[n, token]) for n, token in enumerate(answer)), rel=1e-4)
+    cut = answer_law(sampled.target, sampled.ids, 3, WARM)  # the processors leave out answers, and the rest is a law
+    assert 1 < len(cut) < 8**3 and math.isclose(sum(cut.values()), 1.0, rel_tol=1e-6)
+
+
+def test_p_is_that_of_pearsons_test_with_rare_answers_pooled() -> None:
+    for draws, singles in ((200, 2), (1000, 3), (5000, 5)):  # the cells that expect 5 and more, but the last
+        seen = np.random.default_rng(draws).multinomial(draws, list(LAW.values()))
+        wanted = np.array([chance * draws for chance in LAW.values()])
+        cells = [[*side[:singles], side[singles:].sum()] if singles < 5 else side for side in (seen, wanted)]
+        ours = p_value(LAW, Counter({answer: int(count) for answer, count in zip(LAW, seen, strict=True)}))
+        assert ours == pytest.approx(float(chisquare(*cells).pvalue), rel=1e-9)
+    assert p_value(LAW, Counter({(0,): 500, (1,): 300, (2,): 190, (9,): 1})) == 0.0  # which the law excludes
+    assert p_value({(0,): 1.0}, Counter({(0,): 10})) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("sps", "draft_lm"), ("eagle", "eagle1"), ("hydra", "hydra"), ("lookahead", None)]
+)
+def test_a_decoder_that_remembers_writes_the_same_and_runs_no_model_twice(
+    terse: Prompts, method: Method, kind: str | None
+) -> None:
+    ids = terse.first(5)[4].ids
+
+    def answers(decoder: SpeculativeDecoder) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1)
+        settings: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0.8, "top_k": 0}
+        return [decoder.generate(ids, generator=generator, **settings).new_ids for _ in range(8)]
+
+    remembering, calls = remember(terse.decoder(method, kind)), list[int]()
+    first = answers(remembering)
+    assert first == answers(terse.decoder(method, kind))
+    hook = terse.target.decoder.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        assert answers(remembering) == first and not calls
+    finally:
+        hook.remove()
+
+
+def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
+    wordy: Prompts, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row with typical acceptance is listed, labelled and not tested."""
+    written = tmp_path / "proof.json"
+    options = Namespace(methods="vanilla,eagle2", prompts=2, draws=200, seed=0, json=written, plan=False)
+    heads = {"eagle1": str(wordy.heads / "eagle1")}
+    typical = MethodConfig("medusa", typical=TypicalConfig())
+    assert demonstrate(options, wordy.config, heads, others=(typical,)) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["method", "head"]
+    assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "medusa"]
+    assert all("2/2" in row and row.endswith("lossless") for row in rows[:2]) and "not tested" in rows[2]
+    proof: Any = read_json(written)
+    assert proof["holds"] and [row["greedy"]["identical"] for row in proof["rows"][:2]] == [2, 2]
+    assert min(law["p_value"] for row in proof["rows"] for law in row["laws"]) > 0
+    monkeypatch.setattr(engine, "verify", judged_by(second_best))
+    assert demonstrate(options, wordy.config, heads) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 2
+    assert "vanilla: prompt 0, new token 1: " in printed and not read_json(written)["holds"]
+
+
+def test_the_miniatures_stop_rules_end_trees_before_what_is_left_to_write_does(sampled: SampledProver) -> None:
+    """Else nothing would be proven about them."""
+    for method, kind in (("sps-svip", "draft_lm"), ("deagle", "eagle1"), ("ddd", "eagle1"), ("opt-tree", "eagle1")):
+        asked = lossless.MINIATURES.get(method, MethodConfig(method))  # type: ignore[arg-type]
+        decoder = make_decoder(Drafters(sampled.target), asked, str(sampled._heads / kind))
+        generator, levels = torch.Generator().manual_seed(0), Counter[int]()
+        settings: dict[str, Any] = {"max_new_tokens": lossless.LENGTH, "temperature": 1.0, "top_k": 0}
+
+        def watch(cycle: Cycle, levels: Counter[int] = levels) -> None:
+            levels[cycle.tree.levels] += 1
+
+        for _ in range(12):
+            decoder.generate(sampled.ids, generator=generator, on_cycle=watch, **settings)
+        assert 0 < levels[1] < sum(levels.values()), method
