@@ -454,49 +454,6 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
 
 # ------------------------------------------------------------------------------------------------------ known files
 
-RECORD = "progress.json"
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def folders(directory: Path) -> list[Path]:
-    """The folders of all steps, newest first, whole or not."""
-    found = [folder for folder in directory.glob("step-*") if folder.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def write(
-    folder: Path, values: Any, fill: Callable[[Path], None], rank: int = 0, wait: Callable[[], None] = lambda: None
-) -> None:
-    """Makes the folder of what fill(temporary folder) writes, on all ranks, and of values, on the first."""
-    with directory_atomically(folder, rank, wait) as temporary:
-        fill(temporary)
-        wait()
-        if rank == 0:
-            Manifest.of(temporary, facts={"values": values}).write(temporary, RECORD)
-
-
-def read(folder: Path, record: Any = None) -> Any:
-    """The values of a whole folder; UserError names the first file that is missing or not as it was written.
-
-    record: that of another folder, which this one is held against.
-    """
-    path = folder / RECORD
-    manifest = Manifest.read(folder, RECORD) if record is None else Manifest.from_json(record, path)
-    if damage := manifest.damage(folder):
-        raise UserError(str(damage))
-    return manifest.facts["values"]
-
-
-remove, sweep = remove_directory, remove_temporaries
-
-
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 CALIBRATOR = "calibrator.json"  # what its confidence stood for on held-out prompts; decides nothing about the head
 MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # as Medusa and Hydra publish theirs

@@ -64,8 +64,8 @@ SIZES: dict[str, dict[str, Any]] = {  # sections `head`
     "draft_lm": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # heads whose states are made in the step, with other options
-    "eagle1-lk": ("eagle1", {"train.loss": "lk_hybrid", "train.noise_length_scaling": True}),
-    "eagle3-packed": ("eagle3", {"train.packing": True, "train.unroll_steps": 3, "train.divisor": "per_step"}),
+    "eagle1-lk": ("eagle1", {"train.loss": "lk_hybrid"}),
+    "eagle3-packed": ("eagle3", {"train.packing": True, "train.unroll_steps": 3}),
     "medusa-law": ("medusa", {"train.law_weight": 0.5, "train.dropout": 0.1, "head.num_layers": 2}),
     "hydra-prefix": ("hydra", {"head.prefix_layer": True, "train.accumulation": 2, "train.measure_prompts": 2}),
     "draft_lm-on-policy": ("draft_lm", {"train.distill": "jsd", "train.on_policy": 0.5}),

@@ -1,87 +1,94 @@
-"""The Accelerator, with or without DeepSpeed, on CPUs and GPUs; and the whole fp32 weights of what it has sharded."""
+"""The processes of a run: the Accelerator, with or without DeepSpeed, on CPUs and GPUs; sums over all; signals."""
 
 import logging
 import os
 import signal
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any
 
 import torch
+import torch.distributed
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import Requeued, UserError
 from aerie.configs.schema.train import TrainConfig
 
-T = TypeVar("T")
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher told this process; local_rank is None outside a launcher."""
-
-    local_rank: int | None = None
-    world_size: int = 1
-    uses_deepspeed: bool = False
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def build_accelerator(config: TrainConfig, launch: Launch, directory: Path) -> Accelerator:
+def device() -> str:
+    """Where this process's share of the target goes."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     """The Accelerator of this process; UserError when the launcher started processes that do not know each other."""
     quiet_deepspeed()
-    has_gpu = torch.cuda.is_available()
-    # Without the gloo backend DeepSpeed on CPUs believes in one process; on a GPU it would take NCCL's place.
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if launch.local_rank is not None and not has_gpu else []
+    is_cpu_process = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = Accelerator(
-        # torchrun on CPUs needs it said: else the processes find each other but keep their gradients to themselves.
-        cpu=bool(handlers) and not launch.uses_deepspeed,
+        # Under torchrun on CPUs this must be said: else the processes find each other and keep their gradients apart.
+        cpu=is_cpu_process and not uses_deepspeed,
         gradient_accumulation_steps=config.accumulation,
         log_with=list(config.trackers) or None,
         project_dir=str(directory),
-        kwargs_handlers=handlers,
+        # Without the gloo backend DeepSpeed on CPUs believes in one process; on a GPU it would take NCCL's place.
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
     )
-    apart = launch.world_size > 1 and accelerator.distributed_type == DistributedType.NO
-    if apart or accelerator.num_processes != launch.world_size:
+    together = 1 if accelerator.distributed_type == DistributedType.NO else accelerator.num_processes
+    if together != world_size():
         raise UserError(
-            f"WORLD_SIZE: the launcher asked for {launch.world_size} processes that train together and "
-            f"{1 if apart else accelerator.num_processes} does; "
+            f"WORLD_SIZE: the launcher asked for {world_size()} processes that train together and {together} does; "
             f"launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
         )
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None:
-        settings = plugin.deepspeed_config
-        settings["gradient_clipping"] = config.clip_norm  # clip_grad_norm_ clips nothing under DeepSpeed
-        settings["gradient_accumulation_steps"] = config.accumulation
-        settings["train_micro_batch_size_per_gpu"] = config.batch_size
+    if accelerator.state.deepspeed_plugin is not None:
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "gradient_clipping": config.clip_norm,  # accelerator.clip_grad_norm_ clips nothing under DeepSpeed
+            "gradient_accumulation_steps": config.accumulation,
+            "train_micro_batch_size_per_gpu": config.batch_size,
+        }
     return accelerator
 
 
 def quiet_deepspeed() -> None:
     """Keeps DeepSpeed's start-up to warnings, and its shared-memory C++ op (a 70 s build) from CPU runs."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if torch.cuda.is_available():
-        return
-    try:
-        import deepspeed.ops
-    except ImportError:
-        return
-    table = getattr(deepspeed.ops, "__compatible_ops__", None)  # a private name: gloo alone serves as well
-    if isinstance(table, dict):
-        table["deepspeed_shm_comm"] = False
+    if not torch.cuda.is_available():
+        with suppress(ImportError):
+            import deepspeed.ops
+
+            # A private name; where it is gone gloo serves as well.
+            getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
-def is_deepspeed(accelerator: Accelerator) -> bool:
-    return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
+def be_quiet() -> None:
+    """No advice and no loading bars of the libraries."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def engine_of(accelerator: Accelerator) -> str:
     """How the optimiser's states are laid out over the processes: 'plain float32', 'ZeRO-2 bf16'."""
-    plugin = accelerator.state.deepspeed_plugin if is_deepspeed(accelerator) else None
+    plugin = accelerator.state.deepspeed_plugin
     name = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
     return f"{name} {accelerator.mixed_precision if accelerator.mixed_precision != 'no' else 'float32'}"
 
@@ -94,20 +101,35 @@ def machine_of(device: torch.device) -> str:
     return f"{device.type} with {threads} {'thread' if threads == 1 else 'threads'}, torch {torch.__version__}"
 
 
-def first_process_finds(accelerator: Accelerator, find: Callable[[], T]) -> T:
-    """What find returns on the first process, on all of them; its UserError, too."""
-    outcome: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = find()
-        except UserError as error:
-            outcome[1] = str(error)
-    if accelerator.num_processes > 1:
-        broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise UserError(outcome[1])
-    found: T = outcome[0]
-    return found
+def are_many() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def all_reduce(values: Tensor) -> Tensor:
+    """values summed over the processes (themselves where there is one)."""
+    if are_many():
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def most_of_all(count: int, device: torch.device) -> int:
+    """The largest count of all processes."""
+    if not are_many():
+        return count
+    most = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
+def raise_together(error: UserError | None, num_errors: float, device: torch.device) -> None:
+    """Where any process has an error all raise: it its own, the others one that points at what it printed.
+
+    Every process must call it with the same number of errors, which all_reduce has counted.
+    """
+    if num_errors:
+        with suppress(RuntimeError):  # who leaves first closes the connections: all must have come this far
+            all_reduce(torch.zeros(1, device=device))
+        raise error or UserError("train: another process failed; the line that it printed says why")
 
 
 def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
@@ -116,19 +138,12 @@ def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Ten
     All processes must call it: under ZeRO each parameter is gathered in turn.
     """
     module = accelerator.unwrap_model(prepared)
-    if not is_deepspeed(accelerator):
-        return {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
-    return {name: _gathered(parameter) for name, parameter in module.named_parameters()}
+    gather = _gathered if accelerator.distributed_type == DistributedType.DEEPSPEED else _copied
+    return {name: gather(parameter) for name, parameter in module.named_parameters()}
 
 
-def load_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copies full_weights into an unsharded twin of the module."""
-    own = dict(module.named_parameters())
-    if own.keys() != weights.keys():
-        raise ValueError(f"weights do not belong to the module: {sorted(own.keys() ^ weights.keys())[:4]}")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(weights[name])
+def _copied(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().cpu().clone()
 
 
 def _gathered(parameter: nn.Parameter) -> Tensor:
@@ -141,82 +156,39 @@ def _gathered(parameter: nn.Parameter) -> Tensor:
     if hasattr(parameter, "ds_id"):  # ZeRO-3, frozen
         context: Any = GatheredParameters([parameter])
         with context:
-            return parameter.detach().cpu().clone()
-    return parameter.detach().cpu().clone()
+            return _copied(parameter)
+    return _copied(parameter)
 
 
-def be_quiet() -> None:
-    """No advice and no loading bars of the libraries."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
-# What becomes of the run: after Ctrl-C somebody decides; a scheduler's signal means that the same command follows.
+# After Ctrl-C somebody decides what becomes of the run; a scheduler's signal means that the same command follows.
 STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
 CODES = {"interrupted": 130, "requeue": 75}
-PATIENCE_SECONDS = (
-    5.0  # a launcher repeats the terminal's Ctrl-C to its children at once: only a later one is impatience
-)
+# A launcher repeats the terminal's Ctrl-C to its children at once, so only a later second one is impatience.
+PATIENCE_SECONDS = 5.0
 
 
-class StopRequest:
-    """While entered, remembers the first of the signals; a second Ctrl-C after some seconds ends at once."""
+class StopRequest(AbstractContextManager["StopRequest"]):
+    """While entered it answers signals: between steps by ending at once, while stepping by remembering the first.
+
+    A second Ctrl-C after some seconds ends a step, too.
+    """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+        self.is_stepping = False
+        self.state: str | None = None  # 'interrupted', 'requeue', or None while no signal has come in a step
         self._since = 0.0
-        self._before: dict[signal.Signals, Any] = {}
-
-    @property
-    def state(self) -> str | None:
-        """'interrupted', 'requeue', or None while no signal has come."""
-        return None if self.received is None else STATES[self.received]
 
     def __enter__(self) -> "StopRequest":
-        for number in STATES:
-            self._before[number] = signal.signal(number, self._receive)
+        self._before = {number: signal.signal(number, self._receive) for number in STATES}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received, self._since = signal.Signals(number), time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._since > PATIENCE_SECONDS:
-            raise KeyboardInterrupt
-
-
-class _Stopped(BaseException):
-    """A scheduler's signal came where nothing has to be saved."""
-
-
-def answered(run: Callable[[], tuple[str, int]]) -> tuple[str, int]:
-    """run's (state, exit code); those of a requeue when a scheduler's signal comes before or after the steps.
-
-    Nothing is trained there, so it ends at once. While a StopRequest is entered it hears the signals instead.
-    """
-    before = {number: signal.signal(number, _stop) for number, state in STATES.items() if state == "requeue"}
-    try:
-        return run()
-    except _Stopped:
-        return "requeue", CODES["requeue"]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise _Stopped
+        is_impatient = self.state is not None and time.monotonic() - self._since > PATIENCE_SECONDS
+        if not self.is_stepping or (is_impatient and number == signal.SIGINT):
+            raise KeyboardInterrupt if number == signal.SIGINT else Requeued
+        if self.state is None:
+            self.state, self._since = STATES[signal.Signals(number)], time.monotonic()

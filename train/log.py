@@ -1,24 +1,23 @@
-"""Sums that are divided once, over all processes; the log line and metrics.jsonl."""
+"""What a training says of itself: means over all processes, the log line, metrics.jsonl and the trackers."""
 
 import json
 import resource
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
 from accelerate import Accelerator
 
-from aerie.configs.errors import UserError
 from aerie.model.storage import Lock, explained, read_json, write_json, write_text
-from aerie.train.objectives.step import Sums
+from aerie.train.launch import all_reduce
+from aerie.train.objectives.base import Sums, add_sums
 from aerie.train.resume import TRACKERS
 
+PROJECT = "aerie"  # of the trackers
 SHOWN = {  # shorter in a line
     "classification": "class",
     "greedy_agreement": "agree",
@@ -28,68 +27,47 @@ SHOWN = {  # shorter in a line
 }
 
 
-def all_reduce(values: torch.Tensor) -> torch.Tensor:
-    """values summed over the processes (themselves where there is one)."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(values)
-    return values
-
-
-def raise_together(error: UserError | None, device: torch.device) -> None:
-    """Every process must call it; where one has an error all raise: it its own, the others that another failed."""
-    raise_any(error, float(all_reduce(torch.tensor(float(error is not None), device=device))), device)
-
-
-def raise_any(error: UserError | None, num_errors: float, device: torch.device) -> None:
-    """Raises, where any of all processes has an error, this one's own or one that sends the reader to another's line.
-
-    Every process must call it with the same number.
-    """
-    if not num_errors:
-        return
-    with suppress(RuntimeError):  # who leaves first closes the connections: all must know by then
-        all_reduce(torch.zeros(1, device=device))
-    raise error or UserError("train: another process failed; the line that it printed says why")
-
-
-def most_of_all(count: int, device: torch.device) -> int:
-    """The largest count of all processes."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return count
-    most = torch.tensor(count, device=device)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    return int(most)
-
-
 def means(sums: Sums, device: torch.device) -> dict[str, float]:
     """sum / count of every name over all processes; every process must have the same names."""
-    if not sums:
-        return {}
     names = sorted(sums)
-    table = [[torch.as_tensor(x, dtype=torch.float64) for x in sums[name]] for name in names]
-    stacked = torch.stack([torch.stack([x.to(device) for x in pair]) for pair in table])  # [names, 2]
-    totals = all_reduce(stacked).tolist()
+    pairs = [[torch.as_tensor(part, dtype=torch.float64).to(device) for part in sums[name]] for name in names]
+    if not pairs:
+        return {}
+    totals = all_reduce(torch.stack([torch.stack(pair) for pair in pairs])).tolist()  # [names, 2]
     found = {name: total / count if count else 0.0 for name, (total, count) in zip(names, totals, strict=True)}
     return {name: found[name] for name in sums}
 
 
 class Meter:
-    """Collects the sums of several steps without waiting for the device."""
+    """Collects sums and times of the steps since the last log line, without waiting for the device."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self.steps, self.tokens, self.seconds, self.waited = 0, 0.0, 0.0, 0.0
 
     def add(self, sums: Sums) -> None:
-        for name, (value, count) in sums.items():
-            before = self.sums.get(name)
-            pair = (value.double(), count.double())
-            self.sums[name] = pair if before is None else (before[0] + pair[0], before[1] + pair[1])
+        add_sums(self.sums, sums)
 
-    def flush(self, device: torch.device) -> dict[str, float]:
-        """Means over all processes since the last flush."""
-        found = means(self.sums, device)
+    def tick(self, tokens: float, seconds: float, waited: float) -> None:
+        """Counts a step; seconds with waiting for data included."""
+        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+        self.seconds, self.waited = self.seconds + seconds, self.waited + waited
+
+    def flush(self, device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
+        """(means over all processes, times) since the last flush."""
+        found, steps, seconds = means(self.sums, device), max(self.steps, 1), max(self.seconds, 1e-9)
+        times = {
+            "data_wait_share": self.waited / seconds,
+            "tokens_per_s": self.tokens / seconds,
+            "step_ms": 1000.0 * seconds / steps,
+            "peak_memory_gib": peak_memory_gib(device),
+        }
         self.sums = {}
-        return found
+        self._restart_clock()
+        return found, times
 
     def save(self, path: Path) -> None:
         """Writes this process's sums, exactly."""
@@ -98,9 +76,9 @@ class Meter:
 
     def load(self, path: Path) -> None:
         """Goes on from the sums that save wrote."""
-        pairs = json.loads(path.read_text(encoding="utf-8")).items()
-        double = lambda number: torch.tensor(number, dtype=torch.float64)  # noqa: E731
-        self.sums = {name: (double(value), double(count)) for name, (value, count) in pairs}
+        for name, pair in json.loads(path.read_text(encoding="utf-8")).items():
+            value, count = (torch.tensor(number, dtype=torch.float64) for number in pair)
+            self.sums[name] = (value, count)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -111,82 +89,26 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """One log line's values; means are per supervised slot."""
-
-    kind: str
-    step: int
-    total_steps: int
-    epoch: int
-    means: dict[str, float]
-    loss: float
-    grad_norm: float | None  # before clipping; DeepSpeed without ZeRO clips in float32 without telling it
-    learning_rate: float
-    data_wait: float  # share of the wall time
-    tokens_per_s: float
-    step_ms: float
-    peak_memory_gib: float
-    eta_s: float
-
-    def line(self) -> str:
-        """One dense line with units."""
-        parts = [f"step {self.step:,}/{self.total_steps:,}", f"loss {self.loss:.4f}"]
-        parts += shown(self.means)
-        parts += [
-            "grad ?" if self.grad_norm is None else f"grad {self.grad_norm:.3g}",
-            f"lr {self.learning_rate:.2e}",
-            f"wait {self.data_wait:.0%}",
-            f"{thousands(self.tokens_per_s)} tok/s",
-            f"{self.step_ms:.0f} ms",
-            f"{self.peak_memory_gib:.2f} GiB",
-            f"eta {clock(self.eta_s)}",
-        ]
-        return " | ".join(parts)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "step": self.step,
-            "epoch": self.epoch,
-            "loss": self.loss,
-            **self.means,
-            "grad_norm": self.grad_norm,
-            "learning_rate": self.learning_rate,
-            "data_wait_share": self.data_wait,
-            "tokens_per_s": self.tokens_per_s,
-            "step_ms": self.step_ms,
-            "peak_memory_gib": self.peak_memory_gib,
-        }
-
-
-class MetricsFile:
-    """metrics.jsonl: one JSON object a line. A run that goes on from a step forgets what came after it.
-
-    Several heads of one run may be trained at once: they take turns, so that none forgets the others' lines.
-    """
-
-    def __init__(self, path: Path, kind: str, from_step: int) -> None:
-        self.path = path
-        self.reached = 0  # the last step of that kind that had a line
-        with self._turn():
-            if not path.is_file():
-                return
-            lines = path.read_text(encoding="utf-8").splitlines()
-            self.reached = max((_step(line, kind) for line in lines), default=0)
-            kept = [line for line in lines if not _is_stale(line, kind, from_step)]
-            if len(kept) != len(lines):
-                write_text(path, "".join(line + "\n" for line in kept))
-
-    def write(self, record: dict[str, Any]) -> None:
-        with self._turn(), self.path.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(record) + "\n")
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        with explained(self.path), Lock(self.path.with_name(f".{self.path.name}.lock")) as lock:
-            lock.acquire()
-            yield
+def step_line(record: dict[str, Any], total_steps: int, names: list[str]) -> str:
+    """A dense line with units of a step's record; names are those of its means."""
+    seconds = (total_steps - record["step"]) * record["step_ms"] / 1000.0
+    hours, minutes, rest = int(seconds) // 3600, int(seconds) // 60 % 60, int(seconds) % 60
+    rate = record["tokens_per_s"]
+    unit, size = next(((unit, size) for unit, size in (("M", 1e6), ("k", 1e3)) if rate >= size), ("", 1.0))
+    norm = record["grad_norm"]  # DeepSpeed without ZeRO clips in float32 without telling it
+    parts = [
+        f"step {record['step']:,}/{total_steps:,}",
+        f"loss {record['loss']:.4f}",
+        *shown({name: record[name] for name in names}),
+        "grad ?" if norm is None else f"grad {norm:.3g}",
+        f"lr {record['learning_rate']:.2e}",
+        f"wait {record['data_wait_share']:.0%}",
+        f"{rate / size:.{1 if unit else 0}f}{unit} tok/s",
+        f"{record['step_ms']:.0f} ms",
+        f"{record['peak_memory_gib']:.2f} GiB",
+        f"eta {hours}:{minutes:02}:{rest:02}" if hours else f"eta {minutes}:{rest:02}",
+    ]
+    return " | ".join(parts)
 
 
 def held_out_line(step: int, total_steps: int, rows: int, values: dict[str, float]) -> str:
@@ -205,6 +127,72 @@ def shown(values: dict[str, float]) -> list[str]:
     return [f"{SHOWN.get(stem, stem)} {' '.join(texts)}" for stem, texts in groups.items()]
 
 
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line. A run that goes on from a step forgets what came after it.
+
+    Several heads of one run may be trained at once: they take turns, so that none forgets the others' lines.
+    """
+
+    def __init__(self, path: Path, kind: str, from_step: int) -> None:
+        self.path = path
+        self.reached = 0  # the last step of that kind that had a line
+        with self._turn():
+            lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+            kept = []
+            for line in lines:
+                try:
+                    record = json.loads(line)
+                except ValueError:  # a kill has cut it off
+                    continue
+                step = int(record.get("step", 0)) if record.get("kind") == kind else 0
+                self.reached = max(self.reached, step)
+                if step <= from_step:
+                    kept.append(line + "\n")
+            if len(kept) != len(lines):
+                write_text(path, "".join(kept))
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self._turn(), self.path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record) + "\n")
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with explained(self.path), Lock(self.path.with_name(f".{self.path.name}.lock")) as lock:
+            lock.acquire()
+            yield
+
+
+def start_trackers(accelerator: Accelerator, state: Path, from_step: int, made_of: str, config: Any) -> None:
+    """Opens the trackers: a run of the same made_of (a digest) that was stopped goes on under its own id.
+
+    What was logged after from_step, and is about to be logged again, is purged by tensorboard; wandb leaves out what it
+    has, and to trackio, which would take a step twice, log_values does not send it.
+    """
+    if not accelerator.log_with:
+        return
+    is_known, path = False, state / TRACKERS
+    stored = {"id": f"{state.name}-{secrets.token_hex(4)}", "made_of": made_of}
+    if accelerator.is_main_process:
+        is_known = path.is_file() and read_json(path).get("made_of") == made_of
+        if is_known:
+            stored = read_json(path)
+        else:
+            write_json(path, stored)
+    resumed = {"name": stored["id"], "resume": "allow"}
+    options = {"tensorboard": {"purge_step": from_step + 1}, "wandb": {"id": stored["id"], **resumed}}
+    accelerator.init_trackers(
+        PROJECT, config=None if is_known else flat(config), init_kwargs={**options, "trackio": resumed}
+    )
+
+
+def log_values(accelerator: Accelerator, values: dict[str, float], step: int, reached: int) -> None:
+    """Logs values of a step to all trackers; reached: the last step that earlier sittings have logged."""
+    for tracker in accelerator.trackers:
+        if tracker.name != "trackio" or step > reached:
+            with explained(Path(accelerator.project_dir)):
+                tracker.log(values, step=step)
+
+
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested values as flat numbers and strings, which is all that trackers take."""
     found: dict[str, Any] = {}
@@ -214,79 +202,3 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value if isinstance(value, int | float | str | bool) else str(value)
     return found
-
-
-def thousands(value: float) -> str:
-    """912, 41.2k, 3.4M."""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """0:43, 12:05, 3:20:11."""
-    whole = int(max(seconds, 0))
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _is_stale(line: str, kind: str, from_step: int) -> bool:
-    return _step(line, kind) > from_step or _step(line, None) < 0
-
-
-def _step(line: str, kind: str | None) -> int:
-    """The step of a line, 0 where it is of another kind than asked for, -1 where a kill has cut it off."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return -1
-    return int(record.get("step", 0)) if kind in (None, record.get("kind")) else 0
-
-
-PROJECT = "aerie"
-
-
-class Trackers:
-    """Logs to all trackers of an accelerator."""
-
-    def __init__(self, accelerator: Accelerator, state: Path, reached: int) -> None:
-        """reached: the last step that earlier sittings have logged, which may be past the save that is gone on from."""
-        self.accelerator, self.state, self.reached = accelerator, state, reached
-
-    def start(self, from_step: int, made_of: str, config: dict[str, Any]) -> None:
-        """Opens them: a run of the same made_of (a digest) that was stopped goes on under its own id.
-
-        What was logged after from_step, and is about to be logged again, is purged by tensorboard; wandb leaves out
-        what it has, and to trackio, which would take a step twice, it is not sent.
-        """
-        if not self.accelerator.log_with:
-            return
-        known, run_id = False, ""
-        if self.accelerator.is_main_process:
-            known, run_id = self._id(made_of)
-        resumed = {"id": run_id, "name": run_id, "resume": "allow"}
-        options = {
-            "tensorboard": {"purge_step": from_step + 1},
-            "wandb": resumed,
-            "trackio": {"name": run_id, "resume": "allow"},
-        }
-        self.accelerator.init_trackers(PROJECT, config=None if known else config, init_kwargs=options)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Logs values of a step, on the first process."""
-        for tracker in self.accelerator.trackers:
-            if tracker.name != "trackio" or step > self.reached:
-                with explained(self.state.parent):
-                    tracker.log(values, step=step)
-
-    def _id(self, made_of: str) -> tuple[bool, str]:
-        """(whether an earlier sitting has opened the trackers, the run's id there)."""
-        path = self.state / TRACKERS
-        if path.is_file():
-            stored = read_json(path)
-            if stored.get("made_of") == made_of:
-                return True, str(stored["id"])
-        run_id = f"{self.state.name}-{secrets.token_hex(4)}"
-        write_json(path, {"id": run_id, "made_of": made_of})
-        return False, run_id

@@ -7,60 +7,60 @@ those that speak of acceptance. Where both vocabularies are one the forms are eq
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.schema.train import LossName, TrainConfig
 from aerie.model.target import TargetEnds
+from aerie.train.launch import most_of_all
+
+VOCABULARY_CHUNK = 16384  # columns of logits that are held at once
 
 
+@dataclass(frozen=True)
 class TargetLaw:
-    """The target's law over a draft vocabulary, in its two forms.
+    """The target's law over a draft vocabulary, in its two forms."""
 
-    `at` chooses slots lazily: several steps of an unroll are compared with the same law, which is exponentiated once.
-    """
-
-    def __init__(self, inside: Tensor, log_mass: Tensor, slots: Tensor | None = None) -> None:
-        """inside: log p [S, Vd], renormalised; log_mass [S]: the logarithm of the draft vocabulary's share of the full
-        law, 0 where it is all of it; slots [n]: which of the S laws are meant, and in which order."""
-        self._inside, self._log_mass, self._slots = inside, log_mass, slots
+    log_p: Tensor  # [S, Vd], renormalised over the draft vocabulary
+    log_mass: Tensor  # [S], the logarithm of the draft vocabulary's share of the full law; 0 where it is all of it
+    slots: Tensor | None = None  # which of the S laws are meant, and in which order; None: all
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
         """From logits [S, Vd] and the log-sum-exp [S] of the full vocabulary (None: Vd is the full vocabulary)."""
-        inside = log_law(logits)
+        log_p = log_law(logits)
         if log_normaliser is None:
-            return cls(inside, inside.new_zeros(inside.shape[:1]))
-        return cls(inside, logits.float().logsumexp(-1) - log_normaliser)
+            return cls(log_p, log_p.new_zeros(log_p.shape[:1]))
+        return cls(log_p, logits.float().logsumexp(-1) - log_normaliser)
+
+    def at(self, slots: Tensor) -> "TargetLaw":
+        """The laws of some slots [n]. Steps of an unroll look up the same law, which is exponentiated once for all."""
+        return replace(self, slots=slots)
 
     @property
     def inside(self) -> Tensor:
         """log p [S, Vd], renormalised over the draft vocabulary."""
-        return self._chosen(self._inside)
+        return self._chosen(self.log_p)
 
     @property
     def share(self) -> Tensor:
         """p [S, Vd], renormalised over the draft vocabulary."""
-        return self._chosen(self._inside.exp())
+        return self._chosen(self.log_p.exp())
 
     @property
     def whole(self) -> Tensor:
         """log p [S, Vd] as it is in the full vocabulary."""
-        return self._chosen(self._inside + self._log_mass[:, None])
-
-    def at(self, slots: Tensor) -> "TargetLaw":
-        """The laws of some slots [n], in this order."""
-        return TargetLaw(self._inside, self._log_mass, slots if self._slots is None else self._slots[slots])
+        return self._chosen(self.log_p + self.log_mass[:, None])
 
     def _chosen(self, laws: Tensor) -> Tensor:
-        return laws if self._slots is None else laws[self._slots]
-
-
-Loss = Callable[[Tensor, TargetLaw], Tensor]
+        return laws if self.slots is None else laws[self.slots]
 
 
 def log_law(logits: Tensor) -> Tensor:
@@ -89,11 +89,6 @@ def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def reverse_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """[S]: KL(q || p) = sum_v q(v) (log q(v) - log p(v)), in nats."""
-    return (log_q.exp() * (log_q - log_p)).sum(-1)
-
-
 def jensen_shannon(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     """[S]: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, in nats.
 
@@ -111,87 +106,104 @@ def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
 
-def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """[S]: TV(p, q) = 1 - alpha; the target's mass outside the draft vocabulary counts as distance.
-
-    Source: Leviathan et al. (arXiv 2211.17192), definition 3.2 and lemma 3.3.
-    """
-    return 1.0 - acceptance(log_q, log_p)
-
-
 def negative_log_alpha(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """[S]: -log alpha, from logarithms, so that laws without common mass have a gradient; p is whole.
-
-    Source: LK losses (arXiv 2602.23881), likelihood form.
-    """
+    """[S]: -log alpha; p is whole. Source: LK losses (arXiv 2602.23881), likelihood form."""
+    # From logarithms: laws without common mass, whose alpha is 0 in float32, have a gradient too.
     return -torch.minimum(log_q, log_p).logsumexp(-1)
 
 
-def lk_hybrid(log_q: Tensor, target: TargetLaw, eta: float) -> Tensor:
+def lk_hybrid(log_q: Tensor, law: TargetLaw, eta: float) -> Tensor:
     """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q) with lambda = exp(-eta alpha), a constant of its own slot.
 
     KL takes the law inside the draft vocabulary, alpha and TV the whole one. Source: LK losses (arXiv 2602.23881),
     hybrid form.
     """
-    alpha = acceptance(log_q, target.whole)
+    alpha = acceptance(log_q, law.whole)
     mix = torch.exp(-eta * alpha.detach())
-    return mix * kl(log_q, target.inside) + (1.0 - mix) * (1.0 - alpha)
+    return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
 
 
-def loss_named(name: LossName, config: TrainConfig) -> Loss:
-    """The loss [S] of (log q, target law) that a recipe's train.loss names."""
-    named: dict[LossName, Loss] = {
-        "soft_cross_entropy": lambda log_q, target: soft_cross_entropy(log_q, target.share),
-        "kl": lambda log_q, target: kl(log_q, target.inside),
-        "reverse_kl": lambda log_q, target: reverse_kl(log_q, target.inside),
-        "jsd": lambda log_q, target: jensen_shannon(log_q, target.inside, config.jsd_beta),
-        "total_variation": lambda log_q, target: total_variation(log_q, target.whole),
-        "negative_log_alpha": lambda log_q, target: negative_log_alpha(log_q, target.whole),
-        "lk_hybrid": lambda log_q, target: lk_hybrid(log_q, target, config.lk_eta),
-    }
-    return named[name]
-
-
-def greedy_agreement(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """[S] bool: both laws have the same likeliest token (DEAGLE's alpha)."""
-    return log_q.argmax(-1) == log_p.argmax(-1)
-
-
-def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[S]: -log q(token) in nats, logits [S, V] and tokens [S]."""
-    return F.cross_entropy(logits.float(), tokens, reduction="none")
-
-
-VOCABULARY_CHUNK = 16384  # columns of logits that are held at once
-
-
-@dataclass(frozen=True)
-class DraftedLaw:
-    """The target's law at S states."""
-
-    law: TargetLaw  # log p [S, Vd], inside the draft vocabulary and whole
-    choice: Tensor  # [S], the likeliest token of the full vocabulary
+LOSSES: dict[LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]] = {  # losses [S] between log q and the law
+    "soft_cross_entropy": lambda log_q, law, _: soft_cross_entropy(log_q, law.share),
+    "kl": lambda log_q, law, _: kl(log_q, law.inside),
+    "reverse_kl": lambda log_q, law, _: kl(law.inside, log_q),
+    "jsd": lambda log_q, law, config: jensen_shannon(log_q, law.inside, config.jsd_beta),
+    # TV(p, q) = 1 - alpha (Leviathan, lemma 3.3): the target's mass outside the draft vocabulary counts as distance
+    "total_variation": lambda log_q, law, _: 1.0 - acceptance(log_q, law.whole),
+    "negative_log_alpha": lambda log_q, law, _: negative_log_alpha(log_q, law.whole),
+    "lk_hybrid": lambda log_q, law, config: lk_hybrid(log_q, law, config.lk_eta),
+}
 
 
 @torch.no_grad()
-def drafted_law(states: Tensor, ends: TargetEnds, ids: Tensor, chunk: int = VOCABULARY_CHUNK) -> DraftedLaw:
-    """The law of last_hidden states [S, D] at the draft vocabulary's ascending target ids [Vd].
+def drafted_law(
+    states: Tensor, target: TargetEnds, ids: Tensor, chunk: int = VOCABULARY_CHUNK
+) -> tuple[TargetLaw, Tensor]:
+    """The law of last_hidden states [S, D] at the draft vocabulary's ascending target ids [Vd], and the likeliest
+    token [S] of the full vocabulary.
 
     The log-sum-exp and the argmax of all V columns are gathered from `chunk` columns at a time, in float32.
     """
     drafted = states.new_empty(states.shape[0], len(ids), dtype=torch.float32)  # [S, Vd]
     normaliser = states.new_full(states.shape[:1], float("-inf"), dtype=torch.float32)  # [S]
     best, choice = normaliser.clone(), torch.zeros_like(normaliser, dtype=torch.long)
-    total = ends.lm_head.shape[0]
+    total = target.lm_head.shape[0]
     firsts = list(range(0, total, chunk))
+    # Which of the ids lie in each chunk: they ascend, so those of a chunk stand together.
     borders = torch.searchsorted(ids, torch.tensor([*firsts, total], device=ids.device)).tolist()
     with torch.autocast(states.device.type, enabled=False):
         for number, first in enumerate(firsts):
-            logits = ends.logits(states, slice(first, first + chunk)).float()  # [S, chunk]
+            logits = target.logits(states, slice(first, first + chunk)).float()  # [S, chunk]
             normaliser = torch.logaddexp(normaliser, logits.logsumexp(-1))
             highest, place = logits.max(-1)
-            choice = torch.where(highest > best, place + first, choice)
+            choice = torch.where(highest > best, place + first, choice)  # of equals the first, as argmax has it
             best = torch.maximum(highest, best)
             inside = slice(borders[number], borders[number + 1])
             drafted[:, inside] = logits[:, ids[inside] - first]
-    return DraftedLaw(TargetLaw.of_logits(drafted, normaliser), choice)
+    return TargetLaw.of_logits(drafted, normaliser), choice
+
+
+Sum = Callable[..., tuple[Tensor, ...]]
+Pieces = Sequence[tuple[Any, ...]]
+
+
+def remade(sums: Sum, pieces: Pieces) -> Sum:
+    """sums itself where there is one piece; else with activations that are made again in the backward pass, so that
+    the logits of one piece are held at a time."""
+    return sums if len(pieces) <= 1 else partial(checkpoint, sums, use_reentrant=False)
+
+
+def added(sums: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What the pieces' sums add up to."""
+    return sums[0] if len(sums) == 1 else tuple(torch.stack(column).sum(0) for column in zip(*sums, strict=True))
+
+
+def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
+    """Columns [S, ...] cut into pieces of `chunk` slots."""
+    pieces = list(zip(*(column.split(chunk) for column in columns), strict=True))
+    # ZeRO-3 gathers the LM head at each call, so all processes must call it equally often.
+    missing = most_of_all(len(pieces), columns[0].device) - len(pieces)
+    return pieces + [tuple(column[:0] for column in columns)] * missing
+
+
+def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tensor]], at_once: int) -> Pieces:
+    """Pieces (states, which, *columns) with at most `at_once` of the target's states [S0, D].
+
+    which holds, for each head or step, the states that its slots are compared with: [S_k] into S0. Each of the columns
+    holds tensors [S_k, ...] beside them. A state goes with everything that is compared with it.
+    """
+    # ZeRO-3 gathers the LM head at each call, so all processes must call it equally often.
+    groups = most_of_all(-(-states.shape[0] // at_once), states.device)
+    if groups <= 1:
+        return [(states, which, *columns)]
+    goals = [*states.split(at_once), *[states[:0]] * groups][:groups]
+    orders = [place.argsort(stable=True) for place in which]
+    sizes = [
+        (place[order] // at_once).bincount(minlength=groups).tolist()
+        for place, order in zip(which, orders, strict=True)
+    ]
+    cut = [
+        [column[order].split(size) for column, order, size in zip(table, orders, sizes, strict=True)]
+        for table in ([place % at_once for place in which], *columns)
+    ]
+    return [(goal, *([column[at] for column in table] for table in cut)) for at, goal in enumerate(goals)]

@@ -17,7 +17,7 @@ from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig,
 from aerie.configs.schema.decode import OPTIONS, USUAL, MethodConfig, TreeConfig, completed
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, PromptsConfig, TuneConfig
 from aerie.configs.schema.target_and_head import DEFAULT_KIND, Eagle1Section, HeadConfig, TargetConfig
-from aerie.configs.schema.train import TrainConfig
+from aerie.configs.schema.train import Eagle1Train, Train, for_head
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Recipe:
     data: DataConfig
     head: HeadConfig = Eagle1Section()
     features: FeaturesConfig = FeaturesConfig()
-    train: TrainConfig = TrainConfig()
+    train: Train = Eagle1Train()
     # of the usual method of the recipe's head, for generate and measured tau; the file names what differs from that
     tree: TreeConfig | None = None
     calibrate: CalibrateConfig | None = None
@@ -45,10 +45,14 @@ class Recipe:
     @model_validator(mode="before")
     @classmethod
     def _complete_trees(cls, values: Any) -> Any:
-        """`tree` is completed from the usual method of the head's kind, calibrate's from the method that it names."""
+        """`tree` is completed from the usual method of the head's kind, calibrate's from the method that it names.
+
+        `train` is told the head's kind, which decides its keys.
+        """
         head, calibrate = (values.get(name) or {} for name in ("head", "calibrate"))
-        usual = USUAL.get(str(head.get("kind", DEFAULT_KIND))) if isinstance(head, dict) else None
-        values = {**values, "tree": completed(usual, values.get("tree")) if usual else None}
+        kind = str(head.get("kind", DEFAULT_KIND)) if isinstance(head, dict) else ""
+        usual, train = USUAL.get(kind), for_head(values.get("train"), kind)
+        values = {**values, "train": train, "tree": completed(usual, values.get("tree")) if usual else None}
         if isinstance(calibrate, dict) and calibrate:
             tree = completed(calibrate.get("method") or usual, calibrate.get("tree"))
             values["calibrate"] = {**calibrate, "tree": tree}

@@ -21,7 +21,7 @@ from aerie.data.main import main
 from aerie.train.main import main as train
 from tests import tiny
 from tests.data.caches import contents
-from tests.train.kills import ended_by, kill_at
+from tests.train.sittings import ended_by, kill_at
 
 ROOT = Path(__file__).resolve().parents[2]
 Command = Callable[..., int]

@@ -1,6 +1,9 @@
-"""Runs of the real loop in this process, on a tiny head and random rows."""
+"""Runs of the real loop in this process on a tiny head and random rows, and sittings in forks that are killed."""
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,11 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from aerie.configs.read import as_dict
-from aerie.configs.schema.train import TrainConfig
+from aerie.configs.schema.train import Eagle1Train
+from aerie.data.batches import Batch
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import save_head
-from aerie.train.launch import Launch, build_accelerator
+from aerie.train.launch import StopRequest, build_accelerator
 from aerie.train.loop import Job, Loop, Outcome
 from aerie.train.objectives.eagle import Eagle1Objective
 from tests import tiny
@@ -19,30 +23,40 @@ from tests import tiny
 ENDS = tiny.ends()
 
 
-def config(**changes: Any) -> TrainConfig:
-    values: dict[str, Any] = {
-        "epochs": 3,
-        "batch_size": 4,
-        "learning_rate": 1e-2,
-        "warmup_steps": 2,
-        "eval_every": 0,
-        "log_every": 1,
-        **changes,
-    }
-    return TrainConfig(**values)
+class Interrupted(Eagle1Objective):
+    """Sends this process a signal, or fails where there is none, in the forward of a given training batch."""
+
+    left, number = 0, signal.SIGKILL
+
+    def forward(self, batch: Batch) -> Any:
+        if torch.is_grad_enabled():  # an evaluation is no step
+            self.left -= 1
+        if torch.is_grad_enabled() and self.left == 0:
+            if not self.number:
+                raise RuntimeError("power cut")
+            signal.raise_signal(self.number)
+        return super().forward(batch)
 
 
-def job(directory: Path, settings: TrainConfig, rows: list[CachedRow] | None = None, **changes: Any) -> Job:
-    """A job on 20 rows that writes below directory."""
-    rows = tiny.rows(20) if rows is None else rows
+def config(**changes: Any) -> Eagle1Train:
+    fixed = {"epochs": 3, "learning_rate": 1e-2, "warmup_steps": 2, "eval_every": 0, "log_every": 1}
+    return Eagle1Train(**{**fixed, **changes})
+
+
+def job(
+    directory: Path, settings: Eagle1Train, stop: tuple[int, int] | None = None, ends: Any = ENDS, **changes: Any
+) -> Job:
+    """A job on 20 rows that writes below directory; stop is (training batch, signal or 0)."""
+    rows: list[CachedRow] = tiny.rows(20)
+    objective = (Eagle1Objective if stop is None else Interrupted)(tiny.head(ENDS.embedding, scale=5.0), ends, settings)
+    if isinstance(objective, Interrupted) and stop is not None:
+        objective.left, objective.number = stop[0], signal.Signals(stop[1]) if stop[1] else 0  # type: ignore[assignment]
     values: dict[str, Any] = {
         "kind": "eagle1",
-        "module": tiny.head(ENDS.embedding, scale=5.0),
-        "objective": Eagle1Objective(ENDS, settings),
+        "objective": objective,
         "train": rows,
         "lengths": [len(row.input_ids) for row in rows],
         "held_out": tiny.rows(4, seed=1),
-        "config": settings,
         "output": directory / "head",
         "state": directory / "state",
         "metrics": directory / "metrics.jsonl",
@@ -52,15 +66,15 @@ def job(directory: Path, settings: TrainConfig, rows: list[CachedRow] | None = N
     return Job(**values)
 
 
-def sitting(made: Job, recipe: str = "recipe") -> tuple[Outcome, Loop]:
+def sitting(made: Job, recipe: str = "recipe", measure: Any = None) -> tuple[Outcome, Loop]:
     """The job run by a fresh accelerator, as a new process would."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(int(torch.randint(1 << 30, ()).item()))  # nothing may depend on the global generator
-    accelerator = build_accelerator(made.config, Launch(), made.state)
-    loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.config)})
-    loop.trackers.start(loop.progress.step, recipe, {"recipe": recipe})
-    outcome = loop.run()
+    accelerator = build_accelerator(made.config, made.state)
+    loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.config)}, {"recipe": recipe}, measure)
+    with StopRequest() as stop:
+        outcome = loop.run(stop)
     accelerator.end_training()
     return outcome, loop
 
@@ -71,4 +85,30 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in loop.module.named_parameters()}
+    return {name: p.detach().clone() for name, p in loop.job.objective.head.named_parameters()}
+
+
+def ended_by(run: Callable[[], object]) -> int:
+    """How a forked process that calls run ends: its exit code (1 after an exception), or minus the signal's number."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_at(module: Any, name: str, call: int) -> None:
+    """Has the given call (counted from 1) of module.name kill this process instead."""
+    real, left = getattr(module, name), [call]
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    setattr(module, name, wrapped)

@@ -1,6 +1,8 @@
-"""Laws of the loop: how a step is cut moves nothing, the best weights are kept, the budget ends a run."""
+"""Laws of the loop: how a step is cut moves nothing, the best weights are kept, the budget ends a run; what it logs."""
 
 import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from aerie.configs.errors import Requeued, UserError
+from aerie.configs.schema.train import Eagle1Train
 from aerie.data.batches import collate
 from aerie.model.checkpoint import load_head
+from aerie.train import launch
+from aerie.train.launch import StopRequest
+from aerie.train.log import Meter, MetricsFile, held_out_line, step_line
+from aerie.train.loop import build_optimizer, learning_rate
 from aerie.train.objectives.eagle import Eagle1Objective
 from tests import tiny
-from tests.train.sittings import ENDS, config, job, sitting, weights
+from tests.train.sittings import ENDS, config, job, lines, sitting, weights
 
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 4), (1, 8)])
@@ -26,82 +32,149 @@ def test_cutting_a_step_into_accumulation_parts_moves_neither_losses_nor_weights
     whole, one = sitting(job(tmp_path / "whole", config(epochs=1, batch_size=8, accumulation=1)))
     cut, other = sitting(job(tmp_path / "cut", config(epochs=1, batch_size=batch_size, accumulation=accumulation)))
     assert whole.progress.step == cut.progress.step == 3
-    pairs = zip(_records(tmp_path / "whole/metrics.jsonl"), _records(tmp_path / "cut/metrics.jsonl"), strict=True)
-    for first, second in pairs:
-        for name in ("loss", "grad_norm", "feature", "classification", "alpha"):
-            if name in first:
-                assert second[name] == pytest.approx(first[name], rel=2e-6), name
-    for name, value in weights(one).items():
-        assert (weights(other)[name] - value).abs().max() < 1e-5
+    for first, second in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
+        for name in {"loss", "grad_norm", "feature", "classification", "alpha"} & first.keys():
+            assert second[name] == pytest.approx(first[name], rel=2e-6), name
+    assert all((weights(other)[name] - value).abs().max() < 1e-5 for name, value in weights(one).items())
 
 
-def test_the_gradient_is_that_of_the_mean_over_supervised_slots(tmp_path: Path) -> None:
-    settings = config(max_steps=1, batch_size=20, clip_norm=1e9)
-    made = job(tmp_path, settings)
-    head = tiny.head(ENDS.embedding, scale=5.0).train()
-    objective = Eagle1Objective(ENDS, settings)
+def test_the_gradient_is_that_of_the_mean_over_supervised_slots_and_is_logged_before_clipping(tmp_path: Path) -> None:
+    made = job(tmp_path, config(max_steps=1, batch_size=20, clip_norm=1e-6))
+    objective = Eagle1Objective(tiny.head(ENDS.embedding, scale=5.0).train(), ENDS, made.config)
     total, count = torch.zeros(()), 0
     for number, row in enumerate(made.train):
         batch = objective.prepare(collate([row], [number]), epoch=0)
-        total, count = total + objective(head, batch).total(), count + objective.divisors(batch)["feature"]
+        total = total + objective(batch).total(objective.weights)
+        count += int(objective.counts(batch)["feature"])
     (total / count).backward()
-    norm = torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None]).norm()
+    norm = torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None]).norm()
     sitting(made)
-    first = _records(tmp_path / "metrics.jsonl")[0]
+    first = lines(tmp_path)[0]
     assert first["loss"] == pytest.approx((total / count).item(), rel=1e-5)
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
-def test_clipping_holds_the_update_and_reports_the_norm_before_it(tmp_path: Path) -> None:
-    sitting(job(tmp_path, config(max_steps=1, clip_norm=1e-6)))
-    assert _records(tmp_path / "metrics.jsonl")[0]["grad_norm"] > 1e-3
-
-
 def test_the_head_on_disk_is_the_one_with_the_best_held_out_score(tmp_path: Path) -> None:
-    scores = iter([2.0, 3.0, 1.0])
-    seen = []
+    scores, seen = iter([2.0, 3.0, 1.0]), []
 
     def measure(head: Any) -> dict[str, float]:
         seen.append(head.fc.weight.clone())
         return {"tau": next(scores)}
 
-    outcome, _ = sitting(job(tmp_path, config(max_steps=3, eval_every=1), measure=measure))
-    assert outcome.progress.best_step == 2 and len(seen) == 3
+    outcome, _ = sitting(job(tmp_path, config(max_steps=3, eval_every=1)), measure=measure)
+    assert outcome.progress.best_step == 2 and len(seen) == 3 and not seen[0].equal(seen[1])
     assert load_head(tmp_path / "head").fc.weight.equal(seen[1])
-    assert not seen[0].equal(seen[1])
+    _, loop = sitting(job(tmp_path / "unmeasured", config(max_steps=2, eval_every=1), held_out=[]))
+    assert load_head(tmp_path / "unmeasured/head").fc.weight.equal(weights(loop)["fc.weight"])
 
 
-def test_without_held_out_rows_the_last_weights_are_saved(tmp_path: Path) -> None:
-    _, loop = sitting(job(tmp_path, config(max_steps=2), held_out=[]))
-    assert load_head(tmp_path / "head").fc.weight.equal(weights(loop)["fc.weight"])
-
-
-def test_a_spent_budget_ends_the_run_at_the_next_step_and_keeps_a_state(
+def test_a_spent_budget_ends_the_run_at_the_next_step_and_a_larger_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome, _ = sitting(job(tmp_path, config(max_seconds=0.0)))
     assert (outcome.state, outcome.code, outcome.progress.step) == ("budget", 0, 1)
-    assert "max_seconds 0 is spent after step 1 of 15" in capsys.readouterr().out
-    assert (tmp_path / "state/latest").is_file() and load_head(tmp_path / "head")
+    assert "max_seconds 0 is spent after step 1 of 15" in capsys.readouterr().out and load_head(tmp_path / "head")
+    finished, continued = sitting(job(tmp_path, config(max_seconds=600.0)))
+    whole, unbroken = sitting(job(tmp_path / "whole", config()))
+    assert finished.progress.step == whole.progress.step
+    assert weights(continued)["fc.weight"].equal(weights(unbroken)["fc.weight"])
 
 
-def test_the_profilers_window_leaves_a_chrome_trace(tmp_path: Path) -> None:
-    sitting(job(tmp_path, config(max_steps=4, profile_steps=(1, 2))))
-    trace = json.loads((tmp_path / "state/trace-step1-rank0.json").read_text())
-    assert trace["traceEvents"]
+def test_a_training_that_diverges_stops_and_keeps_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aerie.train.losses.smooth_l1", lambda predicted, true: predicted.sum(-1) * float("nan"))
+    with pytest.raises(UserError, match=r"the training diverged \(nothing was kept\); lower train.learning_rate"):
+        sitting(job(tmp_path, config()))
+    assert not (tmp_path / "head/model.safetensors").exists()
 
 
-def test_metrics_are_written_with_their_step_and_all_units(tmp_path: Path) -> None:
-    sitting(job(tmp_path, config(max_steps=3, log_every=2)))
-    train = [record for record in _records(tmp_path / "metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in train] == [2, 3]
-    units = {"data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib", "grad_norm", "learning_rate", "alpha"}
-    assert units <= train[0].keys()
-
-
-def test_the_bf16_target_gives_a_bf16_head(tmp_path: Path) -> None:
+def test_what_is_written_has_units_and_the_profilers_window_a_trace(tmp_path: Path) -> None:
     half = replace(ENDS, embedding=ENDS.embedding.bfloat16(), lm_head=ENDS.lm_head.bfloat16())
-    settings = config(max_steps=2)
-    made = job(tmp_path, settings, objective=Eagle1Objective(half, settings), save_dtype=torch.bfloat16)
-    sitting(made)
+    settings = config(max_steps=4, log_every=3, profile_steps=(1, 2))
+    sitting(job(tmp_path, settings, ends=half, save_dtype=torch.bfloat16))
     assert load_head(tmp_path / "head").fc.weight.dtype == torch.bfloat16
+    train = [record for record in lines(tmp_path) if "loss" in record]
+    assert [record["step"] for record in train] == [3, 4]
+    units = {"data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib", "grad_norm", "learning_rate", "alpha"}
+    assert units <= train[0].keys() and 0.05 < train[0]["peak_memory_gib"] < 64
+    assert json.loads((tmp_path / "state/trace-step1-rank0.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("final_rate", [0.0, 0.33])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_the_rate_rises_to_its_peak_and_falls_to_its_end_at_the_last_step(schedule: Any, final_rate: float) -> None:
+    settings = Eagle1Train(learning_rate=1.0, warmup_steps=10, schedule=schedule, final_rate=final_rate)
+    rates = [learning_rate(step, 110, settings) for step in range(111)]
+    end, half = (1.0, 1.0) if schedule == "constant" else (final_rate, final_rate + (1 - final_rate) / 2)
+    assert rates[0] > 0 and max(rates) == rates[10] == 1.0
+    assert (rates[60], rates[110]) == (pytest.approx(half), pytest.approx(end))
+    assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
+    short = [learning_rate(step, 5, replace(settings, warmup_steps=2000)) for step in range(5)]
+    assert short == sorted(short) and max(short) <= 1.0
+
+
+def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> None:
+    head = tiny.head(ENDS.embedding)
+    decayed, spared = build_optimizer(head, Eagle1Train(weight_decay=0.3)).param_groups
+    assert decayed["weight_decay"] == 0.3 and spared["weight_decay"] == 0.0
+    assert {p.ndim for p in decayed["params"]} == {2} and {p.ndim for p in spared["params"]} == {1}
+    found = {id(p) for group in (decayed, spared) for p in group["params"]}
+    assert found == {id(p) for p in head.parameters() if p.requires_grad} and id(head.embed_tokens.weight) not in found
+
+
+def test_a_mean_over_steps_weighs_slots_and_not_steps() -> None:
+    meter = Meter()
+    meter.add({"feature": (torch.tensor(10.0), torch.tensor(10)), "alpha": (torch.tensor(0.0), torch.tensor(0))})
+    meter.add({"feature": (torch.tensor(90.0), torch.tensor(30)), "alpha": (torch.tensor(0.0), torch.tensor(0))})
+    assert meter.flush(CPU)[0] == {"feature": 2.5, "alpha": 0.0} and meter.flush(CPU)[0] == {}
+
+
+def test_the_lines_are_dense_and_have_units() -> None:
+    record = {"step": 1200, "loss": 1.842, "alpha": 0.7, "grad_norm": 0.43, "learning_rate": 4.7e-5, "step_ms": 312.4}
+    times = {"data_wait_share": 0.01, "tokens_per_s": 41234.0, "peak_memory_gib": 61.3}
+    assert step_line(record | times, 10000, ["alpha"]) == (
+        "step 1,200/10,000 | loss 1.8420 | alpha 0.7000 | grad 0.43 | lr 4.70e-05 | wait 1% | 41.2k tok/s | 312 ms "
+        "| 61.30 GiB | eta 45:49"
+    )
+    values = {"predicted_tau": 3.1, "loss": 1.0, "accuracy_at_1": 0.71, "accuracy_at_2": 0.62}
+    line = held_out_line(500, 1000, 64, values)
+    assert line == "step 500/1,000 | held out (64 rows) | tau~ 3.1000 | acc @1 0.710 @2 0.620 | loss 1.0000"
+
+
+def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_training_writes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, other = MetricsFile(path, "eagle1", 0), MetricsFile(path, "draft_lm", 0)
+    for step in (10, 20, 30):
+        first.write({"kind": "eagle1", "step": step})
+    with path.open("a") as handle:
+        handle.write('{"kind": "eagle1", "st\n')
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(lambda: [other.write({"kind": "draft_lm", "step": step}) for step in range(100)])
+        while not training.done():
+            MetricsFile(path, "eagle1", 20).write({"kind": "eagle1", "step": 30, "again": True})
+        training.result()
+    MetricsFile(path, "eagle1", 20)
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in kept if line["kind"] == "eagle1"] == [10, 20]
+    assert [line["step"] for line in kept if line["kind"] == "draft_lm"] == [*range(100)]
+
+
+@pytest.mark.parametrize("number", launch.STATES)
+def test_a_signal_ends_at_once_between_steps_and_waits_for_the_end_of_one(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+    ending = KeyboardInterrupt if number == signal.SIGINT else Requeued
+    with StopRequest() as stop:
+        with pytest.raises(ending):
+            signal.raise_signal(number)
+        stop.is_stepping = True
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # a launcher repeats the terminal's Ctrl-C
+        assert stop.state == launch.STATES[number]
+        monkeypatch.setattr(launch, "PATIENCE_SECONDS", -1.0)
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+    assert signal.getsignal(number) == before

@@ -1,19 +1,19 @@
-"""The loss functions against values worked out by hand."""
+"""The loss functions against values worked out by hand, and the streamed law against the softmax."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError
-from aerie.configs.read import validate
-from aerie.configs.schema.train import LossName, TrainConfig
+from aerie.configs.schema.train import Eagle3Train, LossName
 from aerie.train import losses
-from aerie.train.losses import TargetLaw
+from aerie.train.losses import LOSSES, TargetLaw, drafted_law
+from tests import tiny
 
-CONFIG = TrainConfig()
+ENDS = tiny.ends()
 
 
 def _laws(draft: list[list[float]], target: list[list[float]]) -> tuple[Tensor, Tensor]:
@@ -33,21 +33,14 @@ def test_soft_cross_entropy_eagle_section_4_1() -> None:
     assert losses.soft_cross_entropy(laws[0], laws[1].exp()).tolist() == pytest.approx([first, math.log(2)], rel=1e-6)
 
 
-def test_soft_cross_entropy_is_least_where_the_laws_agree_and_kl_is_zero_there() -> None:
-    target = losses.log_law(torch.randn(4, 7, generator=torch.Generator().manual_seed(0)))
-    other = losses.log_law(target + 0.1 * torch.arange(7))
-    assert (losses.soft_cross_entropy(target, target.exp()) < losses.soft_cross_entropy(other, target.exp())).all()
-    assert losses.kl(target, target).abs().max() < 1e-6 and (losses.kl(other, target) > 0).all()
-
-
 def test_kl_and_reverse_kl() -> None:
     log_q, log_p = _laws([[0.25, 0.25, 0.5]], [[0.5, 0.25, 0.25]])
     # p log(p / q) = 0.5 log 2 + 0 - 0.25 log 2; the other way 0.25 log(1/2) + 0 + 0.5 log 2: the same by symmetry
     assert losses.kl(log_q, log_p).item() == pytest.approx(0.25 * math.log(2), rel=1e-6)
-    assert losses.reverse_kl(log_q, log_p).item() == pytest.approx(0.25 * math.log(2), rel=1e-6)
+    assert losses.kl(log_p, log_q).item() == pytest.approx(0.25 * math.log(2), rel=1e-6)
     log_q, log_p = _laws([[0.9, 0.1]], [[0.5, 0.5]])
     assert losses.kl(log_q, log_p).item() == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(5), rel=1e-6)
-    assert losses.reverse_kl(log_q, log_p).item() == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2), rel=1e-6)
+    assert losses.kl(log_p, log_q).item() == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2), rel=1e-6)
 
 
 def test_jensen_shannon_of_distillspec() -> None:
@@ -74,7 +67,6 @@ def test_jensen_shannon_is_bounded_where_laws_have_nothing_in_common_and_still_p
 def test_acceptance_leviathan_theorem_3_5() -> None:
     laws = _laws([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], [[0.25, 0.25, 0.5], [0.2, 0.2, 0.6]])
     assert losses.acceptance(*laws).tolist() == pytest.approx([0.75, 1.0])
-    assert losses.total_variation(*laws).tolist() == pytest.approx([0.25, 0.0], abs=1e-6)
     assert losses.negative_log_alpha(*laws).tolist() == pytest.approx([-math.log(0.75), 0.0], abs=1e-6)
 
 
@@ -113,13 +105,8 @@ def test_each_name_takes_its_form_of_a_cut_law() -> None:
     }
     assert expected.keys() == set(get_args(LossName))
     for name, value in expected.items():
-        found = losses.loss_named(name, CONFIG)(log_q, target)  # type: ignore[arg-type]
+        found = LOSSES[name](log_q, target, Eagle3Train())  # type: ignore[index]
         assert found.shape == (1,) and found.item() == pytest.approx(value, rel=1e-5), name
-
-
-def test_total_variation_is_half_the_distance_over_the_full_vocabulary() -> None:
-    # q draws nothing outside its vocabulary: half of |0.5 - 0.8| + |0.3 - 0.2| + |0.2 - 0| = 0.3
-    assert losses.total_variation(torch.tensor([[0.8, 0.2]]).log(), _cut_target().whole).item() == pytest.approx(0.3)
 
 
 def test_lk_hybrid_mixes_by_a_constant_of_each_slot() -> None:
@@ -145,17 +132,6 @@ def test_laws_without_common_mass_still_pull_negative_log_alpha() -> None:
     assert logits.grad is not None and logits.grad.abs().max() > 0.4
 
 
-def test_greedy_agreement_marks_equal_choices() -> None:
-    laws = _laws([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], [[0.4, 0.3, 0.3], [0.5, 0.2, 0.3]])
-    assert losses.greedy_agreement(*laws).tolist() == [True, False]
-
-
-def test_cross_entropy_is_a_value_per_slot() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]).log()
-    found = losses.cross_entropy(logits, torch.tensor([2, 1]))
-    assert found.tolist() == pytest.approx([math.log(4), -math.log(0.8)])
-
-
 def test_bf16_laws_are_made_and_compared_in_float32() -> None:
     logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1)).bfloat16()
     law = losses.log_law(logits)
@@ -163,8 +139,21 @@ def test_bf16_laws_are_made_and_compared_in_float32() -> None:
     assert losses.acceptance(law, law).sum().item() == pytest.approx(64, rel=1e-5)
 
 
-def test_an_unknown_loss_is_refused_with_the_list() -> None:
-    with pytest.raises(
-        UserError, match=r"loss: input should be 'soft_cross_entropy', 'kl', .* or 'lk_hybrid', not 'lk'"
-    ):
-        validate({"loss": "lk"}, TrainConfig, "recipe.yaml", {})
+@pytest.mark.parametrize("chunk", [7, 64, 1000])
+@pytest.mark.parametrize("ids", [torch.arange(0, 320, 3), torch.tensor([0, 1, 318, 319]), torch.arange(320)])
+def test_streaming_the_vocabulary_is_its_softmax_and_argmax(ids: Tensor, chunk: int) -> None:
+    states, bias = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(320) / 100
+    target = replace(ENDS, scale=0.7, softcap=20.0, bias=bias)
+    logits = target.logits(states)
+    law, choice = drafted_law(states, target, ids, chunk)
+    torch.testing.assert_close(law.whole, logits.log_softmax(-1)[:, ids], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(law.inside, logits[:, ids].log_softmax(-1), rtol=1e-5, atol=1e-5)
+    assert choice.equal(logits.argmax(-1))
+    equal = replace(ENDS, lm_head=torch.zeros(320, 32))
+    assert drafted_law(states, equal, ids, chunk)[1].tolist() == [0] * 9  # of equals the first, as argmax has it
+
+
+def test_no_states_and_no_drafted_tokens_are_no_trouble() -> None:
+    assert drafted_law(torch.zeros(0, 32), ENDS, torch.arange(5))[0].whole.shape == (0, 5)
+    law, choice = drafted_law(torch.ones(2, 32), ENDS, torch.arange(0))
+    assert law.inside.shape == (2, 0) and choice.equal(ENDS.logits(torch.ones(2, 32)).argmax(-1))

@@ -1,7 +1,11 @@
-"""Laws of resuming: the continued run is the unbroken one, bit for bit; what cannot continue it is refused."""
+"""Laws of resuming: the continued run is the unbroken one, bit for bit; broken saves are skipped, others refused."""
 
+import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +13,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from aerie.configs.errors import UserError
-from aerie.configs.schema.train import TrainConfig
-from aerie.model import storage as saves
+from aerie.configs.errors import NotWritable, UserError
+from aerie.configs.schema.train import Eagle1Train
+from aerie.model import storage
 from aerie.model.checkpoint import head_facts, load_head
 from aerie.train import loop, resume
-from aerie.train import resume as best
 from aerie.train.loop import Loop, Outcome
-from aerie.train.resume import Progress
-from tests.train.kills import Interrupted, ended_by, kill_at
-from tests.train.sittings import config, job, lines, sitting, weights
+from aerie.train.resume import RECORD, Progress, folders
+from tests.disks import small_disk  # noqa: F401
+from tests.train.sittings import config, ended_by, job, kill_at, lines, sitting, weights
 
 KEYS = (
     "kind",
@@ -32,23 +35,45 @@ KEYS = (
     "held_out_predicted_tau",
 )
 # Every step is logged in company, most saves lie between two log lines, and the best of the evaluations changes.
-BUSY = {"log_every": 4, "save_every": 3, "eval_every": 5}
+BUSY: dict[str, Any] = {"log_every": 4, "save_every": 3, "eval_every": 5}
+SHORT: dict[str, Any] = {"epochs": 2, "save_every": 3, "eval_every": 2, "keep_last": 1}
+FRESH = Progress({}, 1)
+Run = tuple[Path, tuple[Outcome, Loop]]
 
 
-def same(one: Path, first: tuple[Outcome, Loop], other: Path, second: tuple[Outcome, Loop]) -> None:
+def same(one: Run, other: Run) -> None:
     """Asserts that two finished runs in two directories cannot be told apart but by their clocks."""
-    for name, value in weights(first[1]).items():
-        assert weights(second[1])[name].equal(value), name
-    mine, yours = (made[1].optimizer.state_dict()["state"] for made in (first, second))
+    (place, (outcome, first)), (elsewhere, (ended, second)) = one, other
+    assert all(weights(second)[name].equal(value) for name, value in weights(first).items())
+    mine, yours = (made.optimizer.state_dict()["state"] for made in (first, second))
     assert all(yours[number][key].equal(value) for number in mine for key, value in mine[number].items())
-    moved = {"made_of": {}, "seconds": 0.0}
-    assert second[0].progress.moved(**moved) == first[0].progress.moved(**moved)
-    assert second[0].held_out == first[0].held_out
-    records = [[{key: line.get(key) for key in KEYS} for line in lines(place)] for place in (one, other)]
+    moved: dict[str, Any] = {"made_of": {}, "seconds": 0.0}
+    assert replace(ended.progress, **moved) == replace(outcome.progress, **moved)
+    assert ended.held_out == outcome.held_out
+    records = [[{key: line.get(key) for key in KEYS} for line in lines(run)] for run in (place, elsewhere)]
     assert records[0] == records[1]
-    assert {path.name for path in (one / "head").iterdir()} == {path.name for path in (other / "head").iterdir()}
-    for path in (one / "head").iterdir():
-        assert (other / "head" / path.name).read_bytes() == path.read_bytes(), path.name
+    heads = [{path.name: path.read_bytes() for path in (run / "head").iterdir()} for run in (place, elsewhere)]
+    assert heads[0] == heads[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Runs that nothing has stopped, each once."""
+    known: dict[str, Run] = {}
+
+    def run(measure: Any = None, **settings: Any) -> Run:
+        if str(settings) not in known:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            known[str(settings)] = directory, sitting(job(directory, config(**settings)), measure=measure)
+        return known[str(settings)]
+
+    return run
+
+
+def cut(directory: Path, settings: Eagle1Train, batch: int = 8, measure: Any = None) -> None:
+    """A sitting that fails in the forward of a batch, after saves."""
+    with pytest.raises(RuntimeError, match="power cut"):
+        sitting(job(directory, settings, (batch, 0)), measure=measure)
 
 
 @pytest.mark.parametrize(
@@ -56,69 +81,42 @@ def same(one: Path, first: tuple[Outcome, Loop], other: Path, second: tuple[Outc
     [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "requeue", 75), (signal.SIGUSR1, "requeue", 75)],
 )
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
-    tmp_path: Path, number: signal.Signals, state: str, code: int
+    tmp_path: Path, undisturbed: Callable[..., Run], number: signal.Signals, state: str, code: int
 ) -> None:
-    settings = config(accumulation=2, batch_size=2, eval_every=4, log_every=4)
-    whole = sitting(job(tmp_path / "whole", settings))
-    stopped, _ = sitting(job(tmp_path / "cut", settings, objective=Interrupted(settings, at_call=11, number=number)))
+    settings: dict[str, Any] = {"accumulation": 2, "batch_size": 2, "eval_every": 4, "log_every": 4}
+    stopped, _ = sitting(job(tmp_path, config(**settings), (11, number)))
     assert (stopped.state, stopped.code, stopped.progress.step) == (state, code, 6)
-    assert (tmp_path / "cut/state/latest").read_text() == "step-00000006\n"
-    continued = sitting(job(tmp_path / "cut", settings))
-    same(tmp_path / "whole", whole, tmp_path / "cut", continued)
+    assert [folder.name for folder in folders(tmp_path / "state")] == ["step-00000006"]
+    same(undisturbed(**settings), (tmp_path, sitting(job(tmp_path, config(**settings)))))
 
 
-def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path) -> None:
-    settings = config(**BUSY)
-    whole = sitting(job(tmp_path / "whole", settings))
-    for at_call in (2, 5, 4, 1, 7):
-        dies = job(tmp_path / "cut", settings, objective=Interrupted(settings, at_call, signal.SIGKILL))
+def test_a_run_killed_again_and_again_and_with_a_broken_newest_save_is_the_undisturbed_one(
+    tmp_path: Path, undisturbed: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for batch in (2, 5, 4, 1, 7):
+        dies = job(tmp_path, config(**BUSY), (batch, signal.SIGKILL))
         assert ended_by(lambda dies=dies: sitting(dies)) == -signal.SIGKILL
-    assert [folder.name for folder in saves.folders(tmp_path / "cut/state")] == ["step-00000012", "step-00000009"]
-    continued = sitting(job(tmp_path / "cut", settings))
-    same(tmp_path / "whole", whole, tmp_path / "cut", continued)
+    assert [folder.name for folder in folders(tmp_path / "state")] == ["step-00000012", "step-00000009"]
+    flip(tmp_path / "state/step-00000012/optimizer.bin", 900)
+    for path in (tmp_path / "head").iterdir():
+        path.unlink()  # the save has the best weights, too
+    same(undisturbed(**BUSY), (tmp_path, sitting(job(tmp_path, config(**BUSY)))))
+    printed = capsys.readouterr()
+    assert "step-00000012/optimizer.bin: is not what was written" in printed.err
+    assert "going on from step 9 of 15" in printed.out
 
 
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "before anything of the second save is written": (saves, "write", 4),  # the first and third are best weights
-    "before its record": (saves, "write_json", 4),
-    "before it is durable": (saves, "sync_tree", 4),
-    "before it has its name": (saves.Path, "rename", 4),
-    "before the directory knows it": (saves, "sync_directory", 4),
-    "before it is the latest": (resume, "write_text", 2),
-    "before an older one goes": (saves, "remove", 1),
-    "while older ones go": (saves.shutil, "rmtree", 9),
-    "before the best weights are the output": (best, "publish", 2),
-    "while the best weights become the output": (best, "write_atomically", 3),
-    "before forgotten weights go": (best, "forget_others", 2),
-    "before the last evaluation": (loop, "load_weights", 4),
+    "before anything of the first save is written": (resume, "directory_atomically", 1),
+    "before its record": (resume.Manifest, "write", 2),
+    "before it is durable": (storage, "sync_tree", 1),
+    "before the directory knows it": (storage, "sync_directory", 9),
+    "before an older one goes": (resume, "remove_directory", 1),
+    "while older ones go": (storage.shutil, "rmtree", 9),
+    "before the best weights are the output": (resume, "publish", 3),
+    "while the best weights become the output": (resume, "write_atomically", 5),
+    "before the last evaluation": (loop, "full_weights", 4),
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(tmp_path: Path, undisturbed: Any, point: str) -> None:
-    settings = config(**SHORT)
-    module, name, call = POINTS[point]
-
-    def dies() -> None:
-        kill_at(module, name, call)
-        sitting(job(tmp_path / "cut", settings, measure=growing))
-
-    assert ended_by(dies) == -signal.SIGKILL
-    continued = sitting(job(tmp_path / "cut", settings, measure=growing))
-    same(undisturbed[0], undisturbed[1], tmp_path / "cut", continued)
-    left = [path.name for path in (tmp_path / "cut").rglob("*") if path.name.endswith((".tmp", ".old"))]
-    assert left == []
-
-
-SHORT = {"epochs": 2, "save_every": 3, "eval_every": 2, "keep_last": 1}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Outcome, Loop]]:
-    """A short run that nothing has stopped."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    return directory, sitting(job(directory, config(**SHORT), measure=growing))
 
 
 def growing(head: Any) -> dict[str, float]:
@@ -126,132 +124,174 @@ def growing(head: Any) -> dict[str, float]:
     return {"tau": 1.0 / float(head.fc.weight.norm())}
 
 
-def cut(directory: Path, settings: TrainConfig, at_call: int = 8) -> None:
-    """A sitting that dies in the given step, after saves."""
-    with pytest.raises(RuntimeError, match="power cut"):
-        sitting(job(directory, settings, objective=Interrupted(settings, at_call, None)))
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(
+    tmp_path: Path, undisturbed: Callable[..., Run], point: str
+) -> None:
+    def dies() -> None:
+        kill_at(*POINTS[point])
+        sitting(job(tmp_path, config(**SHORT)), measure=growing)
 
-
-def test_metrics_are_those_of_the_unbroken_run_also_between_two_lines(tmp_path: Path) -> None:
-    settings = config(log_every=5, save_every=3)
-    sitting(job(tmp_path / "whole", settings))
-    cut(tmp_path / "cut", settings)
-    sitting(job(tmp_path / "cut", settings))
-    losses = [[line["loss"] for line in lines(tmp_path / run) if "loss" in line] for run in ("whole", "cut")]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert ended_by(dies) == -signal.SIGKILL
+    continued = sitting(job(tmp_path, config(**SHORT)), measure=growing)
+    same(undisturbed(growing, **SHORT), (tmp_path, continued))
+    assert [path for path in tmp_path.rglob("*") if path.name.endswith((".tmp", ".old"))] == []
 
 
 def test_the_output_is_that_of_the_save_whatever_was_measured_after_it(tmp_path: Path) -> None:
-    scores = iter([2.0, 1.0, 5.0])  # the save of step 2 lies before the third
-    seen: list[torch.Tensor] = []
+    scores, seen = iter([2.0, 1.0, 5.0]), []  # the save of step 2 lies before the third
 
     def measure(head: Any) -> dict[str, float]:
         seen.append(head.fc.weight.clone())
         return {"tau": next(scores, 0.5)}
 
     settings = config(max_steps=5, eval_every=1, save_every=2)
-    with pytest.raises(RuntimeError, match="power cut"):
-        sitting(job(tmp_path, settings, measure=measure, objective=Interrupted(settings, 4, None)))
+    cut(tmp_path, settings, 4, measure)
     assert head_facts(tmp_path / "head")["tau"] == 5.0
-    outcome, _ = sitting(job(tmp_path, settings, measure=measure))  # another machine measures other values
-    assert outcome.progress.best == ((2.0, 1),)
+    outcome, _ = sitting(job(tmp_path, settings), measure=measure)  # another machine measures other values
+    assert (outcome.progress.best_score, outcome.progress.best_step) == (2.0, 1)
     assert head_facts(tmp_path / "head")["tau"] == 2.0 and load_head(tmp_path / "head").fc.weight.equal(seen[0])
 
 
-def test_an_output_that_was_removed_comes_back_with_its_score(tmp_path: Path) -> None:
-    settings = config(eval_every=2, save_every=4)
-    whole = sitting(job(tmp_path / "whole", settings))
-    cut(tmp_path / "cut", settings)
-    for path in (tmp_path / "cut/head").iterdir():
-        path.unlink()
-    same(tmp_path / "whole", whole, tmp_path / "cut", sitting(job(tmp_path / "cut", settings)))
-
-
 @pytest.mark.slow
-def test_a_tracker_goes_on_in_the_same_run_and_has_no_step_twice(tmp_path: Path) -> None:
-    settings = config(log_every=1, save_every=4, trackers=("tensorboard",))
-    whole = sitting(job(tmp_path / "whole", settings))
-    for at_call in (7, 2):
-        time.sleep(1)  # tensorboard orders its files by the second
-        dies = job(tmp_path / "cut", settings, objective=Interrupted(settings, at_call, signal.SIGKILL))
+def test_a_tracker_goes_on_in_the_same_run_and_has_no_step_twice(
+    tmp_path: Path, undisturbed: Callable[..., Run]
+) -> None:
+    settings: dict[str, Any] = {"save_every": 4, "trackers": ("tensorboard",)}
+    whole = undisturbed(**settings)
+    for batch in (7, 2):
+        dies = job(tmp_path, config(**settings), (batch, signal.SIGKILL))
         assert ended_by(lambda dies=dies: sitting(dies)) == -signal.SIGKILL
-    time.sleep(1)
-    same(tmp_path / "whole", whole, tmp_path / "cut", sitting(job(tmp_path / "cut", settings)))
+        time.sleep(1)  # tensorboard orders its files by the second
+    same(whole, (tmp_path, sitting(job(tmp_path, config(**settings)))))
     curves = []
-    for run in ("whole", "cut"):
-        files = list((tmp_path / run).rglob("events.out.tfevents.*"))
-        places = {path.parent for path in files if path.parent.name == "aerie"}
-        assert len(places) == 1 and len(files) - 1 == len([path for path in files if path.parent in places])
-        read = EventAccumulator(str(places.pop())).Reload()
+    for run in (whole[0], tmp_path):
+        (place,) = {path.parent for path in run.rglob("events.out.tfevents.*") if path.parent.name == "aerie"}
+        read = EventAccumulator(str(place)).Reload()
         curves.append({tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]})
     for tag in ("train/loss", "train/grad_norm", "held_out/held_out_predicted_tau"):
         assert curves[0][tag] == curves[1][tag], tag
     assert [step for step, _ in curves[1]["train/loss"]] == list(range(1, 16))
 
 
-def test_another_recipe_is_refused_with_what_differs_and_replaced_when_asked(tmp_path: Path) -> None:
-    sitting(job(tmp_path, config(max_seconds=0.0)))
-    with pytest.raises(UserError, match=r"step 1 of another recipe \(head: recipe there, other asked\).*--overwrite"):
-        sitting(job(tmp_path, config(max_seconds=0.0)), recipe="other")
-    with pytest.raises(UserError, match=r"another recipe \(train.learning_rate: 0.01 there, 0.02 asked\)"):
-        sitting(job(tmp_path, config(learning_rate=2e-2)))
-    anew, _ = sitting(job(tmp_path, config(max_seconds=0.0), overwrite=True), recipe="other")
-    assert anew.progress.step == 1
-
-
-def test_other_data_processes_and_engines_are_refused_each_with_its_sentence(tmp_path: Path) -> None:
-    made_of = {"features": "aaaa", "conversations": {"a.jsonl": "1"}, "rows": "r", "train": {"log_every": 1}}
-    fresh = Progress(made_of, 2, "ZeRO-2 bf16")
-    resume.save(tmp_path, fresh.moved(step=7), lambda folder: None)
-    for other, said in (
-        (
-            fresh.moved(made_of={**made_of, "features": "bbbb"}),
-            r"step 7 on other data \(feature cache: aaaa there, bbbb",
-        ),
-        (
-            fresh.moved(made_of={**made_of, "conversations": {"a.jsonl": "2"}}),
-            r"on other data \(conversations.a.jsonl: 1 there, 2 asked\); choose another --run, or start anew",
-        ),
-        (fresh.moved(made_of={**made_of, "rows": "s"}), r"on other data \(token ids of the rows: r there, s asked\)"),
-        (fresh.moved(world_size=4), r"saved by 2 processes, now there are 4; go on with --num_processes 2, or"),
-        (fresh.moved(engine="plain bf16"), "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or"),
-    ):
+def test_another_recipe_data_processes_or_engine_are_refused_each_with_its_sentence(tmp_path: Path) -> None:
+    train = {"log_every": 1, "seed": 0}
+    made_of = {"features": "aaaa", "conversations": {"a.jsonl": "1"}, "rows": "r", "train": train}
+    fresh = Progress(made_of, 2, "ZeRO-2 bf16", "NVIDIA A")
+    resume.save(tmp_path, replace(fresh, step=7), lambda folder: None)
+    others: dict[str, dict[str, Any]] = {
+        r"step 7 of another recipe \(train.seed: 0 there, 1 asked\); choose another --run, or start anew": {
+            "made_of": {**made_of, "train": {**train, "seed": 1}}
+        },
+        r"step 7 on other data \(feature cache: aaaa there, bbbb": {"made_of": {**made_of, "features": "bbbb"}},
+        r"on other data \(conversations.a.jsonl: 1 there, 2 asked\)": {
+            "made_of": {**made_of, "conversations": {"a.jsonl": "2"}}
+        },
+        r"on other data \(token ids of the rows: r there, s asked\)": {"made_of": {**made_of, "rows": "s"}},
+        "saved by 2 processes, now there are 4; go on with --num_processes 2, or": {"world_size": 4},
+        "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": {"engine": "plain bf16"},
+    }
+    for said, changes in others.items():
+        other = replace(fresh, **changes)
         with pytest.raises(UserError, match=said):
             resume.find(tmp_path, other, overwrite=False)
         assert resume.find(tmp_path, other, overwrite=True) == resume.Found(other)
+    found = resume.find(tmp_path, replace(fresh, machine="NVIDIA B"), overwrite=False)
+    assert found.progress.step == 7 and "saved with NVIDIA A, this is NVIDIA B" in found.warnings[0]
 
 
-def test_what_moves_no_weight_is_taken_over_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = config(save_every=4)
-    whole = sitting(job(tmp_path / "whole", settings))
-    cut(tmp_path / "cut", settings)
-    continued = sitting(job(tmp_path / "cut", config(save_every=2, keep_last=3, loss_chunk_slots=512)))
-    same(tmp_path / "whole", whole, tmp_path / "cut", continued)
+def test_what_moves_no_weight_is_taken_over_with_a_sentence(
+    tmp_path: Path, undisturbed: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut(tmp_path, config(save_every=4))
+    continued = sitting(job(tmp_path, config(save_every=2, keep_last=3, loss_chunk_slots=512)))
+    same(undisturbed(save_every=4), (tmp_path, continued))
     said = capsys.readouterr().out
     assert "note: train.save_every: 4 until now, 2 from here on; it moves no weight" in said
     assert "note: train.loss_chunk_slots: 4096 until now, 512 from here on; it moves weights by rounding only" in said
-    assert "note: train.keep_last: 2 until now, 3 from here on" in said
-    assert len(saves.folders(tmp_path / "cut/state")) == 3
-    assert all(hasattr(settings, name) for name in resume.FREE)
+    assert len(folders(tmp_path / "state")) == 3 and all(hasattr(config(), name) for name in resume.FREE)
 
 
-def test_another_machine_goes_on_and_says_that_bits_may_differ(tmp_path: Path) -> None:
-    resume.save(tmp_path, Progress({}, 1, "plain bf16", "NVIDIA A, torch 2.13.0", step=3), lambda folder: None)
-    found = resume.find(tmp_path, Progress({}, 1, "plain bf16", "NVIDIA B, torch 2.13.0"), overwrite=False)
-    assert found.progress.step == 3 and found.progress.machine == "NVIDIA B, torch 2.13.0"
-    assert "saved with NVIDIA A, torch 2.13.0, this is NVIDIA B, torch 2.13.0" in found.warnings[0]
+def flip(path: Path, place: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x10
+    path.write_bytes(content)
 
 
-def test_a_larger_budget_goes_on_where_the_smaller_ended(tmp_path: Path) -> None:
-    whole, unbroken = sitting(job(tmp_path / "whole", config()))
-    sitting(job(tmp_path / "cut", config(max_seconds=0.0)))
-    finished, continued = sitting(job(tmp_path / "cut", config(max_seconds=600.0)))
-    assert finished.progress.step == whole.progress.step
-    assert weights(continued)["fc.weight"].equal(weights(unbroken)["fc.weight"])
+def save(directory: Path, step: int, keep_last: int = 2) -> Path:
+    """A save of two small files."""
+
+    def fill(folder: Path) -> None:
+        (folder / "ranks").mkdir()
+        torch.save(torch.arange(step), folder / "weights.bin")
+        (folder / "ranks/0").write_text(f"rank 0 at step {step}")
+
+    resume.save(directory, replace(FRESH, step=step), fill, keep_last=keep_last)
+    return directory / f"step-{step:08d}"
 
 
-def test_two_trainings_do_not_write_the_same_saves(tmp_path: Path) -> None:
-    refused = pytest.raises(UserError, match="another process is training there; wait for its end")
-    with resume.training_alone(tmp_path / "state"), refused:
-        resume.training_alone(tmp_path / "state")
-    resume.training_alone(tmp_path / "state").release()
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (
+        lambda folder: (folder / "weights.bin").write_bytes((folder / "weights.bin").read_bytes()[:-9]),
+        r"step-00000006/weights.bin: [\d,]+ bytes long instead of",
+    ),
+    "flipped": (lambda folder: flip(folder / "weights.bin", 200), r"weights.bin: is not what was written"),
+    "flipped in the record": (lambda folder: flip(folder / RECORD, 40), RECORD),
+    "a file missing": (lambda folder: (folder / "ranks/0").unlink(), r"ranks/0: missing"),
+    "the record missing": (lambda folder: (folder / RECORD).unlink(), rf"{RECORD}: No such file"),
+    "of another version": (lambda folder: (folder / RECORD).write_text('{"step": 6}'), "by another version"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_newest_save_is_skipped_with_its_name_and_a_broken_only_one_refused(
+    damage: str, tmp_path: Path
+) -> None:
+    harm, said = DAMAGES[damage]
+    save(tmp_path / "two", 3)
+    harm(save(tmp_path / "two", 6))
+    found = resume.find(tmp_path / "two", FRESH, overwrite=False)
+    assert found.folder == tmp_path / "two/step-00000003" and found.progress.step == 3
+    with pytest.raises(UserError, match=f"(?s){said}.*going on from step-00000003, the newest whole save$"):
+        raise UserError(*found.warnings)
+    save(tmp_path / "two", 5)  # of the continued run, with another save_every
+    assert [folder.name for folder in folders(tmp_path / "two")] == ["step-00000005", "step-00000003"]
+    harm(save(tmp_path / "one", 6))
+    with pytest.raises(UserError, match=f"(?s){said}.*no other save is whole: start anew with --overwrite$"):
+        resume.find(tmp_path / "one", FRESH, overwrite=False)
+    anew = resume.find(tmp_path / "one", FRESH, overwrite=True)
+    assert anew.folder is None and anew.progress == FRESH and "starting anew" in anew.warnings[0]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 4])
+def test_so_many_saves_stay_as_the_recipe_says(tmp_path: Path, keep_last: int) -> None:
+    for step in (2, 4, 6, 8):
+        save(tmp_path, step, keep_last)
+    assert [int(folder.name[5:]) for folder in folders(tmp_path)] == [8, 6, 4, 2][:keep_last]
+    resume.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_and_the_save_before_stays(small_disk: Path) -> None:  # noqa: F811
+    settings, run = config(save_every=2, eval_every=0), small_disk / "run"
+    cut(run, settings, 4)
+    size = sum(path.stat().st_size for path in (run / "state/step-00000002").rglob("*"))
+    free = shutil.disk_usage(small_disk).free
+    for room in (size // 10, size // 2, size - 5000):  # the weights, the optimiser or the last files do not fit
+        (small_disk / "filler").write_bytes(b"0" * (free - room))
+        with pytest.raises(NotWritable, match=r"step-00000004: cannot be written .*free some space") as full:
+            sitting(job(run, settings))
+        assert full.value.is_full and "step-00000002 is kept, and the same command goes on" in str(full.value)
+        assert [path.name for path in (run / "state").glob("*step*")] == ["step-00000002"]
+        (small_disk / "filler").unlink()
+    assert sitting(job(run, settings))[0].state == "finished"
+
+
+def test_a_read_only_disk_and_two_trainings_on_the_same_saves_are_one_line(small_disk: Path) -> None:  # noqa: F811
+    save(small_disk, 3)
+    with resume.training_alone(small_disk), pytest.raises(UserError, match="another process is training there; wait"):
+        resume.training_alone(small_disk)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(NotWritable, match=r"step-00000006: cannot be written .Read-only file system.; choose another"):
+        save(small_disk, 6)
+    assert resume.find(small_disk, FRESH, overwrite=False).progress.step == 3

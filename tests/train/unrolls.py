@@ -1,7 +1,8 @@
-"""Two slow forms of EAGLE-3's training-time test: drafting step by step, and one dense mask over all steps' keys."""
+"""Two slow forms of the training-time test: drafting step by step, and one dense mask over all steps' keys."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +23,13 @@ def rows(count: int, seed: int = 0, num_taps: int = 2, hidden_size: int = 32) ->
     return made
 
 
-def drafted(head: Eagle3Head, row: CachedRow, slot: int, steps: int) -> Tensor:
-    """[steps, D] outputs of drafting from `slot`: fused features for the prefix, then own outputs and given tokens."""
+def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
+    """[steps, D] outputs of drafting from `slot`: true features for the prefix, then own outputs and given tokens."""
     assert row.taps is not None
-    buffers = [
-        KeyValueBuffer.allocate(1, head.config.sizes(), 64, row.taps) for _ in range(head.config.num_hidden_layers)
-    ]
-    draft = head.fused()
-    outputs, x, first, count = [], head.fuse(row.taps[None, : slot + 1]), 0, slot + 1
+    config, draft = head.config, head.fused()
+    buffers = [KeyValueBuffer.allocate(1, config.sizes(), 64, row.taps) for _ in range(config.num_hidden_layers)]
+    features = head.fuse(row.taps) if isinstance(head, Eagle3Head) else row.last_hidden
+    outputs, x, first, count = [], features[None, : slot + 1], 0, slot + 1
     for _ in range(steps):
         end = first + count
         mask = torch.full((count, end), float("-inf")).triu_(first + 1)[None, None]

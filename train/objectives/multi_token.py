@@ -1,90 +1,109 @@
-"""Dropout whose masks are a function of seed, epoch, row and place: no neighbour, process or restart can move them."""
+"""The objective of Medusa and Hydra heads: labels and laws for each of the tokens to come."""
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from aerie.configs.schema.train import TrainConfig
-from aerie.data.batches import Batch, empty_like, keyed_generator
+from aerie.configs.schema.train import MultiTokenTrain
+from aerie.data.batches import Batch, keyed_generator
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.target import TargetEnds
 from aerie.train import losses
-from aerie.train.evaluate import chain_sums, likeliest, shifted, target_choices
-from aerie.train.log import most_of_all
-from aerie.train.objectives.step import StepOutput, Sums
+from aerie.train.objectives.base import Objective, StepOutput, Sums, chain_sums, likeliest, shifted, target_choices
+
+Totals = tuple[Tensor, ...]  # sums of label loss, law loss and hits [H]; the first head's alpha
 
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """Drops entries of x [S, W], whose slots are those of one row after the other."""
+    """Drops entries of x [S, W], whose slots are those of one row after the other.
+
+    The masks are a function of seed, epoch, row and place: no neighbour, process or restart can move them.
+    """
 
     rate: float
     seeds: tuple[int, ...]  # of the rows
     counts: tuple[int, ...]  # slots of each row
-    branch: int = 0
-
-    @classmethod
-    def of(cls, batch: Batch, slots: Tensor, rate: float, branch: int) -> "KeyedDropout | None":
-        """For the chosen slots [B, T] of a batch and one branch of a head; None where nothing is to be dropped."""
-        if rate == 0.0 or batch.seeds is None:
-            return None
-        return cls(rate, batch.seeds, tuple(slots.sum(1).tolist()), branch)
+    branch: int = 0  # of the head
 
     def __call__(self, x: Tensor, place: int) -> Tensor:
         """x with each entry zero by the rate, else divided by its complement; other places have other masks."""
         kept = x.new_empty(x.shape)  # [S, W]
         for part, seed in zip(kept.split(self.counts), self.seeds, strict=True):
-            own = keyed_generator(seed, self.branch, place).initial_seed()
-            part.bernoulli_(1.0 - self.rate, generator=torch.Generator(x.device).manual_seed(own))
+            keyed = keyed_generator(seed, self.branch, place).initial_seed()
+            part.bernoulli_(1.0 - self.rate, generator=torch.Generator(x.device).manual_seed(keyed))
         return x * kept / (1.0 - self.rate)
 
 
-def row_seeds(seed: int, epoch: int, rows: tuple[int, ...]) -> tuple[int, ...]:
-    """What Batch.seeds holds in an epoch."""
-    return tuple(keyed_generator(seed, epoch, row).initial_seed() for row in rows)
+class MultiTokenObjective(Objective):
+    """The sum over heads k = 1, 2, ... of head_decay ** k times the label loss and the law loss, as they weigh.
 
+    Each head's sums are divided by its own supervised slots: its loss is a mean over what it predicts.
+    """
 
-Totals = tuple[Tensor, Tensor, Tensor, Tensor]  # sums of label loss, law loss and hits [H]; the first head's alpha
+    head: MedusaHead | HydraHead
+    target: TargetEnds
+    settings: MultiTokenTrain
 
+    def __init__(self, head: MedusaHead | HydraHead, target: TargetEnds, settings: MultiTokenTrain) -> None:
+        super().__init__(head, target, settings)
+        self.num_heads: int = head.config.num_heads
+        self.terms = {  # name -> which sum, of which head
+            f"{part}_at_{k + 1}": (part, k)
+            for part, weight in (("label", settings.label_weight), ("law", settings.law_weight))
+            for k in range(self.num_heads)
+            if weight
+        }
+        parts = {"label": settings.label_weight, "law": settings.law_weight}
+        self.weights = {name: parts[part] * settings.head_decay ** (k + 1) for name, (part, k) in self.terms.items()}
 
-class MultiTokenModule(nn.Module):
-    """A head whose forward returns sums: under ZeRO-3 its LM heads are only whole inside their own forward."""
+    def prepare(self, batch: Batch, epoch: int) -> Batch:
+        batch = super().prepare(batch, epoch)
+        if self.settings.dropout == 0.0:
+            return batch
+        seeds = (keyed_generator(self.settings.seed, epoch, row).initial_seed() for row in batch.rows)
+        return replace(batch, seeds=tuple(seeds))
 
-    def __init__(self, head: MedusaHead | HydraHead, config: TrainConfig) -> None:
-        super().__init__()
-        self.head = head
-        self.settings = config
-        self.loss = losses.loss_named(config.loss, config)
-
-    @property
-    def config(self) -> Any:
-        return self.head.config
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        counts = [batch.supervised(k).sum() for k in range(self.num_heads)]
+        return {name: counts[k] for name, (_, k) in self.terms.items()}
 
     def slots(self, batch: Batch) -> Tensor:
         """Where each head is supervised [H, B, T-1]; those of a head are among those of the one before."""
-        return torch.stack([batch.supervised(k)[:, :-1] for k in range(self.head.config.num_heads)])
+        return torch.stack([batch.supervised(k)[:, :-1] for k in range(self.num_heads)])
 
-    def forward(self, batch: Batch, ends: TargetEnds) -> Totals:
-        """Sums over the supervised slots of each head."""
+    def forward(self, batch: Batch) -> StepOutput:
+        assert batch.features is not None
         slots = self.slots(batch)
         if self.settings.gradient_checkpointing and torch.is_grad_enabled():
-            outputs = checkpoint(self.outputs, batch, slots, ends, use_reentrant=False)
+            outputs = checkpoint(self._outputs, batch, slots, use_reentrant=False)
         else:
-            outputs = self.outputs(batch, slots, ends)
-        assert batch.features is not None
-        states = batch.features[:, 1:][slots[0]]  # [S0, D]: at p + 1; whatever a later head asks for is among them
-        number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1]
+            outputs = self._outputs(batch, slots)
+        # The target's states at p + 1 of the first head's slots [S0, D]; a later head asks for some of the same ones.
+        states = batch.features[:, 1:][slots[0]]
+        number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
         width = slots.shape[-1]
-        which = [shifted(number, k)[asked] for k, asked in enumerate(slots)]  # ascending, into the states
+        which = [shifted(number, k)[asked] for k, asked in enumerate(slots)]
         tokens = [shifted(batch.input_ids, 2 + k)[:, :width][asked] for k, asked in enumerate(slots)]
-        return self._compared(outputs, tokens, which, states, ends)
+        at_once = max(1, self.settings.loss_chunk_slots // self.num_heads)
+        pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
+        sums = losses.remade(self._sums, pieces)
+        label, law, hits, alpha = losses.added([sums(*piece) for piece in pieces])
+        counts = [batch.supervised(k).sum() for k in range(self.num_heads)]
+        totals = {"label": label, "law": law}
+        return StepOutput(
+            {name: (totals[part][k], counts[k]) for name, (part, k) in self.terms.items()},
+            {
+                **{f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)},
+                "alpha": (alpha, counts[0]),
+            },
+        )
 
-    def outputs(self, batch: Batch, slots: Tensor, ends: TargetEnds) -> list[Tensor]:
+    def _outputs(self, batch: Batch, slots: Tensor) -> list[Tensor]:
         """What each head's LM head is given at its slots, [S_k, D] for each of H."""
         assert batch.features is not None
         width, made = slots.shape[-1], []
@@ -92,104 +111,43 @@ class MultiTokenModule(nn.Module):
         if isinstance(self.head, HydraHead):
             features = self.head.prefix(features, (0, width))
         for k, asked in enumerate(slots):
-            drop = KeyedDropout.of(batch, asked, self.settings.dropout, k)
+            drop = None
+            if self.settings.dropout and batch.seeds is not None:
+                drop = KeyedDropout(self.settings.dropout, batch.seeds, tuple(asked.sum(1).tolist()), k)
             if isinstance(self.head, HydraHead):
+                # Head k is given the embeddings of the tokens from t_{p+k+1} back to t_{p+1}.
                 tokens = [shifted(batch.input_ids, 1 + back)[:, :width][asked] for back in range(k + 1)]
-                embeddings = torch.cat([F.embedding(each, ends.embedding) for each in tokens], dim=-1)
+                embeddings = torch.cat([F.embedding(ids, self.target.embedding) for ids in tokens], dim=-1)
                 made.append(self.head.state(k, features[asked], embeddings, drop))
             else:
                 made.append(self.head.state(k, features[asked], drop))
         return made
 
-    def _compared(
-        self, outputs: list[Tensor], tokens: list[Tensor], which: list[Tensor], states: Tensor, ends: TargetEnds
-    ) -> Totals:
-        """The sums, made for a few target states at a time with all the outputs that are compared with them."""
-        at_once = max(1, self.settings.loss_chunk_slots // len(outputs))
-        # ZeRO-3 gathers the LM heads at each call, so all processes must call them equally often
-        groups = most_of_all(-(-states.shape[0] // at_once), states.device)
-        if groups <= 1:
-            return self._sums(outputs, tokens, which, states, ends)
-        sizes = [(each // at_once).bincount(minlength=groups).tolist() for each in which]
-        goals = [*states.split(at_once), *[states[:0]] * groups][:groups]
-        columns = [
-            list(zip(*[each.split(size) for each, size in zip(every, sizes, strict=True)], strict=True))
-            for every in (outputs, tokens, [each % at_once for each in which])
-        ]
-        sums = [
-            checkpoint(self._sums, *piece, ends, use_reentrant=False) for piece in zip(*columns, goals, strict=True)
-        ]
-        label, law, hits, alpha = (torch.stack(column).sum(0) for column in zip(*sums, strict=True))
-        return label, law, hits, alpha
-
-    def _sums(
-        self, outputs: list[Tensor], tokens: list[Tensor], which: list[Tensor], states: Tensor, ends: TargetEnds
-    ) -> Totals:
+    def _sums(self, states: Tensor, which: list[Tensor], outputs: list[Tensor], tokens: list[Tensor]) -> Totals:
         with torch.no_grad():
-            target = losses.TargetLaw.of_logits(ends.logits(states))
+            target = losses.TargetLaw.of_logits(self.target.logits(states))
             choice = target.inside.argmax(-1)
-        laws = [losses.log_law(self.head.laws(k, each, ends)) for k, each in enumerate(outputs)]  # [S_k, V]
-        none = laws[0].new_zeros(len(laws))
-        label, law = none, none
+        laws = [losses.log_law(self.head.laws(k, out, self.target)) for k, out in enumerate(outputs)]  # [S_k, V]
+        label = law = laws[0].new_zeros(len(laws))
         if self.settings.label_weight:
             label = torch.stack([F.nll_loss(q, t, reduction="sum") for q, t in zip(laws, tokens, strict=True)])
         if self.settings.law_weight:
-            law = torch.stack([self.loss(q, target.at(at)).sum() for q, at in zip(laws, which, strict=True)])
-        with torch.no_grad():  # behind the loss: where it is made again for the backward pass, this is not
+            loss = losses.LOSSES[self.settings.loss]
+            found = [loss(q, target.at(at), self.settings).sum() for q, at in zip(laws, which, strict=True)]
+            law = torch.stack(found)
+        # Behind the loss: where that is made again for the backward pass, this is not.
+        with torch.no_grad():
             hits = torch.stack([(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)])
             alpha = losses.acceptance(laws[0], target.at(which[0]).whole).sum()
         return label, law, hits, alpha
 
-
-class MultiTokenObjective:
-    """The sum over heads k = 1, 2, ... of head_decay ** k times the label loss and the law loss, as they weigh."""
-
-    score_name = "predicted_tau"
-
-    def __init__(self, ends: TargetEnds, config: TrainConfig, num_heads: int) -> None:
-        self.ends = ends
-        self.config = config
-        self.num_heads = num_heads
-        parts = {"label": config.label_weight, "law": config.law_weight}
-        self.terms = {  # name -> which sum, of which head, and its weight
-            f"{part}_at_{k + 1}": (part, k, weight * config.head_decay ** (k + 1))
-            for part, weight in parts.items()
-            for k in range(num_heads)
-            if weight
-        }
-
-    def prepare(self, batch: Batch, epoch: int) -> Batch:
-        if batch.features is None and batch.num_tokens == 0:  # a process without rows
-            batch = empty_like(batch, self.ends.embedding.shape[1], self.ends.embedding.dtype)
-        if self.config.dropout == 0.0:
-            return batch
-        return replace(batch, seeds=row_seeds(self.config.seed, epoch, batch.rows))
-
-    def divisors(self, batch: Batch) -> dict[str, int]:
-        """Each head's own supervised slots: its loss is a mean over what it predicts."""
-        counts = [int(batch.supervised(k).sum()) for k in range(self.num_heads)]
-        return {name: counts[k] for name, (_, k, _) in self.terms.items()}
-
-    def __call__(self, module: nn.Module, batch: Batch) -> StepOutput:
-        label, law, hits, alpha = module(batch, self.ends)
-        counts, sums = [batch.supervised(k).sum() for k in range(self.num_heads)], {"label": label, "law": law}
-        terms = {name: (weight, sums[part][k], counts[k]) for name, (part, k, weight) in self.terms.items()}
-        accuracy = {f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)}
-        return StepOutput(terms, {**accuracy, "alpha": (alpha, counts[0])})
-
-    @torch.no_grad()
-    def evaluate(self, module: Any, batch: Batch) -> Sums:
+    def measure(self, batch: Batch) -> Sums:
         """A greedy chain of at most num_heads drafted tokens."""
-        head, chunk, slots = module.head, self.config.loss_chunk_slots, module.slots(batch)
-        choices = target_choices(batch, lambda states: likeliest(self.ends.logits, states, chunk))  # [B, T]
+        chunk, slots = self.settings.loss_chunk_slots, self.slots(batch)
+        choices = target_choices(batch, lambda states: likeliest(self.target.logits, states, chunk))  # [B, T]
         hits = torch.zeros(slots.shape, device=slots.device)  # [H, B, T-1]
-        for k, output in enumerate(module.outputs(batch, slots, self.ends)):
-            drafted = likeliest(partial(head.laws, k, ends=self.ends), output, chunk)
+        for k, output in enumerate(self._outputs(batch, slots)):
+            drafted = likeliest(partial(self.head.laws, k, ends=self.target), output, chunk)
             hits[k][slots[k]] = (drafted == shifted(choices, 1 + k)[:, : slots.shape[-1]][slots[k]]).float()
-        depths = min(self.config.eval_depths, self.num_heads)
-        return {**self(module, batch).sums(), **chain_sums(hits[:depths], slots[:depths].float())}
-
-    def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        rest = {name: value for name, value in means.items() if name != "chain"}
-        loss = sum(weight * means[name] for name, (_, _, weight) in self.terms.items())
-        return {"predicted_tau": 1.0 + means["chain"], "loss": loss, **rest}
+        depths = min(self.settings.eval_depths, self.num_heads)
+        return {**self(batch).sums(), **chain_sums(hits[:depths], slots[:depths].float())}

@@ -1,0 +1,261 @@
+"""EAGLE's objectives against plain forms: slot by slot, drafting step by step, one dense mask, counting by hand."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from aerie.configs.schema.train import Eagle1Train, Eagle3Train
+from aerie.data.batches import collate
+from aerie.data.cache import CachedRow
+from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
+from aerie.model.unroll import unrolled_attention
+from aerie.train.log import means
+from aerie.train.objectives.base import Objective, held_out_sums
+from aerie.train.objectives.eagle import Eagle1Objective, Eagle3Objective
+from tests import tiny
+from tests.train import unrolls
+from tests.train.test_objectives import assert_same, loss_and_gradient
+
+ENDS = tiny.ends()
+STEPS = 4
+PLAIN = Eagle1Train(feature_noise=0.0, eval_depths=STEPS)
+CONFIG = Eagle3Train(unroll_steps=STEPS, eval_depths=STEPS)
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"num_hidden_layers": 2},
+    {"qk_norm": True, "norm_output": True},
+    {"num_key_value_heads": 4, "fc_norm": True},
+]
+
+
+def eagle3(config: Eagle3Train = CONFIG, scale: float = 8.0, **changes: Any) -> Eagle3Objective:
+    objective = Eagle3Objective(tiny.eagle3_head(ENDS.embedding, scale=scale, **changes), ENDS, config)
+    return objective.train()
+
+
+def sums(objective: Objective, batch: Any) -> Tensor:
+    """[K] sums of the terms."""
+    return torch.stack([value for value, _ in objective(batch).terms.values()])
+
+
+def held_out(objective: Objective, rows: list[CachedRow]) -> dict[str, float]:
+    found = held_out_sums(objective.eval(), rows, 2, (0, 1), lambda batch: batch)
+    return objective.summarise(means(found, torch.device("cpu")))
+
+
+def test_eagle1s_terms_are_those_of_each_supervised_slot_alone() -> None:
+    row, head = tiny.rows(1)[0], tiny.head(ENDS.embedding, scale=5.0)
+    output = Eagle1Objective(head, ENDS, PLAIN)(collate([row], [0]))
+    turns, feature, classification = row.turns.tolist(), 0.0, 0.0
+    for slot in range(len(turns) - 2):
+        if turns[slot + 1] and turns[slot + 1] == turns[slot + 2]:
+            given = (row.input_ids[None, 1 : slot + 2], row.last_hidden[None, : slot + 1], torch.arange(slot + 1)[None])
+            predicted, true = head(*given)[0, -1], row.last_hidden[slot + 1]
+            feature += torch.nn.functional.smooth_l1_loss(predicted, true).item()
+            law = (true @ ENDS.lm_head.T).softmax(-1)  # of t_{slot+2}
+            classification -= (law * (predicted @ ENDS.lm_head.T).log_softmax(-1)).sum().item()
+    assert output.terms["feature"][0].item() == pytest.approx(feature, rel=1e-5)
+    assert output.terms["classification"][0].item() == pytest.approx(classification, rel=1e-5)
+
+
+def test_only_features_that_a_supervised_slot_may_use_matter() -> None:
+    row = tiny.rows(1)[0]
+    last = int(torch.as_tensor(row.turns).nonzero().max())  # the turn's end: its feature is neither given nor asked for
+    for position, matters in ((last, False), (last - 1, True), (0, True)):
+        features = row.last_hidden.clone()
+        features[position] += 1.0
+        objective = Eagle1Objective(tiny.head(ENDS.embedding, scale=5.0), ENDS, PLAIN)
+        before, after = (sums(objective, collate([one], [0])) for one in (row, replace(row, last_hidden=features)))
+        assert before.equal(after) != matters
+
+
+def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row_alone() -> None:
+    rows, settings = tiny.rows(4, hidden_size=2000), Eagle1Train(feature_noise=0.1)
+    ends = tiny.ends(20, 2000)
+
+    def noise(numbers: list[int], epoch: int = 1, seed: int = 0) -> Tensor:
+        objective = Eagle1Objective(tiny.head(ENDS.embedding), ends, replace(settings, seed=seed))
+        found = objective.prepare(collate([rows[n] for n in numbers], numbers), epoch).noise
+        assert found is not None
+        return found
+
+    together, alone, length = noise([0, 1, 2, 3]), noise([2]), len(rows[2].input_ids)
+    assert together[2, :length].equal(alone[0]) and not together[2, length:].any()
+    assert not together[1, :4].equal(together[2, :4])
+    assert not noise([2], epoch=2).equal(alone) and not noise([2], seed=1).equal(alone)
+    assert 0.099 < alone.abs().max() <= 0.1 and alone.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.03)
+
+
+def by_drafting(head: Eagle3Head, rows: list[CachedRow], masked: bool = True) -> list[float]:
+    """[K] sums of the loss, each chain drafted on its own with a key/value buffer."""
+    found = [0.0] * STEPS
+    with torch.no_grad():
+        for row in rows:
+            for slot, alive in unrolls.starts(row):
+                for step, output in enumerate(unrolls.drafted(head, row, slot, min(alive, STEPS))):
+                    loss, inside = unrolls.cross_entropy(head, ENDS, output, row.last_hidden[slot + 1 + step])
+                    found[step] += loss if inside or not masked else 0.0
+    return found
+
+
+@pytest.mark.parametrize("changes", HEADS)
+def test_the_parallel_unroll_is_drafting_step_by_step(changes: dict[str, Any]) -> None:
+    objective, rows = eagle3(**changes), unrolls.rows(4)
+    assert sums(objective, collate(rows, range(4))).tolist() == pytest.approx(
+        by_drafting(objective.head, rows), rel=1e-5
+    )
+
+
+def test_the_check_against_drafting_sees_a_lost_position_diagonal_or_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective, rows = eagle3(), unrolls.rows(4)
+    head = objective.head
+    expected, batch = torch.tensor(by_drafting(head, rows)), collate(rows, range(4))
+
+    def off() -> float:
+        return float(((sums(objective, batch).detach() - expected) / expected).abs().max())
+
+    assert off() < 1e-5
+    unroll = head.unroll
+    with monkeypatch.context() as patch:
+        still = lambda tokens, x, positions, *rest: unroll(tokens, x, torch.arange(tokens.shape[1])[None], *rest)  # noqa: E731
+        patch.setattr(head, "unroll", still)
+        assert off() > 1e-3
+    with monkeypatch.context() as patch:
+        lost = lambda q, k, v, *rest: unrolled_attention(q, k[:1], v[:1], *rest)  # noqa: E731
+        patch.setattr("aerie.model.layers.unrolled_attention", lost)
+        assert off() > 1e-3
+    batch = replace(batch, turns=batch.turns.cummax(1).values.clamp(max=1) * (batch.positions < batch.lengths[:, None]))
+    assert off() > 1e-3
+
+
+def test_values_and_gradients_are_those_of_one_dense_mask_over_all_steps() -> None:
+    rows, objective, total = unrolls.rows(3), eagle3(num_key_value_heads=4), torch.zeros(())
+    head = objective.head
+    for row in rows:
+        logits = row.last_hidden @ ENDS.lm_head.T  # [T, V]
+        inside, law = head.vocabulary.t2d[logits.argmax(-1)], logits[:, head.vocabulary.ids].softmax(-1)
+        for step, output in enumerate(unrolls.by_one_mask(head, row, STEPS)):
+            log_q = head.lm_head(head.norm(output)).log_softmax(-1)  # [T-1, Vd]
+            for slot, alive in unrolls.starts(row):
+                at = slot + 1 + step
+                if step < alive and inside[at]:
+                    total = total - 0.8**step * (law[at] * log_q[slot]).sum()
+    count = sum(len(unrolls.starts(row)) for row in rows)
+    (total / count).backward()
+    gradient = torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
+    found = loss_and_gradient(eagle3(num_key_value_heads=4), [collate(rows, range(3))])
+    assert_same(found, ((total / count).detach(), gradient), 1e-5)
+
+
+def test_the_check_of_packing_sees_a_lost_border_of_documents() -> None:
+    rows = unrolls.rows(4)
+    whole, packed = loss_and_gradient(eagle3(), [collate(rows, range(4))]), collate(rows, range(4), packed=True)
+    joined = replace(packed, documents=(sum(packed.documents or ()),))
+    assert (loss_and_gradient(eagle3(), [joined])[1] - whole[1]).norm() > 1e-2 * whole[1].norm()
+
+
+def test_recomputation_of_deep_heads_moves_nothing() -> None:
+    deep: dict[str, Any] = {"num_hidden_layers": 2, "qk_norm": True, "norm_output": True}
+    for packed in (False, True):
+        batch = collate(unrolls.rows(3), range(3), packed)
+        again = eagle3(replace(CONFIG, gradient_checkpointing=True), **deep)
+        assert_same(loss_and_gradient(again, [batch]), loss_and_gradient(eagle3(**deep), [batch]))
+
+
+class Largest(TorchDispatchMode):
+    """While it is entered: the most elements of a tensor that was made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(made.numel() for made in tree_leaves(out) if isinstance(made, Tensor))])
+        return out
+
+
+def test_nothing_as_large_as_all_pairs_of_slots_or_as_the_full_vocabularys_logits_is_ever_made() -> None:
+    length, width, generator = 300, 2000, torch.Generator().manual_seed(0)
+    ends, ids = tiny.ends(width, 32), torch.randint(5, width, (length,), generator=generator)
+    states, taps = (torch.randn(length, size, generator=generator) for size in (32, 64))
+    batch = collate([CachedRow(ids, (torch.arange(length) >= 40).int(), states, taps, 0)], [0])
+    drafted = torch.arange(0, width, 20)
+    head = tiny.eagle3_head(ends.embedding, ids=drafted, scale=4.0, max_position_embeddings=512).train()
+    with Largest() as largest:
+        sums(Eagle3Objective(head, ends, replace(CONFIG, loss_chunk_slots=120)), batch).sum().backward()
+    assert largest.elements < length * length
+
+
+def test_the_gradient_flows_through_the_fed_back_outputs() -> None:
+    batch, whole, cut = collate(unrolls.rows(2), range(2)), eagle3(), eagle3()
+    sums(whole, batch)[-1].backward()
+    assert whole.head.fc.weight.grad is not None and whole.head.fc.weight.grad.abs().max() > 1e-4
+    unroll = cut.head.unroll
+    cut.head.unroll = lambda tokens, x, *rest: unroll(tokens, x.detach(), *rest)  # type: ignore[method-assign]
+    sums(cut, batch)[-1].backward()
+    assert cut.head.fc.weight.grad is None
+
+
+def test_choices_outside_the_draft_vocabulary_are_misses_and_stay_in_the_divisor() -> None:
+    rows = unrolls.rows(4)
+    batch = collate(rows, range(4))
+    for masked in (True, False):
+        objective = eagle3(replace(CONFIG, mask_outside_vocabulary=masked))
+        assert sums(objective, batch).tolist() == pytest.approx(by_drafting(objective.head, rows, masked), rel=1e-5)
+    output = eagle3()(batch)
+    inside, count = output.metrics["in_vocabulary"]
+    assert 0 < inside < count == sum(len(unrolls.starts(row)) for row in rows)
+    assert all(term[1] == count for term in output.terms.values())
+    assert list(map(int, eagle3().counts(batch).values())) == [int(count)] * STEPS
+    whole = eagle3(ids=torch.arange(320))
+    assert whole(batch).metrics["in_vocabulary"][0] == count
+
+
+def own_choices(rows: list[CachedRow], drafts: Callable[[CachedRow, int], Tensor]) -> list[CachedRow]:
+    """The rows with states whose likeliest token is, for two of three, what the head drafts there."""
+    made = []
+    with torch.no_grad():
+        for row in rows:
+            states = row.last_hidden.clone()
+            for slot, _ in unrolls.starts(row):
+                if slot % 3:
+                    token = drafts(replace(row, last_hidden=states), slot)
+                    states[slot + 1] = 5.0 * ENDS.lm_head[token] / ENDS.lm_head[token].norm()
+            made.append(replace(row, last_hidden=states))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -> None:
+    objective: Any = eagle3(scale=15.0)
+    if kind == "eagle1":
+        objective = Eagle1Objective(tiny.head(ENDS.embedding, scale=15.0), ENDS, PLAIN)
+    head: Any = objective.eval().head
+
+    def tokens(row: CachedRow, slot: int, steps: int) -> Tensor:
+        outputs = unrolls.drafted(head, row, slot, steps)
+        if isinstance(head, Eagle1Head):
+            return ENDS.logits(outputs).argmax(-1)
+        return head.vocabulary.target_ids(head.logits(outputs).argmax(-1))
+
+    rows = own_choices(unrolls.rows(5), lambda row, slot: tokens(row, slot, 1)[0])
+    runs, hits_at = [], [[0, 0] for _ in range(STEPS)]
+    with torch.no_grad():
+        for row in rows:
+            choices = (row.last_hidden @ ENDS.lm_head.T).argmax(-1)
+            for slot, alive in unrolls.starts(row):
+                drafted = tokens(row, slot, min(alive, STEPS))
+                hits = (drafted == choices[slot + 1 : slot + 1 + len(drafted)]).long()
+                runs.append(int(hits.cumprod(0).sum()))
+                for step, hit in enumerate(hits.tolist()):
+                    hits_at[step] = [hits_at[step][0] + hit, hits_at[step][1] + 1]
+    found = held_out(objective, rows)
+    assert 0 < sum(runs) < STEPS * len(runs)  # neither all hits nor none
+    assert found["predicted_tau"] == pytest.approx(1 + sum(runs) / len(runs), abs=1e-6)
+    for step, (hit, count) in enumerate(hits_at):
+        assert found[f"accuracy_at_{step + 1}"] == pytest.approx(hit / count, abs=1e-6)

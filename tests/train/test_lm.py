@@ -1,0 +1,210 @@
+"""Laws of training a small LM: transformers' own loss, the target's laws, rows of its own, an ordinary directory."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import DraftLMSection, TargetConfig
+from aerie.configs.schema.train import DraftLMTrain
+from aerie.data.batches import Batch, OnlineFeatures, collate
+from aerie.data.cache import CachedRow
+from aerie.model.target import Target
+from aerie.train.objectives.lm import (
+    CausalLMObjective,
+    DraftLMObjective,
+    OnPolicyFeatures,
+    marked,
+    new_causal_lm,
+    save_causal_lm,
+)
+from tests import tiny
+
+CONFIG = DraftLMTrain(distill="kl", distill_weight=2.0, token_weight=0.5, eval_depths=3)
+OWN = DraftLMTrain(distill="kl", on_policy=1.0, on_policy_tokens=3)
+END = 3  # <|end|>
+
+
+def target(vocab_size: int = 320) -> Target:
+    return Target(tiny.llama(vocab_size=vocab_size, num_blocks=2, seed=3), TargetConfig("target"))
+
+
+def draft(**sizes: Any) -> Any:
+    return tiny.llama(num_blocks=1, seed=7, **sizes)
+
+
+def rows_of(source: Target, count: int = 4) -> list[CachedRow]:
+    """Rows with the source's own states."""
+    rows = tiny.rows(count)
+    return [replace(row, last_hidden=source.features(row.input_ids[None]).last_hidden[0].clone()) for row in rows]
+
+
+def test_the_loss_is_transformers_own_on_the_learnt_tokens() -> None:
+    lm, rows, total, count = tiny.llama(num_blocks=2), tiny.rows(3), 0.0, 0
+    objective, batch = CausalLMObjective(lm, None, DraftLMTrain()), collate(rows, range(3))
+    for row in rows:
+        learnt = int((row.turns[1:] != 0).sum())
+        labels = row.input_ids.masked_fill(row.turns == 0, -100)[None]
+        total += lm(input_ids=row.input_ids[None], labels=labels).loss.item() * learnt
+        count += learnt
+    found, slots = objective(batch).terms["cross_entropy"]
+    assert slots == count == objective.counts(batch)["cross_entropy"]
+    assert found.item() == pytest.approx(total, rel=1e-5)
+
+
+def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config, tokenizer = DraftLMSection(max_position_embeddings=64, **sizes), tiny.tokenizer()
+    lm, again, other = (new_causal_lm(config, tokenizer, seed).eval() for seed in (0, 0, 1))
+    weight = lm.get_input_embeddings().weight
+    assert weight is lm.get_output_embeddings().weight and weight.shape[0] == len(tokenizer)
+    assert weight.equal(again.get_input_embeddings().weight) and not weight.equal(other.get_input_embeddings().weight)
+    save_causal_lm(lm, tokenizer, tmp_path / "lm")
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "lm"), torch.arange(5, 15)[None]
+    assert loaded(ids).logits.equal(lm(ids).logits)
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert AutoTokenizer.from_pretrained(tmp_path / "lm").chat_template == tokenizer.chat_template
+    warm = new_causal_lm(DraftLMSection(init_from=str(tmp_path / "lm")), tokenizer, 0)
+    assert warm.get_input_embeddings().weight.equal(weight) and all(p.requires_grad for p in warm.parameters())
+    with pytest.raises(UserError, match=r"head\.init_from"):
+        new_causal_lm(DraftLMSection(init_from=str(tmp_path / "none")), tokenizer, 0)
+
+
+@pytest.mark.parametrize("vocab_size", [320, 340])
+def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(vocab_size: int) -> None:
+    """The vocabulary of 340 is a padded one: the LM's softmax is over the common 320, the target's law over all."""
+    source, expected, count = target(vocab_size), torch.zeros(5), 0  # cross-entropy, KL, correct, alpha, agreement
+    rows, objective = rows_of(source), DraftLMObjective(draft(), source.ends, CONFIG)
+    output = objective(collate(rows, range(4)))
+    for row in rows:
+        with torch.no_grad():
+            log_q = objective.head(row.input_ids[None]).logits[0].log_softmax(-1)
+            p = source.model(row.input_ids[None]).logits[0].softmax(-1)
+        for position in (row.turns[1:] != 0).nonzero()[:, 0].tolist():
+            count += 1
+            token, q, drafted = row.input_ids[position + 1], log_q[position], int(log_q[position].argmax())
+            inside = p[position, :320] / p[position, :320].sum()
+            expected[0] -= q[token]
+            expected[1] += (inside * (inside.log() - q)).sum()
+            expected[2] += drafted == token
+            expected[3] += torch.minimum(q.exp(), p[position, :320]).sum()
+            expected[4] += drafted == p[position].argmax()
+    found = [value.detach().float() for value, _ in {**output.terms, **output.metrics}.values()]
+    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+    assert count == objective.counts(collate(rows, range(4)))["distill"] == output.terms["distill"][1]
+
+
+@pytest.mark.parametrize(("drafts", "targets"), [(151_936, 152_064), (152_064, 151_936)])
+def test_qwens_two_paddings_meet_in_their_common_prefix(drafts: int, targets: int) -> None:
+    """Qwen2.5 up to 3B has 151,936 rows, above 152,064, for one tokenizer (here two entries wide)."""
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    source = Target(tiny.llama(vocab_size=targets, seed=3, num_blocks=1, **sizes), TargetConfig("target"))
+    lm = draft(vocab_size=drafts, **sizes)
+    ids = torch.tensor([7, 151_600, 9, min(targets, 152_000) - 1])  # the last: a padding row, if the target has more
+    states = source.features(ids[None]).last_hidden[0].clone()
+    batch = collate([CachedRow(ids, torch.tensor([0, 1, 1, 1]), states, None, 0)], [0])
+    output = DraftLMObjective(lm, source.ends, CONFIG)(batch)
+    with torch.no_grad():
+        log_q = lm(ids[None, :3].clamp(max=drafts - 1)).logits[0, :, :151_936].log_softmax(-1)
+        log_p = source.model(ids[None]).logits[0, :3, :151_936].log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum()
+    torch.testing.assert_close(output.terms["distill"][0].detach(), expected, rtol=1e-3, atol=1e-3)
+    told = -sum(log_q[place, ids[place + 1]] for place in range(3) if int(ids[place + 1]) < 151_936)
+    torch.testing.assert_close(output.terms["cross_entropy"][0].detach(), told, rtol=1e-4, atol=1e-4)
+
+
+def test_the_predicted_tau_is_that_of_chains_drafted_one_after_the_other() -> None:
+    source, lm = target(), tiny.llama(num_blocks=2, seed=3)  # the target with a little noise: some drafts hit
+    rows, accepted, starts = rows_of(source, 6), 0, 0
+    with torch.no_grad():
+        noise = torch.Generator().manual_seed(0)
+        for parameter in lm.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+        for row in rows:
+            ids, turns = row.input_ids, row.turns.tolist()
+            drafted, wanted = (model(ids[None]).logits[0].argmax(-1).tolist() for model in (lm, source.model))
+            for first in range(1, len(turns) - 1):  # t_first is known, t_(first + 1) is the first to be drafted
+                if turns[first] and turns[first] == turns[first + 1]:
+                    starts += 1
+                    for position in range(first, min(first + 3, len(turns) - 1)):
+                        if turns[position + 1] != turns[first] or drafted[position] != wanted[position]:
+                            break
+                        accepted += 1
+        sums = DraftLMObjective(lm, source.ends, CONFIG).measure(collate(rows, range(6)))
+        perfect = DraftLMObjective(source.model, source.ends, CONFIG).measure(collate(rows, range(6)))
+    assert 0 < accepted < 2 * starts
+    assert [int(x) for x in sums["chain"]] == [accepted, starts]
+    assert perfect["greedy_agreement"][0] == perfect["greedy_agreement"][1] > 0
+    assert abs(perfect["distill"][0]) < 1e-3
+
+
+def plain(count: int = 6) -> Batch:
+    rows = [replace(row, last_hidden=None) for row in tiny.rows(count)]  # type: ignore[arg-type]
+    return collate(rows, range(count))
+
+
+def drawn(batch: Batch, lm: Any, source: Target, barred: set[int] | None = None) -> Batch:
+    return OnPolicyFeatures(lm, OnlineFeatures(source, ()), 320, barred or {END})(batch)
+
+
+def test_a_window_of_an_answer_is_redrawn_and_nothing_behind_it_is_learnt() -> None:
+    before, lengths = plain(40), set()
+    batch = marked(before, OWN, 0)
+    assert batch.redrawn is not None
+    for old, turns, redrawn in zip(before.turns, batch.turns, batch.redrawn, strict=True):
+        places = redrawn.nonzero()[:, 0].tolist()
+        lengths.add(len(places))
+        assert places == list(range(places[0], places[-1] + 1)) and places[0] > 0
+        assert len(set(old[places].tolist())) == 1 and int(old[places[0]]) > 0
+        assert turns[: places[-1] + 1].equal(old[: places[-1] + 1]) and not turns[places[-1] + 1 :].any()
+    assert lengths == {1, 2, 3}
+    batch, half = plain(200), replace(OWN, on_policy=0.5)
+    first, again, later = (marked(batch, half, epoch) for epoch in (0, 0, 1))
+    assert first.redrawn is not None and again.redrawn is not None and later.redrawn is not None
+    assert first.redrawn.equal(again.redrawn) and first.seeds == again.seeds and not first.redrawn.equal(later.redrawn)
+    assert 70 < int(first.redrawn.any(1).sum()) < 130
+
+
+def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_targets_laws_alone() -> None:
+    source, lm = target(), draft().train()
+    lm.gradient_checkpointing_enable()
+    marks = marked(plain(), OWN, 0)
+    batch = drawn(marks, lm, source)
+    assert lm.training and batch.redrawn is not None and batch.seeds is not None and batch.features is not None
+    lm.eval()
+    assert batch.input_ids[~batch.redrawn].equal(marks.input_ids[~batch.redrawn])
+    law, cross_entropy = torch.zeros(()), torch.zeros(())
+    for row, ids in enumerate(batch.input_ids):
+        generator, length = torch.Generator().manual_seed(batch.seeds[row]), int(batch.lengths[row])
+        with torch.no_grad():
+            logits, p = lm(ids[None]).logits[0].float(), source.model(ids[None]).logits[0].softmax(-1)
+        for place in batch.redrawn[row].nonzero()[:, 0].tolist():
+            own = logits[place - 1].clone()
+            own[END] = float("-inf")
+            assert int(ids[place]) == int(torch.multinomial(own.softmax(-1), 1, generator=generator))
+        states = source.features(ids[None, :length]).last_hidden[0]
+        torch.testing.assert_close(batch.features[row, :length], states, rtol=1e-4, atol=1e-4)
+        for place in (batch.turns[row, 1:] != 0).nonzero()[:, 0].tolist():
+            log_q = logits[place].log_softmax(-1)
+            law += (p[place] * (p[place].log() - log_q)).sum()
+            cross_entropy -= 0.0 if batch.redrawn[row, place + 1] else log_q[ids[place + 1]]
+    terms = DraftLMObjective(lm, source.ends, OWN)(batch).terms
+    torch.testing.assert_close(terms["cross_entropy"][0].detach(), cross_entropy, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(terms["distill"][0].detach(), law, rtol=1e-4, atol=1e-3)
+    likely = set(batch.input_ids[batch.redrawn].tolist())
+    other = drawn(marks, lm, source, likely)
+    assert not likely & set(other.input_ids[batch.redrawn].tolist())
+
+
+def test_an_evaluation_batch_one_without_rows_and_a_sharded_lm() -> None:
+    source, lm, batch = target(), draft(), plain()
+    assert drawn(batch, lm, source).input_ids.equal(batch.input_ids)
+    empty = DraftLMObjective(lm, source.ends, OWN).prepare(collate([], []), 0)
+    assert drawn(empty, lm, source) is empty
+    lm.lm_head.weight.ds_id = 0  # what ZeRO-3 puts on each parameter
+    with pytest.raises(UserError, match=r"train\.on_policy: ZeRO-3 keeps no whole draft LM .*zero2\.yaml"):
+        drawn(marked(batch, OWN, 0), lm, source)
