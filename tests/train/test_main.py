@@ -126,7 +126,7 @@ MISTAKES = [
     ("eagle1", "--train.packing true", "train.packing: unknown key"),
     ("eagle1", "--run nowhere", "nowhere/features: no such feature cache; build it with:"),
     ("eagle1", "--target /no/such/target", "/no/such/target: no such target directory"),
-    ("eagle1", "--data.max_length 64", "data.max_length 128, this recipe asks 64; rebuild with:"),
+    ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
     ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
     ("eagle1", "--head.init_from /no/head", "/no/head: no such head directory"),
     ("eagle1", "--head.head_dim 7", "input should be a multiple of 2, not 7"),
@@ -140,7 +140,7 @@ MISTAKES = [
     ("eagle3", "--target SHALLOW", "has 4 blocks, and the default taps .* need at least 7"),
     ("eagle3", "--features.after_blocks [4,2,3]", r"not \[4, 2, 3\]; did you mean \[2, 3, 4\]\?"),
     ("eagle3", "--features.after_blocks [2,3,9]", "9 is no tap of .*, which has 7 blocks"),
-    ("eagle3", "--features.after_blocks [1,3,4]", r"after_blocks \(2, 3, 4\), this recipe asks \(1, 3, 4\); rebuild"),
+    ("eagle3", "--features.after_blocks [1,3,4]", r"after_blocks: \[2, 3, 4\] there, \[1, 3, 4\] asked; rebuild"),
     ("eagle3", "--head.draft_vocab_size 400", "400 is larger than the target's vocabulary of 320"),
     ("eagle3", "--train.loss lk", "--train.loss: input should be 'soft_cross_entropy', .* not 'lk'"),
 ]
