@@ -41,12 +41,6 @@ from aerie.model.storage import read_json, write_json, write_text
 SCHEMA = 1
 TINTS = 4
 CALIBRATION_CONTRACT = ("temperature", "ece", "brier", "bins")
-REFERENCE_NAMES = {
-    "generate_dynamic_ms_per_token": "transformers generate, dynamic cache",
-    "generate_static_ms_per_token": "transformers generate, static cache",
-    "vanilla_ms_per_token": "vanilla row",
-    "bare_forward_ms_per_token": "bare forwards replayed",
-}
 
 
 @dataclass(frozen=True)
@@ -166,8 +160,6 @@ def _render(
     )  # fmt: skip
     kinds = {row.head for row in rows if row.head}
     drafting = [row for row in rows if row.status == "ok" and row.tree is not None]
-    reference = details["reference"] or {}
-    references = [(name, reference[key]) for key, name in REFERENCE_NAMES.items() if reference.get(key) is not None]
     return environment.get_template("report.html.jinja").render(
         facts=facts,
         heads=f"{len(kinds)} draft heads" if len(kinds) > 1 else f"{facts.head.get('kind', 'draft')} head",
@@ -181,7 +173,6 @@ def _render(
         lossless=lossless(rows, details["rows"]),
         best_tau=max((row for row in drafting if row.tau), key=lambda row: row.tau or 0.0, default=None),
         best_speedup=max((row for row in drafting if row.speedup), key=lambda row: row.speedup or 0.0, default=None),
-        references=sorted(references, key=lambda line: -line[1]),
         samples=[(name, record, segments(record)) for name, record in samples],
         tints=TINTS,
     )

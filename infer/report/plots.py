@@ -2,14 +2,16 @@
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from aerie.configs.errors import UserError
 from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA
 from aerie.infer.report.papers import Grid, Line, chains_of, numeric
-from aerie.infer.report.tables import label, ms_per_cycle, number, sampling_text, tree_text
+from aerie.infer.report.tables import label, ms_per_cycle, sampling_text
 
 try:
     from matplotlib import rc_context
@@ -17,7 +19,7 @@ try:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 except ImportError as error:
     raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
 
@@ -117,7 +119,7 @@ def _panels(
     return figure, list(panels)
 
 
-def _curve(axes: Axes, places: Sequence[Any], values: Sequence[float | None], colour: str, style: Any = "-") -> None:
+def _curve(axes: Axes, places: Iterable[Any], values: Iterable[float | None], colour: str, style: Any = "-") -> None:
     """A line through the values that are there."""
     points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
     if points:
@@ -126,48 +128,33 @@ def _curve(axes: Axes, places: Sequence[Any], values: Sequence[float | None], co
 
 def _unit(axes: Axes) -> None:
     """A vertical axis of shares."""
-    axes.set_ylim(-0.03, 1.05)
-    axes.set_yticks([0, 0.5, 1])
-
-
-def _percent(axis: Any) -> None:
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+    axes.set(ylim=(-0.03, 1.05), yticks=[0, 0.5, 1])
 
 
 # The rows: one horizontal bar each
 
 
 def _row_bars(
-    rows: Sequence[SummaryRow], bars: Sequence[Sequence[tuple[float, str]]], ends: Sequence[float], text: Sequence[str],
-    legend: Mapping[str, str],
-) -> tuple[Figure, Axes]:  # fmt: skip
-    """A band for each row, the first on top: what it is, above stacked bars (value, colour), or why there is none."""
+    rows: Sequence[SummaryRow],
+    bars: Sequence[Sequence[tuple[float, str]]],
+    ends: Sequence[float],
+    unit: str,
+    xlabel: str,
+) -> tuple[Figure, Axes]:
+    """A band for each row, the first on top: its label above stacked bars (value, colour), their sum at the end."""
     bands = max(2, len(rows))
-    figure, (axes,) = _panels([""], list(legend.items()), [44.0 * bands], columns=4)
-    limit = 1.18 * max([1e-9, *ends])
-    for place, row in enumerate(rows):
-        words = [] if row.tree is None else [tree_text(row)]
-        words += [f"T {sampling_text(row)}"] if len({sampling_text(other) for other in rows}) > 1 else []
-        notes = [
-            (row.method, 1.0, 16.0, INK, "bold"),
-            (", ".join(words), 10 + 6.6 * len(row.method), 16.0, MUTED, "normal"),
-        ]
-        if not bars[place]:
-            notes.append(("not measured" if row.status == "ok" else "failed: no figure", 1.0, 0.0, BAD, "normal"))
-        for words_, x, y, colour, weight in notes:
-            axes.annotate(
-                words_, (0, place), (x, y), textcoords="offset points", va="center", color=colour, fontweight=weight,
-                in_layout=False,
-            )  # fmt: skip
-        left = 0.0
-        for value, colour in bars[place]:
-            axes.barh(place, value, left=left, height=0.42, color=colour)
-            left += value
-        if bars[place]:
-            axes.text(ends[place] + limit * 0.018, place, text[place], va="center", fontweight="bold", in_layout=False)
-    axes.set_xlim(0, limit)
-    axes.set_ylim(bands - 0.6, -0.6)
-    axes.set_yticks([])
+    figure, (axes,) = _panels([""], list(PARTS.items()) if unit == " ms" else (), [44.0 * bands], columns=4)
+    limit = 1.25 * max([1.0, *ends])
+    for place, (row, members) in enumerate(zip(rows, bars, strict=True)):
+        total = 0.0
+        for value, colour in members:
+            axes.barh(place, value, left=total, height=0.42, color=colour)
+            total += value
+        failed = "not measured" if row.status == "ok" else "failed: no figure"
+        text, colour = (f"{total:.2f}{unit}", INK) if members else (failed, BAD)
+        axes.annotate(label(row, rows), (0, place), (1, 16), textcoords="offset points", va="center", in_layout=False)
+        axes.text(ends[place] + limit * 0.018, place, text, va="center", color=colour, weight="bold", in_layout=False)
+    axes.set(xlim=(0, limit), ylim=(bands - 0.6, -0.6), yticks=[], xlabel=xlabel)
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     return figure, axes
@@ -178,48 +165,37 @@ def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[
     values: list[float | None] = [getattr(row, key) for row in rows]
     whiskers = [None if row.method == VANILLA else bounds for row, bounds in zip(rows, intervals, strict=True)]
     bars = [[] if value is None else [(value, colour)] for value, colour in zip(values, _colours(rows), strict=True)]
-    ends = [max(value or 1.0, bounds[1] if bounds else 0.0) for value, bounds in zip(values, whiskers, strict=True)]
-    text = [number(value, unit="×" if key == "speedup" else "") for value in values]
-    figure, axes = _row_bars(rows, bars, ends, text, {})
-    for place, (value, bounds) in enumerate(zip(values, whiskers, strict=True)):
-        if value is not None and bounds:
+    ends = [max(value or 0.0, bounds[1] if bounds else 0.0) for value, bounds in zip(values, whiskers, strict=True)]
+    xlabel = "tau (tokens per target forward)" if key == "tau" else "speedup over vanilla"
+    figure, axes = _row_bars(rows, bars, ends, "×" if key == "speedup" else "", xlabel)
+    axes.axvline(1.0, color=QUIET, linewidth=1.0, linestyle=DASHED, zorder=0)
+    for place, bounds in enumerate(whiskers):
+        if bounds:
             axes.plot(bounds, [place, place], color=INK, linewidth=1.3, marker="|", markersize=6)
-        if value is not None:
-            axes.plot([1.0, 1.0], [place - 0.24, place + 0.24], color=INK, linewidth=1.0, linestyle=DASHED)
-    axes.set_xlabel("tau (tokens per target forward)" if key == "tau" else "speedup over vanilla")
     return figure
 
 
 def _cycle_milliseconds(rows: Sequence[SummaryRow]) -> Figure:
     """Decode milliseconds of a mean cycle by part."""
     bars = [[(ms, PARTS[part]) for part, ms in ms_per_cycle(row).items()] for row in rows]
-    sums = [sum(ms for ms, _ in each) for each in bars]
-    figure, axes = _row_bars(rows, bars, sums, [f"{total:.1f}" for total in sums], PARTS)
-    axes.set_xlabel("milliseconds per cycle")
-    return figure
+    return _row_bars(rows, bars, [sum(ms for ms, _ in each) for each in bars], " ms", "milliseconds per cycle")[0]
 
 
 def _colours(rows: Sequence[SummaryRow]) -> list[str]:
-    """The quiet colour for vanilla, one for every row that drafts, the same in every picture and sampling."""
-    counts: dict[str, int] = {}
-    colours = []
-    for row in rows:
-        drafts = row.tree is not None and row.status == "ok"
-        place = counts.get(sampling_text(row), 0)
-        counts[sampling_text(row)] = place + drafts
-        colours.append(SERIES[place % len(SERIES)] if drafts else QUIET)
+    """The quiet colour for vanilla, one for every row that drafts, beginning anew at each sampling."""
+    colours: list[str] = []
+    for at, row in enumerate(rows):
+        before = [other for other in rows[:at] if other.tree and sampling_text(other) == sampling_text(row)]
+        colours.append(SERIES[len(before) % len(SERIES)] if row.tree and row.status == "ok" else QUIET)
     return colours
 
 
 def _drafting(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str, str]]:
     """(row, label, colour) of the MAX_ROWS rows of highest tau, in the table's order; no failed one."""
-    candidates = [
-        (row, colour) for row, colour in zip(rows, _colours(rows), strict=True) if row.tree and row.target_forwards
-    ]
-    best = sorted(candidates, key=lambda item: -(item[0].tau or 0.0))[:MAX_ROWS]
-    chosen = [item for item in candidates if item in best][:MAX_ROWS]
-    apart = len({colour for _, colour in chosen}) == len(chosen)  # a long table repeats its colours
-    return [(row, label(row, rows), colour if apart else SERIES[at]) for at, (row, colour) in enumerate(chosen)]
+    candidates = [row for row in rows if row.tree and row.target_forwards]
+    least = sorted((row.tau or 0.0 for row in candidates), reverse=True)[:MAX_ROWS][-1:]
+    chosen = [row for row in candidates if [row.tau or 0.0] >= least][:MAX_ROWS]
+    return [(row, label(row, rows), colour) for row, colour in zip(chosen, SERIES, strict=False)]
 
 
 def _acceptance_by_depth(rows: Sequence[SummaryRow]) -> Figure:
@@ -228,21 +204,14 @@ def _acceptance_by_depth(rows: Sequence[SummaryRow]) -> Figure:
     titles = ["P(accepted ≥ d)", "P(accepted ≥ d | accepted ≥ d − 1)"]
     figure, (above, below) = _panels(titles, [item[1:] for item in chosen], [90.0], columns=1)
     for row, _, colour in chosen:
-        histogram = row.accepted_histogram or [0]
-        reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
-        depths = range(1, len(histogram))
-        _curve(above, depths, [reached[d] / reached[0] for d in depths], colour)
-        _curve(
-            below,
-            depths,
-            [reached[d] / reached[d - 1] if reached[d - 1] >= MIN_CYCLES else None for d in depths],
-            colour,
-        )
+        reached = np.cumsum((row.accepted_histogram or [0])[::-1])[::-1]  # cycles that keep at least d draft tokens
+        enough = np.flatnonzero(reached[:-1] >= MIN_CYCLES)
+        _curve(above, range(1, len(reached)), reached[1:] / reached[0], colour)
+        _curve(below, enough + 1, reached[enough + 1] / reached[enough], colour)
     for axes in (above, below):
         _unit(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    below.set_xlim(above.get_xlim())
-    below.set_xlabel("draft depth d")
+    below.set(xlim=above.get_xlim(), xlabel="draft depth d")
     return figure
 
 
@@ -257,7 +226,7 @@ def _accepted_lengths(rows: Sequence[SummaryRow]) -> Figure:
         axes.bar([length + offset for length in range(len(histogram))], shares, width=width * 0.9, color=colour)
     axes.grid(visible=False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _percent(axes.yaxis)
+    axes.yaxis.set_major_formatter("{x:g} %")
     axes.set_xlabel("accepted draft tokens in a cycle")
     return figure
 
@@ -293,9 +262,7 @@ def _confidence_curves(
         filled = [item for item in bins if item["count"] >= least]
         _curve(axes, [item["confidence"] for item in filled], [item["acceptance"] for item in filled], colour)
     _unit(axes)
-    axes.set_xlim(-0.02, 1.02)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
-    axes.set_xlabel(xlabel)
+    axes.set(xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1], xlabel=xlabel)
     return figure, axes
 
 
@@ -373,8 +340,7 @@ def _levels(rows: Sequence[Mapping[str, Any]]) -> Figure:
         "reached": ("accepted ≥ d", SERIES[0]),
     }
     figure, axes = _shares("share of cycles", rows, "depth", series)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("draft depth d")
+    axes.set(xticks=[row["depth"] for row in rows], xlabel="draft depth d")
     return figure
 
 
@@ -385,9 +351,8 @@ def _by_c(rows: Sequence[Mapping[str, Any]]) -> Figure:
         "gamma": ("by the Gamma fit", SERIES[2]), "bound": ("its mean", QUIET),
     }  # fmt: skip
     figure, axes = _shares("share of laws", rows, "c", series)
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel="c")
     axes.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
-    axes.set_xlabel("c")
     return figure
 
 
@@ -405,7 +370,7 @@ def _bounds(tables: Sequence[Mapping[str, Any]]) -> Figure:
         places = [100.0 * place / max(1, len(values) - 1) for place in range(len(values))]
         axes.plot(places, values, color=colour, linewidth=2.0 if key == "acceptance" else 1.0)
     axes.set_ylim(-1.05, 1.05)
-    _percent(axes.xaxis)
+    axes.xaxis.set_major_formatter("{x:g} %")
     axes.set_xlabel("laws, by their acceptance probability")
     return figure
 
@@ -420,7 +385,7 @@ def _ratio(ratio: Mapping[str, Any]) -> Figure:
     if ratio["expected"]:
         axes.plot(middles, [100 * count / ratio["laws"] for count in ratio["expected"]], color=INK, linewidth=1.4)
     axes.set_xticks([0, 1, 2, 3, 4, 5], ["0", "1", "2", "3", "4", "≥5"])
-    _percent(axes.yaxis)
+    axes.yaxis.set_major_formatter("{x:g} %")
     axes.set_xlabel("entropy ratio − 1 = KL(q‖p) ÷ H(q)")
     return figure
 
@@ -440,7 +405,7 @@ def _rejections(laws: Mapping[str, Any]) -> Figure:
     for key, colour in colours.items():
         _curve(below, laws["sorted"]["ranks"], laws["sorted"][key], colour)
     below.set_xscale("log", base=4)
-    below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    below.xaxis.set_major_formatter("{x:,.0f}")
     below.set_xlabel("rank in the vocabulary")
     return figure
 
@@ -478,7 +443,7 @@ def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: S
         axes.set_ylim(min(low, 1.0) if title.startswith(("tau", "speedup")) else 0.0, high)
         if title.startswith("speedup"):
             axes.axhline(1.0, color=MUTED, linewidth=1.0, linestyle=DASHED)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlim(-0.4, len(values) - 0.6)
         axes.set_xticks(range(len(values)), [f"{value:g}" if numeric([value]) else str(value) for value in values])
     every[-1].set_xlabel(xlabel)
@@ -548,7 +513,6 @@ def _cost_curves(heads: Sequence[Mapping[str, Any]]) -> Figure:
         _curve(verify, [int(n) for n in nodes], [head["costs_ms"]["verify"][n] for n in nodes], colour)
         _curve(draft, [int(k) for k in widths], [head["costs_ms"]["draft"][k][1] for k in widths], colour)
     for axes in (verify, draft):
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(left=0)
+        axes.set(xlim=(0, None), ylim=(0, None))
     draft.set_xlabel("k: expanded nodes of the level")
     return figure

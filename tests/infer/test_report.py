@@ -87,6 +87,12 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the words alone: drawing takes most of a report's time."""
+    monkeypatch.setattr("aerie.infer.report.page.pictures", lambda *_: {})
+
+
 class Page(html.parser.HTMLParser):
     """Tags with attributes, and all text, of a report's page."""
 
@@ -158,14 +164,12 @@ def test_every_picture_is_a_file_and_those_of_earlier_input_go(tmp_path: Path, w
     assert "Does a calibrator help?" in Page(whole).text and "Does a calibrator help?" not in text
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    for name in ("one", "two"):
-        report(tmp_path, name)
-    files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert files == sorted(path.name for path in (tmp_path / "two").iterdir())
+def test_the_same_input_gives_the_same_bytes(swept: Path) -> None:
+    report(swept, "again")
+    files = sorted(path.name for path in (swept / "report").iterdir())
+    assert files == sorted(path.name for path in (swept / "again").iterdir())
     for name in files:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+        assert (swept / "report" / name).read_bytes() == (swept / "again" / name).read_bytes(), name
 
 
 def test_damaged_or_missing_input_is_an_error_with_the_command(tmp_path: Path) -> None:
@@ -178,6 +182,7 @@ def test_damaged_or_missing_input_is_an_error_with_the_command(tmp_path: Path) -
         report(tmp_path)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(tmp_path: Path) -> None:
     write_run(tmp_path)
     report(tmp_path)
@@ -227,6 +232,7 @@ def test_the_page_has_every_section_that_was_measured_and_words_that_fit_its_fig
     assert "ablation" not in text and "By context length" not in text  # were not measured
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_draft_lengths_stand_beside_constants_and_rows_by_task_are_pooled_on_the_page(tmp_path: Path) -> None:
     records, asked = papers.chains()
     records = [replace(one, task="units") if one.prompt_id == "b" else one for one in records]
