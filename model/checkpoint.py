@@ -1,7 +1,6 @@
 """Draft heads: a new one for a target, on disk and back, and whether one fits its target."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +156,8 @@ def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
         return []
 
     def told(theta: float, scaling: dict[str, Any] | None) -> str:
-        factor = (scaling or {}).get("factor")
-        kind = "no scaling" if scaling is None else f"{scaling.get('rope_type')} scaling"
-        return f"base {theta:,.0f} and {kind}" + ("" if factor is None else f" by {factor:g}")
+        by = f" by {scaling['factor']:g}" if scaling and "factor" in scaling else ""
+        return f"base {theta:,.0f} and {scaling['rope_type'] if scaling else 'no'} scaling{by}"
 
     warnings = []
     rope, target_rope = (config.rope_theta, config.rope_scaling), rope_of(text_config)
@@ -187,10 +185,7 @@ def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = N
     shares = isinstance(head, Eagle3Head) and head.shares_embedding
     if shares and not head.saves_embedding:
         state.pop(EMBEDDING, None)
-    shapes = {  # the true ones, also of a module whose parameters DeepSpeed has sharded
-        name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in head.state_dict(keep_vars=True).items()
-    }
-    check_state(state, shapes, directory / WEIGHTS, {EMBEDDING} if shares else set())
+    check_state(state, expected_shapes(head.config), directory / WEIGHTS, {EMBEDDING} if shares else set())
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory, state)
     write_json(directory / CONFIG, {**head.config.to_json(), "aerie": facts})
@@ -216,7 +211,6 @@ def load_head(
     _, files, content = read_content(place, after_blocks)
     for guess in content.guesses:
         warn(f"{files.config_place}: {guess}")
-    check_content(content, files.weights_place)
     state = completed(content, ends, files.weights_place)
     head = empty_head(content.config)
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
@@ -231,8 +225,7 @@ def load_head(
 def empty_head(config: AnyConfig) -> Head:
     """The module that a configuration describes, its weights still to come; UserError for sizes that cannot be."""
     module: Any = next(kind.module for kind in HEADS.values() if kind.config is type(config))
-    head: Head = module(config)
-    return head
+    return module(config)
 
 
 def kind_of(values: Any, place: Path) -> str:
@@ -260,20 +253,18 @@ def check_sizes(config: AnyConfig, ends: TargetEnds, head_path: str, target_path
             )
 
 
-def loading_checks(content: HeadContent, place: Path) -> tuple[Callable[[], object], ...]:
-    """What a head has to stand before its weights are taken: each raises UserError. place names the file."""
-    tensors, config = content.tensors, content.config
-    return (
-        lambda: check_state(tensors, expected_shapes(config), place, optional_of(content)),
-        lambda: _check_finite(tensors, place),
-        lambda: vocabulary_of(tensors, str(place)),
-    )
-
-
 def check_content(content: HeadContent, place: Path) -> None:
     """UserError for a head that does not load; place names the file in errors."""
-    for check in loading_checks(content, place):
-        check()
+    check_state(content.tensors, expected_shapes(content.config), place, optional_of(content))
+    for name, tensor in content.tensors.items():
+        if name in TABLES or tensor.isfinite().all():
+            continue
+        wrong = int((~tensor.isfinite()).sum())  # no answer of the target shows them, but every draft is wrong
+        raise UserError(
+            f"{place}: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite: the head's "
+            f"training diverged or the file is damaged; take an earlier checkpoint, or fetch the file anew"
+        )
+    vocabulary_of(content.tensors, str(place))
 
 
 def expected_shapes(config: AnyConfig) -> dict[str, tuple[int, ...]]:
@@ -285,13 +276,10 @@ def expected_shapes(config: AnyConfig) -> dict[str, tuple[int, ...]]:
 def optional_of(content: HeadContent) -> set[str]:
     """The keys that a file may lack: the target's embedding, and the identity between equal vocabularies."""
     config = content.config
-    optional = {EMBEDDING} if content.is_embedding_optional else set()
-    if isinstance(config, Eagle3Config):
-        if config.target_hidden_size != config.hidden_size:
-            optional = set()
-        if config.draft_vocab_size == config.vocab_size:
-            optional |= {*TABLES}
-    return optional
+    if not isinstance(config, Eagle3Config):
+        return {EMBEDDING} if content.is_embedding_optional else set()
+    shares = content.is_embedding_optional and config.target_hidden_size == config.hidden_size
+    return {*([EMBEDDING] if shares else []), *(TABLES if config.draft_vocab_size == config.vocab_size else [])}
 
 
 def vocabulary_of(state: dict[str, Tensor], place: str) -> DraftVocabulary | None:
@@ -303,7 +291,8 @@ def vocabulary_of(state: dict[str, Tensor], place: str) -> DraftVocabulary | Non
 
 
 def completed(content: HeadContent, ends: TargetEnds | None, place: Path) -> dict[str, Tensor]:
-    """The tensors with what a file may leave out; checks the draft vocabulary. place names the file in errors."""
+    """The tensors with what a file may leave out; UserError for a head that does not load. place names the file."""
+    check_content(content, place)
     state, config = dict(content.tensors), content.config
     if isinstance(config, Eagle3Config):
         vocabulary = vocabulary_of(state, str(place)) or DraftVocabulary.identity(config.vocab_size)
@@ -342,14 +331,3 @@ def check_state(
         if name not in TABLES and tensor.dtype not in FLOATS:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise UserError(f"{place}: {name} holds {kind}: quantised heads are not read; get this head in bfloat16")
-
-
-def _check_finite(state: dict[str, Tensor], place: Path) -> None:
-    """UserError for weights that are NaN or infinite: no answer of the target shows them, but every draft is wrong."""
-    for name, tensor in state.items():
-        wrong = int((~tensor.isfinite()).sum()) if tensor.dtype in FLOATS and name not in TABLES else 0
-        if wrong:
-            raise UserError(
-                f"{place}: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite: the head's "
-                f"training diverged or the file is damaged; take an earlier checkpoint, or fetch the file anew"
-            )

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.model.checkpoint import check_content, check_sizes, completed, head_facts
+from aerie.model.checkpoint import check_sizes, completed, head_facts
 from aerie.model.formats.content import NUMBERED, Destination, Export, HeadContent, HeadFiles, unread
 from aerie.model.formats.layouts import WRITABLE, Layout, read_content
 from aerie.model.formats.sglang import SERVER, ZERO_BIAS
@@ -137,7 +137,6 @@ def read_complete(
     """
     layout, files, content = read_content(directory, after_blocks)
     check_sizes(content.config, target.ends, str(directory), target.path)
-    check_content(content, files.weights_place)
     check_depth(content.config, target.destination.num_blocks, str(directory), target.path)
     state = completed(content, target.ends, files.weights_place)
     if EMBEDDING not in content.tensors and EMBEDDING in state:

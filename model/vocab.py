@@ -41,16 +41,23 @@ class DraftVocabulary:
     @classmethod
     def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
         """The vocabulary in the two tables of a file, checked; UserError, naming place, for what are no such tables."""
-        for name, found in (("d2t", d2t), ("t2d", t2d)):
-            if found.ndim != 1:
-                raise UserError(f"{place}: {name} has shape {list(found.shape)}; it must be a list")
+        if d2t.ndim != 1 or t2d.ndim != 1:
+            raise UserError(f"{place}: d2t has shape {list(d2t.shape)} and t2d {list(t2d.shape)}; they must be lists")
         if d2t.is_complex() or d2t.dtype == torch.bool or not torch.equal(d2t.long().to(d2t.dtype), d2t):
             raise UserError(f"{place}: d2t holds {d2t.dtype} that are no whole numbers; it must be token offsets")
         if not torch.equal(t2d.bool().to(t2d.dtype), t2d):
             raise UserError(f"{place}: t2d holds other values than 0 and 1; it must mark the draft tokens")
-        made = cls(d2t.long(), t2d.bool())
-        made.check(place)
-        return made
+        vocabulary, marked = cls(d2t.long(), t2d.bool()), t2d.nonzero().flatten()
+        if len(marked) != len(d2t):
+            raise UserError(f"{place}: t2d marks {len(marked):,} tokens and d2t has {len(d2t):,}; the file is damaged")
+        wrong = (vocabulary.ids != marked).nonzero().flatten()
+        if len(wrong):
+            first = int(wrong[0])
+            raise UserError(
+                f"{place}: draft id {first:,} is the target's {int(vocabulary.ids[first]):,} by d2t and "
+                f"{int(marked[first]):,} by t2d; d2t holds offsets (target id - draft id), not target ids"
+            )
+        return vocabulary
 
     @classmethod
     def most_frequent(cls, counts: Counts, size: int, forced: Collection[int] = ()) -> "DraftVocabulary":
@@ -100,20 +107,6 @@ class DraftVocabulary:
         """The share of the counted tokens [V] that the draft vocabulary has; 1 where nothing was counted."""
         total = int(counts.sum())
         return int(counts[self.t2d.cpu().numpy()].sum()) / total if total else 1.0
-
-    def check(self, place: str) -> None:
-        """UserError unless d2t and t2d name the same tokens."""
-        ids = self.ids
-        named = self.t2d.nonzero().flatten()
-        if len(named) != self.size:
-            raise UserError(f"{place}: t2d marks {len(named):,} tokens and d2t has {self.size:,}; the file is damaged")
-        wrong = (ids != named).nonzero().flatten()
-        if len(wrong):
-            first = int(wrong[0])
-            raise UserError(
-                f"{place}: draft id {first:,} is the target's {int(ids[first]):,} by d2t and {int(named[first]):,} by "
-                f"t2d; d2t holds offsets (target id - draft id), not target ids"
-            )
 
     def check_ends(self, end_ids: Collection[int], place: str) -> None:
         """UserError when the head could never draft the end of a turn: none of these target ids is in."""

@@ -24,7 +24,16 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.tree import Tree, ancestors
-from aerie.model.target import Target, default_taps, fingerprint, load_ends
+from aerie.model.storage import SHIPPED_TEMPLATE, template_path
+from aerie.model.target import (
+    Target,
+    default_taps,
+    fingerprint,
+    load_ends,
+    load_tokenizer,
+    read_template,
+    require_same_token_ids,
+)
 from tests import tiny
 
 SIZES: dict[str, Any] = {
@@ -142,13 +151,8 @@ def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool
     whole = Target.load(config)
     text, ends = load_ends(config)
     assert torch.equal(ends.embedding, whole.ends.embedding) and torch.equal(ends.lm_head, whole.ends.lm_head)
-    assert fingerprint(text, ends) == whole.fingerprint()
-
-
-def test_another_targets_fingerprint_differs(tmp_path: Path) -> None:
-    one = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "a", seed=0))))
-    other = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "b", seed=1))))
-    assert one.fingerprint() != other.fingerprint()
+    other = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "other", seed=1))))
+    assert fingerprint(text, ends) == whole.fingerprint() != other.fingerprint()
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma2"])
@@ -158,11 +162,6 @@ def test_a_final_transform_that_is_not_known_is_refused(name: str, monkeypatch: 
     monkeypatch.setattr("aerie.model.target.final_transform", lambda config: (1.0, None))
     with pytest.raises(UserError, match="would not be lossless"):
         Target(target.model, target.recipe)
-
-
-def test_a_missing_target_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such target directory"):
-        Target.load(TargetConfig(path=str(tmp_path / "nothing")))
 
 
 def test_the_states_of_a_target_that_spans_two_devices_meet_at_its_lm_head() -> None:
@@ -176,3 +175,49 @@ def test_the_states_of_a_target_that_spans_two_devices_meet_at_its_lm_head() -> 
         found = target.features(torch.zeros(1, 5, dtype=torch.long), after_blocks=(1, 2))
     assert found.taps is not None and found.taps.shape == (1, 5, 64)
     assert found.taps.device == found.last_hidden.device == torch.device("cuda:1")
+
+
+def test_the_shipped_template_is_found_from_any_directory_and_an_own_file_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.tokenizer(chat_template=None).save_pretrained(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    config = TargetConfig(path=str(tmp_path / "target"), chat_template=SHIPPED_TEMPLATE)
+    shipped = load_tokenizer(config).chat_template
+    assert "USER: " in shipped and "ASSISTANT:" in shipped
+    own = tmp_path / SHIPPED_TEMPLATE
+    own.parent.mkdir(parents=True)
+    own.write_text("mine", encoding="utf-8")
+    assert template_path(SHIPPED_TEMPLATE).samefile(own) and read_template(SHIPPED_TEMPLATE) == "mine"
+
+
+def test_a_missing_or_unreadable_template_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"target\.chat_template: nowhere\.jinja: no such file.*vicuna"):
+        read_template("nowhere.jinja")
+    (tmp_path / "bad.jinja").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(UserError, match=r"bad\.jinja: cannot read the chat template"):
+        read_template(str(tmp_path / "bad.jinja"))
+
+
+TOKENS = {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize("draft", [TOKENS, {"a": 0, "b": 1}, {**TOKENS, "<tool>": 3}])
+def test_tokens_that_only_one_side_has_are_no_difference(draft: dict[str, int]) -> None:
+    require_same_token_ids(draft, TOKENS, 3, "draft", "target")
+
+
+@pytest.mark.parametrize(
+    ("draft", "num_rows", "said"),
+    [
+        ({"a": 0, "b": 2, "c": 1}, 3, "draft: tokenizer: token 'b' has id 2, in target it has id 1"),
+        ({"a": 0, "x": 1, "c": 2}, 3, "draft: tokenizer: token 'x' has id 1, in target that is 'b'"),
+        (TOKENS, 2, "draft: has 2 token embeddings, and target has tokens beyond them ('c', id 2)"),
+    ],
+)
+def test_an_id_with_two_meanings_and_a_token_without_a_row_are_refused(
+    draft: dict[str, int], num_rows: int, said: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        require_same_token_ids(draft, TOKENS, num_rows, "draft", "target")
+    assert said in str(refused.value)

@@ -61,13 +61,6 @@ def test_a_mask_of_ones_own_decides_what_is_seen() -> None:
     assert (short[:, :, 6:] - unrolled_attention(q, keys, values)[:, :, 6:]).abs().max() > 1e-2
 
 
-def test_without_its_documents_or_its_own_columns_a_row_is_another() -> None:
-    q, keys, values = made = _made(33)
-    whole = unrolled_attention(*made, documents=(5, 28))
-    assert (unrolled_attention(*made) - whole).abs().max() > 0.1
-    assert (unrolled_attention(q, keys[:2], values[:2], documents=(5, 28)) - whole).abs().max() > 0.1
-
-
 def test_bf16_stays_close_to_float32() -> None:
     made = _made(33)
     half = [x.bfloat16() for x in (made[0], *made[1], *made[2])]

@@ -64,9 +64,12 @@ class Planted:
 def test_a_pickle_with_code_in_it_is_refused_and_never_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     torch.save({"a": torch.zeros(2), "code": Planted(trace)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"holds more than tensors.*; get model.safetensors") as caught:
+    with pytest.raises(UserError, match=r"holds more than tensors.*; get model.safetensors"):
         read_tensors(tmp_path)
-    assert not trace.exists() and "\n" not in str(caught.value)
+    assert not trace.exists()
+    torch.save({"state": {"a": torch.zeros(2)}}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="is no table of tensors"):
+        read_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -78,16 +81,6 @@ def test_a_truncated_file_is_one_sentence(tmp_path: Path, name: str, kept: int) 
         read_tensors(tmp_path)
     assert "\n" not in str(caught.value) and "Errno" not in str(caught.value)
     assert name.endswith("safetensors") or "(truncated or damaged)" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [([torch.zeros(2)], "is no table of tensors"), ({"state": {"a": torch.zeros(2)}}, "is no table of tensors")],
-)
-def test_a_pickle_of_something_else_is_one_sentence(tmp_path: Path, found: Any, message: str) -> None:
-    torch.save(found, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=message):
-        read_tensors(tmp_path)
 
 
 def test_shards_that_lie_elsewhere_are_missing_or_disagree_are_refused(tmp_path: Path) -> None:
@@ -104,13 +97,3 @@ def test_shards_that_lie_elsewhere_are_missing_or_disagree_are_refused(tmp_path:
         index.write_text(json.dumps({"weight_map": table}))
         with pytest.raises(UserError, match=message):
             read_tensors(tmp_path)
-    index.write_text(json.dumps(values))
-    (tmp_path / shard).unlink()
-    with pytest.raises(UserError, match="cannot read the weights"):
-        read_tensors(tmp_path)
-
-
-def test_a_directory_without_weights_is_one_sentence(tmp_path: Path) -> None:
-    assert tensor_names(tmp_path) == set()
-    with pytest.raises(UserError, match="holds no weights"):
-        read_tensors(tmp_path)
