@@ -16,7 +16,6 @@ from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows
-from aerie.data.inputs import INDEX
 from aerie.data.tokens import (
     CountedVocabulary,
     draft_vocabulary,
@@ -27,7 +26,6 @@ from aerie.data.tokens import (
     tokenize,
 )
 from aerie.model.checkpoint import new_head, position_warnings, save_head
-from aerie.model.storage import Manifest, digest
 from aerie.model.target import Target, fingerprint, load_ends, load_tokenizer, taps_of
 from aerie.train.fingerprint import needs_target, reads_cache, state_name
 from aerie.train.launch import device, rank, world_size
@@ -204,16 +202,6 @@ def _check_lm(recipe: Recipe, lm: Any) -> None:
         raise UserError(
             "train.on_policy: a cache has no states of tokens that are yet to be drawn; set features.mode online"
         )
-
-
-def cache_states(recipe: Recipe) -> str | None:
-    """A digest of every bit of the feature cache's rows; None without one.
-
-    Caches that were made of the same inputs may differ in it by rounding.
-    """
-    if not reads_cache(recipe):
-        return None
-    return digest(Manifest.read(RunPaths(Path(recipe.run)).features, INDEX).files)
 
 
 def plan(job: Job) -> str:

@@ -18,13 +18,6 @@ from aerie.train.objectives.base import Sums, add_sums
 from aerie.train.resume import TRACKERS
 
 PROJECT = "aerie"  # of the trackers
-SHOWN = {  # shorter in a line
-    "classification": "class",
-    "greedy_agreement": "agree",
-    "predicted_tau": "tau~",
-    "accuracy": "acc",
-    "in_vocabulary": "in vocab",
-}
 
 
 def means(sums: Sums, device: torch.device) -> dict[str, float]:
@@ -119,12 +112,12 @@ def held_out_line(step: int, total_steps: int, rows: int, values: dict[str, floa
 
 
 def shown(values: dict[str, float]) -> list[str]:
-    """['class 1.2345', 'acc @1 0.710 @2 0.620']: the measures of each depth (NAME_at_1, ...) stand together."""
+    """['feature 1.2345', 'accuracy @1 0.710 @2 0.620']: the measures of each depth (NAME_at_1, ...) stand together."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         stem, separator, depth = name.partition("_at_")
         groups.setdefault(stem, []).append(f"@{depth} {value:.3f}" if separator else f"{value:.4f}")
-    return [f"{SHOWN.get(stem, stem)} {' '.join(texts)}" for stem, texts in groups.items()]
+    return [f"{stem} {' '.join(texts)}" for stem, texts in groups.items()]
 
 
 class MetricsFile:

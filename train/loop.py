@@ -143,14 +143,13 @@ class Loop:
         self.total = total_steps(config, self.order.steps_per_epoch)
         made_of = {**made_of, "rows": job.rows}
         fresh = resume.Progress(made_of, self.world, engine_of(accelerator), machine_of(self.device))
-        found = self._find(fresh)
-        self.progress = found.progress
+        folder = self._find(fresh)
         # The twin is never sharded; its weights are measured and saved.
         self.twin = job.objective.twin().to(self.device, job.save_dtype).eval()
         self.module, self.optimizer = accelerator.prepare(job.objective, build_optimizer(job.objective, config))
         self.module.train()
         self.meter = Meter()
-        self._restore(found)
+        self._restore(folder)
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
         start_trackers(accelerator, job.state, self.progress.step, digest(resume.decisive(made_of)), shown)
         self.held_out: dict[str, float] = {}
@@ -159,34 +158,33 @@ class Loop:
         self._since = time.monotonic() - self.progress.seconds
         self._saved_at = self.progress.step  # or begun, with nothing to save
 
-    def _find(self, fresh: resume.Progress) -> resume.Found:
-        """What the first process finds to go on from, on all of them; its UserError, too."""
-        found: list[Any] = [None, None]
+    def _find(self, fresh: resume.Progress) -> Path | None:
+        """The save to go on from, as the first process finds it; its UserError, too, is that of all."""
+        answer: list[Any] = [fresh, None, [], None]
         if self.rank == 0:
             try:
-                found[0] = resume.find(self.job.state, fresh, self.job.overwrite)
+                answer[:3] = resume.find(self.job.state, fresh, self.job.overwrite)
             except UserError as error:
-                found[1] = str(error)
+                answer[3] = str(error)
         if self.world > 1:
-            broadcast_object_list(found)
-        if found[1] is not None:
-            raise UserError(found[1])
-        answer: resume.Found = found[0]
-        return answer
-
-    def _restore(self, found: resume.Found) -> None:
-        """Brings weights, optimiser, random states, sums since the last log line and the output to the save's."""
-        for text in found.warnings if self.rank == 0 else ():
+            broadcast_object_list(answer)
+        self.progress, folder, warnings, refusal = answer
+        if refusal is not None:
+            raise UserError(refusal)
+        for text in warnings if self.rank == 0 else ():
             warn(text)
-        for text in found.notes if self.rank == 0 else ():
-            print(f"note: {text}", flush=True)
-        if found.folder is not None:
-            self.accelerator.load_state(str(found.folder))
-            self.meter.load(found.folder / METER.format(self.rank))
-        if self.rank == 0 and found.folder is not None:
+        found: Path | None = folder
+        return found
+
+    def _restore(self, folder: Path | None) -> None:
+        """Brings weights, optimiser, random states, sums since the last log line and the output to the save's."""
+        if folder is not None:
+            self.accelerator.load_state(str(folder))
+            self.meter.load(folder / METER.format(self.rank))
+        if self.rank == 0 and folder is not None:
             if self.progress.best_step:
-                resume.publish(found.folder / "best", self.job.output)
-            print(f"going on from step {self.progress.step:,} of {self.total:,} ({found.folder})", flush=True)
+                resume.publish(folder / "best", self.job.output)
+            print(f"going on from step {self.progress.step:,} of {self.total:,} ({folder})", flush=True)
         elif self.rank == 0 and self.job.state.is_dir():
             resume.clear(self.job.state)
         self.accelerator.wait_for_everyone()

@@ -90,8 +90,7 @@ def _train(recipe: pipeline.Recipe, stage: Stage, overwrite: bool) -> tuple[str,
             alone.enter_context(resume.training_alone(job.state))
         if job.objective.target is not None:
             job.objective.target = job.objective.target.to(accelerator.device)
-        # Its saves tell what their weights depend on: the stage's inputs, all settings, and the cache's very bits.
-        made_of = {**stage.inputs, "train": as_dict(recipe.train), resume.STATES: jobs.cache_states(recipe)}
+        made_of = {**stage.inputs, "train": as_dict(recipe.train)}
         loop = Loop(job, accelerator, made_of, as_dict(recipe), measure)
         if accelerator.is_main_process:
             resume.begin_output(stage.output, job.state)

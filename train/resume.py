@@ -33,36 +33,18 @@ from aerie.model.storage import (
 RECORD = "progress.json"  # a save's manifest
 TRACKERS = "trackers.json"  # the run's id there (train.trackers)
 BEGUN = ".training"  # lies in an output directory while its training is under way, and says where the saves are
-# What may change between two sittings of one run: it moves no weight (ROUNDING: by rounding only), or only when the run
-# ends.
-FREE = (
-    "max_seconds",
-    "log_every",
-    "save_every",
-    "keep_last",
-    "trackers",
-    "profile_steps",
-    "loss_chunk_slots",
-    "gradient_checkpointing",
-)
-ROUNDING = ("loss_chunk_slots",)  # the same gradients, summed in another order
-STATES = "states"  # part of made_of: a digest of the feature cache's bits, None where it has none or there is no cache
-DATA = {  # parts of made_of, and what a sentence calls them
-    "data": "data",
-    "conversations": "conversations",
-    "features": "feature cache",
-    "after_blocks": "features.after_blocks",
-    "shuffle_shards": "features.shuffle_shards",
-    "rows": "token ids of the rows",
-}
+# What may change between two sittings of one run: it moves no weight (loss_chunk_slots and gradient_checkpointing: by
+# rounding only), or only when the run ends.
+FREE = {"max_seconds", "log_every", "save_every", "keep_last", "trackers", "profile_steps"}
+FREE |= {"loss_chunk_slots", "gradient_checkpointing"}
 
 
 @dataclass(frozen=True)
 class Progress:
     """Where a run is: optimiser steps and tokens done, seconds spent, the best held-out score so far and its step.
 
-    made_of is everything that decides the weights, and the settings that do not (FREE), JSON-ready; engine and machine
-    say how and where it was computed.
+    made_of is everything that decides the weights, and settings that do not (FREE), JSON-ready; engine and machine say
+    how and where it was computed.
     """
 
     made_of: dict[str, Any]
@@ -76,23 +58,13 @@ class Progress:
     best_step: int = 0  # 0 before the first evaluation
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a run goes on from: the progress and the save (None: it starts), and what to say of it."""
-
-    progress: Progress
-    folder: Path | None = None
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 def folders(directory: Path) -> list[Path]:
     """The folders of all saves, newest first, whole or not."""
     return sorted(directory.glob("step-" + 8 * "[0-9]"), reverse=True)
 
 
-def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
-    """The newest whole save of this run.
+def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, Path | None, list[str]]:
+    """(progress, save, warnings) of the newest whole save of this run; without a save the fresh progress and None.
 
     UserError when there are saves and none is whole, or they are of another recipe, of other data, or of processes that
     cannot share theirs with these, unless overwrite was asked for: then the run starts.
@@ -106,59 +78,36 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> Found:
     else:
         if broken and not overwrite:
             raise UserError(f"{broken[0]}; no other save is whole: start anew with --overwrite")
-        return Found(fresh, warnings=tuple(f"{text}; starting anew" for text in broken))
+        return fresh, None, [f"{text}; starting anew" for text in broken]
     saved = Progress(**checked.manifest.facts)
-    refusal = _refusal(saved, fresh, folder)
+    refusal = _refusal(saved, fresh)
     if refusal is not None and not overwrite:
-        raise UserError(refusal)
+        raise UserError(f"{folder}: {refusal}, or start anew with --overwrite")
     if refusal is not None:
-        return Found(fresh)
+        return fresh, None, []
     warnings = [f"{text}; going on from {folder.name}, the newest whole save" for text in broken]
     if saved.machine != fresh.machine:
         was = f"saved with {saved.machine}, this is {fresh.machine}"
         warnings.append(f"{folder}: {was}: it goes on, not bit for bit as there")
-    progress = replace(saved, made_of=fresh.made_of, machine=fresh.machine)
-    return Found(progress, folder, tuple(warnings), _changes(saved, fresh))
+    return replace(saved, made_of=fresh.made_of, machine=fresh.machine), folder, warnings
 
 
-def _refusal(saved: Progress, fresh: Progress, folder: Path) -> str | None:
+def _refusal(saved: Progress, fresh: Progress) -> str | None:
     """Why these processes cannot go on from the save, and what can be done."""
-    anew = "start anew with --overwrite"
-    there, now = (decisive(progress.made_of) for progress in (saved, fresh))
-    data = [{word: parts.pop(name, None) for name, word in DATA.items()} for parts in (there, now)]
-    for changed, what in ((differences(there, now), "of another recipe"), (differences(*data), "on other data")):
-        if changed:
-            return f"{folder}: step {saved.step:,} {what} ({changed}); choose another --run, or {anew}"
+    if changed := differences(decisive(saved.made_of), decisive(fresh.made_of)):
+        return f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
     if saved.world_size != fresh.world_size:
-        return (
-            f"{folder}: saved by {saved.world_size} processes, now there are {fresh.world_size}; go on with "
-            f"--num_processes {saved.world_size}, or {anew}"
-        )
+        now = f"saved by {saved.world_size} processes, now there are {fresh.world_size}"
+        return f"{now}; go on with --num_processes {saved.world_size}"
     if saved.engine != fresh.engine:
-        return f"{folder}: saved under {saved.engine}, now it is {fresh.engine}; go on as there, or {anew}"
+        return f"saved under {saved.engine}, now it is {fresh.engine}; go on as there"
     return None
-
-
-def _changes(saved: Progress, fresh: Progress) -> tuple[str, ...]:
-    """A sentence for everything that differs and may differ."""
-    there, now = ({name: each.made_of.get("train", {}).get(name) for name in FREE} for each in (saved, fresh))
-    notes = [
-        f"train.{name}: {there[name]} until now, {now[name]} from here on; "
-        f"it moves {'weights by rounding only' if name in ROUNDING else 'no weight'}"
-        for name in FREE
-        if digest(there[name]) != digest(now[name])
-    ]
-    states = [each.made_of.get(STATES) for each in (saved, fresh)]
-    if None not in states and states[0] != states[1]:
-        why = "another features.batch_tokens or machine"
-        notes.append(f"feature cache: made anew with other bits ({why}); it moves weights by rounding only")
-    return tuple(notes)
 
 
 def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
     """The part that decides the weights, but for rounding."""
     train = {name: value for name, value in made_of.get("train", {}).items() if name not in FREE}
-    return {name: value for name, value in made_of.items() if name != STATES} | {"train": train}
+    return {**made_of, "train": train}
 
 
 def save(
@@ -228,15 +177,11 @@ def publish(source: Path, output: Path) -> None:
     """Copies weights to the output: file by file, each whole or as before, the weights first."""
     files = sorted(path for path in source.rglob("[!.]*") if path.is_file())
     for path in sorted(files, key=lambda path: ".safetensors" not in path.suffixes):
-        write_atomically(output / path.relative_to(source), partial(_copy, path))
+        write_atomically(output / path.relative_to(source), partial(shutil.copyfile, path))
     for stale in output.glob("*.safetensors*"):
         if not (source / stale.name).exists():
             stale.unlink()
     remove_temporaries(output)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
 
 
 def require_own_output(stage: Stage, state: Path) -> None:

@@ -139,7 +139,9 @@ def test_the_lines_are_dense_and_have_units() -> None:
     )
     values = {"predicted_tau": 3.1, "loss": 1.0, "accuracy_at_1": 0.71, "accuracy_at_2": 0.62}
     line = held_out_line(500, 1000, 64, values)
-    assert line == "step 500/1,000 | held out (64 rows) | tau~ 3.1000 | acc @1 0.710 @2 0.620 | loss 1.0000"
+    assert (
+        line == "step 500/1,000 | held out (64 rows) | predicted_tau 3.1000 | accuracy @1 0.710 @2 0.620 | loss 1.0000"
+    )
 
 
 def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_training_writes(tmp_path: Path) -> None:
