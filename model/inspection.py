@@ -110,51 +110,18 @@ def inspect_head(
 
 def screen(head: dict[str, Any]) -> str:
     """The same for people, a line each."""
-    target, sizes, rope, counts = head["target"], head["sizes"], head["rope"], head["parameters"]
-    vocabulary, coverage = head["vocabulary"], head["vocabulary"]["coverage"]
-    if "num_heads" in sizes:
-        layer = ", and a prefix layer" if "intermediate_size" in sizes else ""
-        size = f"{sizes['num_heads']} heads of {sizes['num_layers']} block(s), width {sizes['hidden_size']:,}{layer}"
-    else:
-        size = (
-            f"{sizes['num_hidden_layers']} layer(s) of width {sizes['hidden_size']:,}, MLP "
-            f"{sizes['intermediate_size']:,}, {sizes['num_attention_heads']} heads of {sizes['head_dim']} "
-            f"({sizes['num_key_value_heads']} of keys and values)"
+    taps = head["taps"] or ("not determined without its target" if head["kind"] == "eagle3" else "none")
+    lines = [("head", f"{head['kind']}, {head['layout']} layout ({head['weights']}): {head['path']}")]
+    lines.append(("taps", f"hidden_states {taps}"))
+    for name in ("target", "sizes", "parameters", "vocabulary", "rope", "training"):
+        shown = (
+            f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in head[name].items()
         )
-    tokens = f"all {vocabulary['target']:,} tokens"
-    if vocabulary["draft"] != vocabulary["target"]:
-        covered = "not recorded" if coverage is None else f"{coverage:.2%} of the training answers"
-        share = vocabulary["draft"] / vocabulary["target"]
-        tokens = f"{vocabulary['draft']:,} of {vocabulary['target']:,} tokens ({share:.1%}); coverage {covered}"
-    positions = "none: no attention, any position"
-    if rope["theta"] is not None:
-        scaling = "no scaling" if rope["scaling"] is None else f"{rope['scaling'].get('rope_type')} scaling"
-        positions = f"base {rope['theta']:,.0f}, {scaling}, {rope['max_position_embeddings']:,} positions"
-    taps = "not determined without its target" if head["taps"] is None else f"hidden_states {head['taps']}"
-    lines = [
-        ("head", f"{head['kind']}, {head['layout']} layout ({head['weights']}): {head['path']}"),
-        ("target", target["recorded"] or "not recorded"),
-        ("made for", f"hidden size {target['hidden_size']:,}, vocabulary {target['vocab_size']:,}"),
-        ("taps", taps if head["kind"] == "eagle3" else "none: reads the target's final state"),
-        ("sizes", size),
-        ("options", ", ".join(head["options"]) or "none"),
-        (
-            "parameters",
-            f"{counts['own']:,} + {counts['lm_head']:,} LM head + {counts['embedding']:,} embedding; "
-            f"{counts['dtype']}, {counts['bytes'] / 1e9:,.2f} GB",
-        ),
-        ("vocabulary", tokens),
-        ("rope", positions),
-        ("embedding", head["embedding"]),
-        ("left out", ", ".join(head["left_out"]) or "nothing"),
-        ("training", ", ".join(f"{k} {v:,.4g}" for k, v in head["training"].items()) or "not recorded"),
-        *([("server", head["made_for"])] if head["made_for"] else []),
-        *(("guessed", text) for text in head["guesses"]),
-        *(("remark", text) for text in head["remarks"]),
-        *(("PROBLEM", text) for text in head["problems"]),
-    ]
-    if "fits" in target:
-        lines.append(("fits", f"{target['given']}: {'yes' if target['fits'] else 'no'}"))
+        lines.append((name, ", ".join(shown) or "not recorded"))
+    lines += [("options", ", ".join(head["options"]) or "none"), ("embedding", head["embedding"])]
+    lines += [("left out", ", ".join(head["left_out"]) or "nothing"), ("made for", head["made_for"] or "any server")]
+    for name, sentences in (("guessed", "guesses"), ("remark", "remarks"), ("PROBLEM", "problems")):
+        lines += [(name, sentence) for sentence in head[sentences]]
     return "\n".join(f"{name:<11} {text}" for name, text in lines)
 
 

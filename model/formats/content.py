@@ -78,6 +78,15 @@ def refuse(layout: str, what: str, instead: str) -> UserError:
     return UserError(f"--to {layout}: cannot carry {what}; {instead}")
 
 
+def refuse_options(layout: str, config: Eagle3Config, flags: tuple[str, ...], instead: str) -> None:
+    """UserError for a head with an option, or more than one layer, that the layout's readers would drop."""
+    for name in flags:
+        if getattr(config, name):
+            raise refuse(layout, f"{name}, which its reader does not know", instead)
+    if config.num_hidden_layers > 1:
+        raise refuse(layout, f"{config.num_hidden_layers} layers, of which its reader takes one", instead)
+
+
 WORDS = {
     int: "a positive whole number",
     float: "a positive number",

@@ -20,6 +20,7 @@ from aerie.model.formats.content import (
     read_sizes,
     read_taps,
     refuse,
+    refuse_options,
     renamed,
     take,
     write_sizes,
@@ -30,6 +31,7 @@ from aerie.model.target import default_taps
 NAME = "safeailab"
 FIRST_LAYER = "layers.0.hidden_norm.weight"  # as others name midlayer.hidden_norm.weight
 ELSEWHERE = "export it for vLLM with --to speculators"
+FLAGS = ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
 DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # old pickles hold RoPE's frequencies; config.json decides them
 
 
@@ -58,15 +60,19 @@ def read(files: HeadFiles) -> HeadContent:
     return HeadContent(config, without_derived(files.tensors))
 
 
-def read_eagle3(files: HeadFiles) -> HeadContent:
-    """An EAGLE-3 head by SafeAILab's names, or with `layers.0` for `midlayer` as other projects name it."""
+def read_eagle3(files: HeadFiles, layer: dict[str, Any] | None = None) -> HeadContent:
+    """An EAGLE-3 head by SafeAILab's names, or with `layers.0` for `midlayer` as other projects name it.
+
+    layer is speculators' table of the sizes; None: they stand in config.json itself.
+    """
     values, place = files.values, files.config_place
     extra: dict[str, Any] = take(values, "eagle_config", dict, place, {})
     if not take(extra, "use_aux_hidden_state", bool, place, True):
         raise UserError(f"{place}: use_aux_hidden_state is false: the head reads no taps; such heads are not supported")
     tensors = midlayer_first(without_derived(files.tensors), files.weights_place)
-    sizes = read_sizes(values, place)
-    taps, guess = read_taps(values, files.after_blocks, place)
+    sizes = read_sizes(values if layer is None else layer, place)
+    taps, guess = read_taps(values, files.after_blocks, place, is_speculators=layer is not None)
+    options = values if "norm_before_fc" in values else {**extra, **values}
     config = Eagle3Config(
         **sizes,
         draft_vocab_size=take(values, "draft_vocab_size", int, place, sizes["vocab_size"]),
@@ -76,13 +82,7 @@ def read_eagle3(files: HeadFiles) -> HeadContent:
         fc_norm="fc_norm.0.weight" in tensors,
         norm_output=take(values, "norm_output", bool, place, False),
         norm_before_residual=take(values, "norm_before_residual", bool, place, False),
-        norm_before_fc=take(
-            values if "norm_before_fc" in values else extra,
-            "norm_before_fc",
-            bool,
-            place,
-            "input_norm.weight" in tensors,
-        ),
+        norm_before_fc=take(options, "norm_before_fc", bool, place, "input_norm.weight" in tensors),
     )
     return HeadContent(config, tensors, () if guess is None else (guess,), is_embedding_optional=True)
 
@@ -95,18 +95,16 @@ def write(content: HeadContent, destination: Destination) -> Export:
     scaling = config.rope_scaling
     if scaling is not None and scaling.get("rope_type") == "linear":
         values["rope_scaling"] = {"type": "linear", "factor": float(scaling["factor"])}
-    elif scaling is not None:
-        notes.append(f"SafeAILab's own code stops at rope_scaling {scaling.get('rope_type')!r}; vLLM reads it")
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
-        notes.append(
-            f"SafeAILab's own code stops at head_dim {config.head_dim}: it wants hidden_size / heads; vLLM reads it"
-        )
     if isinstance(config, Eagle1Config):
         if config.bias:
             notes.append("vLLM has no fc.bias and stops at it; SafeAILab's own code and SGLang read it")
         values |= {"bias": config.bias, "qkv_bias": config.qkv_bias}
         return Export(values, content.tensors, pickled=True, notes=tuple(notes))
-    _refuse_what_is_dropped(config, destination)
+    refuse_options(NAME, config, FLAGS, ELSEWHERE)
+    default = default_taps(destination.num_blocks) if destination.num_blocks >= 7 else None
+    if config.after_blocks != default:
+        taps = "no taps of such a short target" if default is None else f"always {list(default)}"
+        raise refuse(NAME, f"the taps {list(config.after_blocks)}: SafeAILab's code reads {taps}", ELSEWHERE)
     values |= eagle3_values(config)
     return Export(values, eagle3_tensors(content), pickled=True, notes=tuple(notes))
 
@@ -158,15 +156,3 @@ def _renamed(name: str) -> str:
         return name
     number = int(found[1])
     return (f"layers.{number - 1}." if number else "midlayer.") + name[found.end() :]
-
-
-def _refuse_what_is_dropped(config: Eagle3Config, destination: Destination) -> None:
-    for name in ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
-        if getattr(config, name):
-            raise refuse(NAME, f"{name}, which SafeAILab's code does not know", ELSEWHERE)
-    if config.num_hidden_layers > 1:
-        raise refuse(NAME, f"{config.num_hidden_layers} layers, of which SafeAILab's code reads one", ELSEWHERE)
-    default = default_taps(destination.num_blocks) if destination.num_blocks >= 7 else None
-    if config.after_blocks != default:
-        taps = "no taps of such a short target" if default is None else f"always {list(default)}"
-        raise refuse(NAME, f"the taps {list(config.after_blocks)}: SafeAILab's code reads {taps}", ELSEWHERE)

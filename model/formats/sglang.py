@@ -20,6 +20,7 @@ from aerie.model.formats.content import (
     HeadFiles,
     read_sizes,
     refuse,
+    refuse_options,
     write_sizes,
 )
 from aerie.model.heads.eagle import Eagle1Config, Eagle3Config
@@ -133,11 +134,7 @@ def _write_eagle3(
     content: HeadContent, config: Eagle3Config, destination: Destination, sizes: tuple[dict[str, Any], list[str]]
 ) -> Export:
     values, notes = sizes
-    for flag in ("qk_norm", "norm_before_residual", "norm_before_fc"):
-        if getattr(config, flag):
-            raise refuse(NAME, f"{flag}, which SGLang's Llama draft does not know", safeailab.ELSEWHERE)
-    if config.num_hidden_layers > 1:
-        raise refuse(NAME, f"{config.num_hidden_layers} layers, of which SGLang reads one", safeailab.ELSEWHERE)
+    refuse_options(NAME, config, ("qk_norm", "norm_before_residual", "norm_before_fc"), safeailab.ELSEWHERE)
     for flag in ("fc_norm", "norm_output"):
         if getattr(config, flag):
             notes.append(f"{flag} (EAGLE-3.1) is known to SGLang from 0.5.12 on; earlier ones drop it in silence")

@@ -6,6 +6,7 @@ false: it is always written.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from aerie.model.formats.content import (
     HeadContent,
     HeadFiles,
     read_sizes,
-    read_taps,
     refuse,
     renamed,
     take,
     write_sizes,
 )
-from aerie.model.formats.safeailab import eagle3_tensors, midlayer_first
+from aerie.model.formats.safeailab import eagle3_tensors, read_eagle3
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 
 NAME, TYPE, LAYER = "speculators", "speculators_model_type", "transformer_layer_config"
@@ -47,27 +47,18 @@ def read(files: HeadFiles) -> HeadContent:
         raise UserError(f"{place}: has no {LAYER}; it is no whole export of speculators")
     if values[TYPE] == "eagle":
         return _read_eagle1(files, layer)
-    tensors = midlayer_first(files.tensors, files.weights_place)
-    if "t2d" in tensors and tensors["t2d"].ndim == 1:
-        layer = {**layer, "vocab_size": tensors["t2d"].shape[0]}  # early exports wrote another number
-    sizes = read_sizes(layer, place)
-    taps, guess = read_taps(values, files.after_blocks, place, is_speculators=True)
-    guesses = [] if guess is None else [guess]
+    if "t2d" in files.tensors and files.tensors["t2d"].ndim == 1:
+        layer = {**layer, "vocab_size": files.tensors["t2d"].shape[0]}  # early exports wrote another number
+    if values.get("draft_vocab_size") is None:
+        files = replace(files, values={**values, "draft_vocab_size": DRAFT_VOCABULARY})
+    content = read_eagle3(files, layer)
+    guesses = content.guesses
     if "norm_before_residual" not in values:
-        guesses.append("norm_before_residual is not said; false is taken, as speculators does (vLLM takes true)")
-    config = Eagle3Config(
-        **sizes,
-        draft_vocab_size=take(values, "draft_vocab_size", int, place, DRAFT_VOCABULARY),
-        target_hidden_size=take(values, "target_hidden_size", int, place, sizes["hidden_size"]),
-        after_blocks=taps,
-        qk_norm=layer.get("model_type") == "qwen3",
-        fc_norm=take(values, "fc_norm", bool, place, False),
-        norm_output=take(values, "norm_output", bool, place, False),
-        norm_before_residual=take(values, "norm_before_residual", bool, place, False),
-        norm_before_fc=take(values, "norm_before_fc", bool, place, False),
-    )
-    drafts = _speculative_tokens(values, place)
-    return HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
+        guesses += ("norm_before_residual is not said; false is taken, as speculators does (vLLM takes true)",)
+    methods = take(values, "speculators_config", dict, place, {}).get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    drafts = first.get("speculative_tokens") if isinstance(first, dict) else None
+    return replace(content, guesses=guesses, speculative_tokens=drafts)
 
 
 def write(content: HeadContent, destination: Destination) -> Export:
@@ -122,15 +113,6 @@ def _read_eagle1(files: HeadFiles, layer: dict[str, Any]) -> HeadContent:
     tensors = renamed(files.tensors, _old_name, files.weights_place)
     config = Eagle1Config(**sizes, bias=take(files.values, "fusion_bias", bool, place, False))
     return HeadContent(config, tensors, is_embedding_optional=True)
-
-
-def _speculative_tokens(values: dict[str, Any], place: Path) -> int | None:
-    """The first proposal's drafts per cycle, None where there is none."""
-    methods = take(values, "speculators_config", dict, place, {}).get("proposal_methods")
-    first = methods[0] if isinstance(methods, list) and methods else {}
-    if not isinstance(first, dict) or first.get("speculative_tokens") is None:
-        return None
-    return take(first, "speculative_tokens", int, place)
 
 
 def _old_name(name: str) -> str:

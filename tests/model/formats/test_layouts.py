@@ -82,7 +82,9 @@ def test_a_published_medusa_head_is_the_very_head(tmp_path: Path, layers: int, c
     features = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
     assert torch.equal(loaded(features), head(features))
     assert "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err  # a config.json that lags
-    assert inspect_head(place)["layout"] == "medusa" and f"4 heads of {layers} block(s)" in screen(inspect_head(place))
+    assert inspect_head(place)["layout"] == "medusa" and f"num_heads 4, num_layers {layers}" in screen(
+        inspect_head(place)
+    )
 
 
 def test_a_published_hydra_head_is_the_very_head(tmp_path: Path) -> None:
