@@ -135,7 +135,7 @@ def _measured_tau(recipe: pipeline.Recipe, job: "Job") -> "Callable[[Any], dict[
     import torch
 
     from aerie.infer.decode.engine import SpeculativeDecoder
-    from aerie.infer.decode.methods import drafting, make_drafter
+    from aerie.infer.decode.methods import DRAFTERS, drafting
     from aerie.train.launch import all_reduce, rank, world_size
 
     settings: Any = recipe.train
@@ -158,7 +158,8 @@ def _measured_tau(recipe: pipeline.Recipe, job: "Job") -> "Callable[[Any], dict[
         place = next(head.parameters()).device
         # Drafting is at the LM head of a target that spans several devices.
         beside = head if place == target.device else copy.deepcopy(head).to(target.device)
-        decoder = SpeculativeDecoder(target, drafting(make_drafter(beside, target), tree))
+        drafter = DRAFTERS[recipe.head.kind](beside, target)
+        decoder = SpeculativeDecoder(target, drafting(drafter, tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[rank() :: world_size()]:
             prompt = torch.tensor([ids], device=target.device)

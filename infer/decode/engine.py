@@ -7,7 +7,6 @@ so that a speedup compares nothing but drafting.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import USUAL, MethodConfig, TreeConfig, TypicalConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import CachedLM
-from aerie.infer.decode.methods import Drafters, drafting_with, kind_at, make_proposer
+from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import root_only
@@ -104,9 +103,7 @@ class SpeculativeDecoder:
             target = Target.load(TargetConfig(path=target, dtype=dtype, device_map=device_map), device)  # type: ignore[arg-type]
         if head is None:
             return cls(target)
-        tree = tree or MethodConfig(USUAL[kind_at(Path(head))]).tree
-        assert tree is not None, "every kind of head has a tree"
-        return cls(target, drafting_with(Drafters(target), head, tree))
+        return cls(target, make_proposer(Drafters(target), MethodConfig(USUAL[kind_at(head)], tree), head))
 
     @torch.inference_mode()
     def generate(
@@ -149,21 +146,18 @@ class SpeculativeDecoder:
         return Generation(torch.cat([input_ids, answer], dim=1), run.statistics)
 
     def _checked_prompt(self, input_ids: Tensor, attention_mask: Tensor | None, decoding: Decoding) -> Tensor:
-        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+        shape, rows = list(input_ids.shape), self.target.ends.embedding.shape[0]
+        if len(shape) != 2 or shape[0] != 1:
             raise UserError(
-                f"input_ids has shape {list(input_ids.shape)}; aerie decodes one prompt at a time, [1, T]: "
-                f"loop over prompts"
+                f"input_ids has shape {shape}; aerie decodes one prompt at a time, [1, T]: loop over prompts"
             )
-        if input_ids.shape[1] == 0:
+        if shape[1] == 0:
             raise UserError("the prompt is empty: it needs at least one token")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise UserError("attention_mask hides tokens of the prompt; pass the prompt without padding")
-        largest = int(input_ids.max())
-        if largest >= self.target.ends.embedding.shape[0]:
-            raise UserError(
-                f"token id {largest} is outside the target's vocabulary of {self.target.ends.embedding.shape[0]}"
-            )
-        length, new = input_ids.shape[1], decoding.max_new_tokens
+        if int(input_ids.max()) >= rows:
+            raise UserError(f"token id {int(input_ids.max())} is outside the target's vocabulary of {rows}")
+        length, new = shape[1], decoding.max_new_tokens
         limits = {"the target's context": int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)}
         if self.proposer is not None:
             limits["the draft head's max_position_embeddings"] = self.proposer.max_positions
@@ -222,47 +216,38 @@ class _Run:
         taken = self._take([*verdict.tokens, verdict.bonus])
         rule = rule_of(tree.proposal, self.sampler, self.typical)
         cycle = Cycle(tree, step, verdict, self.sampler, rule, position, len(taken), draft_ms, verify_ms)
-        if on_cycle is not None:
+        if on_cycle is not None:  # the time of whoever watches is nobody's
             self.clock.lap("commit")
             on_cycle(cycle)
             self.clock.skip()
-        self._commit(cycle)
-        self._count(cycle)
-        self.clock.lap("commit")
-        self.statistics.cycle_ms.append(self.clock.elapsed_ms - began)
-        return taken
-
-    def _commit(self, cycle: Cycle) -> None:
-        verdict = cycle.verdict
+        # the target keeps the rows of the accepted path; the bonus token is the next root, and has no row yet
         self.lm.keep(verdict.path)
         tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=self._root.device)
         if self.proposer is not None:
             path = torch.tensor(verdict.path, device=self._root.device)
-            self.proposer.commit(tokens, cycle.step.features.index_select(0, path), cycle)
+            self.proposer.commit(tokens, step.features.index_select(0, path), cycle)
         self._root = tokens[-1:]
-
-    def _take(self, tokens: list[int]) -> list[int]:
-        """Appends tokens up to the end token and max_new_tokens."""
-        tokens = tokens[: self.decoding.max_new_tokens - len(self.answer)]
-        for position, token in enumerate(tokens):
-            if token in self.decoding.eos_token_ids:
-                tokens = tokens[: position + 1]
-                self.done = True
-                break
-        self.answer += tokens
-        self.done = self.done or len(self.answer) >= self.decoding.max_new_tokens
-        return tokens
-
-    def _count(self, cycle: Cycle) -> None:
-        statistics, tree, verdict = self.statistics, cycle.tree, cycle.verdict
+        statistics = self.statistics
         if len(tree) > 1:
-            statistics.verify = cycle.rule
-        statistics.cycle_tokens.append(cycle.new_tokens)
-        statistics.accepted.append(min(verdict.accepted, cycle.new_tokens))
+            statistics.verify = rule
+        statistics.cycle_tokens.append(len(taken))
+        statistics.accepted.append(min(verdict.accepted, len(taken)))
         statistics.draft_forwards += tree.draft_forwards
         statistics.draft_forwards_wasted += tree.draft_forwards - min(verdict.accepted, tree.draft_forwards)
         statistics.draft_nodes += tree.num_drafted
         statistics.cycle_nodes.append(tree.num_drafted)
+        self.clock.lap("commit")
+        statistics.cycle_ms.append(self.clock.elapsed_ms - began)
+        return taken
+
+    def _take(self, tokens: list[int]) -> list[int]:
+        """Appends tokens up to the end token and max_new_tokens."""
+        tokens = tokens[: self.decoding.max_new_tokens - len(self.answer)]
+        end = next((place for place, token in enumerate(tokens) if token in self.decoding.eos_token_ids), None)
+        tokens = tokens if end is None else tokens[: end + 1]
+        self.answer += tokens
+        self.done = end is not None or len(self.answer) >= self.decoding.max_new_tokens
+        return tokens
 
 
 class Clock:

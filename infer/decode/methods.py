@@ -22,7 +22,7 @@ from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.drafters.lm import DraftLMDrafter, load_draft_lm
 from aerie.infer.decode.drafters.lookahead import Lookahead
 from aerie.infer.decode.drafters.lookup import PromptLookup
-from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter, check_level
+from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.sampling import token_ids
 from aerie.infer.decode.shape import Drafter, Drafting, Proposer, make_shape
 from aerie.model.checkpoint import check_sizes, head_facts, kind_of, load_head, position_warnings
@@ -93,16 +93,20 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
 
 def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
     """UserError for a tree that is deeper than a head with one module for each future token, as its config says."""
-    if tree is None or head is None or kind_at(head) not in MULTI_TOKEN:
-        return
-    # a published layout has no num_heads: its weights alone tell
-    num_heads = read_json(head_directory(head) / CONFIG).get("num_heads")
+    if tree is not None and head is not None and kind_at(head) in MULTI_TOKEN:
+        # a published layout has no num_heads: its weights alone tell
+        num_heads = read_json(head_directory(head) / CONFIG).get("num_heads")
+        require_heads(tree, num_heads, f"{place}: tree", head)
+
+
+def require_heads(tree: TreeConfig, num_heads: int | None, place: str, head: str) -> None:
+    """UserError for a tree that is deeper than so many heads; null: any depth will do."""
     if num_heads is not None and tree.levels > num_heads:
         static = f"give tree.choices without paths longer than {num_heads}"
         fix = static if tree.shape == "static" else f"set tree.levels to {num_heads}"
         raise UserError(
-            f"{place}: tree: is {tree.levels} levels deep, and {head} has {num_heads} heads, one a level; {fix}, or "
-            f"train a head with head.num_heads {tree.levels}"
+            f"{place}: is {tree.levels} levels deep, and {head} has {num_heads} heads, one a level; {fix}, or train a "
+            f"head with head.num_heads {tree.levels}"
         )
 
 
@@ -139,25 +143,14 @@ class Drafters:
         return DRAFTERS[kind](module, self.target)
 
 
-def make_drafter(module: Head, target: Target) -> Drafter:
-    """The drafter of a loaded head."""
-    return DRAFTERS[module.kind](module, target)
-
-
 def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
     """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft.
 
     calibrate is what `tree.calibrated` names; without it the head's own confidence is used (in training, say).
     """
-    if isinstance(drafter, MedusaDrafter | HydraDrafter):
-        check_level(tree.levels - 1, drafter.head.config.num_heads)
+    num_heads = drafter.head.config.num_heads if isinstance(drafter, MedusaDrafter | HydraDrafter) else None
+    require_heads(tree, num_heads, "tree", "the head")
     return Drafting(drafter, make_shape(tree, calibrate), 1 if isinstance(drafter, MedusaDrafter) else None)
-
-
-def drafting_with(drafters: Drafters, head: str, tree: TreeConfig) -> Drafting:
-    """The head in a directory or on the Hub in a tree, by the confidence that the tree asks for."""
-    calibrate = calibrate_of(tree.calibrated, head_directory(head)) if tree.calibrated else unchanged
-    return drafting(drafters.of(head), tree, calibrate)
 
 
 def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method") -> Proposer | None:
@@ -172,7 +165,8 @@ def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None, pla
     if head is None:
         raise UserError(f"{place}: {asked.method} needs a head; give --head")
     check_kind(asked.method, kind_at(head), place)
-    return drafting_with(drafters, head, asked.tree)
+    kind = asked.tree.calibrated
+    return drafting(drafters.of(head), asked.tree, calibrate_of(kind, head_directory(head)) if kind else unchanged)
 
 
 def load_head_for(target: Target, head: str) -> Head:

@@ -4,7 +4,7 @@ Below the shapes: the proposer that a cycle of the engine asks for its tree.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,69 +20,57 @@ from aerie.infer.decode.verify import Verdict
 Children = Literal["best", "sampled", "replaced"]
 
 
-class Drafter(Protocol):
-    """Proposes laws over its own vocabulary of Vd tokens, which `target_ids` maps to the target's.
+class Drafter:
+    """Proposes laws over its own vocabulary of Vd tokens: `start`, then `step`s, each below the one before."""
 
-    One tree is `start`, then any number of `step`s, each over children of the step before. `start` begins anew.
-    """
-
-    @property
-    def max_positions(self) -> int:
-        """The longest text, prompt and answer, that it can draft for."""
-        ...
-
-    @property
-    def after_blocks(self) -> tuple[int, ...]:
-        """The taps that `commit` is given; none: it is given last_hidden."""
-        ...
+    max_positions: int = 2**31  # the longest text, prompt and answer, that it can draft for
+    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: it is given last_hidden
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
         """A new prompt [T]; capacity is for prompt, answer and the nodes that are given to `step` for one tree."""
-        ...
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         """What is known now: n tokens [n], and for each the feature of the token before it, [n, D] or [n, L*D]."""
-        ...
 
     def start(self) -> Tensor:
-        """log q [1, Vd] of the root's children."""
-        ...
+        """log q [1, Vd] of the root's children; begins a tree anew."""
+        raise NotImplementedError
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """log q [n, Vd] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
-        ...
+        raise NotImplementedError
 
     def target_ids(self, columns: Tensor) -> Tensor:
         """The target's token ids of columns of log q, of the same shape."""
-        ...
+        return columns
 
     def forwards(self) -> tuple[tuple[Any, str], ...]:
-        """(owner, attribute) of every function that runs a model, LM heads included; none of them calls another.
-
-        For whoever times these forwards alone.
-        """
-        ...
+        """(owner, attribute) of every function that runs a model; none calls another. For whoever times them alone."""
+        raise NotImplementedError
 
 
-class Shape(Protocol):
-    """Grows one tree under a root token."""
+class Shape:
+    """Grows one tree under a root token; calibrate maps the head's log q to the confidence that survival is made of."""
 
-    stop: Stop
-
-    levels: int  # the deepest that it drafts
-    max_nodes: int
-    draft_slots: int  # how many nodes are given to the drafter's `step` for one tree, at most
+    def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate) -> None:
+        """draft_slots: how many nodes are given to the drafter's `step` for one tree, at most."""
+        self.stop, self.calibrate = stop, calibrate
+        self.levels, self.max_nodes, self.draft_slots = levels, max_nodes, draft_slots
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
         """The tree under root [1], at most max_levels deep; sampler holds the target's processors and the generator.
 
         keep: the tree has its `pool`, all candidates that it was chosen from with their laws.
         """
-        ...
+        raise NotImplementedError
+
+    def _pool(self, levels: list[Level], kept: Tensor, drafter: Drafter, ended: bool, reranked: bool = False) -> Pool:
+        columns = torch.arange(levels[0].log_q.shape[-1], device=kept.device)
+        return Pool(levels, kept, drafter.target_ids(columns), reranked, self.stop.config.rule if ended else None)
 
 
 def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
-    """The shape that a recipe names; calibrate maps the head's log q to the confidence that survival is made of."""
+    """The shape that a recipe names."""
     stop = make_stop(config.stop, config.levels, config.nodes)
     match config:
         case ChainConfig():
@@ -93,17 +81,13 @@ def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
             return DynamicTree(stop, config, calibrate)
 
 
-class Chain:
-    """gamma tokens in a row. Where the target samples, each is drawn from q under the target's own processors (R1).
+class Chain(Shape):
+    """gamma tokens in a row: drawn from q where the target samples (R1), else the draft's argmax each (R2, R0)."""
 
-    The stop rule is asked once a token stands in the chain, so that no token that was drawn is ever dropped, and its
-    answer decides about the next one alone. Not sampled, and at temperature 0: the draft's argmax each (R2, R0).
-    """
-
+    # The stop rule is asked once a token stands in the chain, so that no token that was drawn is ever dropped, and its
+    # answer decides about the next one alone.
     def __init__(self, stop: Stop, levels: int, sampled: bool = True, calibrate: Calibrate = unchanged) -> None:
-        self.stop, self.calibrate = stop, calibrate
-        self.levels = self.draft_slots = levels
-        self.max_nodes = levels + 1
+        super().__init__(stop, levels, levels + 1, levels, calibrate)
         self.sampled = sampled
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
@@ -152,33 +136,23 @@ class Chain:
             levels=count - 1,
             draft_forwards=count - 1,
             proposal=proposal,
-            pool=_pool(pool, line, drafter, self.stop if ended else None) if keep else None,
+            pool=self._pool(pool, line, drafter, ended) if keep else None,
         )
 
 
-def _pool(levels: list[Level], kept: Tensor, drafter: Drafter, stopped_by: Stop | None, reranked: bool = False) -> Pool:
-    columns = torch.arange(levels[0].log_q.shape[-1], device=kept.device)
-    name = None if stopped_by is None else stopped_by.config.rule
-    return Pool(levels, kept, drafter.target_ids(columns), reranked, name)
-
-
-class StaticTree:
-    """Gives every node of the form the child of its rank: the r-th most probable token, or the r-th that was drawn.
+class StaticTree(Shape):
+    """Gives every node of a known form the child of its rank: the r-th most probable token, or the r-th drawn.
 
     Where the target samples, children are drawn from q under the target's own processors: `sampled` without replacement
-    (R3, EAGLE-1), `replaced` with (R4, SpecInfer). `best` ones, and all at temperature 0, are q's most probable tokens
-    (R2, R0). A law that the processors leave fewer tokens than a node has children gives it fewer children: the places
-    are drafted below and dropped at the end, which is the one synchronisation; no token that was drawn is ever dropped.
+    (R3, EAGLE-1), `replaced` with (R4, SpecInfer). `best` ones, and all at temperature 0, are q's best (R2, R0).
     """
 
     def __init__(
         self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate = unchanged
     ) -> None:
-        self.stop, self.calibrate = stop, calibrate
+        inner = {choice[:-1] for choice in choices if len(choice) > 1}
+        super().__init__(stop, max(map(len, choices)), len(choices) + 1, len(inner), calibrate)
         self.choices, self.children = choices, children
-        self.levels = max(map(len, choices))
-        self.max_nodes = len(choices) + 1
-        self.draft_slots = len({choice[:-1] for choice in choices if len(choice) > 1})
         self._forms: dict[tuple[int, torch.device], _Form] = {}
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
@@ -194,7 +168,10 @@ class StaticTree:
         for depth, at in enumerate(form.levels[:levels], start=1):
             if sampled:
                 laws.append(sampler.law(log_q))
-                columns = self._drawn(laws[-1], at.width, sampler.generator)
+                if self.children == "replaced":
+                    columns = laws[-1].multinomial(at.width, replacement=True, generator=sampler.generator)
+                else:
+                    columns = race(laws[-1], sampler.generator).topk(at.width).indices
                 chances = laws[-1].gather(-1, columns).log()
             else:
                 chances, columns = log_q.topk(at.width)  # [rows, width]
@@ -225,14 +202,8 @@ class StaticTree:
         tree = Tree(torch.cat(tokens), parents, form.depth[:count], mask, confidence, survival, depth, depth, proposal)
         if keep:
             places = torch.arange(count, device=root.device) if kept is None else kept
-            tree = replace(tree, pool=_pool(pool, places, drafter, self.stop if ended else None))
+            tree = replace(tree, pool=self._pool(pool, places, drafter, ended))
         return tree if kept is None or kept.shape[0] == count else _part(tree, kept)
-
-    def _drawn(self, law: Tensor, width: int, generator: torch.Generator) -> Tensor:
-        """The columns of `width` children drawn from each law [rows, Vd]: [rows, width]."""
-        if self.children == "replaced":
-            return law.multinomial(width, replacement=True, generator=generator)
-        return race(law, generator).topk(width).indices
 
     def _form(self, vocab_size: int, device: torch.device) -> "_Form":
         """The form as tensors, without the ranks that a draft vocabulary of this size has no tokens for."""
@@ -306,21 +277,16 @@ class _Form:
         return cls(levels, parents, tensor([len(node) for node in nodes]), ancestors(parents, len(levels)), law_rows)
 
 
-class DynamicTree:
+class DynamicTree(Shape):
     """EAGLE-2's tree: expand the k most probable paths of each level, then keep the best nodes of all levels.
 
-    Survival never grows along a path, so the best `nodes` by survival are connected once ties go to the shallower node:
-    candidates stand shallow-first and the sort is stable. Deterministic, so pruning it leaves the output's law alone.
-    Ablations: `rank` by confidence expands the nodes with the largest confidence of their own, and keeps those with
-    the largest smallest confidence on their path, which is the rule "by confidence, with all ancestors"; without
-    `rerank` every level's frontier is kept.
-    Source: EAGLE-2 (arXiv 2406.16858), sections 4.1 (expansion), 4.2 (reranking) and 5.2 (ablations).
+    Deterministic, so that pruning leaves the output's law alone. Source: EAGLE-2 (arXiv 2406.16858), sections 4.1
+    (expansion), 4.2 (reranking) and 5.2 (ablations: rank by confidence, no reranking).
     """
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate = unchanged) -> None:
-        self.stop, self.calibrate = stop, calibrate
-        self.levels, self.k, self.nodes = config.levels, config.k, config.nodes
-        self.max_nodes, self.draft_slots = config.nodes, config.levels * config.k
+        super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
+        self.k, self.nodes = config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank
         self._rows = torch.empty(0, dtype=torch.long)  # of a level's candidates, in order: k times 0, k times 1, ...
 
@@ -387,7 +353,7 @@ class DynamicTree:
             survival=torch.cat(survivals).index_select(0, kept),
             levels=len(firsts),
             draft_forwards=forwards,
-            pool=_pool(pool, kept, drafter, self.stop if ended else None, reranked=True) if keep else None,
+            pool=self._pool(pool, kept, drafter, ended, reranked=True) if keep else None,
         )
 
 
@@ -406,54 +372,38 @@ class Cycle:
     verify_ms: float = 0.0
 
 
-class Proposer(Protocol):
+class Proposer:
     """Proposes one tree per cycle and is told what became of it: a drafter in a shape, or whatever else guesses."""
 
-    @property
-    def max_nodes(self) -> int:
-        """Rows of the widest tree, root and passengers included."""
-        ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def after_blocks(self) -> tuple[int, ...]: ...
+    max_nodes: int = 1  # rows of the widest tree, root and passengers included
+    max_positions: int = 2**31  # the longest text, prompt and answer, that it can draft for
+    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: it is given last_hidden
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
         """A new prompt [T]; capacity is the length of prompt, answer and one tree together."""
-        ...
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         """The tree under the last known token [1], at most max_levels deep."""
-        ...
+        raise NotImplementedError
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
         """What is known now: n tokens [n] and for each the feature of the token before it, [n, D] or [n, L*D].
 
         After the prefill these are the prompt's, without its first token, and the answer's first; cycle is then null.
         """
-        ...
 
 
-class Drafting:
-    """A drafter, a shape and the shape's stop rule as one proposer.
+class Drafting(Proposer):
+    """A drafter, a shape and the shape's stop rule as one proposer."""
 
-    forwards_per_tree is for the record: 1 where one forward yields all levels' laws (Medusa), null for one a level.
-    keep: every tree has its pool (Tree.pool), for whoever measures; set it before an answer begins.
-    """
-
-    keep = False
+    keep = False  # true: every tree has its pool (Tree.pool), for whoever measures; set it before an answer begins
 
     def __init__(self, drafter: Drafter, shape: Shape, forwards_per_tree: int | None = None) -> None:
-        self.drafter, self.shape = drafter, shape
-        self.max_positions, self.after_blocks = drafter.max_positions, drafter.after_blocks
-        self.forwards_per_tree = forwards_per_tree
+        """forwards_per_tree: 1 where one forward yields all levels' laws (Medusa), null for one a level."""
+        self.drafter, self.shape, self.forwards_per_tree = drafter, shape, forwards_per_tree
+        self.max_nodes, self.max_positions = shape.max_nodes, drafter.max_positions
+        self.after_blocks = drafter.after_blocks
         self._sampler: Sampler | None = None
-
-    @property
-    def max_nodes(self) -> int:
-        return self.shape.max_nodes
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
         self._sampler = sampler

@@ -21,12 +21,10 @@ from aerie.infer.decode.tree import Level
 
 
 class Stop:
-    """Ends a tree's growth, by itself never before the shape's own last level (the constant rule).
+    """Ends a tree's growth; by itself it is the constant rule, which leaves that to the shape's own last level."""
 
-    A rule depends on the draft and on past cycles alone, so that it cannot move the output's law. A token that was
-    drawn stays in the draft: a rule that took it back after a look at it would bias the output.
-    """
-
+    # A rule depends on the draft and on past cycles alone, so that it cannot move the output's law. A token that was
+    # drawn stays in the draft: a rule that took it back after a look at it would bias the output.
     def __init__(self, config: Any = None, levels: int = 2**31, nodes: int = 2**31) -> None:
         """levels and nodes (with the root) are the tree's."""
         self.config, self.levels, self.nodes = config or ConstantConfig(), levels, nodes
@@ -44,10 +42,7 @@ class Stop:
         return False
 
     def expands(self, level: Level) -> Tensor | None:
-        """Which frontier nodes [f] are expanded, a boolean each; null: all. The others stay in the tree as leaves.
-
-        Asked after `ends`, by dynamic trees.
-        """
+        """Which frontier nodes [f] of a dynamic tree are expanded, the others stay as leaves; null: all."""
         return None
 
     def learn(self, accepted: int, levels: int) -> None:
@@ -55,28 +50,23 @@ class Stop:
 
 
 class Confidence(Stop):
-    """Stops when q of the newest token is below the threshold; that token stays in the draft.
-
-    On a tree the newest token is the best-ranked one of the level.
-    Source: assistant_confidence_threshold of transformers, without its adaptation of the threshold.
-    """
+    """Stops when q of the newest token (on a tree, of the level's best-ranked one) is below the threshold."""
 
     config: ConfidenceConfig
 
+    # assistant_confidence_threshold of transformers, without its adaptation of the threshold
     def ends(self, level: Level) -> bool:
         return float(level.confidence[level.frontier[:1]].exp()) < self.config.threshold
 
 
 class Entropy(Stop):
-    """Stops when sqrt(c * H(q)) > h: then 1 - sqrt(c * H(q)), which stands for the chance of acceptance, is too small.
-
-    H is in nats, of the law that a token was chosen from: the rule sees laws, not tokens.
-    Source: SVIP (arXiv 2411.18462), equations 6 and 7, algorithm 1. Its text for trees does not say whose entropy
-    counts: `over` says it, and for one node a level all choices are the same.
-    """
+    """Stops when sqrt(c * H(q)) > h (SVIP, arXiv 2411.18462, equations 6 and 7, algorithm 1)."""
 
     config: EntropyConfig
 
+    # 1 - sqrt(c * H(q)) stands for the chance of acceptance. H is in nats, of the law that a token was chosen from: the
+    # rule sees laws, not tokens. The paper does not say whose entropy counts on a tree; for one node a level all
+    # choices of `over` are the same.
     def ends(self, level: Level) -> bool:
         over = self.config.over
         if over == "per_node" and level.frontier.shape[0] > 1:
@@ -85,9 +75,8 @@ class Entropy(Stop):
             law = level.log_q.index_select(0, level.rows[level.frontier[:1]])  # [1, Vd]
             return float(entropy(law)) > self.config.max_entropy
         entropies = entropy(level.log_q)[level.rows[level.frontier]]  # [f]
-        if over == "minimum":
-            return float(entropies.min()) > self.config.max_entropy
-        return float((entropies * level.alive.softmax(-1)).sum()) > self.config.max_entropy
+        mean = entropies.min() if over == "minimum" else (entropies * level.alive.softmax(-1)).sum()
+        return float(mean) > self.config.max_entropy
 
     def expands(self, level: Level) -> Tensor | None:
         if self.config.over != "per_node" or level.frontier.shape[0] == 1:
@@ -101,15 +90,12 @@ def entropy(log_q: Tensor) -> Tensor:
 
 
 class Heuristic(Stop):
-    """Stops at gamma levels; a cycle that accepted them all makes gamma larger by 2, any other smaller by 1.
-
-    Source: the schedules "heuristic" and "heuristic_transient" of transformers' assisted generation; SVIP
-    (arXiv 2411.18462) caps gamma at 40, which is the tree's `levels`.
-    """
+    """Stops at gamma levels, which grow by 2 when all were accepted and shrink by 1 otherwise (transformers)."""
 
     config: HeuristicConfig
     gamma = 0
 
+    # the schedules "heuristic" and "heuristic_transient"; SVIP caps gamma at 40, which is the tree's `levels`
     def reset(self) -> None:
         if not (self.gamma and self.config.across_prompts):
             self.gamma = min(self.config.start, self.levels)
@@ -123,24 +109,17 @@ class Heuristic(Stop):
 
 
 class ProbabilitySum(Stop):
-    """Stops at one of the depths `checks` when S, the summed survival of the frontier, is below the threshold.
-
-    Between them nothing is read from the device. The paper's heuristic is log S.
-    Source: Dynamic Depth Decoding (arXiv 2409.00142).
-    """
+    """Stops at one of the depths `checks` when S, the frontier's summed survival, is low (DDD, arXiv 2409.00142)."""
 
     config: ProbabilitySumConfig
 
+    # the paper's heuristic is log S; between the checks nothing is read from the device
     def ends(self, level: Level) -> bool:
         return level.depth in self.config.checks and float(level.alive.exp().sum()) < self.config.threshold
 
 
 class ExpectsLength(Stop):
-    """A rule that knows the expected length of the tree so far: the sum of the largest nodes - 1 survivals.
-
-    Those nodes are what reranking would keep. Source: E(A) of a tree, OPT-Tree (arXiv 2406.17276); the survival of a
-    node stands for its chance to be accepted.
-    """
+    """A rule that follows the expected length of the tree so far: E(A) of OPT-Tree (arXiv 2406.17276)."""
 
     _best: Tensor | None = None  # survivals [at most nodes - 1]
 
@@ -148,7 +127,8 @@ class ExpectsLength(Stop):
         self._best = None
 
     def expected_length(self, level: Level) -> Tensor:
-        """The sum [], once the candidates of this level are known."""
+        """The sum [] of the nodes - 1 largest survivals, once the candidates of this level are known."""
+        # those nodes are what reranking would keep; survival stands for a node's chance to be accepted
         survival = level.survival.exp()
         both = survival if self._best is None else torch.cat([self._best, survival])
         self._best = both.topk(min(self.nodes - 1, both.shape[0])).values
@@ -156,16 +136,12 @@ class ExpectsLength(Stop):
 
 
 class MarginalGain(ExpectsLength):
-    """Stops after a level that raised the expected length of the best nodes by no more than the threshold.
-
-    OPT-Tree's frontier is as wide as its budget of drafted nodes: a dynamic tree with k = nodes - 1. In a narrower one
-    the expected length is still that of the nodes which reranking keeps. The released code takes its decision on a
-    level once the next one was drafted, and throws that one away: the same tree for one forward more.
-    Source: OPT-Tree (arXiv 2406.17276), section 3, and its released code.
-    """
+    """Stops after a level that raised the expected length by no more than the threshold (OPT-Tree, section 3)."""
 
     config: MarginalGainConfig
 
+    # OPT-Tree's frontier is as wide as its budget of drafted nodes: a dynamic tree with k = nodes - 1. The released
+    # code decides about a level once the next one was drafted, and throws that one away: the same tree, a forward more.
     def begin(self) -> None:
         super().begin()
         self._last = 0.0
@@ -177,17 +153,14 @@ class MarginalGain(ExpectsLength):
 
 
 class Vote(ExpectsLength):
-    """Stops when enough signals agree: little survival mass, its second sharp decline, expected length reached.
-
-    With S_d the summed survival of the frontier at depth d and S_0 = 1:
-    probability: S_d < 0.15. momentum: S_d / S_{d-1} < 0.6, for the second time. expectation: d >= ceil(E_d), where
-    E_d = bonus + S_1 + ... + S_d; without a bonus E_d never exceeds d and the signal is always on.
-    The vote is taken on the frontier that is about to be expanded, before that forward is paid.
-    Source: DEAGLE, equations 22 to 26 and section 3.4; VoteConfig names what the paper leaves open.
-    """
+    """Stops when enough signals agree (DEAGLE, equations 22 to 26 and section 3.4)."""
 
     config: VoteConfig
 
+    # With S_d the summed survival of the frontier at depth d and S_0 = 1:
+    #   probability: S_d < 0.15      momentum: S_d / S_{d-1} < 0.6, for the second time
+    #   expectation: d >= ceil(E_d), E_d = bonus + S_1 + ... + S_d; without a bonus E_d never exceeds d: always on
+    # The vote is taken on the frontier that is about to be expanded, before that forward is paid.
     def begin(self) -> None:
         super().begin()
         self._mass = 1.0  # S of the level above
@@ -196,9 +169,9 @@ class Vote(ExpectsLength):
 
     def ends(self, level: Level) -> bool:
         config, mass = self.config, level.alive.exp().sum()
-        if config.over == "selected":  # one synchronisation for both
+        if config.over == "selected":  # one synchronisation for both; rounding must not exceed 1 and the depth
             both = torch.stack([mass, self.expected_length(level)]).tolist()
-            new, tail = min(both[0], 1.0), min(both[1], float(level.depth))  # rounding must not exceed the bounds
+            new, tail = min(both[0], 1.0), min(both[1], float(level.depth))
         else:
             new = min(float(mass), 1.0)
             tail = self._tail = self._tail + new

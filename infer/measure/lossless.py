@@ -171,7 +171,7 @@ def remember(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     decoder.lm = Remembered(decoder.lm, ("prefill", "extend", "keep"), ("keep",))  # type: ignore[assignment]
     if isinstance(decoder.proposer, Drafting):
         calls = ("reset", "commit", "start", "step")
-        decoder.proposer.drafter = Remembered(decoder.proposer.drafter, calls, calls[:2])
+        decoder.proposer.drafter = Remembered(decoder.proposer.drafter, calls, calls[:2])  # type: ignore[assignment]
     return decoder
 
 

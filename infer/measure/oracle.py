@@ -39,13 +39,10 @@ class Oracle(Drafting):
             levels = min(levels, own.drafter.head.config.num_heads)
         deep = tree if isinstance(tree, StaticConfig) else replace(tree, levels=levels)
         self.longer = make_shape(replace(deep, stop=ConstantConfig()))
+        self.max_nodes = max(own.max_nodes, self.longer.max_nodes)
         self.lm, self.generator = decoder.lm, torch.Generator(decoder.target.device).manual_seed(seed)
         self.lengths: list[tuple[int | None, int | None]] = []  # oracle length and cap of each cycle; null: no draft
         decoder.proposer = self
-
-    @property
-    def max_nodes(self) -> int:
-        return max(self.shape.max_nodes, self.longer.max_nodes)
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
         super().reset(prompt, capacity + self.longer.draft_slots, sampler)

@@ -13,6 +13,7 @@ from aerie.configs.schema.decode import ChainConfig, DynamicConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.shape import Drafter, Drafting, make_shape
 from aerie.model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary
 from aerie.model.target import Target
@@ -239,10 +240,8 @@ def test_the_prefix_layer_sees_true_features_of_accepted_tokens_only() -> None:
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_a_tree_deeper_than_the_heads_is_refused(kind: str) -> None:
     target = make_target()
-    shape = make_shape(ChainConfig(levels=5))
-    decoder = SpeculativeDecoder(target, Drafting(make_drafter(kind, target), shape))
-    with pytest.raises(UserError, match=r"tree: asks for level 5, .* 4 heads .* longer than 4"):
-        decoder.generate(prompts(1)[0], do_sample=False, max_new_tokens=12)
+    with pytest.raises(UserError, match=r"is 5 levels deep, and the head has 4 heads"):
+        drafting(make_drafter(kind, target), ChainConfig(levels=5))
 
 
 def test_only_a_prefix_layer_limits_the_length() -> None:

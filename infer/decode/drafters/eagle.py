@@ -7,13 +7,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.errors import UserError
+from aerie.infer.decode.shape import Drafter
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.layers import KeyValueBuffer
 from aerie.model.target import Target
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Slot p holds (feature of t_p, token t_{p+1}) at position p; its output stands for the feature of t_{p+1}.
 
     An EAGLE-1 head takes the target's last_hidden and drafts with the target's LM head. An EAGLE-3 head takes the fused

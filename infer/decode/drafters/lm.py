@@ -9,10 +9,11 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import DType, TargetConfig
 from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.shape import Drafter
 from aerie.model.target import Target, load_tokenizer, require_same_token_ids
 
 
-class DraftLMDrafter:
+class DraftLMDrafter(Drafter):
     """Every row of the cache is a token that the LM has read; laws are the softmax of its raw logits.
 
     `commit` keeps the rows of those accepted tokens that drafting has read already, and leaves the others (the bonus
@@ -20,8 +21,6 @@ class DraftLMDrafter:
     Laws are over the tokens that both vocabularies have, which differ in length when one of them is padded.
     Source: Leviathan et al. (arXiv 2211.17192), algorithm 1.
     """
-
-    after_blocks: tuple[int, ...] = ()  # no taps: the LM reads tokens alone
 
     def __init__(self, draft: Target, target: Target) -> None:
         """The draft LM must read token ids as the target does: see load_draft_lm."""
@@ -38,12 +37,7 @@ class DraftLMDrafter:
         self._seen = torch.empty(1, 0, dtype=torch.bool)  # by the rows of the last call, [rows, m]
 
     def forwards(self) -> tuple[tuple[Any, str], ...]:
-        """Where it calls the LM and its LM head."""
         return (self.draft.decoder, "forward"), (self.draft, "logits")
-
-    def target_ids(self, columns: Tensor) -> Tensor:
-        """The target's token ids of columns of log q, which are the same numbers."""
-        return columns
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
         """Forgets everything and reads the prompt [T]; capacity is for prompt, answer and a tree's drafted rows."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import LookaheadConfig
 from aerie.infer.decode.drafters.lookup import Trie
 from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.shape import Cycle
+from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import Tree
 
 Ngram = tuple[int, ...]
@@ -77,16 +77,13 @@ class Window:
         return []
 
 
-class Lookahead:
+class Lookahead(Proposer):
     """Guesses the n-grams that followed the root's token in the window's trajectories, up to `guesses` of them.
 
     The window moves on by one place a cycle however many tokens were accepted, and guesses are verified once it is
     full; both as published. Guesses that begin alike share nodes. All N - 1 tokens of a guess can be accepted, and the
     bonus token on top. The window takes argmaxes at any temperature: a guess bears on the speed, not on the law.
     """
-
-    max_positions = 2**31
-    after_blocks: tuple[int, ...] = ()
 
     def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
         """context is the number of positions that the target has; where the window would pass it, it is left out."""

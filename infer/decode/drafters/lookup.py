@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aerie.configs.schema.decode import PromptLookupConfig
 from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.shape import Cycle
+from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import Tree, ancestors, root_only
 
 
@@ -104,11 +104,8 @@ def continuation(text: Text, config: PromptLookupConfig, end_ids: frozenset[int]
     return []
 
 
-class PromptLookup:
+class PromptLookup(Proposer):
     """Guesses what followed the same n-gram earlier in prompt and answer; no guess: plain decoding."""
-
-    max_positions = 2**31
-    after_blocks: tuple[int, ...] = ()
 
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config = config

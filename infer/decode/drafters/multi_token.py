@@ -6,31 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aerie.configs.errors import UserError
+from aerie.infer.decode.shape import Drafter
 from aerie.model.layers import KeyValueBuffer
 from aerie.model.target import Target
 
-NO_LIMIT = 2**31  # without attention there are no positions
 
-
-def check_level(level: int, num_heads: int) -> None:
-    """UserError for a level (0: the root's children) that has no head."""
-    if level >= num_heads:
-        raise UserError(
-            f"tree: asks for level {level + 1}, and a draft head of {num_heads} heads drafts {num_heads} levels; give "
-            f"tree.choices without paths longer than {num_heads} (or tree.levels {num_heads}), or train a head with "
-            f"head.num_heads {level + 1}"
-        )
-
-
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """The feature of t and the root, token t + 1, are the target's; level k is token t + 1 + k, row k - 1 of the head.
 
     Every node of a level has the same law, whatever stands above it: one forward gives the laws of all levels.
     """
-
-    max_positions = NO_LIMIT
-    after_blocks: tuple[int, ...] = ()
 
     def __init__(self, head: Any, target: Target | None = None) -> None:
         """head: a module that maps features [1, D] to logits [num_heads, 1, V]."""
@@ -40,14 +25,7 @@ class MedusaDrafter:
         self._level = 0
 
     def forwards(self) -> tuple[tuple[Any, str], ...]:
-        """Where it calls the head."""
         return ((self.head, "forward"),)
-
-    def target_ids(self, columns: Tensor) -> Tensor:
-        return columns
-
-    def reset(self, prompt: Tensor, capacity: int) -> None:
-        return None
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         self._feature = features[-1:]
@@ -60,22 +38,20 @@ class MedusaDrafter:
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """log q [n, V] of the next level, n times the same row."""
         self._level += 1
-        check_level(self._level, self.head.config.num_heads)
         return self._log_q[self._level].expand(tokens.shape[0], -1)
 
 
-class HydraDrafter:
+class HydraDrafter(Drafter):
     """The state of t and the root, token t + 1, are known; a node's law sees the root's embedding and its path's.
 
     With a prefix layer (Hydra++) the state is that layer's output: its keys and values are of true features alone.
     """
 
-    after_blocks: tuple[int, ...] = ()
-
     def __init__(self, head: Any, target: Target) -> None:
         """head: a module with `prefix` and `step` as HydraHead has them."""
         self.head = head
-        self.max_positions = head.config.max_position_embeddings if head.config.prefix_layer else NO_LIMIT
+        if head.config.prefix_layer:  # without attention there are no positions
+            self.max_positions = head.config.max_position_embeddings
         self._embedding = target.ends.embedding.to(target.device)  # the target may span several devices
         self._buffers: list[KeyValueBuffer] = []
         self._length = self._level = 0  # positions whose features are known
@@ -83,12 +59,8 @@ class HydraDrafter:
         self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
 
     def forwards(self) -> tuple[tuple[Any, str], ...]:
-        """Where it calls the prefix layer, if it has one, and the heads."""
         names = ("step", "prefix") if self.head.config.prefix_layer else ("step",)
         return tuple((self.head, name) for name in names)
-
-    def target_ids(self, columns: Tensor) -> Tensor:
-        return columns
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
         """Forgets everything and makes room for `capacity` positions."""
@@ -116,7 +88,6 @@ class HydraDrafter:
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """log q [n, V] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
         self._level += 1
-        check_level(self._level, self.head.config.num_heads)
         above = self._embeddings.index_select(0, parents)
         self._embeddings = torch.cat([above, F.embedding(tokens, self._embedding)], dim=1)
         return self._log_q()
