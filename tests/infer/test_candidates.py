@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 import torch
 
-from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
+from aerie.configs.schema.decode import DynamicConfig, TreeConfig
 from aerie.infer.decode.shape import make_shape
 from tests.infer.test_shape import GREEDY, VOCAB, TableDrafter, brute_force, check_connected, paths
 
@@ -81,10 +81,3 @@ def test_without_reranking_a_shorter_tree_is_smaller(rank: str) -> None:
     config = DynamicConfig(levels=5, k=3, nodes=16, rank=rank, rerank=False)  # type: ignore[arg-type]
     tree = make_shape(config).grow(TableDrafter(1), torch.tensor([7]), 2, GREEDY)
     assert len(tree) == 7 and tree.levels == 2
-
-
-def test_ablations_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="dynamic tree"):
-        ChainConfig(rank="confidence")
-    with pytest.raises(ValueError, match="set nodes to 61"):
-        DynamicConfig(rerank=False)
