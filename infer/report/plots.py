@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from aerie.configs.errors import UserError
 from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA
 from aerie.infer.report.papers import Grid, Line, chains_of, numeric
-from aerie.infer.report.tables import label, ms_per_cycle, sampling_text
+from aerie.infer.report.tables import label, ms_per_cycle
 
 try:
     from matplotlib import rc_context
@@ -19,7 +19,7 @@ try:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import LogLocator, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
 
@@ -57,26 +57,27 @@ def pictures(
 ) -> dict[str, str]:
     """Every picture that the figures allow, name -> an <svg> element without size; details as in details.json."""
     calibration, analysis, tuning = details["calibration"], details["analysis"], details["tuning"]
+    parts = [[(ms, PARTS[part]) for part, ms in ms_per_cycle(row).items()] for row in rows]
     with rc_context(RC):
         figures = {
             "tau": _method_bars(rows, "tau", [row["tau_ci95"] for row in details["rows"]]),
             "speedup": _method_bars(rows, "speedup", [row.speedup_ci95 for row in rows]),
-            "milliseconds": _cycle_milliseconds(rows),
+            "milliseconds": _row_bars(rows, parts, [sum(ms for ms, _ in each) for each in parts], " ms")[0],
+            **_accepted(rows),
         }
-        if _drafting(rows):
-            figures |= {"depth": _acceptance_by_depth(rows), "lengths": _accepted_lengths(rows)}
         if calibration is not None and calibration["nodes"]:
             figures["reliability"] = _reliability(calibration)
         if analysis is not None:
-            figures |= {f"calibration-{name}": draw(part) for name, (part, draw) in _parts(analysis).items() if part}
+            of_calibration = {**_nodes(analysis), **(_laws(analysis["laws"]) if analysis["laws"] else {})}
+            if analysis["oracle"] and analysis["oracle"]["by_context"]:
+                of_calibration["oracle"] = _oracle(analysis["oracle"]["by_context"])
+            figures |= {f"calibration-{name}": figure for name, figure in of_calibration.items()}
         if tuning is not None:
             figures["tuning-costs"] = _cost_curves(tuning["heads"])
         figures |= {f"sweep-trace-{at}": _trace(trace["traces"]) for at, trace in enumerate(details["traces"])}
         figures |= {grid.picture: _sweep(grid) for grid in grids if grid.picture is not None}
         if contexts:
-            figures["sweep-contexts"] = _contexts(**contexts)
-        if contexts and chains_of(contexts["bucket"]):
-            figures["sweep-drafts"] = _drafts(contexts["bucket"])
+            figures |= _contexts(**contexts)
         return {name: _svg(figure, name) for name, figure in figures.items()}
 
 
@@ -139,7 +140,6 @@ def _row_bars(
     bars: Sequence[Sequence[tuple[float, str]]],
     ends: Sequence[float],
     unit: str,
-    xlabel: str,
 ) -> tuple[Figure, Axes]:
     """A band for each row, the first on top: its label above stacked bars (value, colour), their sum at the end."""
     bands = max(2, len(rows))
@@ -154,7 +154,7 @@ def _row_bars(
         text, colour = (f"{total:.2f}{unit}", INK) if members else (failed, BAD)
         axes.annotate(label(row, rows), (0, place), (1, 16), textcoords="offset points", va="center", in_layout=False)
         axes.text(ends[place] + limit * 0.018, place, text, va="center", color=colour, weight="bold", in_layout=False)
-    axes.set(xlim=(0, limit), ylim=(bands - 0.6, -0.6), yticks=[], xlabel=xlabel)
+    axes.set(xlim=(0, limit), ylim=(bands - 0.6, -0.6), yticks=[], xlabel="milliseconds per cycle")
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     return figure, axes
@@ -164,10 +164,11 @@ def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[
     """tau or speedup with its interval; a failed row says so and has no bar."""
     values: list[float | None] = [getattr(row, key) for row in rows]
     whiskers = [None if row.method == VANILLA else bounds for row, bounds in zip(rows, intervals, strict=True)]
-    bars = [[] if value is None else [(value, colour)] for value, colour in zip(values, _colours(rows), strict=True)]
+    colours = [SERIES[at % len(SERIES)] if row.tree else QUIET for at, row in enumerate(rows)]
+    bars = [[] if value is None else [(value, colour)] for value, colour in zip(values, colours, strict=True)]
     ends = [max(value or 0.0, bounds[1] if bounds else 0.0) for value, bounds in zip(values, whiskers, strict=True)]
-    xlabel = "tau (tokens per target forward)" if key == "tau" else "speedup over vanilla"
-    figure, axes = _row_bars(rows, bars, ends, "×" if key == "speedup" else "", xlabel)
+    figure, axes = _row_bars(rows, bars, ends, "×" if key == "speedup" else "")
+    axes.set_xlabel("tau (tokens per target forward)" if key == "tau" else "speedup over vanilla")
     axes.axvline(1.0, color=QUIET, linewidth=1.0, linestyle=DASHED, zorder=0)
     for place, bounds in enumerate(whiskers):
         if bounds:
@@ -175,80 +176,38 @@ def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[
     return figure
 
 
-def _cycle_milliseconds(rows: Sequence[SummaryRow]) -> Figure:
-    """Decode milliseconds of a mean cycle by part."""
-    bars = [[(ms, PARTS[part]) for part, ms in ms_per_cycle(row).items()] for row in rows]
-    return _row_bars(rows, bars, [sum(ms for ms, _ in each) for each in bars], " ms", "milliseconds per cycle")[0]
-
-
-def _colours(rows: Sequence[SummaryRow]) -> list[str]:
-    """The quiet colour for vanilla, one for every row that drafts, beginning anew at each sampling."""
-    colours: list[str] = []
-    for at, row in enumerate(rows):
-        before = [other for other in rows[:at] if other.tree and sampling_text(other) == sampling_text(row)]
-        colours.append(SERIES[len(before) % len(SERIES)] if row.tree and row.status == "ok" else QUIET)
-    return colours
-
-
-def _drafting(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str, str]]:
-    """(row, label, colour) of the MAX_ROWS rows of highest tau, in the table's order; no failed one."""
+def _accepted(rows: Sequence[SummaryRow]) -> dict[str, Figure]:
+    """What the MAX_ROWS rows of highest tau had accepted, from their histograms: by depth, and by number in a cycle."""
     candidates = [row for row in rows if row.tree and row.target_forwards]
     least = sorted((row.tau or 0.0 for row in candidates), reverse=True)[:MAX_ROWS][-1:]
     chosen = [row for row in candidates if [row.tau or 0.0] >= least][:MAX_ROWS]
-    return [(row, label(row, rows), colour) for row, colour in zip(chosen, SERIES, strict=False)]
-
-
-def _acceptance_by_depth(rows: Sequence[SummaryRow]) -> Figure:
-    """P(accepted length >= d) and the same given d - 1, from the rows' histograms."""
-    chosen = _drafting(rows)
+    if not chosen:
+        return {}
+    legend = [(label(row, rows), colour) for row, colour in zip(chosen, SERIES, strict=False)]
     titles = ["P(accepted ≥ d)", "P(accepted ≥ d | accepted ≥ d − 1)"]
-    figure, (above, below) = _panels(titles, [item[1:] for item in chosen], [90.0], columns=1)
-    for row, _, colour in chosen:
-        reached = np.cumsum((row.accepted_histogram or [0])[::-1])[::-1]  # cycles that keep at least d draft tokens
+    depth, (above, below) = _panels(titles, legend, [90.0], columns=1)
+    lengths, (shares,) = _panels(["share of cycles"], legend, [210.0], columns=1)
+    width = 0.84 / len(chosen)
+    for at, (row, (_, colour)) in enumerate(zip(chosen, legend, strict=True)):
+        histogram = np.array(row.accepted_histogram)
+        reached = histogram[::-1].cumsum()[::-1]  # cycles that keep at least d draft tokens
         enough = np.flatnonzero(reached[:-1] >= MIN_CYCLES)
         _curve(above, range(1, len(reached)), reached[1:] / reached[0], colour)
         _curve(below, enough + 1, reached[enough + 1] / reached[enough], colour)
-    for axes in (above, below):
-        _unit(axes)
+        places = np.arange(len(histogram)) + (at - (len(chosen) - 1) / 2) * width
+        shares.bar(places, 100 * histogram / reached[0], width=width * 0.9, color=colour)
+    for axes in (above, below, shares):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _unit(above)
+    _unit(below)
     below.set(xlim=above.get_xlim(), xlabel="draft depth d")
-    return figure
-
-
-def _accepted_lengths(rows: Sequence[SummaryRow]) -> Figure:
-    """Share of cycles by number of accepted draft tokens, side by side."""
-    chosen = _drafting(rows)
-    figure, (axes,) = _panels(["share of cycles"], [item[1:] for item in chosen], [210.0], columns=1)
-    width = 0.84 / len(chosen)
-    for at, (row, _, colour) in enumerate(chosen):
-        histogram, offset = row.accepted_histogram or [0], (at - (len(chosen) - 1) / 2) * width
-        shares = [100 * count / sum(histogram) for count in histogram]
-        axes.bar([length + offset for length in range(len(histogram))], shares, width=width * 0.9, color=colour)
-    axes.grid(visible=False, axis="x")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter("{x:g} %")
-    axes.set_xlabel("accepted draft tokens in a cycle")
-    return figure
+    shares.grid(visible=False, axis="x")
+    shares.yaxis.set_major_formatter("{x:g} %")
+    shares.set_xlabel("accepted draft tokens in a cycle")
+    return {"depth": depth, "lengths": lengths}
 
 
 # Calibration
-
-
-def _parts(analysis: Mapping[str, Any]) -> dict[str, tuple[Any, Callable[[Any], Figure]]]:
-    """Each picture's part of analysis.json, empty where it was not measured, and what draws it."""
-    laws, oracle, branches = analysis["laws"] or {}, analysis["oracle"] or {}, analysis["branches"]
-    return {
-        "calibrator": (analysis["calibrator"], _calibrator),
-        "by-depth": (analysis["by_depth"], _by_depth),
-        "places": (analysis["positions"], _places),
-        "branches": (branches if branches and branches["nodes"] else None, _branches),
-        "levels": ((analysis["levels"] or {}).get("by_depth"), _levels),
-        "bounds": (laws.get("bounds"), _bounds),
-        "ratio": (laws["ratio"] if laws and laws["ratio"]["laws"] else None, _ratio),
-        "by-c": (laws.get("by_c"), _by_c),
-        "rejections": (laws, _rejections),
-        "oracle": (oracle.get("by_context"), _oracle),
-    }
 
 
 def _confidence_curves(
@@ -267,7 +226,7 @@ def _confidence_curves(
 
 
 def _reliability(calibration: Mapping[str, Any]) -> Figure:
-    """Acceptance against confidence in bins, on all prompts and on two halves, above the nodes of each bin."""
+    """Acceptance against confidence in bins, on all prompts and on two halves, over the nodes of each bin."""
     halves, bins = calibration["halves"], calibration["bins"]
     curves = [
         ("fit half", halves["fit"]["bins"], SERIES[1]),
@@ -278,149 +237,112 @@ def _reliability(calibration: Mapping[str, Any]) -> Figure:
     counts = axes.twinx()
     middles = [(item["low"] + item["high"]) / 2 for item in bins]
     counts.bar(middles, [item["count"] for item in bins], width=0.86 / len(bins), color=QUIET, alpha=0.25)
-    counts.set_yscale("log")
-    counts.yaxis.set_major_locator(LogLocator(numticks=4))
-    counts.minorticks_off()
+    counts.set(yscale="log", ylabel="nodes in the bin (bars)")
     counts.grid(visible=False)
-    counts.set_ylabel("nodes in the bin (bars)")
     return figure
 
 
-def _calibrator(scores: Mapping[str, Any]) -> Figure:
-    """The held-out half: the head's own confidence, and after each fit."""
-    fits = (("before", QUIET), ("temperature", SERIES[1]), ("isotonic", SERIES[0]))
-    held_out = scores["held_out"]
-    curves = [(f"{fit}, ECE {held_out[fit]['ece']:.3f}", held_out[fit]["bins"], colour) for fit, colour in fits]
-    return _confidence_curves("acceptance, held-out half", "confidence", curves)[0]
+def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
+    """Pictures of the drafted nodes: calibrators, depths, places in the tree, branches and levels."""
+    figures = {}
+    if scores := analysis["calibrator"]:
+        fits = {"before": QUIET, "temperature": SERIES[1], "isotonic": SERIES[0]}
+        held_out = [(fit, scores["held_out"][fit], colour) for fit, colour in fits.items()]
+        curves = [(f"{fit}, ECE {one['ece']:.3f}", one["bins"], colour) for fit, one, colour in held_out]
+        figures["calibrator"], _ = _confidence_curves("acceptance, held-out half", "confidence", curves)
+    if depths := list(zip(analysis["by_depth"][:4], SERIES, strict=False)):
+        curves = [(f"depth {one['depth']}, ECE {one['ece']:.3f}", one["bins"], colour) for one, colour in depths]
+        figures["by-depth"], _ = _confidence_curves("acceptance", "confidence", curves)
+    if places := analysis["positions"]:
+        # a box per place over the prompts' own acceptance rates, as EAGLE-2's figure 5 has points
+        figures["places"], (axes,) = _panels(["acceptance rate of each prompt"], heights=[170.0])
+        names, at = ("whislo", "q1", "med", "q3", "whishi"), range(len(places))
+        axes.bxp(
+            [dict(zip(names, one["quartiles"], strict=True)) for one in places], positions=at, showfliers=False,
+            showcaps=False, patch_artist=True, boxprops={"facecolor": SERIES[5] + "8c", "edgecolor": "none"},
+            medianprops={"color": INK}, whiskerprops={"color": QUIET},
+        )  # fmt: skip
+        axes.plot(at, [one["acceptance"] for one in places], "o", color=SERIES[0])
+        axes.set_xticks(at, [one["position"] for one in places], rotation=60, fontsize=8.5)
+        _unit(axes)
+    if analysis["branches"] and analysis["branches"]["nodes"]:
+        curves = [("", analysis["branches"]["bins"], SERIES[0])]
+        xlabel = "survival of the branch (product of q)"
+        figures["branches"], _ = _confidence_curves("whole branch accepted", xlabel, curves)
+    if levels := analysis["levels"] and analysis["levels"]["by_depth"]:
+        series = {"mass": "S_d", "held": "held by the frontier", "reached": "accepted ≥ d"}
+        figures["levels"], axes = _shares("share of cycles", levels, "depth", series)
+        axes.set(xticks=[row["depth"] for row in levels], xlabel="draft depth d")
+    return figures
 
 
-def _by_depth(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    curves = [
-        (f"depth {row['depth']}, ECE {row['ece']:.3f}", row["bins"], SERIES[at]) for at, row in enumerate(rows[:4])
-    ]
-    return _confidence_curves("acceptance", "confidence", curves)[0]
-
-
-def _branches(branches: Mapping[str, Any]) -> Figure:
-    xlabel = "survival of the branch (product of q)"
-    return _confidence_curves("whole branch accepted", xlabel, [("", branches["bins"], SERIES[0])])[0]
-
-
-def _places(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """A box per place of the tree over the prompts' own acceptance rates, as EAGLE-2's figure 5 has points."""
-    figure, (axes,) = _panels(["acceptance rate of each prompt"], heights=[170.0])
-    names = ("whislo", "q1", "med", "q3", "whishi")
-    axes.bxp(
-        [dict(zip(names, row["quartiles"], strict=True)) for row in rows], positions=range(len(rows)), showfliers=False,
-        showcaps=False, patch_artist=True, boxprops={"facecolor": SERIES[5] + "8c", "edgecolor": "none"},
-        medianprops={"color": INK}, whiskerprops={"color": QUIET},
-    )  # fmt: skip
-    axes.plot(range(len(rows)), [row["acceptance"] for row in rows], "o", color=SERIES[0])
-    axes.set_xticks(range(len(rows)), [row["position"] for row in rows], rotation=60, fontsize=8.5)
-    _unit(axes)
-    return figure
-
-
-def _shares(
-    title: str, rows: Sequence[Mapping[str, Any]], x: str, series: Mapping[str, tuple[str, str]]
-) -> tuple[Figure, Axes]:
-    """Curves of shares; series: key -> (name, colour)."""
-    figure, (axes,) = _panels([title], list(series.values()), [170.0])
-    for key, (_, colour) in series.items():
-        _curve(axes, [row[x] for row in rows], [row[key] for row in rows], colour)
-    _unit(axes)
-    return figure, axes
-
-
-def _levels(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """S_d beside how often the frontier, and the verified tree, holds what the target writes."""
-    series = {
-        "mass": ("S_d", QUIET),
-        "held": ("held by the frontier", SERIES[1]),
-        "reached": ("accepted ≥ d", SERIES[0]),
-    }
-    figure, axes = _shares("share of cycles", rows, "depth", series)
-    axes.set(xticks=[row["depth"] for row in rows], xlabel="draft depth d")
-    return figure
-
-
-def _by_c(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """How often the approximation keeps its promise as c varies, and how much of it is left."""
-    series = {
-        "holds": ("holds for acceptance", SERIES[0]), "conservative": ("below the oracle", SERIES[1]),
-        "gamma": ("by the Gamma fit", SERIES[2]), "bound": ("its mean", QUIET),
-    }  # fmt: skip
-    figure, axes = _shares("share of laws", rows, "c", series)
-    axes.set(xscale="log", xlabel="c")
-    axes.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
-    return figure
-
-
-def _bounds(tables: Sequence[Mapping[str, Any]]) -> Figure:
-    """The acceptance probability of every law, in order, and its lower bounds (SVIP, figure 4)."""
-    series = {
-        "bretagnolle_huber": ("Bretagnolle–Huber", SERIES[2]),
-        "approximation": (f"1 − √({tables[-1]['c']:g} H)", SERIES[0]),
-        "oracle": ("oracle bound", SERIES[1]),
-        "acceptance": ("acceptance", INK),
-    }
-    figure, (axes,) = _panels(["probability"], list(series.values())[::-1], [190.0])
-    for key, (_, colour) in series.items():
-        values = tables[-1]["curve"][key]
-        places = [100.0 * place / max(1, len(values) - 1) for place in range(len(values))]
-        axes.plot(places, values, color=colour, linewidth=2.0 if key == "acceptance" else 1.0)
-    axes.set_ylim(-1.05, 1.05)
-    axes.xaxis.set_major_formatter("{x:g} %")
-    axes.set_xlabel("laws, by their acceptance probability")
-    return figure
-
-
-def _ratio(ratio: Mapping[str, Any]) -> Figure:
-    """The entropy ratio - 1 of the laws, and the Gamma law fitted to it (SVIP, appendix C)."""
-    legend = [("laws", SERIES[5]), ("Gamma fit", INK)]
-    figure, (axes,) = _panels(["share of laws"], legend[: 2 if ratio["expected"] else 1], [150.0])
-    width = ratio["edges"][1] - ratio["edges"][0]
-    middles = [edge + width / 2 for edge in ratio["edges"]]
-    axes.bar(middles, [100 * count / ratio["laws"] for count in ratio["counts"]], width=width * 0.86, color=SERIES[5])
-    if ratio["expected"]:
-        axes.plot(middles, [100 * count / ratio["laws"] for count in ratio["expected"]], color=INK, linewidth=1.4)
-    axes.set_xticks([0, 1, 2, 3, 4, 5], ["0", "1", "2", "3", "4", "≥5"])
-    axes.yaxis.set_major_formatter("{x:g} %")
-    axes.set_xlabel("entropy ratio − 1 = KL(q‖p) ÷ H(q)")
-    return figure
-
-
-def _rejections(laws: Mapping[str, Any]) -> Figure:
-    """KL(q||p) at a rejected token and before it, and the sorted laws of accepted and rejected tokens (figure 3)."""
+def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
+    """Pictures of the draft's laws beside the target's: SVIP's figures 3 and 4 and its appendix C."""
+    figures = {}
+    if laws["bounds"]:
+        table = laws["bounds"][-1]
+        names = {"acceptance": "acceptance", "oracle": "oracle bound", "approximation": f"1 − √({table['c']:g} H)"}
+        names["bretagnolle_huber"] = "Bretagnolle–Huber"
+        legend = list(zip(names.values(), (INK, SERIES[1], SERIES[0], SERIES[2]), strict=True))
+        figures["bounds"], (axes,) = _panels(["probability"], legend, [190.0])
+        for key, (_, colour) in zip(names, legend, strict=True):
+            values, first = table["curve"][key], key == "acceptance"
+            places = np.linspace(0, 100, len(values))
+            axes.plot(places, values, color=colour, linewidth=2.0 if first else 1.0, zorder=3 if first else 2)
+        axes.set(ylim=(-1.05, 1.05), xlabel="laws, by their acceptance probability")
+        axes.xaxis.set_major_formatter("{x:g} %")
+    ratio = laws["ratio"]
+    if ratio["laws"]:
+        figures["ratio"], (axes,) = _panels(["share of laws"], [("laws", SERIES[5]), ("Gamma fit", INK)], [150.0])
+        width = ratio["edges"][1] - ratio["edges"][0]
+        middles = [edge + width / 2 for edge in ratio["edges"]]
+        axes.bar(middles, [100 * count / ratio["laws"] for count in ratio["counts"]], width * 0.86, color=SERIES[5])
+        if ratio["expected"]:
+            axes.plot(middles, [100 * count / ratio["laws"] for count in ratio["expected"]], color=INK, linewidth=1.4)
+        axes.set_xticks([0, 1, 2, 3, 4, 5], ["0", "1", "2", "3", "4", "≥5"])
+        axes.yaxis.set_major_formatter("{x:g} %")
+        axes.set_xlabel("entropy ratio − 1 = KL(q‖p) ÷ H(q)")
+    if laws["by_c"]:
+        series = {"bound": "its mean", "conservative": "below the oracle", "holds": "holds for acceptance"}
+        series["gamma"] = "by the Gamma fit"
+        figures["by-c"], axes = _shares("share of laws", laws["by_c"], "c", series)
+        axes.set(xscale="log", xlabel="c")
+        axes.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
     colours = {"accepted": SERIES[1], "rejected": SERIES[0]}
     titles = ["KL(q‖p), nats", "mean log q of the token of this rank"]
-    figure, (above, below) = _panels(titles, list(colours.items()))
-    rows = [row for row in laws["before_rejection"] if row["kl"] is not None]
-    offsets = [row["offset"] for row in rows]
-    above.bar(
-        offsets, [row["kl"] for row in rows], width=0.6, color=[SERIES[0] if at == 0 else SERIES[1] for at in offsets]
-    )
-    above.set_xticks(offsets, ["rejected" if at == 0 else f"{at}".replace("-", "−") for at in offsets], fontsize=9)
-    above.grid(visible=False, axis="x")
+    figures["rejections"], (above, below) = _panels(titles, list(colours.items()))
+    for row in laws["before_rejection"]:
+        if row["kl"] is not None:
+            above.bar(row["offset"], row["kl"], width=0.6, color=SERIES[0] if row["offset"] == 0 else SERIES[1])
+    above.set(xlabel="place (0: the rejected token)")
+    above.xaxis.set_major_locator(MaxNLocator(integer=True))
     for key, colour in colours.items():
         _curve(below, laws["sorted"]["ranks"], laws["sorted"][key], colour)
     below.set_xscale("log", base=4)
     below.xaxis.set_major_formatter("{x:,.0f}")
     below.set_xlabel("rank in the vocabulary")
-    return figure
+    return figures
+
+
+def _shares(title: str, rows: Sequence[Mapping[str, Any]], x: str, series: Mapping[str, str]) -> tuple[Figure, Axes]:
+    """Curves of shares along x; series: key -> name."""
+    colours = dict(zip(series, (QUIET, SERIES[1], SERIES[0], SERIES[2]), strict=False))
+    figure, (axes,) = _panels([title], [(name, colours[key]) for key, name in series.items()], [170.0])
+    for key, colour in colours.items():
+        _curve(axes, [row[x] for row in rows], [row[key] for row in rows], colour)
+    _unit(axes)
+    return figure, axes
 
 
 def _oracle(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The oracle draft length's variance, and proposed minus oracle, by context length (SVIP, figures 1 and 7b)."""
     shown = [row for row in rows if row["cycles"] >= MIN_NODES] or rows
     figure, (above, below) = _panels(["variance of the oracle draft length", "proposed − oracle, tokens"])
-    _curve(above, range(len(shown)), [row["variance"] for row in shown], SERIES[0])
-    _curve(below, range(len(shown)), [row["delta"] for row in shown], SERIES[1])
+    names = [f">{row['above']:,}" if row["up_to"] is None else f"≤{row['up_to']:,}" for row in shown]
+    _curve(above, names, [row["variance"] for row in shown], SERIES[0])
+    _curve(below, names, [row["delta"] for row in shown], SERIES[1])
     above.set_ylim(bottom=0)
     below.axhline(0.0, color=MUTED, linewidth=1.0, linestyle=DASHED)
-    names = [f">{row['above']:,}" if row["up_to"] is None else f"≤{row['up_to']:,}" for row in shown]
-    for axes in (above, below):
-        axes.set_xticks(range(len(shown)), names)
     below.set_xlabel("tokens before the draft, the prompt included")
     return figure
 
@@ -432,8 +354,7 @@ def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: S
     """A panel each, title -> (lines, keys), over evenly spaced values: the first key solid, the second dashed."""
     lines, _ = next(iter(panels.values()))
     legend = [(line.label, colour) for line, colour in zip(lines, SERIES, strict=False)] if len(lines) > 1 else []
-    columns = 2 if max(len(line.label) for line in lines) < 26 else 1
-    figure, every = _panels(list(panels), legend, [96.0], columns)
+    figure, every = _panels(list(panels), legend, [96.0], columns=1)
     for axes, (title, (members, keys)) in zip(every, panels.items(), strict=True):
         for line, colour in zip(members, SERIES, strict=False):
             for key, style in zip(keys, ("-", DASHED), strict=False):
@@ -469,25 +390,22 @@ def _sweep(grid: Grid) -> Figure:
     return _along(panels, grid.values, "largest depth" if of_depth else grid.key)
 
 
-def _contexts(cumulative: Grid, bucket: Grid) -> Figure:
-    """Speedup up to each length, and tau between two, of the rows that get furthest the fastest."""
+def _contexts(cumulative: Grid, bucket: Grid) -> dict[str, Figure]:
+    """Speedup and tau along the context of the rows that get furthest the fastest, and what chains drafted there."""
     ends = [(len(line.points), line.points[-1].speedup or 0.0) for line in cumulative.lines]
     chosen = sorted(sorted(range(len(ends)), key=lambda at: ends[at], reverse=True)[: len(SERIES)])
-    panels = {
+    speed = {
         "speedup from the start to a length": ([cumulative.lines[at] for at in chosen], ["speedup"]),
         "tau between a length and the one before": ([bucket.lines[at] for at in chosen], ["tau"]),
     }
-    return _along(panels, cumulative.values, "tokens, the prompt included")
-
-
-def _drafts(bucket: Grid) -> Figure:
-    """A chain's mean draft length, and the share of it that is accepted, of each bucket of context."""
-    lines = chains_of(bucket)
-    panels = {
-        "drafted tokens per cycle": (lines, ["draft_nodes"]),
-        "accepted share of the drafted tokens": (lines, ["accept_rate"]),
-    }
-    return _along(panels, bucket.values, "tokens, the prompt included")
+    figures = {"sweep-contexts": _along(speed, cumulative.values, "tokens, the prompt included")}
+    if chains := chains_of(bucket):
+        drafts = {
+            "drafted tokens per cycle": (chains, ["draft_nodes"]),
+            "accepted share of the drafted tokens": (chains, ["accept_rate"]),
+        }
+        figures["sweep-drafts"] = _along(drafts, bucket.values, "tokens, the prompt included")
+    return figures
 
 
 def _trace(lines: Sequence[Mapping[str, Any]]) -> Figure:
