@@ -24,13 +24,14 @@ HELP = {
 }
 WITHOUT_RECIPE = ("generate", "verify")  # --config is optional there
 HEAD: dict[str, Any] = {"type": Path, "help": "a head directory (default: the run's own)"}
+FILE: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
         "--prompt": {"required": True},
         "--raw": {"action": "store_true", "help": "the prompt as it is, without the chat template"},
         "--method": {"choices": get_args(Method), "help": "default: the usual one of the head"},
-        "--row": {"type": Path, "metavar": "FILE.yaml", "help": "a method with its tree, as `tune` writes it"},
+        "--row": {**FILE, "help": "a method with its tree, as `tune` writes it"},
         "--max-new-tokens": {"type": int},
         "--temperature": {"type": float},
         "--top-k": {"type": int},
@@ -44,13 +45,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "calibrate": {"--head": HEAD},
     "bench": {
         "--head": HEAD,
-        "--row": {
-            "type": Path,
-            "action": "append",
-            "default": [],
-            "metavar": "FILE.yaml",
-            "help": "one more row, as `tune` writes it",
-        },
+        "--row": {"action": "append", "default": [], **FILE, "help": "one more row, as `tune` writes it"},
     },
     "tune": {"--head": HEAD},
     "report": {"--head": HEAD},

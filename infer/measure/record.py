@@ -3,7 +3,7 @@
 records.jsonl has one Record a line and only grows: a line that a kill cut short is measured again.
 """
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import STRICT, as_dict
-from aerie.configs.schema.decode import METHODS, MethodConfig, StopConfig, TreeConfig, published_tree
+from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
 from aerie.model.storage import digest, read_json
 
 T = TypeVar("T")
@@ -288,60 +288,27 @@ def _problem(error: ValidationError) -> str:
     return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
 
 
-KEPT = ("stop", "rank", "rerank", "choices", "calibrated")  # of a tree, beside its sizes
-
-
 def tree_shape(row: MethodConfig) -> TreeShape | None:
-    """What a record says of a row's tree; null for vanilla."""
-    options, typical = row.options, _typical(row)
-    if options is not None:
-        shape = METHODS[row.method].options
-        assert shape is not None
-        given = {**as_dict(options), **typical}
-        return TreeShape(shape, *options.sizes, settings=given, text=options.text, variant=_words(typical))
+    """What a record says of a row's tree; null for vanilla. Its variant names what is not the method's own."""
+    typical = {} if row.typical is None else {"typical": as_dict(row.typical)}
+    if row.options is not None:
+        given = {**as_dict(row.options), **typical}
+        section = METHODS[row.method].options or ""
+        return TreeShape(section, *row.options.sizes, settings=given, text=row.options.text, variant=_words(typical))
     tree = row.tree
     if tree is None:
         return None
-    published = published_tree(row.method)
-    assert published is not None
-    kept = {key: value for key, value in as_dict(tree).items() if key in KEPT}
-    settings = {**kept, "children": _children(tree), **typical}
-    words = _words({**_changes(tree, published), **typical})
-    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings, variant=words)
-
-
-def _changes(tree: TreeConfig, published: TreeConfig) -> dict[str, Any]:
-    """The settings that are not the method's own, but for a tree's sizes."""
-    found = _rule_changes(tree.stop, published.stop)
-    other = published if tree.shape == published.shape else type(tree)  # of another shape: its defaults
-    for key in ("rank", "rerank", "children"):
+    published, stop = published_tree(row.method), as_dict(tree.stop)
+    changes: dict[str, Any] = {} if tree.stop.rule == published.stop.rule else {"stop": tree.stop.rule}
+    changes |= {key: value for key, value in stop.items() if value != as_dict(type(tree.stop)())[key]}
+    usual = published if tree.shape == published.shape else type(tree)  # of another shape: its defaults
+    for key in ("rank", "rerank", "children", "choices", "calibrated"):
         value = getattr(tree, key, None)
-        if value != getattr(other, key, None):
-            found[key] = value
-    choices = getattr(tree, "choices", None)
-    if choices != getattr(published, "choices", None):
-        found["choices"] = choices if isinstance(choices, str) else digest(choices)[:6]
-    if tree.calibrated is not None:
-        found["calibrated"] = tree.calibrated
-    return found
-
-
-def _rule_changes(stop: StopConfig, published: StopConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {} if stop.rule == published.rule else {"stop": stop.rule}
-    plain = type(stop)()
-    for key in fields(stop):
-        value = getattr(stop, key.name)
-        if value != getattr(plain, key.name):
-            found[key.name] = value
-    return found
-
-
-def _children(tree: TreeConfig) -> str:
-    return getattr(tree, "children", "best")  # a dynamic tree knows no others
-
-
-def _typical(row: MethodConfig) -> dict[str, Any]:
-    return {} if row.typical is None else {"typical": as_dict(row.typical)}
+        if value != getattr(usual, key, None):
+            changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
+    kept = {key: value for key, value in as_dict(tree).items() if key not in ("shape", "levels", "k", "nodes")}
+    settings = {"children": "best", **kept, **typical}  # a dynamic tree has no other children
+    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings, variant=_words({**changes, **typical}))
 
 
 def _words(changes: dict[str, Any]) -> str:
@@ -355,4 +322,4 @@ def _word(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:g}"
-    return "/".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    return "/".join(map(str, value)) if isinstance(value, list) else str(value)

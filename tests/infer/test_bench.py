@@ -12,9 +12,10 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.measure.bench import Bench, asked_of, jobs_of, make_decoders, plan_text, run, suite_of
+from aerie.infer.measure.bench import Bench, jobs_of, make_decoders, run
 from aerie.infer.measure.record import Record, read_records
 from aerie.infer.measure.reference import measure_reference
+from aerie.infer.measure.suite import asked_of, plan_text, suite_of
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target, load_tokenizer
@@ -230,14 +231,15 @@ def test_each_value_of_a_sweep_is_a_row_behind_the_benchs_and_equal_rows_are_mea
     assert [cell.row for cell in made.points[2:]] == [1, 4, 3, 2] and [cell.row for cell in made.main] == [0, 1]
 
 
-def test_a_sweep_asks_its_own_prompts_and_a_temperature_beside_the_benchs_brings_vanilla_along() -> None:
+def test_a_sweep_asks_its_own_prompts_and_a_temperature_beside_the_benchs_brings_vanilla_along(place: Place) -> None:
     asked = suite_of(suite(depths(tasks=("sums",), num_prompts=2))).rows_for(TWO_TASKS)[COLD]
     assert [asked["sums", str(n)] for n in range(3)] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1]]
     assert asked["code", "0"] == [0, 1]
     warmth = suite(SweepConfig("warmth", "temperature", (0.0, 0.5), SWEPT, num_prompts=1))
     half = SamplingConfig(0.5)
     assert suite_of(warmth).rows_for(TWO_TASKS)[half] == {("sums", "0"): [0, 1], ("code", "0"): [0, 1]}
-    written = asked_of(warmth, TWO_TASKS, 256)
+    written = asked_of(warmth, TWO_TASKS, place.target)
+    assert written.max_context == 112
     assert [(cell.row, cell.temperature) for cell in written.main] == [(0, 0.0), (1, 0.0)]
     point = written.points[1]
     assert (point.row, point.temperature, point.value, point.prompts) == (1, 0.5, 0.5, (("sums", "0"), ("code", "0")))

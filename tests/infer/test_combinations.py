@@ -22,7 +22,8 @@ from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.measure.lossless import ALPHA, VOCABULARY, Row, SampledProver
+from aerie.infer.measure.lossless import ALPHA
+from aerie.infer.measure.miniature import VOCABULARY, SampledProver
 from tests.infer.test_engine import greedy
 
 RULES: dict[str, StopConfig] = {
@@ -108,6 +109,6 @@ def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rule"), SAMPLED)
 def test_sampled_answers_have_the_targets_law(shape: str, rule: str, sampled: SampledProver) -> None:
-    found = sampled.prove(Row(asked(shape, rule), SHAPES[shape][1]), SamplingConfig(1.0), 1500, seed=0)
+    found = sampled.prove(asked(shape, rule), SHAPES[shape][1], SamplingConfig(1.0), 1500, seed=0)
     assert found.accepted_per_answer > 0.1
     assert found.p_value > ALPHA / len(SAMPLED)

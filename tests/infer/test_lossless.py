@@ -23,27 +23,22 @@ from aerie.infer.decode.sampling import Sampler, draw
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import Verdict
-from aerie.infer.measure import lossless
+from aerie.infer.measure import miniature
 from aerie.infer.measure.lossless import (
     ALPHA,
     EDGES,
     SETTINGS,
     Difference,
     GreedyResult,
-    Law,
     Reference,
     Row,
-    SampledProver,
-    answer_law,
     compare_greedy,
     conclude,
     demonstrate,
-    p_value,
     reference,
-    remember,
     table,
-    write_miniature,
 )
+from aerie.infer.measure.miniature import Law, SampledProver, answer_law, p_value, remember, write_miniature
 from aerie.model.storage import read_json
 from aerie.model.target import Target
 from tests.infer.steered import steered
@@ -132,7 +127,7 @@ def test_sampled_answers_of_every_row_have_the_targets_law(
     sampled: SampledProver, method: Method, kind: str | None, sampling: SamplingConfig
 ) -> None:
     """300 answers of four tokens; Bonferroni over all rows and both settings."""
-    law = sampled.prove(Row(MethodConfig(method), kind), sampling, 300, seed=0)
+    law = sampled.prove(MethodConfig(method), kind, sampling, 300, seed=0)
     assert law.p_value > LEVEL and (law.accepted_per_answer > 0.05 or method == "vanilla")
 
 
@@ -206,7 +201,7 @@ def test_a_broken_rule_is_found(
 ) -> None:
     method, kind, sampling, owner, name, broken, draws = mutation
     monkeypatch.setattr(owner, name, broken)
-    assert sampled.prove(Row(MethodConfig(method), kind), sampling, draws, seed=0).p_value < 1e-6
+    assert sampled.prove(MethodConfig(method), kind, sampling, draws, seed=0).p_value < 1e-6
 
 
 def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,10 +301,10 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
 def test_the_miniatures_stop_rules_end_trees_before_what_is_left_to_write_does(sampled: SampledProver) -> None:
     """Else nothing would be proven about them."""
     for method, kind in (("sps-svip", "draft_lm"), ("deagle", "eagle1"), ("ddd", "eagle1"), ("opt-tree", "eagle1")):
-        asked = lossless.MINIATURES.get(method, MethodConfig(method))  # type: ignore[arg-type]
+        asked = miniature.MINIATURES.get(method, MethodConfig(method))  # type: ignore[arg-type]
         decoder = make_decoder(Drafters(sampled.target), asked, str(sampled._heads / kind))
         generator, levels = torch.Generator().manual_seed(0), Counter[int]()
-        settings: dict[str, Any] = {"max_new_tokens": lossless.LENGTH, "temperature": 1.0, "top_k": 0}
+        settings: dict[str, Any] = {"max_new_tokens": miniature.LENGTH, "temperature": 1.0, "top_k": 0}
 
         def watch(cycle: Cycle, levels: Counter[int] = levels) -> None:
             levels[cycle.tree.levels] += 1

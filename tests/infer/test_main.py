@@ -169,9 +169,9 @@ WRONG: list[tuple[str, tuple[str, ...], str, tuple[str, ...] | None]] = [  # com
         "broken.yaml: choices: [1, 0] is listed without its parent [1]; add the parent",
         ("--method", "eagle", "--tree.choices", "{root}/shallow.yaml"),
     ),
-    ("generate", ("--top-p", "0"), "--top-p: top_p is a share", ("--top-p", "0.5", "--temperature", "1")),
-    ("generate", ("--top-k", "5"), "--top-k: shapes what is drawn", ("--top-k", "5", "--temperature", "1")),
-    ("generate", ("--temperature", "-1"), "--temperature: temperature must not be negative", ("--temperature", "0")),
+    ("generate", ("--top-p", "0"), "sampling: top_p is a share", ("--top-p", "0.5", "--temperature", "1")),
+    ("generate", ("--top-k", "5"), "--top-k and --top-p shape what is drawn", ("--top-k", "5", "--temperature", "1")),
+    ("generate", ("--temperature", "-1"), "sampling: temperature must not be negative", ("--temperature", "0")),
     ("generate", ("--max-new-tokens", "0"), "--max-new-tokens: must be at least 1", ("--max-new-tokens", "1")),
     ("generate", ("--dtype", "float17"), "--target.dtype: input should be", ("--dtype", "float32")),
     (

@@ -18,7 +18,7 @@ from aerie.configs.schema.measure import PromptsConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import replay, tune
-from aerie.infer.measure.lossless import VOCABULARY, write_miniature
+from aerie.infer.measure.miniature import VOCABULARY, write_miniature
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target
 from tests import tiny
