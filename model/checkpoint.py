@@ -17,7 +17,7 @@ from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.hub import head_directory
 from aerie.model.layers import LayerSizes, Rotary
 from aerie.model.storage import CONFIG, WEIGHTS, read_json, write_json
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 from aerie.model.vocab import DraftVocabulary
 from aerie.model.weights import tensor_names, write_tensors
 
@@ -30,7 +30,7 @@ POSITIONS = ("rope_theta", "max_position_embeddings")  # an EAGLE head can go on
 def new_head(
     section: HeadConfig,
     text_config: Any,
-    ends: TargetEnds,
+    vocab: VocabWeights,
     seed: int,
     path: str = "target",
     after_blocks: tuple[int, ...] = (),
@@ -43,21 +43,21 @@ def new_head(
     if section.kind == "draft_lm":
         raise UserError(f"head.kind {section.kind!r} is no draft head that reads features")
     if section.init_from is not None:
-        return _warm_start(section, ends, path, after_blocks)
-    vocabulary = vocabulary or DraftVocabulary.identity(ends.embedding.shape[0])
-    head = empty_head(config_for(section, text_config, ends, after_blocks, vocabulary.size))
-    head.initialise(ends, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02))
+        return _warm_start(section, vocab, path, after_blocks)
+    vocabulary = vocabulary or DraftVocabulary.identity(vocab.embedding.shape[0])
+    head = empty_head(config_for(section, text_config, vocab, after_blocks, vocabulary.size))
+    head.initialise(vocab, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02))
     if isinstance(head, Eagle3Head):
         head.set_vocabulary(vocabulary)
     if section.kind == "eagle3" and isinstance(head, Eagle3Head) and section.lm_head_init == "target":
-        head.take_lm_head(ends.lm_head, path)
+        head.take_lm_head(vocab.lm_head, path)
     return head
 
 
 def config_for(
     section: HeadConfig,
     text_config: Any,
-    ends: TargetEnds,
+    vocab: VocabWeights,
     after_blocks: tuple[int, ...] = (),
     draft_vocab_size: int = 0,
 ) -> AnyConfig:
@@ -65,7 +65,7 @@ def config_for(
 
     RoPE and its length are always spelt out.
     """
-    vocab_size, width = ends.embedding.shape
+    vocab_size, width = vocab.embedding.shape
     asked = {name: value for name, value in vars(section).items() if value is not None}
     heads = asked.get("num_attention_heads", text_config.num_attention_heads)
     kv_heads, head_dim = heads, asked.get("hidden_size", width) // heads
@@ -86,9 +86,9 @@ def config_for(
         "rope_theta": theta,
         "rope_scaling": None if "rope_theta" in asked else scaling,
         "qk_norm": str(getattr(text_config, "model_type", "")).startswith("qwen3"),
-        "logit_scale": ends.scale,
-        "final_logit_softcap": ends.softcap,
-        "lm_head_bias": section.kind == "hydra" or ends.bias is not None,
+        "logit_scale": vocab.scale,
+        "final_logit_softcap": vocab.softcap,
+        "lm_head_bias": section.kind == "hydra" or vocab.bias is not None,
         **asked,
         "after_blocks": after_blocks,
         "draft_vocab_size": draft_vocab_size,
@@ -105,13 +105,13 @@ def config_for(
     return schema(**{name: values[name] for name in names})
 
 
-def _warm_start(section: HeadConfig, ends: TargetEnds, path: str, after_blocks: tuple[int, ...]) -> Head:
+def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_blocks: tuple[int, ...]) -> Head:
     """The head in section.init_from, as the recipe asks for it; UserError for another shape than the recipe's."""
     place = str(section.init_from)
-    head = load_head(place, ends=ends, after_blocks=after_blocks or None)
+    head = load_head(place, vocab=vocab, after_blocks=after_blocks or None)
     if head.kind != section.kind:
         raise UserError(f"head.init_from: {place} is an {head.kind} head, the recipe asks for {section.kind}")
-    check_sizes(head.config, ends, place, path)
+    check_sizes(head.config, vocab, place, path)
     if isinstance(head, Eagle3Head) and head.config.after_blocks != after_blocks:
         raise UserError(
             f"head.init_from: {place} reads the taps {head.config.after_blocks}, the recipe gives {after_blocks}; "
@@ -133,7 +133,7 @@ def _warm_start(section: HeadConfig, ends: TargetEnds, path: str, after_blocks: 
         head.config = dataclasses.replace(head.config, **changes)
         head.rotary = Rotary(theta, scaling, head.config.head_dim, length)
     else:
-        head.laws.ends = None  # whoever trains gives them
+        head.laws.vocab = None  # whoever trains gives them
     return head
 
 
@@ -194,12 +194,12 @@ def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = N
 def load_head(
     directory: Path | str,
     dtype: torch.dtype | None = None,
-    ends: TargetEnds | None = None,
+    vocab: VocabWeights | None = None,
     after_blocks: tuple[int, ...] | None = None,
 ) -> Head:
     """The head in a directory or a Hub repository ("user/name", "user/name@revision"), in whichever known layout.
 
-    UserError names every missing, unexpected or misshapen key. ends give the embedding that a file may leave out;
+    UserError names every missing, unexpected or misshapen key. vocab give the embedding that a file may leave out;
     after_blocks are the taps of a published EAGLE-3 head whose config.json does not name them. What had to be guessed
     is said on stderr.
     """
@@ -211,13 +211,13 @@ def load_head(
     _, files, content = read_content(place, after_blocks)
     for guess in content.guesses:
         warn(f"{files.config_place}: {guess}")
-    state = completed(content, ends, files.weights_place)
+    state = completed(content, vocab, files.weights_place)
     head = empty_head(content.config)
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
-        head.saves_embedding = not is_targets(state[EMBEDDING], ends)
+        head.saves_embedding = not is_targets(state[EMBEDDING], vocab)
     head.load_state_dict(state)
     if isinstance(head, MedusaHead | HydraHead):
-        head.laws.ends = ends
+        head.laws.vocab = vocab
     stored = next(value.dtype for name, value in state.items() if value.is_floating_point() and name != EMBEDDING)
     return head.to(dtype or stored)
 
@@ -241,9 +241,9 @@ def head_facts(directory: Path | str) -> dict[str, Any]:
     return dict(facts) if isinstance(facts, dict) else {}
 
 
-def check_sizes(config: AnyConfig, ends: TargetEnds, head_path: str, target_path: str) -> None:
+def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_path: str) -> None:
     """UserError when the head was made for another target (hidden size, vocabulary)."""
-    vocab_size, width = ends.embedding.shape
+    vocab_size, width = vocab.embedding.shape
     head_width = config.target_hidden_size if isinstance(config, Eagle3Config) else config.hidden_size
     for name, ours, theirs in (("hidden size", head_width, width), ("vocabulary", config.vocab_size, vocab_size)):
         if ours != theirs:
@@ -290,7 +290,7 @@ def vocabulary_of(state: dict[str, Tensor], place: str) -> DraftVocabulary | Non
     return DraftVocabulary.of_tables(state["d2t"], state["t2d"], place) if tables else None
 
 
-def completed(content: HeadContent, ends: TargetEnds | None, place: Path) -> dict[str, Tensor]:
+def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> dict[str, Tensor]:
     """The tensors with what a file may leave out; UserError for a head that does not load. place names the file."""
     check_content(content, place)
     state, config = dict(content.tensors), content.config
@@ -298,18 +298,18 @@ def completed(content: HeadContent, ends: TargetEnds | None, place: Path) -> dic
         vocabulary = vocabulary_of(state, str(place)) or DraftVocabulary.identity(config.vocab_size)
         state |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     if content.is_embedding_optional and EMBEDDING not in state:
-        if ends is None:
+        if vocab is None:
             raise UserError(f"{place}: has no {EMBEDDING!r}, which is the target's; load the head with its target")
-        check_sizes(config, ends, str(place.parent), "the target")
-        state[EMBEDDING] = ends.embedding.detach().cpu()
+        check_sizes(config, vocab, str(place.parent), "the target")
+        state[EMBEDDING] = vocab.embedding.detach().cpu()
     return state
 
 
-def is_targets(embedding: Tensor, ends: TargetEnds | None) -> bool:
+def is_targets(embedding: Tensor, vocab: VocabWeights | None) -> bool:
     """Whether a head's embedding is the target's, in the head's precision."""
-    if ends is None or ends.embedding.shape != embedding.shape:
+    if vocab is None or vocab.embedding.shape != embedding.shape:
         return False
-    return torch.equal(ends.embedding.cpu().to(embedding.dtype), embedding)
+    return torch.equal(vocab.embedding.cpu().to(embedding.dtype), embedding)
 
 
 def check_state(

@@ -19,7 +19,7 @@ from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import head_directory, is_on_hub
 from aerie.model.storage import CALIBRATOR, CONFIG, digests, directory_atomically, write_json
-from aerie.model.target import TargetEnds, default_taps, fingerprint, fingerprints, load_config, load_ends
+from aerie.model.target import VocabWeights, default_taps, fingerprint, fingerprints, load_config, load_vocab
 from aerie.model.weights import write_tensors
 
 BESIDE = ("recipe.yaml", "provenance.json")  # what goes along with the head
@@ -37,11 +37,11 @@ BOOKKEEPING = {  # keys of config.json that say nothing about how a head drafts
 
 @dataclasses.dataclass(frozen=True)
 class TargetFacts:
-    """A target without its trunk: its ends and what a server has to know of it."""
+    """A target without its trunk: its embedding and LM head, and what a server has to know of it."""
 
     path: str
     text_config: Any
-    ends: TargetEnds
+    vocab: VocabWeights
     destination: Destination
     end_ids: tuple[int, ...] = ()  # the tokens at which its answers end
 
@@ -50,7 +50,7 @@ class TargetFacts:
         """Reads two tensors and the configuration. name is what servers are told to load (default: the path)."""
         config = TargetConfig(path)
         architectures = load_config(config).architectures
-        text_config, ends = load_ends(config)
+        text_config, vocab = load_vocab(config)
         positions = int(getattr(text_config, "max_position_embeddings", 0) or 0)
         blocks = int(text_config.num_hidden_layers)
         destination = Destination(name or path, tuple(architectures or ()), blocks, positions, speculative_tokens)
@@ -59,7 +59,7 @@ class TargetFacts:
         except OSError:  # the file is optional
             stops = None
         end_ids = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
-        return cls(path, text_config, ends, destination, end_ids)
+        return cls(path, text_config, vocab, destination, end_ids)
 
     @property
     def default_taps(self) -> tuple[int, ...] | None:
@@ -136,9 +136,9 @@ def read_complete(
     The target's embedding is taken in the head's precision.
     """
     layout, files, content = read_content(directory, after_blocks)
-    check_sizes(content.config, target.ends, str(directory), target.path)
+    check_sizes(content.config, target.vocab, str(directory), target.path)
     check_depth(content.config, target.destination.num_blocks, str(directory), target.path)
-    state = completed(content, target.ends, files.weights_place)
+    state = completed(content, target.vocab, files.weights_place)
     if EMBEDDING not in content.tensors and EMBEDDING in state:
         state[EMBEDDING] = state[EMBEDDING].to(state["fc.weight"].dtype)
     return layout, files, content, state
@@ -170,9 +170,9 @@ def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
     Rounding to a 16-bit dtype makes no other target.
     """
     recorded = facts.get("target")
-    if recorded is None or recorded in fingerprints(target.text_config, target.ends):
+    if recorded is None or recorded in fingerprints(target.text_config, target.vocab):
         return None
-    here = fingerprint(target.text_config, target.ends)
+    here = fingerprint(target.text_config, target.vocab)
     return f"was trained on a target with other weights than {target.path} (fingerprint {recorded}, not {here})"
 
 

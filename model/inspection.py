@@ -132,7 +132,7 @@ def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], tar
 
     def check_vocabulary() -> None:
         vocabulary = vocabulary_of(content.tensors, str(place))
-        if vocabulary is not None and target and vocabulary.vocab_size == target.ends.embedding.shape[0]:
+        if vocabulary is not None and target and vocabulary.vocab_size == target.vocab.embedding.shape[0]:
             vocabulary.check_ends(target.end_ids, str(place))
 
     def check_weights() -> None:
@@ -143,7 +143,7 @@ def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], tar
     if target is not None:
         config, head = content.config, str(place.parent)
         checks += [check_vocabulary] if {"d2t", "t2d"} <= content.tensors.keys() else []
-        checks.append(lambda: check_sizes(config, target.ends, head, target.path))
+        checks.append(lambda: check_sizes(config, target.vocab, head, target.path))
         checks.append(check_weights)
         checks.append(lambda: check_depth(config, target.destination.num_blocks, head, target.path))
     for check in checks:
@@ -172,6 +172,6 @@ def _embedding(content: HeadContent, target: TargetFacts | None) -> str:
         return "not in the file: the target's" if content.is_embedding_optional else "none of its own"
     if target is None:
         return "in the file"
-    if table.shape != target.ends.embedding.shape:
+    if table.shape != target.vocab.embedding.shape:
         return "in the file, of its own width"
-    return "in the file, the target's own" if is_targets(table, target.ends) else "in the file, NOT the target's"
+    return "in the file, the target's own" if is_targets(table, target.vocab) else "in the file, NOT the target's"

@@ -18,7 +18,7 @@ from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template
 
 
 @dataclass(frozen=True)
-class TargetEnds:
+class VocabWeights:
     """The weights of the target with a row per token, its embedding and its LM head: what a draft head needs of it."""
 
     embedding: Tensor  # [V, D]
@@ -35,7 +35,7 @@ class TargetEnds:
         out = nn.functional.linear(last_hidden.to(weight.dtype), weight, bias)
         return transformed(out, self.scale, self.softcap)
 
-    def to(self, device: torch.device | str) -> "TargetEnds":
+    def to(self, device: torch.device | str) -> "VocabWeights":
         bias = None if self.bias is None else self.bias.to(device)
         return replace(self, embedding=self.embedding.to(device), lm_head=self.lm_head.to(device), bias=bias)
 
@@ -60,11 +60,11 @@ class Target:
         if other := layers - {"full_attention", "sliding_attention"}:
             names = ", ".join(sorted(other))
             raise UserError(f"{config.path}: has {names} layers; a draft tree needs plain attention in every layer")
-        first, last = _both_ends(model, config.path)
+        first, last = _embedding_and_head(model, config.path)
         bias = getattr(last, "bias", None)
         scale, softcap = final_transform(self.config)
         bias = None if bias is None else bias.detach()
-        self.ends = TargetEnds(first.weight.detach(), last.weight.detach(), bias, scale, softcap)
+        self.vocab = VocabWeights(first.weight.detach(), last.weight.detach(), bias, scale, softcap)
         self._check_final_transform()
 
     @classmethod
@@ -87,15 +87,15 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where laws are computed, which is where the draft head lives when the target spans several devices."""
-        return self.ends.lm_head.device
+        return self.vocab.lm_head.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.ends.lm_head.dtype
+        return self.vocab.lm_head.dtype
 
     @property
     def hidden_size(self) -> int:
-        return int(self.ends.embedding.shape[1])
+        return int(self.vocab.embedding.shape[1])
 
     @property
     def num_blocks(self) -> int:
@@ -108,8 +108,8 @@ class Target:
         return config
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
-        """See TargetEnds.logits."""
-        return self.ends.logits(last_hidden, rows)
+        """See VocabWeights.logits."""
+        return self.vocab.logits(last_hidden, rows)
 
     @torch.inference_mode()
     def features(
@@ -129,11 +129,11 @@ class Target:
 
     def fingerprint(self) -> str:
         """A digest that changes when the configuration's sizes, the embedding or the LM head change."""
-        return fingerprint(self.config, self.ends)
+        return fingerprint(self.config, self.vocab)
 
     def _check_final_transform(self) -> None:
         """Laws built from a bare LM head are wrong for Gemma, Cohere and Granite: compare ours with the model's own."""
-        ids = torch.arange(1, 5, device=self.device).remainder(self.ends.embedding.shape[0])[None]  # [1, 4]
+        ids = torch.arange(1, 5, device=self.device).remainder(self.vocab.embedding.shape[0])[None]  # [1, 4]
         with torch.inference_mode():
             theirs = self.model(input_ids=ids, use_cache=False).logits.float()
             ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
@@ -195,7 +195,7 @@ def read_template(path: str) -> str:
         raise UserError(f"target.chat_template: {path}: cannot read the chat template: {error}") from error
 
 
-def load_ends(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, TargetEnds]:
+def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
     """The text configuration, the embedding and the LM head, read from the safetensors files without the trunk.
 
     Training on cached features needs no more: 2 GB instead of 140 for a 70B target. Targets whose files name their
@@ -206,7 +206,7 @@ def load_ends(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[A
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
-    first, last = _both_ends(skeleton, config.path)
+    first, last = _embedding_and_head(skeleton, config.path)
     wanted = {"embedding": names[id(first.weight)]}
     if not text.tie_word_embeddings:
         wanted["lm_head"] = names[id(last.weight)]
@@ -215,16 +215,16 @@ def load_ends(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[A
     stored = _read_tensors(config, set(wanted.values()))
     if stored is None:
         target = Target.load(config)
-        return target.config, target.ends
+        return target.config, target.vocab
     if dtype is None and config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
     dtype = dtype or getattr(text, "dtype", None) or stored[wanted["embedding"]].dtype
     tensors = {role: stored[name].to(dtype) for role, name in wanted.items()}
     embedding = tensors["embedding"]
-    return text, TargetEnds(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), *final_transform(text))
+    return text, VocabWeights(embedding, tensors.get("lm_head", embedding), tensors.get("bias"), *final_transform(text))
 
 
-def fingerprint(text_config: Any, ends: TargetEnds, dtype: torch.dtype | None = None) -> str:
+def fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtype | None = None) -> str:
     """A digest of the configuration's sizes and of samples of the embedding and the LM head, rounded to dtype."""
 
     def sample(weight: Tensor) -> list[float]:
@@ -233,12 +233,12 @@ def fingerprint(text_config: Any, ends: TargetEnds, dtype: torch.dtype | None = 
         return [round(float(value), 5) for value in some.to(dtype or weight.dtype).float().cpu()]
 
     facts = {k: getattr(text_config, k, None) for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
-    return digest([facts, [sample(ends.embedding), sample(ends.lm_head)]])
+    return digest([facts, [sample(vocab.embedding), sample(vocab.lm_head)]])
 
 
-def fingerprints(text_config: Any, ends: TargetEnds) -> set[str]:
+def fingerprints(text_config: Any, vocab: VocabWeights) -> set[str]:
     """The fingerprints of a target whose weights lose nothing but digits on the way to another dtype."""
-    return {fingerprint(text_config, ends, dtype) for dtype in (None, torch.bfloat16, torch.float16)}
+    return {fingerprint(text_config, vocab, dtype) for dtype in (None, torch.bfloat16, torch.float16)}
 
 
 def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
@@ -300,7 +300,7 @@ def require_same_token_ids(
         )
 
 
-def _both_ends(model: Any, path: str) -> tuple[Any, Any]:
+def _embedding_and_head(model: Any, path: str) -> tuple[Any, Any]:
     """The modules of the embedding and of the LM head."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if first is None or last is None:

@@ -16,7 +16,7 @@ from aerie.configs.schema.target_and_head import HeadKind, HydraSection, MedusaS
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import new_head
 from aerie.model.heads.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 from aerie.model.vocab import DraftVocabulary
 
 torch.set_num_threads(1)  # tests run beside other work: one thread each
@@ -112,12 +112,12 @@ def target(directory: Path, chat_template: str | None = TEMPLATE, **sizes: Any) 
     return directory
 
 
-def ends(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> TargetEnds:
-    """Random target ends, [V, D] each."""
+def vocab(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> VocabWeights:
+    """A random embedding and LM head, [V, D] each."""
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(vocab_size, hidden_size, generator=generator)
     lm_head = torch.randn(vocab_size, hidden_size, generator=generator)
-    return TargetEnds(embedding, lm_head, None, 1.0, None)
+    return VocabWeights(embedding, lm_head, None, 1.0, None)
 
 
 def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -> Eagle1Head:
@@ -136,7 +136,7 @@ def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -
         **changes,
     }
     made = Eagle1Head(Eagle1Config(**sizes))
-    made.initialise(TargetEnds(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
+    made.initialise(VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
             parameter.data.mul_(scale)
@@ -166,7 +166,7 @@ def eagle3_head(
         **changes,
     }
     made = Eagle3Head(Eagle3Config(**sizes))
-    made.initialise(TargetEnds(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
+    made.initialise(VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
     made.set_vocabulary(DraftVocabulary.of_ids(ids, vocab_size))
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
@@ -174,10 +174,10 @@ def eagle3_head(
     return made
 
 
-def multi_token_head(kind: HeadKind, target_ends: TargetEnds, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
-    """A Medusa or Hydra head for a tiny llama with these ends; noise moves every weight, so that a lost one shows."""
+def multi_token_head(kind: HeadKind, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
+    """A Medusa or Hydra head for a tiny llama; noise moves every weight, so that a lost one shows."""
     section = MedusaSection if kind == "medusa" else HydraSection
-    made = new_head(section(**keys), llama().config, target_ends, seed)
+    made = new_head(section(**keys), llama().config, target_vocab, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in made.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=noise)

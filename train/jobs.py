@@ -26,7 +26,7 @@ from aerie.data.tokens import (
     tokenize,
 )
 from aerie.model.checkpoint import new_head, position_warnings, save_head
-from aerie.model.target import Target, fingerprint, load_ends, load_tokenizer, taps_of
+from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of
 from aerie.train.fingerprint import needs_target, reads_cache, state_name
 from aerie.train.launch import device, rank, world_size
 from aerie.train.loop import Job, total_steps
@@ -62,9 +62,9 @@ class Rows:
     pools: ShardPools | None = None
 
 
-def cached_rows(directory: Path, recipe: Recipe, text_config: Any, ends: Any, taps: tuple[int, ...]) -> Rows:
+def cached_rows(directory: Path, recipe: Recipe, text_config: Any, vocab: Any, taps: tuple[int, ...]) -> Rows:
     """Rows of the feature cache in directory; UserError when it was made of something else."""
-    expected = {"target": fingerprint(text_config, ends), "after_blocks": list(taps), "data": as_dict(recipe.data)}
+    expected = {"target": fingerprint(text_config, vocab), "after_blocks": list(taps), "data": as_dict(recipe.data)}
     cache = FeatureCache.open(directory, {**expected, "storage": recipe.features.storage})
     train, at_once = cache.split("train"), recipe.features.shuffle_shards
     return Rows(
@@ -100,7 +100,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     paths, name, tokenizer = RunPaths(Path(recipe.run)), state_name(recipe), load_tokenizer(recipe.target)
     end_ids = target_end_ids(recipe.target, tokenizer)
     text_config: Any = None
-    ends: Any = None
+    vocab: Any = None
     target: Target | None = None
     taps: tuple[int, ...] = ()
     if needs_target(recipe):
@@ -112,11 +112,11 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             )
         if (is_online or is_measured) and not is_plan:
             target = Target.load(recipe.target, device())
-        text_config, ends = load_ends(recipe.target) if target is None else (target.config, target.ends)
+        text_config, vocab = load_vocab(recipe.target) if target is None else (target.config, target.vocab)
         asked, num_blocks = recipe.features.after_blocks, text_config.num_hidden_layers
         taps = taps_of(recipe.head.kind, asked, num_blocks, recipe.target.path)
     if reads_cache(recipe):
-        rows = cached_rows(paths.features, recipe, text_config, ends, taps)
+        rows = cached_rows(paths.features, recipe, text_config, vocab, taps)
     else:
         rows = tokenised_rows(recipe, tokenizer, end_ids, text_config)
     features: Any = None
@@ -124,18 +124,18 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         dtype = None if recipe.features.dtype is None else getattr(torch, recipe.features.dtype)
         features = OnlineFeatures(target, taps, dtype)
     if recipe.head.kind == "draft_lm":
-        lm = new_causal_lm(recipe.head, tokenizer, settings.seed, None if ends is None else ends.embedding.shape[0])
+        lm = new_causal_lm(recipe.head, tokenizer, settings.seed, None if vocab is None else vocab.embedding.shape[0])
         _check_lm(recipe, lm)
-        objective: Any = (CausalLMObjective if ends is None else DraftLMObjective)(lm, ends, settings)
-        vocab_size = len(tokenizer) if ends is None else objective.num_columns
+        objective: Any = (CausalLMObjective if vocab is None else DraftLMObjective)(lm, vocab, settings)
+        vocab_size = len(tokenizer) if vocab is None else objective.num_columns
         if settings.on_policy and features is not None:
             features = OnPolicyFeatures(lm, features, vocab_size, end_ids)
         save: Any = lambda lm, directory, facts: save_causal_lm(lm, tokenizer, directory)  # noqa: E731
     else:
-        head, counted = _new_head(recipe, rows, tokenizer, end_ids, text_config, ends, taps)
-        objective = OBJECTIVES[recipe.head.kind](head, ends, settings)
+        head, counted = _new_head(recipe, rows, tokenizer, end_ids, text_config, vocab, taps)
+        objective = OBJECTIVES[recipe.head.kind](head, vocab, settings)
         vocab_size = int(getattr(head.config, "draft_vocab_size", head.config.vocab_size))
-        known: dict[str, Any] = {"target_path": recipe.target.path, "target": fingerprint(text_config, ends)}
+        known: dict[str, Any] = {"target_path": recipe.target.path, "target": fingerprint(text_config, vocab)}
         if counted is not None:
             known["draft_vocabulary"] = counted.facts()
         save = lambda head, directory, facts: save_head(head, directory, **known, **facts)  # noqa: E731
@@ -149,7 +149,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         state=paths.state(name),
         metrics=paths.root / "metrics.jsonl",
         save=save,
-        save_dtype=torch.float32 if ends is None else ends.lm_head.dtype,
+        save_dtype=torch.float32 if vocab is None else vocab.lm_head.dtype,
         features=features,
         target=target,
         overwrite=overwrite,
@@ -160,16 +160,16 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
 
 
 def _new_head(
-    recipe: Recipe, rows: Rows, tokenizer: Any, end_ids: set[int], text_config: Any, ends: Any, taps: tuple[int, ...]
+    recipe: Recipe, rows: Rows, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
 ) -> tuple[Any, CountedVocabulary | None]:
     """A draft head, and its draft vocabulary as it was counted on the training rows."""
     config, path, counted = recipe.head, recipe.target.path, None
     if isinstance(config, Eagle3Section) and config.init_from is None:
-        vocab_size = int(ends.embedding.shape[0])
+        vocab_size = int(vocab.embedding.shape[0])
         forced = forced_ids(tokenizer, end_ids, vocab_size)
         counted = draft_vocabulary(rows.tokens, config.draft_vocab_size, vocab_size, forced, rows.origin)
     vocabulary = None if counted is None else counted.vocabulary
-    head: Any = new_head(config, text_config, ends, recipe.train.seed, path, taps, vocabulary).float()
+    head: Any = new_head(config, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
     if config.kind == "eagle3" and counted is None:  # a warm start keeps its own
         head.vocabulary.check_ends(end_ids, f"head.init_from: {config.init_from}")
         counted = given_vocabulary(head.vocabulary, rows.tokens, rows.origin)

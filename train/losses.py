@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.schema.train import LossName, TrainConfig
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 from aerie.train.launch import most_of_all
 
 VOCABULARY_CHUNK = 16384  # columns of logits that are held at once
@@ -137,7 +137,7 @@ LOSSES: dict[LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]] = {  
 
 @torch.no_grad()
 def drafted_law(
-    states: Tensor, target: TargetEnds, ids: Tensor, chunk: int = VOCABULARY_CHUNK
+    states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = VOCABULARY_CHUNK
 ) -> tuple[TargetLaw, Tensor]:
     """The law of last_hidden states [S, D] at the draft vocabulary's ascending target ids [Vd], and the likeliest
     token [S] of the full vocabulary.

@@ -146,7 +146,7 @@ class SpeculativeDecoder:
         return Generation(torch.cat([input_ids, answer], dim=1), run.statistics)
 
     def _checked_prompt(self, input_ids: Tensor, attention_mask: Tensor | None, decoding: Decoding) -> Tensor:
-        shape, rows = list(input_ids.shape), self.target.ends.embedding.shape[0]
+        shape, rows = list(input_ids.shape), self.target.vocab.embedding.shape[0]
         if len(shape) != 2 or shape[0] != 1:
             raise UserError(
                 f"input_ids has shape {shape}; aerie decodes one prompt at a time, [1, T]: loop over prompts"

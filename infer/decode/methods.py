@@ -30,7 +30,7 @@ from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
 from aerie.model.storage import read_json
-from aerie.model.target import Target, default_taps, fingerprints, load_ends
+from aerie.model.target import Target, default_taps, fingerprints, load_vocab
 
 CONFIG = "config.json"
 # Makes a drafter of a head (or of a draft LM, which is a Target) for a target, by the head's kind.
@@ -175,8 +175,8 @@ def load_head_for(target: Target, head: str) -> Head:
     A published EAGLE-3 head that names no taps has the default ones.
     """
     published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
-    module = load_head(head, dtype=target.dtype, ends=target.ends, after_blocks=published_taps)
-    check_sizes(module.config, target.ends, head, target.recipe.path)
+    module = load_head(head, dtype=target.dtype, vocab=target.vocab, after_blocks=published_taps)
+    check_sizes(module.config, target.vocab, head, target.recipe.path)
     warn_of_another_target(head, target)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
@@ -194,11 +194,11 @@ def load_head_for(target: Target, head: str) -> Head:
 def warn_of_another_target(head: str, target: Target) -> None:
     """Warns where a head was trained on a target of the same sizes and other weights: what it drafts is of no use."""
     recorded = head_facts(head).get("target")
-    if recorded is None or recorded in fingerprints(target.config, target.ends):
+    if recorded is None or recorded in fingerprints(target.config, target.vocab):
         return
     if target.dtype != torch.float32:  # in fewer digits than the head may have been trained with: look at the files
-        text_config, ends = load_ends(target.recipe, torch.float32)
-        if recorded in fingerprints(text_config, ends):
+        text_config, vocab = load_vocab(target.recipe, torch.float32)
+        if recorded in fingerprints(text_config, vocab):
             return
     warn(
         f"{head}: was trained on a target with other weights than {target.recipe.path} (fingerprint {recorded}, "

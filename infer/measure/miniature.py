@@ -84,7 +84,7 @@ def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY
         head = new_head(
             section,
             target.config,
-            target.ends,
+            target.vocab,
             seed,
             after_blocks=(0, 1) if three else (),
             vocabulary=DraftVocabulary.of_ids(draft_ids, vocabulary) if three else None,

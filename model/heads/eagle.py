@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import UserError
 from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueBuffer, LayerSizes, Memory, Rotary, UnrollMemory
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 from aerie.model.vocab import DraftVocabulary
 
 EMBEDDING = "embed_tokens.weight"
@@ -120,11 +120,11 @@ class EagleHead(nn.Module):
         """What is fed back as the next slot's feature, of the last layer's output [B, T, D]."""
         return x
 
-    def initialise(self, ends: TargetEnds, generator: torch.Generator, initializer_range: float = 0.02) -> None:
+    def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
         """Normal(0, initializer_range) matrices, zero biases; where the widths agree, the target's frozen embedding."""
         for name, parameter in self.named_parameters():
             if name == EMBEDDING and self.shares_embedding:
-                parameter.data.copy_(ends.embedding)
+                parameter.data.copy_(vocab.embedding)
             elif parameter.ndim == 2:
                 parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))
             elif name.endswith("bias"):

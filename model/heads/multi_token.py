@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from aerie.model.layers import DecoderLayer, KeyValueBuffer, LayerSizes, Rotary
-from aerie.model.target import TargetEnds, transformed
+from aerie.model.target import VocabWeights, transformed
 
 Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], the place in its branch) -> x [S, W]
 
@@ -109,23 +109,23 @@ class TokenLaws(nn.Module):
         self.lm_heads = nn.ModuleList(
             nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias) for _ in range(count)
         )
-        self.ends: TargetEnds | None = None  # of the target, where its LM head is shared; whoever trains gives them
+        self.vocab: VocabWeights | None = None  # where the target's LM head is shared; given by whoever trains or loads
 
-    def initialise(self, ends: TargetEnds) -> None:
+    def initialise(self, vocab: VocabWeights) -> None:
         """Copies of the target's LM head; a bias that it has not is zero."""
         for linear in cast(Iterable[nn.Linear], self.lm_heads):
-            linear.weight.data.copy_(ends.lm_head)
+            linear.weight.data.copy_(vocab.lm_head)
             if self.config.lm_head_bias:
-                linear.bias.data.copy_(torch.zeros_like(linear.bias) if ends.bias is None else ends.bias)
+                linear.bias.data.copy_(torch.zeros_like(linear.bias) if vocab.bias is None else vocab.bias)
 
-    def forward(self, index: int, state: Tensor, ends: TargetEnds | None = None) -> Tensor:
+    def forward(self, index: int, state: Tensor, vocab: VocabWeights | None = None) -> Tensor:
         """Logits [..., V] of future token `index` (0: the one after next) from states [..., D]."""
         if self.config.lm_head == "own":
             logits = self.lm_heads[index](state)
             return transformed(logits, self.config.logit_scale, self.config.final_logit_softcap)
-        ends = ends or self.ends
-        assert ends is not None, "a head with lm_head 'target' is loaded with its target's"
-        return ends.logits(state)
+        vocab = vocab or self.vocab
+        assert vocab is not None, "a head with lm_head 'target' is loaded with its target's"
+        return vocab.logits(state)
 
 
 class MultiTokenHead(nn.Module):
@@ -137,7 +137,7 @@ class MultiTokenHead(nn.Module):
         self.branches = nn.ModuleList(Branch(each, config.hidden_size, config.num_layers) for each in inputs)
         self.laws = TokenLaws(config)
 
-    def initialise(self, ends: TargetEnds, generator: torch.Generator, initializer_range: float = 0.02) -> None:
+    def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
         """Branches as ResidualBlock says, LM heads as the target's; Normal(0, initializer_range) for a prefix layer.
 
         So the law of every future token of a Medusa head begins as the target's own law of the next one.
@@ -148,7 +148,7 @@ class MultiTokenHead(nn.Module):
         for block in self.modules():
             if isinstance(block, ResidualBlock):
                 block.initialise(generator)
-        self.laws.initialise(ends)
+        self.laws.initialise(vocab)
 
 
 class MedusaHead(MultiTokenHead):

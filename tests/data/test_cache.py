@@ -19,7 +19,7 @@ from aerie.data.cache import FeatureCache, Form, Storage, decode, encode, rows_d
 from aerie.data.chat import Row
 from aerie.data.features import check
 from aerie.data.tokens import TokenisedData, count_tokens
-from aerie.model.target import Target, fingerprint, load_ends
+from aerie.model.target import Target, fingerprint, load_vocab
 from tests import tiny
 from tests.data import caches
 
@@ -61,7 +61,7 @@ def test_tokens_are_counted_without_reading_states(cache: FeatureCache, monkeypa
 def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the_command(
     cache: FeatureCache, target: Target, tmp_path: Path
 ) -> None:
-    text_config, ends = load_ends(TargetConfig(path=target.recipe.path))  # as training does, without the trunk
+    text_config, ends = load_vocab(TargetConfig(path=target.recipe.path))  # as training does, without the trunk
     expected = {"target": fingerprint(text_config, ends), "after_blocks": (1, 3), "storage": None}
     assert len(FeatureCache.open(cache.directory, expected)) == 15
     for changed, said in (
@@ -110,7 +110,7 @@ def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_i
 
 
 def test_the_measured_error_weighs_every_dimension_alike() -> None:
-    made, ends = states(num_states=1), tiny.ends(hidden_size=64)
+    made, ends = states(num_states=1), tiny.vocab(hidden_size=64)
     lines = [storage_error(made, made, Storage(torch.float32, form), ends.logits) for form in (None, *FORMS)]
     errors = [[float(number) for number in re.findall(r"([\d.]+)%", line)] for line in lines]
     assert errors[0] == [0.0, 0.0, 0.0, 100.0] and "200 tokens" in lines[0] and "int8 for float32" in lines[3]

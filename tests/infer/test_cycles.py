@@ -62,7 +62,7 @@ def recorded(
     target: Target, tree: TreeConfig, temperature: float = 0.0, head: Callable[..., Any] = tiny.head, **more: Any
 ) -> tuple[list[Cycle], list[dict[str, Any]], list[int]]:
     """The cycles of one answer, their records, and the text."""
-    drafter = EagleDrafter(head(target.ends.embedding.float(), scale=8.0).eval(), target)
+    drafter = EagleDrafter(head(target.vocab.embedding.float(), scale=8.0).eval(), target)
     decoder = SpeculativeDecoder(target, drafting(drafter, tree), more.pop("typical", None))
     settings = {"temperature": temperature, "do_sample": temperature > 0, "top_k": 0, "max_new_tokens": 12, **more}
     plain = decoder.generate(PROMPT, generator=torch.Generator().manual_seed(3), **settings).new_ids
@@ -81,7 +81,7 @@ def recorded(
 @pytest.mark.parametrize("rule", RULES)
 def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_draft(rule: str) -> None:
     target, draws = tiny_vocabulary(), 1200
-    head = EagleDrafter(tiny.head(target.ends.embedding.float(), scale=3.0).eval(), target)
+    head = EagleDrafter(tiny.head(target.vocab.embedding.float(), scale=3.0).eval(), target)
     cycles: list[Cycle] = []
     SpeculativeDecoder(target, drafting(head, RULES[rule])).generate(
         torch.tensor([[1, 5, 3]]), temperature=1.3, top_k=0, top_p=0.95, max_new_tokens=12,
@@ -212,7 +212,7 @@ def make_bench(target: Target, directory: Path, samplings: int, rows: tuple[Meth
     for asked_row in rows:
         tree, proposer = asked_row.tree, None
         if tree is not None:
-            head = tiny.head(target.ends.embedding.float(), scale=8.0).eval()
+            head = tiny.head(target.vocab.embedding.float(), scale=8.0).eval()
             proposer = drafting(EagleDrafter(head, target), tree)
         guesses: dict[str, Proposer] = {
             "pld": PromptLookup(PromptLookupConfig()),

@@ -24,7 +24,7 @@ def warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def saved(target: Target, directory: Path) -> str:
     """A head that says it was trained on this target."""
-    save_head(tiny.head(target.ends.embedding.float()), directory, target=target.fingerprint())
+    save_head(tiny.head(target.vocab.embedding.float()), directory, target=target.fingerprint())
     return str(directory)
 
 
@@ -60,6 +60,6 @@ def test_another_dtype_of_the_same_weights_is_no_other_target(
 
 def test_a_head_that_names_no_target_is_taken_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = load(tiny.target(tmp_path / "target"))
-    save_head(tiny.head(target.ends.embedding.float()), tmp_path / "head")
+    save_head(tiny.head(target.vocab.embedding.float()), tmp_path / "head")
     load_head_for(target, str(tmp_path / "head"))
     assert warnings(capsys) == []

@@ -31,7 +31,7 @@ def make_target(**changes: Any) -> Target:
 
 
 def make_head(target: Target, **changes: Any) -> Eagle3Head:
-    return tiny.eagle3_head(target.ends.embedding.float(), **{"scale": 8.0, **changes}).eval()
+    return tiny.eagle3_head(target.vocab.embedding.float(), **{"scale": 8.0, **changes}).eval()
 
 
 def decoder(target: Target, tree: TreeConfig, **changes: Any) -> SpeculativeDecoder:

@@ -39,7 +39,7 @@ def make_target(**changes: Any) -> Target:
 
 
 def decoder(target: Target, tree: TreeConfig, head: Eagle1Head | None = None) -> SpeculativeDecoder:
-    head = head or tiny.head(target.ends.embedding.float(), scale=8.0)
+    head = head or tiny.head(target.vocab.embedding.float(), scale=8.0)
     return SpeculativeDecoder(target, Drafting(EagleDrafter(head.eval(), target), make_shape(tree)))
 
 
@@ -158,7 +158,7 @@ def test_the_drafter_sees_true_features_of_accepted_tokens_only() -> None:
 
 def test_drafting_a_tree_equals_drafting_each_path_alone() -> None:
     target, ids = make_target(), prompts(3)[-1][0]
-    head = tiny.head(target.ends.embedding.float(), scale=8.0)
+    head = tiny.head(target.vocab.embedding.float(), scale=8.0)
     with torch.inference_mode():
         features = target.features(ids[None]).last_hidden[0]
 
@@ -270,6 +270,6 @@ def test_a_generation_config_that_a_tree_cannot_honour_is_refused() -> None:
 
 def test_a_head_shorter_than_the_answer_is_refused() -> None:
     target = make_target()
-    short = tiny.head(target.ends.embedding.float(), max_position_embeddings=16)
+    short = tiny.head(target.vocab.embedding.float(), max_position_embeddings=16)
     with pytest.raises(UserError, match="draft head's max_position_embeddings"):
         decoder(target, TREES["small"], short).generate(prompts(1)[0], max_new_tokens=20)

@@ -35,7 +35,7 @@ def questions(path: Path, count: int) -> Path:
 def write_recipe(root: Path) -> Path:
     """A target, heads of every kind (the Medusa heads are two), files of trees, and a recipe."""
     torch.manual_seed(0)
-    target, ends, heads = tiny.target(root / "target"), tiny.ends(), root / "run" / "heads"
+    target, ends, heads = tiny.target(root / "target"), tiny.vocab(), root / "run" / "heads"
     embedding = tiny.llama().get_input_embeddings().weight.detach()
     save_head(tiny.head(embedding, scale=8.0), heads / "eagle1")
     save_head(tiny.eagle3_head(embedding, ids=torch.arange(200), scale=8.0), heads / "eagle3")

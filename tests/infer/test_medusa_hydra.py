@@ -121,7 +121,7 @@ class Knowing:
         self.text = text
         with torch.inference_mode():
             self.features = target.features(torch.tensor([text])).last_hidden[0]
-        self.embedding = target.ends.embedding
+        self.embedding = target.vocab.embedding
         self.config = Config()
 
     def place(self, feature: Tensor) -> int:
@@ -205,7 +205,7 @@ def test_medusas_laws_are_its_rows_for_every_parent() -> None:
 
 def test_hydras_law_of_a_node_is_that_of_its_own_path() -> None:
     target, ids = make_target(), prompts(3)[-1][0]
-    head, embedding = Hydra(prefix_layer=True), target.ends.embedding
+    head, embedding = Hydra(prefix_layer=True), target.vocab.embedding
     drafter = HydraDrafter(head, target)
     with torch.inference_mode():
         features = target.features(ids[None]).last_hidden[0]

@@ -174,7 +174,7 @@ def test_a_method_of_another_head_is_refused() -> None:
 
 
 def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
-    embedding, heads = tiny.ends().embedding, tmp_path / "heads"
+    embedding, heads = tiny.vocab().embedding, tmp_path / "heads"
     save_head(tiny.head(embedding), heads / "eagle1")
     save_head(tiny.eagle3_head(embedding), heads / "eagle3")
     tiny.target(tmp_path / "lm")

@@ -31,7 +31,7 @@ LENGTH, DRAWS = 4, 5000
 
 def decoder(target: Target, row: str, typical: TypicalConfig | None = None) -> SpeculativeDecoder:
     """A decoder with a random head."""
-    head = tiny.head(target.ends.embedding.float(), scale=3.0)
+    head = tiny.head(target.vocab.embedding.float(), scale=3.0)
     return SpeculativeDecoder(target, Drafting(EagleDrafter(head.eval(), target), make_shape(ROWS[row])), typical)
 
 

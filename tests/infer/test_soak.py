@@ -26,7 +26,7 @@ def test_random_targets_trees_and_prompts_are_decoded_losslessly() -> None:
             return int(torch.randint(low, high + 1, (1,), generator=dice))
 
         target = Target(tiny.llama(seed=seed, num_blocks=pick(1, 4), eos_token_id=pick(0, 319)), TargetConfig("tiny"))
-        head = tiny.head(target.ends.embedding.float(), seed=seed, scale=float(pick(1, 12)))
+        head = tiny.head(target.vocab.embedding.float(), seed=seed, scale=float(pick(1, 12)))
         chain, levels, k, nodes = pick(0, 3) == 0, pick(1, 8), pick(1, 8), pick(2, 40)
         tree: TreeConfig = ChainConfig(levels=levels) if chain else DynamicConfig(levels=levels, k=k, nodes=nodes)
         ids = torch.randint(0, 320, (1, pick(1, 60)), generator=dice)

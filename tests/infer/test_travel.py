@@ -136,7 +136,7 @@ def test_published_medusa_and_hydra_heads_decode_what_the_target_writes(
 def test_an_exported_head_reads_back_and_decodes_with_the_same_tau_to_the_last_digit(
     tmp_path: Path, path: Path, target: Target, kind: str, layouts: tuple[str, ...]
 ) -> None:
-    embedding = target.ends.embedding
+    embedding = target.vocab.embedding
     head: Any = tiny.head(embedding, scale=6.0) if kind == "eagle1" else published.eagle3()
     head.embed_tokens.weight.data.copy_(embedding)
     save_head(head, tmp_path / "head")
@@ -151,7 +151,7 @@ def test_an_exported_head_reads_back_and_decodes_with_the_same_tau_to_the_last_d
 
 
 def test_a_head_on_the_hub_decodes_by_its_name(hub: Hub, tmp_path: Path, target: Target) -> None:
-    head = tiny.head(target.ends.embedding, scale=6.0)
+    head = tiny.head(target.vocab.embedding, scale=6.0)
     save_head(head, tmp_path / "head")
     for revision in (None, "better"):
         files: dict[str, Path | bytes] = {p.name: p for p in (tmp_path / "head").iterdir()}
@@ -202,6 +202,6 @@ def test_a_head_that_was_really_benched_is_pushed_with_its_figures_and_so_is_its
 
 
 def test_a_head_for_another_target_is_refused(tmp_path: Path, target: Target) -> None:
-    save_head(tiny.head(tiny.ends(hidden_size=64).embedding), tmp_path / "head")
+    save_head(tiny.head(tiny.vocab(hidden_size=64).embedding), tmp_path / "head")
     with pytest.raises(UserError, match="belongs to another target: its hidden size is 64"):
         load_head_for(target, str(tmp_path / "head"))

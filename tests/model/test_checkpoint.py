@@ -28,18 +28,18 @@ from aerie.model.layers import Rotary
 from aerie.model.vocab import DraftVocabulary
 from tests import tiny
 
-ENDS, TEXT, TAPS = tiny.ends(), tiny.llama().config, (2, 4, 5)
+VOCAB, TEXT, TAPS = tiny.vocab(), tiny.llama().config, (2, 4, 5)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"rope_theta": 500000.0, "original_max_position_embeddings": 64}
 MADE: dict[str, Callable[[], Any]] = {
-    "eagle1": lambda: tiny.head(ENDS.embedding),
-    "eagle1, biased and deep": lambda: tiny.head(ENDS.embedding, bias=True, num_hidden_layers=2),
-    "eagle3": lambda: tiny.eagle3_head(ENDS.embedding, after_blocks=TAPS),
+    "eagle1": lambda: tiny.head(VOCAB.embedding),
+    "eagle1, biased and deep": lambda: tiny.head(VOCAB.embedding, bias=True, num_hidden_layers=2),
+    "eagle3": lambda: tiny.eagle3_head(VOCAB.embedding, after_blocks=TAPS),
     "eagle3.1, deep": lambda: tiny.eagle3_head(
-        ENDS.embedding, after_blocks=TAPS, num_hidden_layers=3, qk_norm=True, fc_norm=True, norm_output=True
+        VOCAB.embedding, after_blocks=TAPS, num_hidden_layers=3, qk_norm=True, fc_norm=True, norm_output=True
     ),
-    "medusa": lambda: tiny.multi_token_head("medusa", ENDS, noise=0.1, lm_head="target", num_layers=2),
-    "hydra": lambda: tiny.multi_token_head("hydra", ENDS, noise=0.1, prefix_layer=True),
+    "medusa": lambda: tiny.multi_token_head("medusa", VOCAB, noise=0.1, lm_head="target", num_layers=2),
+    "hydra": lambda: tiny.multi_token_head("hydra", VOCAB, noise=0.1, prefix_layer=True),
 }
 
 
@@ -48,7 +48,7 @@ MADE: dict[str, Callable[[], Any]] = {
 def test_a_round_trip_is_bit_exact_with_the_recorded_facts(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     head = MADE[name]().to(dtype)
     save_head(head, tmp_path, step=3)
-    again = load_head(tmp_path, ends=replace(ENDS, embedding=ENDS.embedding.to(dtype)))
+    again = load_head(tmp_path, vocab=replace(VOCAB, embedding=VOCAB.embedding.to(dtype)))
     assert again.kind == head.kind and again.config == head.config and head_facts(tmp_path) == {"step": 3}
     assert again.state_dict().keys() == head.state_dict().keys()
     for key, value in head.state_dict().items():
@@ -104,15 +104,15 @@ def test_a_damaged_head_is_one_sentence_and_no_model(
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=said) as refused:
-        load_head(tmp_path, ends=ENDS)
+        load_head(tmp_path, vocab=VOCAB)
     assert "\n" not in str(refused.value)
 
 
 def test_a_head_of_another_target_or_without_its_embedding_is_refused(tmp_path: Path) -> None:
     for name in ("eagle1", "medusa"):
         for other, said in (
-            (tiny.ends(hidden_size=64), "hidden size is 32, that of other is 64"),
-            (tiny.ends(vocab_size=400), "vocabulary is 320, that of other is 400"),
+            (tiny.vocab(hidden_size=64), "hidden size is 32, that of other is 64"),
+            (tiny.vocab(vocab_size=400), "vocabulary is 320, that of other is 400"),
         ):
             with pytest.raises(UserError, match=said):
                 check_sizes(MADE[name]().config, other, "head", "other")
@@ -127,21 +127,21 @@ SECTIONS = (Eagle1Section(), Eagle3Section(), MedusaSection(), HydraSection(pref
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
 def test_the_same_seed_gives_the_same_new_head(section: Any) -> None:
     vocabulary = DraftVocabulary.of_ids(torch.arange(5, 105), 320)
-    one, two, other = (new_head(section, TEXT, ENDS, n, after_blocks=TAPS, vocabulary=vocabulary) for n in (1, 1, 2))
+    one, two, other = (new_head(section, TEXT, VOCAB, n, after_blocks=TAPS, vocabulary=vocabulary) for n in (1, 1, 2))
     same = [value.equal(two.state_dict()[name]) for name, value in one.state_dict().items()]
     drawn = [not value.equal(other.state_dict()[name]) for name, value in one.state_dict().items()]
     assert all(same) and any(drawn) == (section.kind != "medusa")
     if section.kind.startswith("eagle"):
-        assert torch.equal(one.state_dict()["embed_tokens.weight"], ENDS.embedding)
+        assert torch.equal(one.state_dict()["embed_tokens.weight"], VOCAB.embedding)
 
 
 def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
     text = tiny.llama(rope_parameters=LLAMA3, max_position_embeddings=131072).config
-    config: Any = config_for(Eagle1Section(), text, ENDS)
+    config: Any = config_for(Eagle1Section(), text, VOCAB)
     assert (config.rope_theta, config.max_position_embeddings) == (5e5, 131072)
     assert config.rope_scaling["rope_type"] == "llama3" and config.num_key_value_heads == text.num_key_value_heads
     plain: Any = config_for(
-        Eagle1Section(rope_theta=1e4, max_position_embeddings=64, num_attention_heads=2), text, ENDS
+        Eagle1Section(rope_theta=1e4, max_position_embeddings=64, num_attention_heads=2), text, VOCAB
     )
     assert (plain.rope_theta, plain.rope_scaling, plain.max_position_embeddings) == (1e4, None, 64)
     assert (plain.num_key_value_heads, plain.head_dim) == (2, 16)
@@ -151,7 +151,7 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
         (Eagle3Section(), True, 32),
         (Eagle3Section(qk_norm=False, hidden_size=16), False, 16),
     ):
-        three: Any = config_for(section, qwen, ENDS, TAPS, 107)
+        three: Any = config_for(section, qwen, VOCAB, TAPS, 107)
         assert (three.qk_norm, three.hidden_size, three.target_hidden_size, three.draft_vocab_size) == (
             qk_norm,
             width,
@@ -159,7 +159,7 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
             107,
         )
     with pytest.raises(UserError, match="num_attention_heads 4 is no multiple of num_key_value_heads 3"):
-        config_for(Eagle1Section(num_key_value_heads=3), TEXT, ENDS)
+        config_for(Eagle1Section(num_key_value_heads=3), TEXT, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
 )
 def test_positions_that_ruin_heads_are_each_a_sentence_with_the_place(changes: dict[str, Any], said: list[str]) -> None:
     text = tiny.llama(rope_parameters=LLAMA3, max_position_embeddings=131072).config
-    config = replace(config_for(Eagle3Section(), text, ENDS, (1, 2), 320), **changes)
+    config = replace(config_for(Eagle3Section(), text, VOCAB, (1, 2), 320), **changes)
     for sentence, part in zip(position_warnings(config, text, "heads/x"), said, strict=True):
         assert sentence.startswith("heads/x: ") and part in sentence
 
@@ -185,7 +185,7 @@ def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(
         save_head(MADE[name](), tmp_path / name)
     place = str(tmp_path / "eagle1")
     asked = Eagle1Section(init_from=place, rope_theta=2e4, max_position_embeddings=512)
-    kept, moved = (new_head(section, TEXT, ENDS, 9) for section in (Eagle1Section(init_from=place), asked))
+    kept, moved = (new_head(section, TEXT, VOCAB, 9) for section in (Eagle1Section(init_from=place), asked))
     assert kept.config == MADE["eagle1"]().config and torch.equal(
         kept.state_dict()["fc.weight"], moved.state_dict()["fc.weight"]
     )
@@ -207,7 +207,7 @@ def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(
         (HydraSection(**hydra, rope_theta=5e5), (), "head.rope_theta: the recipe asks 500000.0"),
     ):
         with pytest.raises(UserError, match=said):
-            new_head(section, TEXT, ENDS, 9, after_blocks=taps)
+            new_head(section, TEXT, VOCAB, 9, after_blocks=taps)
 
 
 def section_of(**head: Any) -> Any:

@@ -42,11 +42,11 @@ TAPS = (2, 4, 5)
 
 
 def head(**changes: Any) -> Eagle3Head:
-    return tiny.eagle3_head(tiny.ends().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}).eval()
+    return tiny.eagle3_head(tiny.vocab().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}).eval()
 
 
 def restored(directory: Path) -> Eagle3Head:
-    loaded = load_head(directory, ends=tiny.ends())
+    loaded = load_head(directory, vocab=tiny.vocab())
     assert isinstance(loaded, Eagle3Head)
     return loaded
 
@@ -67,7 +67,7 @@ def test_a_head_has_exactly_the_published_keys_and_shapes(tmp_path: Path) -> Non
 
 
 def test_a_head_of_another_width_trains_and_saves_its_own_embedding(tmp_path: Path) -> None:
-    embedding = tiny.ends(hidden_size=48).embedding
+    embedding = tiny.vocab(hidden_size=48).embedding
     one = tiny.eagle3_head(embedding, hidden_size=32, head_dim=8)
     assert one.embed_tokens.weight.shape == (320, 32) and one.embed_tokens.weight.requires_grad
     assert one.fc.weight.shape == (32, 2 * 48)
@@ -76,7 +76,7 @@ def test_a_head_of_another_width_trains_and_saves_its_own_embedding(tmp_path: Pa
     two = load_head(tmp_path / "head")
     assert torch.equal(one.state_dict()["embed_tokens.weight"], two.state_dict()["embed_tokens.weight"])
     with pytest.raises(UserError, match="its hidden size is 48, that of t is 32"):
-        check_sizes(two.config, tiny.ends(), "head", "t")
+        check_sizes(two.config, tiny.vocab(), "head", "t")
 
 
 def test_an_embedding_that_is_not_the_targets_stays_in_the_file(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_an_embedding_that_is_not_the_targets_stays_in_the_file(tmp_path: Path) 
     save_head(one, tmp_path / "head")
     weights = tmp_path / "head" / "model.safetensors"
     state = load_file(weights)
-    for own, kept in ((tiny.ends().embedding.clone(), False), (tiny.ends(seed=1).embedding, True)):
+    for own, kept in ((tiny.vocab().embedding.clone(), False), (tiny.vocab(seed=1).embedding, True)):
         save_file({**state, "embed_tokens.weight": own}, weights)
         loaded = restored(tmp_path / "head")
         assert torch.equal(loaded.embed_tokens.weight, own) and loaded.saves_embedding == kept
@@ -238,13 +238,13 @@ def test_equal_vocabularies_need_no_tables_in_the_file(tmp_path: Path) -> None:
 
 
 def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary() -> None:
-    target, ends = tiny.llama(num_blocks=8), tiny.ends()
+    target, vocab = tiny.llama(num_blocks=8), tiny.vocab()
     vocabulary = DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320)
     taken = Eagle3Section(lm_head_init="target")
-    head = new_head(taken, target.config, ends, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
-    assert isinstance(head, Eagle3Head) and torch.equal(head.lm_head.weight, ends.lm_head[5::2])
-    other = new_head(Eagle3Section(), target.config, ends, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
+    head = new_head(taken, target.config, vocab, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
+    assert isinstance(head, Eagle3Head) and torch.equal(head.lm_head.weight, vocab.lm_head[5::2])
+    other = new_head(Eagle3Section(), target.config, vocab, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
     assert isinstance(other, Eagle3Head) and torch.equal(other.fc.weight, head.fc.weight)  # nothing else moved
     with pytest.raises(UserError, match="lm_head_init"):
         narrow = replace(taken, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-        new_head(narrow, target.config, ends, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
+        new_head(narrow, target.config, vocab, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)

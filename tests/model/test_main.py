@@ -92,7 +92,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
 def test_a_head_that_does_not_fit_is_exit_code_1(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_head(tiny.head(tiny.ends(vocab_size=400).embedding), tmp_path / "head")
+    save_head(tiny.head(tiny.vocab(vocab_size=400).embedding), tmp_path / "head")
     assert call(monkeypatch, "inspect", tmp_path / "head", "--target", target) == 1
     assert "PROBLEM" in capsys.readouterr().out
 

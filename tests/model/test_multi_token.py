@@ -13,11 +13,11 @@ from aerie.configs.schema.target_and_head import HeadKind
 from aerie.model.checkpoint import load_head, save_head
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.layers import KeyValueBuffer
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 from tests import tiny
 
-ENDS = tiny.ends()
-CAPPED = replace(ENDS, bias=torch.linspace(-1, 1, 320), scale=0.5, softcap=6.0)
+VOCAB = tiny.vocab()
+CAPPED = replace(VOCAB, bias=torch.linspace(-1, 1, 320), scale=0.5, softcap=6.0)
 SHAPES: list[tuple[HeadKind, dict[str, Any]]] = [
     ("medusa", {}),
     ("medusa", {"num_heads": 3, "num_layers": 2, "lm_head": "target"}),
@@ -31,17 +31,17 @@ def _features(*shape: int) -> Tensor:
     return torch.randn(*shape, 32, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("ends", [ENDS, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("vocab", [VOCAB, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("keys", [{}, {"num_layers": 3}, {"lm_head": "target"}], ids=str)
-def test_a_new_medusa_head_has_the_targets_own_law_for_every_token(ends: TargetEnds, keys: dict[str, Any]) -> None:
-    head, features = tiny.multi_token_head("medusa", ends, **keys), _features(2, 5)
-    head.laws.ends = ends
+def test_a_new_medusa_head_has_the_targets_own_law_for_every_token(vocab: VocabWeights, keys: dict[str, Any]) -> None:
+    head, features = tiny.multi_token_head("medusa", vocab, **keys), _features(2, 5)
+    head.laws.vocab = vocab
     logits = head(features)
     assert logits.shape == (4, 2, 5, 320)
-    assert all(row.equal(ends.logits(features)) for row in logits)
-    moved = tiny.multi_token_head("medusa", ends, noise=0.01, **keys)
-    moved.laws.ends = ends
-    assert not any(row.equal(ends.logits(features)) for row in moved(features))
+    assert all(row.equal(vocab.logits(features)) for row in logits)
+    moved = tiny.multi_token_head("medusa", vocab, noise=0.01, **keys)
+    moved.laws.vocab = vocab
+    assert not any(row.equal(vocab.logits(features)) for row in moved(features))
 
 
 def test_a_new_hydra_head_begins_with_the_targets_lm_heads_and_its_blocks_as_their_projections() -> None:
@@ -56,7 +56,7 @@ def test_a_new_hydra_head_begins_with_the_targets_lm_heads_and_its_blocks_as_the
 
 @pytest.mark.parametrize(("kind", "keys"), SHAPES)
 def test_no_two_blocks_or_lm_heads_share_a_weight(kind: HeadKind, keys: dict[str, Any]) -> None:
-    head = tiny.multi_token_head(kind, ENDS, **keys)
+    head = tiny.multi_token_head(kind, VOCAB, **keys)
     named = list(head.named_parameters(remove_duplicate=False))
     assert len({parameter.data_ptr() for _, parameter in named}) == len(named)
     count = sum(name.endswith("linear.weight") for name, _ in named)
@@ -66,7 +66,7 @@ def test_no_two_blocks_or_lm_heads_share_a_weight(kind: HeadKind, keys: dict[str
     )
 
 
-def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor, ends: TargetEnds) -> Tensor:
+def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor, vocab: VocabWeights) -> Tensor:
     """Logits of one branch, from the names of its weights alone."""
     for layer in range(head.config.num_layers):
         prefix = f"branches.{index}.blocks.{layer}"
@@ -75,18 +75,18 @@ def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor, ends:
             kept = x @ weights[f"{prefix}.projection.weight"].T + weights[f"{prefix}.projection.bias"]
         added = x @ weights[f"{prefix}.linear.weight"].T + weights[f"{prefix}.linear.bias"]
         x = kept + added * torch.sigmoid(added)
-    weight, bias = ends.lm_head, ends.bias
+    weight, bias = vocab.lm_head, vocab.bias
     if head.config.lm_head == "own":
         weight, bias = weights[f"laws.lm_heads.{index}.weight"], weights.get(f"laws.lm_heads.{index}.bias")
-    logits = (x @ weight.T + (0 if bias is None else bias)) * ends.scale
-    return logits if ends.softcap is None else ends.softcap * torch.tanh(logits / ends.softcap)
+    logits = (x @ weight.T + (0 if bias is None else bias)) * vocab.scale
+    return logits if vocab.softcap is None else vocab.softcap * torch.tanh(logits / vocab.softcap)
 
 
-@pytest.mark.parametrize("ends", [ENDS, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("vocab", [VOCAB, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize(("kind", "keys"), SHAPES)
-def test_every_law_is_what_its_weights_say(kind: HeadKind, keys: dict[str, Any], ends: TargetEnds) -> None:
-    head = tiny.multi_token_head(kind, ends, noise=0.2, **keys)
-    head.laws.ends, weights, features = ends, dict(head.state_dict()), _features(5)
+def test_every_law_is_what_its_weights_say(kind: HeadKind, keys: dict[str, Any], vocab: VocabWeights) -> None:
+    head = tiny.multi_token_head(kind, vocab, noise=0.2, **keys)
+    head.laws.vocab, weights, features = vocab, dict(head.state_dict()), _features(5)
     embeddings = torch.randn(5, head.config.num_heads * 32, generator=torch.Generator().manual_seed(4))
     for index in range(head.config.num_heads):
         if isinstance(head, MedusaHead):
@@ -94,14 +94,14 @@ def test_every_law_is_what_its_weights_say(kind: HeadKind, keys: dict[str, Any],
         else:
             known = embeddings[:, : (index + 1) * 32]
             found, given = head.step(index, features, known), torch.cat([features, known], dim=-1)
-        expected = _by_hand(weights, head, index, given, ends)
+        expected = _by_hand(weights, head, index, given, vocab)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
         turned = torch.cat([given[:, :32].roll(1, -1), given[:, 32:]], dim=-1)
-        assert (_by_hand(weights, head, index, turned, ends) - expected).abs().max() > 1e-2 * expected.abs().max()
+        assert (_by_hand(weights, head, index, turned, vocab) - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
 def _prefix_head() -> HydraHead:
-    return cast(HydraHead, tiny.multi_token_head("hydra", ENDS, noise=0.2, prefix_layer=True))
+    return cast(HydraHead, tiny.multi_token_head("hydra", VOCAB, noise=0.2, prefix_layer=True))
 
 
 def test_the_prefix_layer_is_a_one_layer_llama() -> None:
@@ -144,12 +144,12 @@ def test_the_prefix_layer_over_a_buffer_is_the_one_over_the_whole_sequence() -> 
 
 
 def test_without_a_prefix_layer_features_pass_through() -> None:
-    head, features = tiny.multi_token_head("hydra", ENDS), _features(1, 9)
+    head, features = tiny.multi_token_head("hydra", VOCAB), _features(1, 9)
     assert head.prefix(features, (0, 9)) is features and head.num_buffers == 0
 
 
 def test_a_shared_lm_head_is_the_targets_after_loading(tmp_path: Path) -> None:
     save_head(tiny.multi_token_head("medusa", CAPPED, lm_head="target"), tmp_path)
-    again, features = cast(MedusaHead, load_head(tmp_path, ends=CAPPED)), _features(4)
+    again, features = cast(MedusaHead, load_head(tmp_path, vocab=CAPPED)), _features(4)
     assert again(features)[2].equal(CAPPED.logits(features))
-    assert again.laws.ends is CAPPED  # not a copy
+    assert again.laws.vocab is CAPPED  # not a copy

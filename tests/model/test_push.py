@@ -27,7 +27,7 @@ from aerie.model.push import Order, look, pack, upload
 from aerie.model.storage import digests
 from tests import tiny
 from tests.model.formats import published
-from tests.model.formats.published import TAPS, ends_facts, safeailab_eagle3
+from tests.model.formats.published import TAPS, safeailab_eagle3, target_facts
 from tests.model.hub_server import Hub, Server
 
 TOKEN = "hf_madeUpForTheTests0123456789abcdefg"
@@ -125,11 +125,11 @@ def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_hea
 @pytest.mark.parametrize(
     ("make", "lines"),
     [
-        (lambda: tiny.head(tiny.ends().embedding), ['"method": "eagle"', "--speculative-algorithm EAGLE "]),
-        (lambda: tiny.head(tiny.ends().embedding, bias=True), ["vLLM's EAGLE-1 has no fc.bias", "algorithm EAGLE "]),
-        (lambda: tiny.head(tiny.ends().embedding, qkv_bias=True), ["SGLang's draft modules do not know qkv_bias"]),
-        (lambda: tiny.multi_token_head("medusa", tiny.ends()), ["SGLang has no Medusa; it decodes here"]),
-        (lambda: tiny.multi_token_head("hydra", tiny.ends()), ["no Hydra head for vLLM; it decodes here"]),
+        (lambda: tiny.head(tiny.vocab().embedding), ['"method": "eagle"', "--speculative-algorithm EAGLE "]),
+        (lambda: tiny.head(tiny.vocab().embedding, bias=True), ["vLLM's EAGLE-1 has no fc.bias", "algorithm EAGLE "]),
+        (lambda: tiny.head(tiny.vocab().embedding, qkv_bias=True), ["SGLang's draft modules do not know qkv_bias"]),
+        (lambda: tiny.multi_token_head("medusa", tiny.vocab()), ["SGLang has no Medusa; it decodes here"]),
+        (lambda: tiny.multi_token_head("hydra", tiny.vocab()), ["no Hydra head for vLLM; it decodes here"]),
     ],
 )
 def test_the_card_says_where_a_head_cannot_be_served(tmp_path: Path, make: Any, lines: list[str]) -> None:
@@ -159,7 +159,7 @@ def test_no_local_path_and_nobodys_name_leaves_the_machine(
         write_json(run / stage / "provenance.json", {"inputs": {"head": [digests(place)]}})
     monkeypatch.setenv("HOME", str(home))
     if layout != "aerie":
-        facts = ends_facts()
+        facts = target_facts()
         facts = dataclasses.replace(facts, destination=dataclasses.replace(facts.destination, target=str(target)))
         export(place, layout, tmp_path / "out", facts)
         place = tmp_path / "out"
@@ -225,7 +225,7 @@ def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(tmp_path: Pa
 
 def test_results_of_another_head_are_refused_and_left_out_when_told(head: Path, tmp_path: Path) -> None:
     run = head.parents[1]
-    export(head, "speculators", tmp_path / "out", ends_facts())
+    export(head, "speculators", tmp_path / "out", target_facts())
     exported = pack(Order(tmp_path / "out", "me/head", run=run), is_dirty=False)
     assert "summary.json" in exported.files and "vllm serve me/head\n" in content(exported.files["README.md"])
     others = {"config.json": "another", "model.safetensors": "head"}
@@ -274,7 +274,7 @@ def test_mistakes_of_a_push_are_one_sentence(head: Path, tmp_path: Path) -> None
 
 def sharded(directory: Path) -> dict[str, Path | bytes]:
     """A head in two shards, as large ones are published."""
-    save_head(tiny.head(tiny.ends().embedding), directory)
+    save_head(tiny.head(tiny.vocab().embedding), directory)
     state = {name: value.clone() for name, value in load_head(directory).state_dict().items()}
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     table = {name: names[place % 2] for place, name in enumerate(sorted(state))}
@@ -287,14 +287,14 @@ def sharded(directory: Path) -> dict[str, Path | bytes]:
 
 def test_a_shipped_head_is_fetched_by_name_and_revision_and_equals_the_local_one(hub: Hub, tmp_path: Path) -> None:
     for step, revision in ((1, None), (2, "better"), (3, "better")):
-        save_head(tiny.head(tiny.ends().embedding, seed=step), tmp_path / "head", step=step)
+        save_head(tiny.head(tiny.vocab().embedding, seed=step), tmp_path / "head", step=step)
         address = upload(look("me/head", revision), files_of(tmp_path / "head"), True, "a head")
         assert address.startswith(hub.address)
     assert hub.private == {"me/head"}
     assert head_facts("me/head") == {"step": 1} and head_facts("me/head@better") == {"step": 3}
     assert torch.equal(load_head("me/head@better").fc.weight, load_head(tmp_path / "head").fc.weight)
     upload(look("me/pickle"), files_of(safeailab_eagle3(tmp_path / "pickle")), False, "a head")
-    assert load_head("me/pickle", ends=tiny.ends(), after_blocks=TAPS).kind == "eagle3"
+    assert load_head("me/pickle", vocab=tiny.vocab(), after_blocks=TAPS).kind == "eagle3"
     both = {**files_of(tmp_path / "pickle"), **files_of(safeailab_eagle3(tmp_path / "safe", pickled=False))}
     upload(look("me/both"), both, False, "a head")
     assert not (head_directory("me/both") / "pytorch_model.bin").exists()  # a pickle only where there is nothing better
@@ -304,7 +304,7 @@ def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
     upload(look("me/head"), {**sharded(tmp_path / "one"), "calibration.json": b"{}"}, False, "a head")
     assert torch.equal(load_head("me/head").fc.weight, load_head(tmp_path / "one").fc.weight)  # both shards came
     hub.repositories["me/head"]["main"] |= {".gitattributes": b"*.bin lfs", "figure.png": b"a stranger's"}
-    save_head(tiny.head(tiny.ends().embedding, seed=9), tmp_path / "two")
+    save_head(tiny.head(tiny.vocab().embedding, seed=9), tmp_path / "two")
     upload(look("me/head"), files_of(tmp_path / "two"), False, "another head")
     kept = {".gitattributes", "figure.png", "README.md", "config.json", "model.safetensors"}
     assert hub.repositories["me/head"]["main"].keys() == kept
@@ -325,7 +325,7 @@ def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
 )
 def test_a_strangers_repository_is_never_written(hub: Hub, tmp_path: Path, files: dict[str, bytes], named: str) -> None:
     hub.repositories["me/model"] = {"main": dict(files)}
-    save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
+    save_head(tiny.head(tiny.vocab().embedding), tmp_path / "head")
     with pytest.raises(UserError, match=f"me/model: is somebody else's: it holds {re.escape(named)}"):
         upload(look("me/model"), files_of(tmp_path / "head"), False, "a head")
     assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
@@ -334,7 +334,7 @@ def test_a_strangers_repository_is_never_written(hub: Hub, tmp_path: Path, files
 def test_a_new_repository_of_the_hub_is_nobodys_yet_and_a_public_one_is_not_made_private(
     hub: Hub, tmp_path: Path
 ) -> None:
-    save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
+    save_head(tiny.head(tiny.vocab().embedding), tmp_path / "head")
     for number, card in enumerate((b"", b"---\nlicense: mit\n---\n")):
         name = f"me/new{number}"
         hub.repositories[name] = {"main": {".gitattributes": b"*.bin lfs", "README.md": card}}
@@ -355,7 +355,7 @@ def test_a_new_repository_of_the_hub_is_nobodys_yet_and_a_public_one_is_not_made
 def test_a_push_that_broke_off_leaves_nothing_half_there_and_is_repeated(
     hub: Hub, tmp_path: Path, method: str, pattern: str, status: int, message: str
 ) -> None:
-    save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
+    save_head(tiny.head(tiny.vocab().embedding), tmp_path / "head")
     hub.failures[(method, pattern)] = [status]
     with pytest.raises(UserError, match=message) as caught:
         upload(look("me/head"), files_of(tmp_path / "head"), False, "a head")
@@ -383,7 +383,7 @@ def test_names_that_are_nowhere_are_one_sentence(hub: Hub, tmp_path: Path, monke
         load_head("me/empty")
     asked = len(hub.requests)
     monkeypatch.chdir(tmp_path)
-    save_head(tiny.head(tiny.ends().embedding), Path("me/head"))
+    save_head(tiny.head(tiny.vocab().embedding), Path("me/head"))
     assert load_head("me/head").kind == "eagle1" and len(hub.requests) == asked  # a local directory wins
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="me/unreachable: "):

@@ -29,8 +29,8 @@ from aerie.model.target import (
     Target,
     default_taps,
     fingerprint,
-    load_ends,
     load_tokenizer,
+    load_vocab,
     read_template,
     require_same_token_ids,
 )
@@ -149,10 +149,10 @@ def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool
     directory = tiny.target(tmp_path / "t", tie_word_embeddings=tied)
     config = TargetConfig(path=str(directory), dtype="float32")
     whole = Target.load(config)
-    text, ends = load_ends(config)
-    assert torch.equal(ends.embedding, whole.ends.embedding) and torch.equal(ends.lm_head, whole.ends.lm_head)
+    text, vocab = load_vocab(config)
+    assert torch.equal(vocab.embedding, whole.vocab.embedding) and torch.equal(vocab.lm_head, whole.vocab.lm_head)
     other = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "other", seed=1))))
-    assert fingerprint(text, ends) == whole.fingerprint() != other.fingerprint()
+    assert fingerprint(text, vocab) == whole.fingerprint() != other.fingerprint()
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma2"])
@@ -171,7 +171,7 @@ def test_the_states_of_a_target_that_spans_two_devices_meet_at_its_lm_head() -> 
         states = [torch.empty(1, 5, 32, device=f"cuda:{block % 2}") for block in range(4)]
         last = SimpleNamespace(hidden_states=states, last_hidden_state=torch.empty(1, 5, 32, device="cuda:0"))
         target.decoder = lambda **_: last
-        target.ends = replace(target.ends, lm_head=torch.empty(320, 32, device="cuda:1"))
+        target.vocab = replace(target.vocab, lm_head=torch.empty(320, 32, device="cuda:1"))
         found = target.features(torch.zeros(1, 5, dtype=torch.long), after_blocks=(1, 2))
     assert found.taps is not None and found.taps.shape == (1, 5, 64)
     assert found.taps.device == found.last_hidden.device == torch.device("cuda:1")

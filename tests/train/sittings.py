@@ -20,7 +20,7 @@ from aerie.train.loop import Job, Loop, Outcome
 from aerie.train.objectives.eagle import Eagle1Objective
 from tests import tiny
 
-ENDS = tiny.ends()
+VOCAB = tiny.vocab()
 
 
 class Interrupted(Eagle1Objective):
@@ -44,11 +44,13 @@ def config(**changes: Any) -> Eagle1Train:
 
 
 def job(
-    directory: Path, settings: Eagle1Train, stop: tuple[int, int] | None = None, ends: Any = ENDS, **changes: Any
+    directory: Path, settings: Eagle1Train, stop: tuple[int, int] | None = None, vocab: Any = VOCAB, **changes: Any
 ) -> Job:
     """A job on 20 rows that writes below directory; stop is (training batch, signal or 0)."""
     rows: list[CachedRow] = tiny.rows(20)
-    objective = (Eagle1Objective if stop is None else Interrupted)(tiny.head(ENDS.embedding, scale=5.0), ends, settings)
+    objective = (Eagle1Objective if stop is None else Interrupted)(
+        tiny.head(VOCAB.embedding, scale=5.0), vocab, settings
+    )
     if isinstance(objective, Interrupted) and stop is not None:
         objective.left, objective.number = stop[0], signal.Signals(stop[1]) if stop[1] else 0  # type: ignore[assignment]
     values: dict[str, Any] = {

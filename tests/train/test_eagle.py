@@ -22,7 +22,7 @@ from tests import tiny
 from tests.train import unrolls
 from tests.train.test_objectives import assert_same, loss_and_gradient
 
-ENDS = tiny.ends()
+VOCAB = tiny.vocab()
 STEPS = 4
 PLAIN = Eagle1Train(feature_noise=0.0, eval_depths=STEPS)
 CONFIG = Eagle3Train(unroll_steps=STEPS, eval_depths=STEPS)
@@ -35,7 +35,7 @@ HEADS: list[dict[str, Any]] = [
 
 
 def eagle3(config: Eagle3Train = CONFIG, scale: float = 8.0, **changes: Any) -> Eagle3Objective:
-    objective = Eagle3Objective(tiny.eagle3_head(ENDS.embedding, scale=scale, **changes), ENDS, config)
+    objective = Eagle3Objective(tiny.eagle3_head(VOCAB.embedding, scale=scale, **changes), VOCAB, config)
     return objective.train()
 
 
@@ -50,16 +50,16 @@ def held_out(objective: Objective, rows: list[CachedRow]) -> dict[str, float]:
 
 
 def test_eagle1s_terms_are_those_of_each_supervised_slot_alone() -> None:
-    row, head = tiny.rows(1)[0], tiny.head(ENDS.embedding, scale=5.0)
-    output = Eagle1Objective(head, ENDS, PLAIN)(collate([row], [0]))
+    row, head = tiny.rows(1)[0], tiny.head(VOCAB.embedding, scale=5.0)
+    output = Eagle1Objective(head, VOCAB, PLAIN)(collate([row], [0]))
     turns, feature, classification = row.turns.tolist(), 0.0, 0.0
     for slot in range(len(turns) - 2):
         if turns[slot + 1] and turns[slot + 1] == turns[slot + 2]:
             given = (row.input_ids[None, 1 : slot + 2], row.last_hidden[None, : slot + 1], torch.arange(slot + 1)[None])
             predicted, true = head(*given)[0, -1], row.last_hidden[slot + 1]
             feature += torch.nn.functional.smooth_l1_loss(predicted, true).item()
-            law = (true @ ENDS.lm_head.T).softmax(-1)  # of t_{slot+2}
-            classification -= (law * (predicted @ ENDS.lm_head.T).log_softmax(-1)).sum().item()
+            law = (true @ VOCAB.lm_head.T).softmax(-1)  # of t_{slot+2}
+            classification -= (law * (predicted @ VOCAB.lm_head.T).log_softmax(-1)).sum().item()
     assert output.terms["feature"][0].item() == pytest.approx(feature, rel=1e-5)
     assert output.terms["classification"][0].item() == pytest.approx(classification, rel=1e-5)
 
@@ -70,17 +70,17 @@ def test_only_features_that_a_supervised_slot_may_use_matter() -> None:
     for position, matters in ((last, False), (last - 1, True), (0, True)):
         features = row.last_hidden.clone()
         features[position] += 1.0
-        objective = Eagle1Objective(tiny.head(ENDS.embedding, scale=5.0), ENDS, PLAIN)
+        objective = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0), VOCAB, PLAIN)
         before, after = (sums(objective, collate([one], [0])) for one in (row, replace(row, last_hidden=features)))
         assert before.equal(after) != matters
 
 
 def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row_alone() -> None:
     rows, settings = tiny.rows(4, hidden_size=2000), Eagle1Train(feature_noise=0.1)
-    ends = tiny.ends(20, 2000)
+    vocab = tiny.vocab(20, 2000)
 
     def noise(numbers: list[int], epoch: int = 1, seed: int = 0) -> Tensor:
-        objective = Eagle1Objective(tiny.head(ENDS.embedding), ends, replace(settings, seed=seed))
+        objective = Eagle1Objective(tiny.head(VOCAB.embedding), vocab, replace(settings, seed=seed))
         found = objective.prepare(collate([rows[n] for n in numbers], numbers), epoch).noise
         assert found is not None
         return found
@@ -99,7 +99,7 @@ def by_drafting(head: Eagle3Head, rows: list[CachedRow], masked: bool = True) ->
         for row in rows:
             for slot, alive in unrolls.starts(row):
                 for step, output in enumerate(unrolls.drafted(head, row, slot, min(alive, STEPS))):
-                    loss, inside = unrolls.cross_entropy(head, ENDS, output, row.last_hidden[slot + 1 + step])
+                    loss, inside = unrolls.cross_entropy(head, VOCAB, output, row.last_hidden[slot + 1 + step])
                     found[step] += loss if inside or not masked else 0.0
     return found
 
@@ -138,7 +138,7 @@ def test_values_and_gradients_are_those_of_one_dense_mask_over_all_steps() -> No
     rows, objective, total = unrolls.rows(3), eagle3(num_key_value_heads=4), torch.zeros(())
     head = objective.head
     for row in rows:
-        logits = row.last_hidden @ ENDS.lm_head.T  # [T, V]
+        logits = row.last_hidden @ VOCAB.lm_head.T  # [T, V]
         inside, law = head.vocabulary.t2d[logits.argmax(-1)], logits[:, head.vocabulary.ids].softmax(-1)
         for step, output in enumerate(unrolls.by_one_mask(head, row, STEPS)):
             log_q = head.lm_head(head.norm(output)).log_softmax(-1)  # [T-1, Vd]
@@ -181,13 +181,13 @@ class Largest(TorchDispatchMode):
 
 def test_nothing_as_large_as_all_pairs_of_slots_or_as_the_full_vocabularys_logits_is_ever_made() -> None:
     length, width, generator = 300, 2000, torch.Generator().manual_seed(0)
-    ends, ids = tiny.ends(width, 32), torch.randint(5, width, (length,), generator=generator)
+    vocab, ids = tiny.vocab(width, 32), torch.randint(5, width, (length,), generator=generator)
     states, taps = (torch.randn(length, size, generator=generator) for size in (32, 64))
     batch = collate([CachedRow(ids, (torch.arange(length) >= 40).int(), states, taps, 0)], [0])
     drafted = torch.arange(0, width, 20)
-    head = tiny.eagle3_head(ends.embedding, ids=drafted, scale=4.0, max_position_embeddings=512).train()
+    head = tiny.eagle3_head(vocab.embedding, ids=drafted, scale=4.0, max_position_embeddings=512).train()
     with Largest() as largest:
-        sums(Eagle3Objective(head, ends, replace(CONFIG, loss_chunk_slots=120)), batch).sum().backward()
+        sums(Eagle3Objective(head, vocab, replace(CONFIG, loss_chunk_slots=120)), batch).sum().backward()
     assert largest.elements < length * length
 
 
@@ -225,7 +225,7 @@ def own_choices(rows: list[CachedRow], drafts: Callable[[CachedRow, int], Tensor
             for slot, _ in unrolls.starts(row):
                 if slot % 3:
                     token = drafts(replace(row, last_hidden=states), slot)
-                    states[slot + 1] = 5.0 * ENDS.lm_head[token] / ENDS.lm_head[token].norm()
+                    states[slot + 1] = 5.0 * VOCAB.lm_head[token] / VOCAB.lm_head[token].norm()
             made.append(replace(row, last_hidden=states))
     return made
 
@@ -234,20 +234,20 @@ def own_choices(rows: list[CachedRow], drafts: Callable[[CachedRow, int], Tensor
 def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -> None:
     objective: Any = eagle3(scale=15.0)
     if kind == "eagle1":
-        objective = Eagle1Objective(tiny.head(ENDS.embedding, scale=15.0), ENDS, PLAIN)
+        objective = Eagle1Objective(tiny.head(VOCAB.embedding, scale=15.0), VOCAB, PLAIN)
     head: Any = objective.eval().head
 
     def tokens(row: CachedRow, slot: int, steps: int) -> Tensor:
         outputs = unrolls.drafted(head, row, slot, steps)
         if isinstance(head, Eagle1Head):
-            return ENDS.logits(outputs).argmax(-1)
+            return VOCAB.logits(outputs).argmax(-1)
         return head.vocabulary.target_ids(head.logits(outputs).argmax(-1))
 
     rows = own_choices(unrolls.rows(5), lambda row, slot: tokens(row, slot, 1)[0])
     runs, hits_at = [], [[0, 0] for _ in range(STEPS)]
     with torch.no_grad():
         for row in rows:
-            choices = (row.last_hidden @ ENDS.lm_head.T).argmax(-1)
+            choices = (row.last_hidden @ VOCAB.lm_head.T).argmax(-1)
             for slot, alive in unrolls.starts(row):
                 drafted = tokens(row, slot, min(alive, STEPS))
                 hits = (drafted == choices[slot + 1 : slot + 1 + len(drafted)]).long()

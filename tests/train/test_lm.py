@@ -78,7 +78,7 @@ def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_pat
 def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(vocab_size: int) -> None:
     """The vocabulary of 340 is a padded one: the LM's softmax is over the common 320, the target's law over all."""
     source, expected, count = target(vocab_size), torch.zeros(5), 0  # cross-entropy, KL, correct, alpha, agreement
-    rows, objective = rows_of(source), DraftLMObjective(draft(), source.ends, CONFIG)
+    rows, objective = rows_of(source), DraftLMObjective(draft(), source.vocab, CONFIG)
     output = objective(collate(rows, range(4)))
     for row in rows:
         with torch.no_grad():
@@ -107,7 +107,7 @@ def test_qwens_two_paddings_meet_in_their_common_prefix(drafts: int, targets: in
     ids = torch.tensor([7, 151_600, 9, min(targets, 152_000) - 1])  # the last: a padding row, if the target has more
     states = source.features(ids[None]).last_hidden[0].clone()
     batch = collate([CachedRow(ids, torch.tensor([0, 1, 1, 1]), states, None, 0)], [0])
-    output = DraftLMObjective(lm, source.ends, CONFIG)(batch)
+    output = DraftLMObjective(lm, source.vocab, CONFIG)(batch)
     with torch.no_grad():
         log_q = lm(ids[None, :3].clamp(max=drafts - 1)).logits[0, :, :151_936].log_softmax(-1)
         log_p = source.model(ids[None]).logits[0, :3, :151_936].log_softmax(-1)
@@ -134,8 +134,8 @@ def test_the_predicted_tau_is_that_of_chains_drafted_one_after_the_other() -> No
                         if turns[position + 1] != turns[first] or drafted[position] != wanted[position]:
                             break
                         accepted += 1
-        sums = DraftLMObjective(lm, source.ends, CONFIG).measure(collate(rows, range(6)))
-        perfect = DraftLMObjective(source.model, source.ends, CONFIG).measure(collate(rows, range(6)))
+        sums = DraftLMObjective(lm, source.vocab, CONFIG).measure(collate(rows, range(6)))
+        perfect = DraftLMObjective(source.model, source.vocab, CONFIG).measure(collate(rows, range(6)))
     assert 0 < accepted < 2 * starts
     assert [int(x) for x in sums["chain"]] == [accepted, starts]
     assert perfect["greedy_agreement"][0] == perfect["greedy_agreement"][1] > 0
@@ -192,7 +192,7 @@ def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_tar
             log_q = logits[place].log_softmax(-1)
             law += (p[place] * (p[place].log() - log_q)).sum()
             cross_entropy -= 0.0 if batch.redrawn[row, place + 1] else log_q[ids[place + 1]]
-    terms = DraftLMObjective(lm, source.ends, OWN)(batch).terms
+    terms = DraftLMObjective(lm, source.vocab, OWN)(batch).terms
     torch.testing.assert_close(terms["cross_entropy"][0].detach(), cross_entropy, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(terms["distill"][0].detach(), law, rtol=1e-4, atol=1e-3)
     likely = set(batch.input_ids[batch.redrawn].tolist())
@@ -203,7 +203,7 @@ def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_tar
 def test_an_evaluation_batch_one_without_rows_and_a_sharded_lm() -> None:
     source, lm, batch = target(), draft(), plain()
     assert drawn(batch, lm, source).input_ids.equal(batch.input_ids)
-    empty = DraftLMObjective(lm, source.ends, OWN).prepare(collate([], []), 0)
+    empty = DraftLMObjective(lm, source.vocab, OWN).prepare(collate([], []), 0)
     assert drawn(empty, lm, source) is empty
     lm.lm_head.weight.ds_id = 0  # what ZeRO-3 puts on each parameter
     with pytest.raises(UserError, match=r"train\.on_policy: ZeRO-3 keeps no whole draft LM .*zero2\.yaml"):

@@ -20,7 +20,7 @@ from aerie.train.log import Meter, MetricsFile, held_out_line, step_line
 from aerie.train.loop import build_optimizer, learning_rate
 from aerie.train.objectives.eagle import Eagle1Objective
 from tests import tiny
-from tests.train.sittings import ENDS, config, job, lines, sitting, weights
+from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def test_cutting_a_step_into_accumulation_parts_moves_neither_losses_nor_weights
 
 def test_the_gradient_is_that_of_the_mean_over_supervised_slots_and_is_logged_before_clipping(tmp_path: Path) -> None:
     made = job(tmp_path, config(max_steps=1, batch_size=20, clip_norm=1e-6))
-    objective = Eagle1Objective(tiny.head(ENDS.embedding, scale=5.0).train(), ENDS, made.config)
+    objective = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0).train(), VOCAB, made.config)
     total, count = torch.zeros(()), 0
     for number, row in enumerate(made.train):
         batch = objective.prepare(collate([row], [number]), epoch=0)
@@ -90,9 +90,9 @@ def test_a_training_that_diverges_stops_and_keeps_nothing_of_it(
 
 
 def test_what_is_written_has_units_and_the_profilers_window_a_trace(tmp_path: Path) -> None:
-    half = replace(ENDS, embedding=ENDS.embedding.bfloat16(), lm_head=ENDS.lm_head.bfloat16())
+    half = replace(VOCAB, embedding=VOCAB.embedding.bfloat16(), lm_head=VOCAB.lm_head.bfloat16())
     settings = config(max_steps=4, log_every=3, profile_steps=(1, 2))
-    sitting(job(tmp_path, settings, ends=half, save_dtype=torch.bfloat16))
+    sitting(job(tmp_path, settings, vocab=half, save_dtype=torch.bfloat16))
     assert load_head(tmp_path / "head").fc.weight.dtype == torch.bfloat16
     train = [record for record in lines(tmp_path) if "loss" in record]
     assert [record["step"] for record in train] == [3, 4]
@@ -115,7 +115,7 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_end_at_the_last_step(schedu
 
 
 def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> None:
-    head = tiny.head(ENDS.embedding)
+    head = tiny.head(VOCAB.embedding)
     decayed, spared = build_optimizer(head, Eagle1Train(weight_decay=0.3)).param_groups
     assert decayed["weight_decay"] == 0.3 and spared["weight_decay"] == 0.0
     assert {p.ndim for p in decayed["params"]} == {2} and {p.ndim for p in spared["params"]} == {1}

@@ -13,7 +13,7 @@ from aerie.train import losses
 from aerie.train.losses import LOSSES, TargetLaw, drafted_law
 from tests import tiny
 
-ENDS = tiny.ends()
+VOCAB = tiny.vocab()
 
 
 def _laws(draft: list[list[float]], target: list[list[float]]) -> tuple[Tensor, Tensor]:
@@ -143,17 +143,17 @@ def test_bf16_laws_are_made_and_compared_in_float32() -> None:
 @pytest.mark.parametrize("ids", [torch.arange(0, 320, 3), torch.tensor([0, 1, 318, 319]), torch.arange(320)])
 def test_streaming_the_vocabulary_is_its_softmax_and_argmax(ids: Tensor, chunk: int) -> None:
     states, bias = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)), torch.arange(320) / 100
-    target = replace(ENDS, scale=0.7, softcap=20.0, bias=bias)
+    target = replace(VOCAB, scale=0.7, softcap=20.0, bias=bias)
     logits = target.logits(states)
     law, choice = drafted_law(states, target, ids, chunk)
     torch.testing.assert_close(law.whole, logits.log_softmax(-1)[:, ids], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(law.inside, logits[:, ids].log_softmax(-1), rtol=1e-5, atol=1e-5)
     assert choice.equal(logits.argmax(-1))
-    equal = replace(ENDS, lm_head=torch.zeros(320, 32))
+    equal = replace(VOCAB, lm_head=torch.zeros(320, 32))
     assert drafted_law(states, equal, ids, chunk)[1].tolist() == [0] * 9  # of equals the first, as argmax has it
 
 
 def test_no_states_and_no_drafted_tokens_are_no_trouble() -> None:
-    assert drafted_law(torch.zeros(0, 32), ENDS, torch.arange(5))[0].whole.shape == (0, 5)
-    law, choice = drafted_law(torch.ones(2, 32), ENDS, torch.arange(0))
-    assert law.inside.shape == (2, 0) and choice.equal(ENDS.logits(torch.ones(2, 32)).argmax(-1))
+    assert drafted_law(torch.zeros(0, 32), VOCAB, torch.arange(5))[0].whole.shape == (0, 5)
+    law, choice = drafted_law(torch.ones(2, 32), VOCAB, torch.arange(0))
+    assert law.inside.shape == (2, 0) and choice.equal(VOCAB.logits(torch.ones(2, 32)).argmax(-1))

@@ -23,7 +23,7 @@ from aerie.infer.decode.methods import drafting, make_drafter
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.storage import Stage
-from aerie.model.target import Target, load_ends
+from aerie.model.target import Target, load_vocab
 from aerie.train import jobs
 from aerie.train import main as train_main
 from tests import tiny
@@ -99,7 +99,7 @@ def lines(run: Path, key: str) -> list[dict[str, Any]]:
 
 
 def ends_of(root: Path) -> Any:
-    return load_ends(TargetConfig(str(root / "target"), dtype="float32"))[1]
+    return load_vocab(TargetConfig(str(root / "target"), dtype="float32"))[1]
 
 
 def killed_at_its_end(*words: object) -> None:
@@ -213,7 +213,7 @@ def test_heads_of_another_kind_train_in_the_same_run_on_the_same_cache(made: Pat
     words = ("--config", made / "eagle1.yaml", "--head.kind", kind, "--tree.levels", "null")
     assert call(train_main, *words, "--train.measure_prompts", "2", "--train.measure_new_tokens", "8") == 0
     head = made / "run/heads" / kind
-    assert load_head(head, ends=ends_of(made)).kind == kind
+    assert load_head(head, vocab=ends_of(made)).kind == kind
     assert head_facts(head)["predicted_tau"] >= 1 and head_facts(head)["tau"] >= 1
     assert json.loads((head / "provenance.json").read_text())["inputs"]["features"] == record["inputs_digest"]
     assert [line["step"] for line in lines(made / "run", "held_out_loss") if line["kind"] == kind] == [3, 6]
@@ -265,7 +265,7 @@ def test_an_eagle3_head_is_trained_from_the_cache_and_alike_online_or_packed(
     assert "draft vocabulary: 160 of 320 tokens cover" in out and "loss @1 " in out and "accuracy @1 " in out
     facts = head_facts(deep / "run/heads/eagle3")
     assert facts["draft_vocabulary"]["size"] == 160 and facts["step"] in (3, 6)
-    head = load_head(deep / "run/heads/eagle3", ends=ends_of(deep))
+    head = load_head(deep / "run/heads/eagle3", vocab=ends_of(deep))
     assert isinstance(head, Eagle3Head) and head.config.after_blocks == (2, 3, 4)
     assert call(train_main, *words, "--run", tmp_path / "run", "--features.mode", "online") == 0
     for found, expected in zip(
@@ -274,7 +274,7 @@ def test_an_eagle3_head_is_trained_from_the_cache_and_alike_online_or_packed(
         assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-4)
         assert found["held_out_predicted_tau"] == pytest.approx(expected["held_out_predicted_tau"], rel=1e-3)
     assert call(train_main, *words, "--output", tmp_path / "packed", "--train.packing", "true", "--overwrite") == 0
-    packed = load_head(tmp_path / "packed", ends=ends_of(deep)).fc.weight
+    packed = load_head(tmp_path / "packed", vocab=ends_of(deep)).fc.weight
     assert (packed - head.fc.weight).abs().max() < 1e-3 * packed.abs().max()
     assert call(train_main, *words, "--features.after_blocks", "[1, 3, 4]", "--is-whole") == 1
 
@@ -287,7 +287,7 @@ def test_the_best_weights_are_chosen_by_the_tau_of_decoding_held_out_prompts(dee
     facts = head_facts(tmp_path / "head")
     assert set(measured) == {3, 6} and facts["tau"] == max(measured.values()) == measured[facts["step"]]
     target = Target.load(TargetConfig(str(deep / "target"), dtype="float32"))
-    head = load_head(tmp_path / "head", ends=target.ends)
+    head = load_head(tmp_path / "head", vocab=target.vocab)
     tree = jobs_recipe(deep / "eagle3.yaml").tree
     decoder, cycles = SpeculativeDecoder(target, drafting(make_drafter(head, target), tree)), [0, 0]
     for row in FeatureCache.open(deep / "run/features").split("held_out")[:3]:

@@ -14,7 +14,7 @@ from aerie.train.objectives.multi_token import KeyedDropout, MultiTokenObjective
 from tests import tiny
 from tests.train.test_eagle import held_out
 
-ENDS = tiny.ends()
+VOCAB = tiny.vocab()
 HEADS = 3
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     ("medusa", {}),
@@ -25,18 +25,18 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
 
 
 def objective(kind: Any, noise: float = 0.05, keys: Any = None, **changes: Any) -> MultiTokenObjective:
-    head = tiny.multi_token_head(kind, ENDS, noise, num_heads=HEADS, **(keys or {}))
+    head = tiny.multi_token_head(kind, VOCAB, noise, num_heads=HEADS, **(keys or {}))
     settings = {"label_weight": 0.7, "law_weight": 0.3, **changes}
-    return MultiTokenObjective(head, ENDS, MultiTokenTrain(kind=kind, **settings)).train()
+    return MultiTokenObjective(head, VOCAB, MultiTokenTrain(kind=kind, **settings)).train()
 
 
 def log_law(head: Any, row: CachedRow, slot: int, index: int) -> Tensor:
     """log q [V] of one head at one slot, asked of the head as drafting asks it."""
     if head.kind == "medusa":
-        head.laws.ends = ENDS
+        head.laws.vocab = VOCAB
         return head(row.last_hidden[slot])[index].log_softmax(-1)
     state = head.prefix(row.last_hidden[None, : slot + 1], (0, slot + 1))[:, -1]
-    embeddings = ENDS.embedding[row.input_ids[slot + 1 : slot + 2 + index]].flatten()[None]
+    embeddings = VOCAB.embedding[row.input_ids[slot + 1 : slot + 2 + index]].flatten()[None]
     return head.step(index, state, embeddings)[0].log_softmax(-1)
 
 
@@ -56,7 +56,7 @@ def by_hand(head: Any, rows: list[CachedRow], shift: int = 0) -> dict[str, float
                 log_q = log_law(head, row, slot, k)
                 place = min(slot + 2 + k + shift, len(row.input_ids) - 1)
                 sums[f"label_at_{k + 1}"] -= log_q[row.input_ids[place]].item()
-                law = (row.last_hidden[place - 1] @ ENDS.lm_head.T).softmax(-1)
+                law = (row.last_hidden[place - 1] @ VOCAB.lm_head.T).softmax(-1)
                 sums[f"law_at_{k + 1}"] -= (law * log_q).sum().item()
     return sums
 
@@ -128,7 +128,7 @@ def test_predicted_tau_is_one_plus_the_mean_run_of_hits(kind: Any, keys: dict[st
                 for k in range(HEADS):
                     if slot not in starts(row, k):
                         break
-                    choice = (row.last_hidden[slot + 1 + k] @ ENDS.lm_head.T).argmax()
+                    choice = (row.last_hidden[slot + 1 + k] @ VOCAB.lm_head.T).argmax()
                     run.append(int(log_law(made.head, row, slot, k).argmax() == choice))
                     hits_at[k].append(run[-1])
                 runs.append([*run, 0].index(0))

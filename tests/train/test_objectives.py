@@ -17,7 +17,7 @@ from aerie.train.objectives.multi_token import MultiTokenObjective
 from tests import tiny
 from tests.train import unrolls
 
-ENDS = tiny.ends()
+VOCAB = tiny.vocab()
 MULTI: dict[str, Any] = {"label_weight": 0.7, "law_weight": 0.3, "dropout": 0.3}
 SETTINGS: dict[str, TrainConfig] = {
     "eagle1": Eagle1Train(),
@@ -35,16 +35,16 @@ def objective(kind: str, **changes: Any) -> Objective:
     settings: Any = replace(SETTINGS[kind], **changes)
     made: Objective
     if kind == "eagle1":
-        made = Eagle1Objective(tiny.head(ENDS.embedding, scale=5.0), ENDS, settings)
+        made = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0), VOCAB, settings)
     elif kind == "eagle3":
-        made = Eagle3Objective(tiny.eagle3_head(ENDS.embedding, scale=8.0), ENDS, settings)
+        made = Eagle3Objective(tiny.eagle3_head(VOCAB.embedding, scale=8.0), VOCAB, settings)
     elif kind in ("medusa", "hydra", "hydra++"):
         keys: dict[str, Any] = {"prefix_layer": True, "num_layers": 2} if kind == "hydra++" else {}
-        head = tiny.multi_token_head(settings.kind, ENDS, 0.05, num_heads=3, **keys)
-        made = MultiTokenObjective(head, ENDS, settings)
+        head = tiny.multi_token_head(settings.kind, VOCAB, 0.05, num_heads=3, **keys)
+        made = MultiTokenObjective(head, VOCAB, settings)
     else:
         lm = tiny.llama(num_blocks=1, seed=7)
-        made = CausalLMObjective(lm, None, settings) if kind == "lm" else DraftLMObjective(lm, ENDS, settings)
+        made = CausalLMObjective(lm, None, settings) if kind == "lm" else DraftLMObjective(lm, VOCAB, settings)
     return made.train()
 
 
@@ -129,15 +129,15 @@ def history(made: Objective, steps: int, rate: float) -> list[tuple[float, dict[
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_overfitting_one_batch_lowers_every_term_and_leaves_the_target_alone(kind: str) -> None:
-    before = ENDS.lm_head.clone(), ENDS.embedding.clone()
+    before = VOCAB.lm_head.clone(), VOCAB.embedding.clone()
     made = objective(kind, **({"dropout": 0.0} if kind in ("medusa", "hydra", "hydra++") else {}))
     found = history(made, 50, 3e-3)
     # The laws of random states are not those of the conversation's tokens, so a draft LM has to choose.
     low = 1.0 if kind == "draft_lm" else 0.9
     assert all(found[-1][1][name] < low * found[0][1][name] for name in made.weights)
-    assert ENDS.lm_head.equal(before[0]) and ENDS.embedding.equal(before[1])
+    assert VOCAB.lm_head.equal(before[0]) and VOCAB.embedding.equal(before[1])
     if kind in ("eagle1", "eagle3"):
-        assert made.head.embed_tokens.weight.equal(ENDS.embedding)
+        assert made.head.embed_tokens.weight.equal(VOCAB.embedding)
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "draft_lm"])

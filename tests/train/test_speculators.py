@@ -118,13 +118,13 @@ def _their_loss(theirs: Any, row: CachedRow, before_norm: Tensor, loss: str) -> 
     ],
 )
 def test_loss_and_gradients_are_those_of_speculators(target: Target, changes: dict[str, Any], loss: Any) -> None:
-    head = tiny.eagle3_head(target.ends.embedding, scale=6.0, after_blocks=(2, 3, 4), **changes).train()
+    head = tiny.eagle3_head(target.vocab.embedding, scale=6.0, after_blocks=(2, 3, 4), **changes).train()
     row, before_norm = _row(target)
     theirs = _theirs(head, target)
     expected = _their_loss(theirs, row, before_norm, THEIR_LOSSES[loss])
     expected.backward()
     config = Eagle3Train(unroll_steps=STEPS, loss=loss, mask_outside_vocabulary=False)
-    objective, batch = Eagle3Objective(head, target.ends, config), collate([row], [0])
+    objective, batch = Eagle3Objective(head, target.vocab, config), collate([row], [0])
     output = objective(batch)
     # Theirs divide each step by its own slots.
     scales = {f"loss_at_{k + 1}": 1.0 / int(batch.supervised(k).sum()) for k in range(STEPS)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.layers import KeyValueBuffer, rotate
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 from tests import tiny
 
 
@@ -54,9 +54,9 @@ def starts(row: CachedRow) -> list[tuple[int, int]]:
     return found
 
 
-def cross_entropy(head: Eagle3Head, ends: TargetEnds, output: Tensor, state: Tensor) -> tuple[float, bool]:
+def cross_entropy(head: Eagle3Head, vocab: VocabWeights, output: Tensor, state: Tensor) -> tuple[float, bool]:
     """H(p, q) of one slot over the draft vocabulary, and whether the target's choice is in it."""
-    logits = state @ ends.lm_head.T
+    logits = state @ vocab.lm_head.T
     law = logits[head.vocabulary.ids].softmax(-1)
     return -(law * head.logits(output).log_softmax(-1)).sum().item(), bool(head.vocabulary.t2d[logits.argmax()])
 

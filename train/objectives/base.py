@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aerie.data.batches import Batch, TokenisedRow, collate, empty_like
 from aerie.model.layers import UnrollMemory
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 
 Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count)
 Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
@@ -42,7 +42,7 @@ class Objective(nn.Module):
 
     weights: dict[str, float]
 
-    def __init__(self, head: Any, target: TargetEnds | None, settings: Any) -> None:
+    def __init__(self, head: Any, target: VocabWeights | None, settings: Any) -> None:
         """target is None where a small LM learns from tokens alone; settings are the recipe's section `train`."""
         super().__init__()
         self.head, self.target = head, target

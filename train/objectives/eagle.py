@@ -15,7 +15,7 @@ from aerie.configs.schema.train import Eagle1Train, Eagle3Train
 from aerie.data.batches import Batch, keyed_generator
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.layers import UnrollMemory
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 from aerie.train import losses
 from aerie.train.objectives.base import (
     Objective,
@@ -36,10 +36,10 @@ class Eagle1Objective(Objective):
     """
 
     head: Eagle1Head
-    target: TargetEnds
+    target: VocabWeights
     settings: Eagle1Train
 
-    def __init__(self, head: Eagle1Head, target: TargetEnds, settings: Eagle1Train) -> None:
+    def __init__(self, head: Eagle1Head, target: VocabWeights, settings: Eagle1Train) -> None:
         super().__init__(head, target, settings)
         self.weights = {"feature": settings.feature_weight, "classification": settings.classification_weight}
         head.gradient_checkpointing = settings.gradient_checkpointing
@@ -110,10 +110,10 @@ class Eagle3Objective(Objective):
     """
 
     head: Eagle3Head
-    target: TargetEnds
+    target: VocabWeights
     settings: Eagle3Train
 
-    def __init__(self, head: Eagle3Head, target: TargetEnds, settings: Eagle3Train) -> None:
+    def __init__(self, head: Eagle3Head, target: VocabWeights, settings: Eagle3Train) -> None:
         super().__init__(head, target, settings)
         self.weights = {f"loss_at_{k + 1}": settings.unroll_decay**k for k in range(settings.unroll_steps)}
 

@@ -17,7 +17,7 @@ from aerie.configs.schema.train import DraftLMTrain
 from aerie.data.batches import Batch, keyed_generator
 from aerie.model.target import (
     Target,
-    TargetEnds,
+    VocabWeights,
     final_transform,
     load_tokenizer,
     require_same_token_ids,
@@ -34,7 +34,7 @@ class CausalLMObjective(Objective):
 
     settings: DraftLMTrain
 
-    def __init__(self, head: Any, target: TargetEnds | None, settings: DraftLMTrain) -> None:
+    def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
         self.weights = {"cross_entropy": 1.0}
         if settings.gradient_checkpointing:
@@ -83,9 +83,9 @@ class DraftLMObjective(CausalLMObjective):
     are cut before the softmax, as they are in drafting.
     """
 
-    target: TargetEnds
+    target: VocabWeights
 
-    def __init__(self, head: Any, target: TargetEnds, settings: DraftLMTrain) -> None:
+    def __init__(self, head: Any, target: VocabWeights, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
         self.weights = {"cross_entropy": settings.token_weight, "distill": settings.distill_weight}
         self.num_rows = int(head.config.get_text_config().vocab_size)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from aerie.configs.schema.train import MultiTokenTrain
 from aerie.data.batches import Batch, keyed_generator
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
-from aerie.model.target import TargetEnds
+from aerie.model.target import VocabWeights
 from aerie.train import losses
 from aerie.train.objectives.base import Objective, StepOutput, Sums, chain_sums, likeliest, shifted, target_choices
 
@@ -46,10 +46,10 @@ class MultiTokenObjective(Objective):
     """
 
     head: MedusaHead | HydraHead
-    target: TargetEnds
+    target: VocabWeights
     settings: MultiTokenTrain
 
-    def __init__(self, head: MedusaHead | HydraHead, target: TargetEnds, settings: MultiTokenTrain) -> None:
+    def __init__(self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain) -> None:
         super().__init__(head, target, settings)
         self.num_heads: int = head.config.num_heads
         self.terms = {  # name -> which sum, of which head
@@ -147,7 +147,7 @@ class MultiTokenObjective(Objective):
         choices = target_choices(batch, lambda states: likeliest(self.target.logits, states, chunk))  # [B, T]
         hits = torch.zeros(slots.shape, device=slots.device)  # [H, B, T-1]
         for k, output in enumerate(self._outputs(batch, slots)):
-            drafted = likeliest(partial(self.head.laws, k, ends=self.target), output, chunk)
+            drafted = likeliest(partial(self.head.laws, k, vocab=self.target), output, chunk)
             hits[k][slots[k]] = (drafted == shifted(choices, 1 + k)[:, : slots.shape[-1]][slots[k]]).float()
         depths = min(self.settings.eval_depths, self.num_heads)
         return {**self(batch).sums(), **chain_sums(hits[:depths], slots[:depths].float())}

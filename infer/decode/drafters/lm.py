@@ -26,8 +26,8 @@ class DraftLMDrafter(Drafter):
         """The draft LM must read token ids as the target does: see load_draft_lm."""
         self.draft, self._lm = draft, CachedLM(draft)
         self.max_positions = int(getattr(draft.config, "max_position_embeddings", None) or 2**31)
-        self._num_rows, num_ids = int(draft.ends.embedding.shape[0]), int(target.ends.lm_head.shape[0])
-        self._num_columns = min(int(draft.ends.lm_head.shape[0]), num_ids)
+        self._num_rows, num_ids = int(draft.vocab.embedding.shape[0]), int(target.vocab.lm_head.shape[0])
+        self._num_columns = min(int(draft.vocab.lm_head.shape[0]), num_ids)
         self._is_shorter = self._num_rows < num_ids
         self._unread = torch.empty(0, dtype=torch.long)  # committed tokens that the LM has not read
         self._num_repeated = 0  # tokens of the prompt that the next commit begins with
@@ -125,6 +125,6 @@ def load_draft_lm(target: Target, path: str) -> Target:
         draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)
     except UserError as error:
         raise UserError(f"draft LM: {error}") from error
-    rows, vocabulary = int(draft.ends.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
+    rows, vocabulary = int(draft.vocab.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
     require_same_token_ids(tokenizer.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)
     return draft

@@ -52,7 +52,7 @@ class HydraDrafter(Drafter):
         self.head = head
         if head.config.prefix_layer:  # without attention there are no positions
             self.max_positions = head.config.max_position_embeddings
-        self._embedding = target.ends.embedding.to(target.device)  # the target may span several devices
+        self._embedding = target.vocab.embedding.to(target.device)  # the target may span several devices
         self._buffers: list[KeyValueBuffer] = []
         self._length = self._level = 0  # positions whose features are known
         self._state = self._root = torch.empty(0)  # [1, D]; the root's embedding [1, D]

@@ -66,10 +66,10 @@ def decoder_of(target: Target, tree: TreeConfig, kind: str = "eagle1", **more: A
     if kind == "itself":
         drafter = DraftLMDrafter(target, target)
     elif kind == "medusa":
-        drafter = MedusaDrafter(tiny.multi_token_head("medusa", target.ends, noise=0.3, num_heads=2).eval())
+        drafter = MedusaDrafter(tiny.multi_token_head("medusa", target.vocab, noise=0.3, num_heads=2).eval())
     else:
         make: Any = tiny.head if kind == "eagle1" else tiny.eagle3_head
-        drafter = EagleDrafter(make(target.ends.embedding.float(), scale=8.0).eval(), target)
+        drafter = EagleDrafter(make(target.vocab.embedding.float(), scale=8.0).eval(), target)
     return SpeculativeDecoder(target, drafting(drafter, tree, **more))
 
 

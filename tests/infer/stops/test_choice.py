@@ -55,7 +55,7 @@ ABLATIONS = {
 @cache
 def subject() -> tuple[Target, Eagle1Head]:
     target = make_target()
-    return target, tiny.head(target.ends.embedding.float(), scale=8.0)
+    return target, tiny.head(target.vocab.embedding.float(), scale=8.0)
 
 
 @cache

@@ -182,17 +182,17 @@ def speculators(directory: Path, changes: dict[str, Any] | None = None) -> Path:
     return write(directory, {**SPECULATORS_CONFIG, **(changes or {})}, state)
 
 
-def ends_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) -> TargetFacts:
-    """A target of random ends and no files, for what needs no more."""
-    ends = tiny.ends(**changes)
+def target_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) -> TargetFacts:
+    """A target of random weights and no files, for what needs no more."""
+    vocab = tiny.vocab(**changes)
     text = tiny.llama(num_blocks=1, max_position_embeddings=max_positions).config
     text.num_hidden_layers = num_blocks
-    return TargetFacts("tiny", text, ends, Destination("tiny", ("LlamaForCausalLM",), num_blocks, max_positions))
+    return TargetFacts("tiny", text, vocab, Destination("tiny", ("LlamaForCausalLM",), num_blocks, max_positions))
 
 
 def eagle3(**changes: Any) -> Eagle3Head:
-    """A head of this project for `ends_facts`, its norms away from one."""
-    made = tiny.eagle3_head(tiny.ends().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}).eval()
+    """A head of this project for `target_facts`, its norms away from one."""
+    made = tiny.eagle3_head(tiny.vocab().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}).eval()
     generator = torch.Generator().manual_seed(5)
     for parameter in made.parameters():
         if parameter.ndim == 1:
@@ -214,7 +214,7 @@ HYDRA_CONFIG = {
 
 def medusa(directory: Path, layers: int = 1, **changes: Any) -> tuple[MedusaHead, Path]:
     """A head and its directory as FasterDecoding publishes it."""
-    head: Any = tiny.multi_token_head("medusa", tiny.ends(), noise=0.2, num_layers=layers)
+    head: Any = tiny.multi_token_head("medusa", tiny.vocab(), noise=0.2, num_layers=layers)
     own = head.state_dict()
     state = {f"{i}.{layers}.weight": own[f"laws.lm_heads.{i}.weight"] for i in range(4)}
     for i in range(4):
@@ -228,7 +228,7 @@ def medusa(directory: Path, layers: int = 1, **changes: Any) -> tuple[MedusaHead
 
 def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
     """A Hydra++ head and its directory as zankner publishes it: dropout between blocks, an unread embedding."""
-    head: Any = tiny.multi_token_head("hydra", tiny.ends(), noise=0.2, num_layers=2, prefix_layer=True)
+    head: Any = tiny.multi_token_head("hydra", tiny.vocab(), noise=0.2, num_layers=2, prefix_layer=True)
     state = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(320, 32)}
     for name, value in head.state_dict().items():
         pieces = name.split(".")

@@ -21,7 +21,7 @@ from aerie.model.target import fingerprint
 from aerie.model.weights import read_tensors
 from tests import tiny
 from tests.model.formats import published
-from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, ends_facts, safeailab_eagle3, specforge, tensors
+from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, safeailab_eagle3, specforge, target_facts, tensors
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 SERVERS = ("safeailab", "sglang", "speculators")
@@ -65,20 +65,20 @@ def test_a_published_head_is_recognised_and_read_with_every_tensor(
     found, files, content = read_content(place, TAPS)
     assert (found.name, content.kind) == (layout, kind)
     assert {name: getattr(content.config, name) for name in facts} == facts
-    state, expected = load_head(place, ends=tiny.ends(), after_blocks=TAPS).state_dict(), files.tensors
+    state, expected = load_head(place, vocab=tiny.vocab(), after_blocks=TAPS).state_dict(), files.tensors
     if layout != "speculators":  # their names are ours
         assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert sum(value.numel() for name, value in expected.items() if name != "embed_tokens.weight") == sum(
         value.numel() for name, value in state.items() if name != "embed_tokens.weight"
     )
     if "embed_tokens.weight" not in expected:
-        assert torch.equal(state["embed_tokens.weight"], tiny.ends().embedding.to(state["fc.weight"].dtype))
+        assert torch.equal(state["embed_tokens.weight"], tiny.vocab().embedding.to(state["fc.weight"].dtype))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_published_medusa_head_is_the_very_head(tmp_path: Path, layers: int, capsys: Any) -> None:
     head, place = published.medusa(tmp_path / "head", layers, medusa_num_heads=2)
-    loaded: Any = load_head(place, ends=tiny.ends())
+    loaded: Any = load_head(place, vocab=tiny.vocab())
     features = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
     assert torch.equal(loaded(features), head(features))
     assert "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err  # a config.json that lags
@@ -89,7 +89,7 @@ def test_a_published_medusa_head_is_the_very_head(tmp_path: Path, layers: int, c
 
 def test_a_published_hydra_head_is_the_very_head(tmp_path: Path) -> None:
     head, place = published.hydra(tmp_path / "head")
-    loaded: Any = load_head(place, ends=tiny.ends())
+    loaded: Any = load_head(place, vocab=tiny.vocab())
     assert loaded.state_dict().keys() == head.state_dict().keys()
     features = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
     state, embeddings = loaded.prefix(features, (0, 5))[0], torch.randn(5, 64)
@@ -120,11 +120,11 @@ def test_an_eagle3_head_comes_back_from_every_layout_bit_for_bit(tmp_path: Path,
     save_head(one, tmp_path / "head", step=4)
     (tmp_path / "head" / "recipe.yaml").write_text("run: r\n")
     (tmp_path / "head" / "conversations.jsonl").write_text("private\n")
-    done = export(tmp_path / "head", to, tmp_path / to, ends_facts())
+    done = export(tmp_path / "head", to, tmp_path / to, target_facts())
     assert done.source_layout == "aerie" and not any("left out" in note for note in done.notes)
-    same(one, load_head(tmp_path / to, ends=tiny.ends()))
+    same(one, load_head(tmp_path / to, vocab=tiny.vocab()))
     assert "conversations.jsonl" not in {path.name for path in (tmp_path / to).iterdir()}
-    export(tmp_path / to, "speculators", tmp_path / "again", ends_facts())  # and from there to another
+    export(tmp_path / to, "speculators", tmp_path / "again", target_facts())  # and from there to another
     same(one, load_head(tmp_path / "again"))
     facts = head_facts(tmp_path / "again")
     assert facts["step"] == 4 and facts["exported_from"]["layout"] == to and (tmp_path / "again/recipe.yaml").is_file()
@@ -133,9 +133,9 @@ def test_an_eagle3_head_comes_back_from_every_layout_bit_for_bit(tmp_path: Path,
 @pytest.mark.parametrize("to", ["safeailab", "sglang"])
 @pytest.mark.parametrize("changes", [{}, {"bias": True}, {"num_hidden_layers": 2}])
 def test_an_eagle1_head_comes_back_bit_for_bit(tmp_path: Path, to: str, changes: dict[str, Any]) -> None:
-    one = tiny.head(tiny.ends().embedding, **changes)
+    one = tiny.head(tiny.vocab().embedding, **changes)
     save_head(one, tmp_path / "head")
-    export(tmp_path / "head", to, tmp_path / to, ends_facts())
+    export(tmp_path / "head", to, tmp_path / to, target_facts())
     same(one, load_head(tmp_path / to))
 
 
@@ -154,7 +154,7 @@ def test_an_eagle1_head_comes_back_bit_for_bit(tmp_path: Path, to: str, changes:
 def test_every_flavour_comes_back_from_vllms_layout_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
     one = published.eagle3(**changes)
     save_head(one, tmp_path / "head")
-    export(tmp_path / "head", "speculators", tmp_path / "out", ends_facts())
+    export(tmp_path / "head", "speculators", tmp_path / "out", target_facts())
     assert not any(name.startswith("midlayer.") for name in read_tensors(tmp_path / "out")[1])
     same(one, load_head(tmp_path / "out"))
 
@@ -171,7 +171,7 @@ def test_every_flavour_comes_back_from_vllms_layout_bit_for_bit(tmp_path: Path, 
 def test_written_back_every_published_tensor_is_the_same_bit_for_bit(
     tmp_path: Path, make: Any, to: str, shapes: Any, dtype: torch.dtype
 ) -> None:
-    export(make(tmp_path / "head"), to, tmp_path / "out", ends_facts())
+    export(make(tmp_path / "head"), to, tmp_path / "out", target_facts())
     found = read_tensors(tmp_path / "out")[1]
     assert found.keys() == {*shapes, "embed_tokens.weight"}  # not every reader takes it from the target
     for name, value in tensors(shapes, dtype).items():
@@ -179,19 +179,19 @@ def test_written_back_every_published_tensor_is_the_same_bit_for_bit(
 
 
 def test_an_eagle1_head_without_a_bias_gets_zeros_for_sglang_and_comes_back_without(tmp_path: Path) -> None:
-    save_head(tiny.head(tiny.ends().embedding), tmp_path / "head")
-    notes = export(tmp_path / "head", "sglang", tmp_path / "out", ends_facts()).notes
+    save_head(tiny.head(tiny.vocab().embedding), tmp_path / "head")
+    notes = export(tmp_path / "head", "sglang", tmp_path / "out", target_facts()).notes
     assert any("fc.bias of zeros" in note for note in notes)
     assert torch.equal(read_tensors(tmp_path / "out")[1]["fc.bias"], torch.zeros(32))
     assert "fc.bias" not in load_head(tmp_path / "out").state_dict()
-    save_head(tiny.head(tiny.ends().embedding, bias=True), tmp_path / "biased")
-    export(tmp_path / "biased", "sglang", tmp_path / "out2", ends_facts())
+    save_head(tiny.head(tiny.vocab().embedding, bias=True), tmp_path / "biased")
+    export(tmp_path / "biased", "sglang", tmp_path / "out2", target_facts())
     assert "fc.bias" in load_head(tmp_path / "out2").state_dict()  # zeros too, but the head's own
 
 
 def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: Path) -> None:
     save_head(published.eagle3(), tmp_path / "head")
-    export(tmp_path / "head", "speculators", tmp_path / "out", ends_facts(max_positions=4096))
+    export(tmp_path / "head", "speculators", tmp_path / "out", target_facts(max_positions=4096))
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     layer = values["transformer_layer_config"]
     assert values["norm_before_residual"] is False and values[NUMBERED] == [2, 4, 5]
@@ -202,17 +202,17 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
 
 
 def test_a_head_of_another_width_and_one_with_its_own_embedding_take_it_along(tmp_path: Path) -> None:
-    wide = tiny.eagle3_head(tiny.ends(hidden_size=48).embedding, hidden_size=32, head_dim=8, after_blocks=TAPS)
+    wide = tiny.eagle3_head(tiny.vocab(hidden_size=48).embedding, hidden_size=32, head_dim=8, after_blocks=TAPS)
     save_head(wide, tmp_path / "wide")
     owner = published.eagle3()
     owner.embed_tokens.weight.data.mul_(2.0)
     owner.saves_embedding = True
     save_head(owner, tmp_path / "owner")
     for to in SERVERS:
-        export(tmp_path / "wide", to, tmp_path / to, ends_facts(hidden_size=48))
+        export(tmp_path / "wide", to, tmp_path / to, target_facts(hidden_size=48))
         same(wide, load_head(tmp_path / to))
-    export(tmp_path / "owner", "sglang", tmp_path / "out", ends_facts())
-    assert torch.equal(read_tensors(tmp_path / "out")[1]["embed_tokens.weight"], 2.0 * tiny.ends().embedding)
+    export(tmp_path / "owner", "sglang", tmp_path / "out", target_facts())
+    assert torch.equal(read_tensors(tmp_path / "out")[1]["embed_tokens.weight"], 2.0 * tiny.vocab().embedding)
 
 
 # ------------------------------------------------------------------------------------------------------------ taps
@@ -288,11 +288,11 @@ def test_sglangs_numbers_depend_on_the_targets_architecture(architecture: str, t
     ],
 )
 def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path, to: str, changes: Any, message: str) -> None:
-    heads = {"eagle1": lambda: tiny.head(tiny.ends().embedding), "medusa": lambda: published.medusa(tmp_path / "m")[0]}
+    heads = {"eagle1": lambda: tiny.head(tiny.vocab().embedding), "medusa": lambda: published.medusa(tmp_path / "m")[0]}
     save_head(heads[changes]() if isinstance(changes, str) else published.eagle3(**changes), tmp_path / "head")
     expected = "this is a medusa head" if changes == "medusa" else rf"--to {to}: cannot carry .*{message}"
     with pytest.raises(UserError, match=expected):
-        export(tmp_path / "head", to, tmp_path / "out", ends_facts())
+        export(tmp_path / "head", to, tmp_path / "out", target_facts())
     assert not (tmp_path / "out").exists()
 
 
@@ -321,9 +321,9 @@ def test_a_malformed_value_is_one_clear_line(tmp_path: Path, make: Any, name: st
     (nested if name in nested else values)[name] = value
     (place / "config.json").write_text(json.dumps(values))
     for look in (
-        lambda: inspect_head(place, ends_facts()),
-        lambda: load_head(place, ends=tiny.ends(), after_blocks=TAPS),
-        lambda: export(place, "speculators", tmp_path / "out", ends_facts()),
+        lambda: inspect_head(place, target_facts()),
+        lambda: load_head(place, vocab=tiny.vocab(), after_blocks=TAPS),
+        lambda: export(place, "speculators", tmp_path / "out", target_facts()),
     ):
         with pytest.raises(UserError) as caught:
             look()
@@ -382,7 +382,7 @@ def damaged(directory: Path, damage: str) -> Path:
 def test_a_damaged_head_is_one_sentence_and_no_model(tmp_path: Path, damage: str, message: str) -> None:
     place = damaged(tmp_path / "head", damage)
     with pytest.raises(UserError, match=message) as caught:
-        load_head(place, ends=tiny.ends(), after_blocks=TAPS)
+        load_head(place, vocab=tiny.vocab(), after_blocks=TAPS)
     assert "\n" not in str(caught.value) and str(place) in str(caught.value)
 
 
@@ -393,7 +393,7 @@ def test_two_tensors_that_would_be_one_are_refused(tmp_path: Path, layout: str) 
     state = torch.load(weights, weights_only=True)
     torch.save({**state, "branches.0.blocks.0.linear.bias": torch.zeros(32)}, weights)
     with pytest.raises(UserError, match="are the same tensor of a head by two names"):
-        load_head(place, ends=tiny.ends())
+        load_head(place, vocab=tiny.vocab())
 
 
 def test_hydra_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -410,9 +410,9 @@ def test_hydra_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (ends_facts(hidden_size=48), "its hidden size is 32, that of tiny is 48"),
-        (ends_facts(vocab_size=400), "its vocabulary is 320, that of tiny is 400"),
-        (ends_facts(num_blocks=5), r"after blocks \[2, 4, 5\], and tiny has 5 blocks"),
+        (target_facts(hidden_size=48), "its hidden size is 32, that of tiny is 48"),
+        (target_facts(vocab_size=400), "its vocabulary is 320, that of tiny is 400"),
+        (target_facts(num_blocks=5), r"after blocks \[2, 4, 5\], and tiny has 5 blocks"),
     ],
 )
 def test_a_head_for_another_target_is_refused(tmp_path: Path, target: TargetFacts, message: str) -> None:
@@ -426,15 +426,15 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path, target: TargetFact
 
 
 def test_a_target_of_other_weights_is_refused_unless_told(tmp_path: Path) -> None:
-    target = ends_facts()
-    other = dataclasses.replace(target, ends=tiny.ends(seed=5))
-    save_head(published.eagle3(), tmp_path / "head", target=fingerprint(target.text_config, target.ends))
+    target = target_facts()
+    other = dataclasses.replace(target, vocab=tiny.vocab(seed=5))
+    save_head(published.eagle3(), tmp_path / "head", target=fingerprint(target.text_config, target.vocab))
     with pytest.raises(UserError, match=r"trained on a target with other weights than tiny .*--any-target"):
         export(tmp_path / "head", "sglang", tmp_path / "out", other)
     assert "other weights" in inspect_head(tmp_path / "head", other)["problems"][0]
     assert "other weights" in export(tmp_path / "head", "sglang", tmp_path / "out", other, any_target=True).notes[0]
     assert inspect_head(tmp_path / "head", target)["problems"] == []
-    half = fingerprint(target.text_config, target.ends, torch.float16)
+    half = fingerprint(target.text_config, target.vocab, torch.float16)
     save_head(published.eagle3(), tmp_path / "half", target=half)
     export(tmp_path / "half", "sglang", tmp_path / "half-out", target)  # trained on the rounded weights
 
@@ -443,8 +443,8 @@ def test_taps_that_differ_from_those_in_the_file_are_refused(tmp_path: Path) -> 
     save_head(published.eagle3(), tmp_path / "own")
     for head in (tmp_path / "own", specforge(tmp_path / "theirs", {"eagle_config": {NUMBERED: [1, 3, 4]}})):
         with pytest.raises(UserError, match=r"--after-blocks 2,3,6: .*json says that the head reads \[2, 4, 5\]"):
-            export(head, "speculators", tmp_path / "out", ends_facts(), after_blocks=(2, 3, 6))
-        export(head, "speculators", tmp_path / f"{head.name}-out", ends_facts(), after_blocks=TAPS)
+            export(head, "speculators", tmp_path / "out", target_facts(), after_blocks=(2, 3, 6))
+        export(head, "speculators", tmp_path / f"{head.name}-out", target_facts(), after_blocks=TAPS)
 
 
 def test_an_export_that_would_read_back_otherwise_is_never_left_behind(
@@ -461,7 +461,7 @@ def test_an_export_that_would_read_back_otherwise_is_never_left_behind(
 
     monkeypatch.setitem(layouts.WRITABLE, "sglang", rounding)
     with pytest.raises(AssertionError, match=r"was read back otherwise"):
-        export(tmp_path / "head", "sglang", tmp_path / "out", ends_facts())
+        export(tmp_path / "head", "sglang", tmp_path / "out", target_facts())
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["old"]
 
 
@@ -470,7 +470,7 @@ def test_an_export_that_would_read_back_otherwise_is_never_left_behind(
 
 def test_what_an_export_adds_leaves_out_or_guesses_is_said(tmp_path: Path) -> None:
     def notes(head: Path, to: str, **facts: Any) -> str:
-        return " | ".join(export(head, to, tmp_path / f"{head.name}-{to}", ends_facts(**facts)).notes)
+        return " | ".join(export(head, to, tmp_path / f"{head.name}-{to}", target_facts(**facts)).notes)
 
     said = notes(specforge(tmp_path / "a"), "speculators", max_positions=8192)
     assert "names no taps; [2, 4, 5] are taken" in said and "4,096 is written as 8,192" in said
@@ -497,7 +497,7 @@ def test_a_published_head_is_shown_on_one_screen_and_as_json(tmp_path: Path) -> 
     assert json.loads(json.dumps(head)) == head and len(screen(head).splitlines()) <= 24
     place = specforge(tmp_path / "one", {"eagle_config": {NUMBERED: [3, 4, 6]}})
     assert inspect_head(place)["taps_open"] == "ambiguous" and "give it with --target" in screen(inspect_head(place))
-    assert inspect_head(place, ends_facts())["taps"] == inspect_head(place, None, (4, 5, 7))["taps"] == [4, 5, 7]
+    assert inspect_head(place, target_facts())["taps"] == inspect_head(place, None, (4, 5, 7))["taps"] == [4, 5, 7]
 
 
 def test_a_warm_start_keeps_the_published_heads_rope(tmp_path: Path) -> None:
@@ -505,5 +505,5 @@ def test_a_warm_start_keeps_the_published_heads_rope(tmp_path: Path) -> None:
     from aerie.model.checkpoint import new_head
 
     place = str(safeailab_eagle3(tmp_path / "head"))
-    head = new_head(Eagle3Section(init_from=place), tiny.llama().config, tiny.ends(), 0, after_blocks=TAPS)
+    head = new_head(Eagle3Section(init_from=place), tiny.llama().config, tiny.vocab(), 0, after_blocks=TAPS)
     assert isinstance(head, Eagle3Head) and not isinstance(head, Eagle1Head) and head.config.rope_theta == 10000.0

@@ -54,7 +54,7 @@ def test_the_exported_directory_loads_in_speculators_with_every_tensor_and_draft
     target: TargetFacts, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     head = published.eagle3(**changes)
-    head.embed_tokens.weight.data.copy_(target.ends.embedding)
+    head.embed_tokens.weight.data.copy_(target.vocab.embedding)
     save_head(head, tmp_path / "head")
     export(tmp_path / "head", "speculators", tmp_path / "out", target)
     config = speculators.SpeculatorModelConfig.from_pretrained(tmp_path / "out")
