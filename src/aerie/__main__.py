@@ -13,7 +13,7 @@ PACKAGES = {
 }
 
 
-def main() -> int:
+def run() -> int:
     """Hands the words to the command's own main; --help lists the commands."""
     owners = {command: package for package, commands in PACKAGES.items() for command in commands}
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
@@ -23,7 +23,12 @@ def main() -> int:
         return 0 if command in ("-h", "--help") else 2
     if command == "train":
         del sys.argv[1]  # train/main.py has one command
-    return exit_code(import_module(f"aerie.{owners[command]}.main").main)
+    code: int = import_module(f"aerie.{owners[command]}.main").main()
+    return code
+
+
+def main() -> int:
+    return exit_code(run)
 
 
 if __name__ == "__main__":
