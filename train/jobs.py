@@ -1,7 +1,5 @@
 """What a recipe trains: rows with the target's states, a module, its objective, and how it is saved."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +8,13 @@ import torch
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths
-from aerie.configs.schema.target_and_head import MULTI_TOKEN, Eagle3Section
-from aerie.data.batches import OnlineFeatures, Order, ShardPools, TokenisedRow
+from aerie.configs.schema.target_and_head import MULTI_TOKEN, DraftLMSection, Eagle3Section
+from aerie.data.batches import OnlineFeatures, Order, ShardPools
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows
 from aerie.data.tokens import (
-    CountedVocabulary,
     draft_vocabulary,
     forced_ids,
     given_vocabulary,
@@ -26,10 +23,10 @@ from aerie.data.tokens import (
     tokenize,
 )
 from aerie.model.checkpoint import new_head, position_warnings, save_head
-from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of
+from aerie.model.target import Target, fingerprint, load_vocab, load_tokenizer, taps_of
 from aerie.train.fingerprint import needs_target, reads_cache, state_name
 from aerie.train.launch import device, rank, world_size
-from aerie.train.loop import Job, total_steps
+from aerie.train.loop import Job, Rows, total_steps
 from aerie.train.objectives.base import Objective
 from aerie.train.objectives.eagle import Eagle1Objective, Eagle3Objective
 from aerie.train.objectives.lm import (
@@ -50,184 +47,127 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of both splits, from a feature cache or as they were tokenised just now."""
-
-    train: Sequence[TokenisedRow]
-    held_out: Sequence[TokenisedRow]
-    lengths: Sequence[int]  # of the training rows, in tokens
-    tokens: Iterable[tuple[Any, Any]]  # (input_ids, turns) of the training rows
-    origin: dict[str, Any]  # what the tokens were made from
-    pools: ShardPools | None = None
-
-
-def cached_rows(directory: Path, recipe: Recipe, text_config: Any, vocab: Any, taps: tuple[int, ...]) -> Rows:
-    """Rows of the feature cache in directory; UserError when it was made of something else."""
-    expected = {"target": fingerprint(text_config, vocab), "after_blocks": list(taps), "data": as_dict(recipe.data)}
-    cache = FeatureCache.open(directory, {**expected, "storage": recipe.features.storage})
-    train, at_once = cache.split("train"), recipe.features.shuffle_shards
-    return Rows(
-        train=train,
-        held_out=cache.split("held_out"),
-        lengths=train.lengths,
-        tokens=train.tokens(),
-        origin={name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")},
-        pools=None if at_once is None else ShardPools(train.shards, at_once),
-    )
-
-
-def tokenised_rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text_config: Any) -> Rows:
-    """The recipe's conversations as tokens; text_config is that of the target whose states they will get, or None."""
-    speaks = rank() == 0
-    rows = tokenize(recipe.data, tokenizer, end_ids, Tally(), speaks)
-    if text_config is not None:
-        check_rows([*rows.train, *rows.held_out], text_config, recipe.target.path)
-    if speaks:
-        print(f"train: {statistics(rows.train)}", flush=True)
-    return Rows(
-        train=rows.train,
-        held_out=rows.held_out,
-        lengths=[len(row.input_ids) for row in rows.train],
-        tokens=((row.input_ids, row.turns) for row in rows.train),
-        origin={"rows": rows_digest(rows.train), **text_fingerprint(tokenizer, recipe.data)},
-    )
-
-
 def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
     """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
     settings: Any = recipe.train
-    paths, name, tokenizer = RunPaths(Path(recipe.run)), state_name(recipe), load_tokenizer(recipe.target)
-    end_ids = target_end_ids(recipe.target, tokenizer)
+    paths, tokenizer = RunPaths(Path(recipe.run)), load_tokenizer(recipe.target)
+    end_ids, is_online = target_end_ids(recipe.target, tokenizer), needs_target(recipe) and not reads_cache(recipe)
     text_config: Any = None
     vocab: Any = None
-    target: Target | None = None
+    whole: Target | None = None
     taps: tuple[int, ...] = ()
     if needs_target(recipe):
-        is_online, is_measured = not reads_cache(recipe), bool(getattr(settings, "measure_prompts", 0))
-        if recipe.target.device_map is not None and (is_online or is_measured) and world_size() > 1:
-            raise UserError(
-                f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
-                f"{world_size()} processes cannot share; start one process"
-            )
-        if (is_online or is_measured) and not is_plan:
-            target = Target.load(recipe.target, device())
-        text_config, vocab = load_vocab(recipe.target) if target is None else (target.config, target.vocab)
+        if is_online or getattr(settings, "measure_prompts", False):
+            if recipe.target.device_map is not None and world_size() > 1:
+                raise UserError(
+                    f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
+                    f"{world_size()} processes cannot share; start one process"
+                )
+            whole = None if is_plan else Target.load(recipe.target, device())
+        text_config, vocab = load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
         asked, num_blocks = recipe.features.after_blocks, text_config.num_hidden_layers
         taps = taps_of(recipe.head.kind, asked, num_blocks, recipe.target.path)
-    if reads_cache(recipe):
-        rows = cached_rows(paths.features, recipe, text_config, vocab, taps)
-    else:
-        rows = tokenised_rows(recipe, tokenizer, end_ids, text_config)
+    rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
     features: Any = None
-    if target is not None and not reads_cache(recipe):
+    if is_online and whole is not None:
         dtype = None if recipe.features.dtype is None else getattr(torch, recipe.features.dtype)
-        features = OnlineFeatures(target, taps, dtype)
-    if recipe.head.kind == "draft_lm":
-        lm = new_causal_lm(recipe.head, tokenizer, settings.seed, None if vocab is None else vocab.embedding.shape[0])
-        _check_lm(recipe, lm)
-        objective: Any = (CausalLMObjective if vocab is None else DraftLMObjective)(lm, vocab, settings)
-        vocab_size = len(tokenizer) if vocab is None else objective.num_columns
+        features = OnlineFeatures(whole, taps, dtype)
+    if isinstance(recipe.head, DraftLMSection):
+        head = new_causal_lm(recipe.head, tokenizer, settings.seed, None if vocab is None else vocab.embedding.shape[0])
+        _require_positions(recipe, head.config.get_text_config(), drafted=0)
+        objective: Any = (CausalLMObjective if vocab is None else DraftLMObjective)(head, vocab, settings)
+        if settings.on_policy and not is_online:
+            raise UserError(
+                "train.on_policy: a cache has no states of tokens that are yet to be drawn; set features.mode online"
+            )
         if settings.on_policy and features is not None:
-            features = OnPolicyFeatures(lm, features, vocab_size, end_ids)
+            features = OnPolicyFeatures(head, features, objective.num_columns, end_ids)
         save: Any = lambda lm, directory, facts: save_causal_lm(lm, tokenizer, directory)  # noqa: E731
     else:
         head, counted = _new_head(recipe, rows, tokenizer, end_ids, text_config, vocab, taps)
         objective = OBJECTIVES[recipe.head.kind](head, vocab, settings)
-        vocab_size = int(getattr(head.config, "draft_vocab_size", head.config.vocab_size))
-        known: dict[str, Any] = {"target_path": recipe.target.path, "target": fingerprint(text_config, vocab)}
-        if counted is not None:
-            known["draft_vocabulary"] = counted.facts()
+        known = {"target_path": recipe.target.path, "target": fingerprint(text_config, vocab), **counted}
         save = lambda head, directory, facts: save_head(head, directory, **known, **facts)  # noqa: E731
-    return Job(
-        kind=name,
-        objective=objective,
-        train=rows.train,
-        lengths=rows.lengths,
-        held_out=rows.held_out,
-        output=output,
-        state=paths.state(name),
-        metrics=paths.root / "metrics.jsonl",
-        save=save,
-        save_dtype=torch.float32 if vocab is None else vocab.lm_head.dtype,
-        features=features,
-        target=target,
-        overwrite=overwrite,
-        pools=rows.pools,
-        rows=rows.origin["rows"],
-        vocab_size=vocab_size,
-    )
+    state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
+    return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, overwrite)
+
+
+def _rows(
+    recipe: Recipe, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
+) -> Rows:
+    """Rows of the feature cache, which must have been made of the same, or of the conversations as they are now."""
+    if reads_cache(recipe):
+        asked = {"data": as_dict(recipe.data), "after_blocks": list(taps), "storage": recipe.features.storage}
+        expected = {"target": fingerprint(text_config, vocab), **asked}
+        cache = FeatureCache.open(RunPaths(Path(recipe.run)).features, expected)
+        train, at_once = cache.split("train"), recipe.features.shuffle_shards
+        pools = None if at_once is None else ShardPools(train.shards, at_once)
+        origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
+        return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
+    data = tokenize(recipe.data, tokenizer, end_ids, Tally(), rank() == 0)
+    if text_config is not None:
+        check_rows([*data.train, *data.held_out], text_config, recipe.target.path)
+    if rank() == 0:
+        print(f"train: {statistics(data.train)}", flush=True)
+    tokens = ((row.input_ids, row.turns) for row in data.train)
+    origin = {"rows": rows_digest(data.train), **text_fingerprint(tokenizer, recipe.data)}
+    return Rows(data.train, data.held_out, [len(row.input_ids) for row in data.train], tokens, origin)
 
 
 def _new_head(
     recipe: Recipe, rows: Rows, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
-) -> tuple[Any, CountedVocabulary | None]:
-    """A draft head, and its draft vocabulary as it was counted on the training rows."""
-    config, path, counted = recipe.head, recipe.target.path, None
-    if isinstance(config, Eagle3Section) and config.init_from is None:
+) -> tuple[Any, dict[str, Any]]:
+    """A draft head, and the facts of its draft vocabulary as it was counted on the training rows."""
+    section, counted = recipe.head, None
+    if isinstance(section, Eagle3Section) and section.init_from is None:
         vocab_size = int(vocab.embedding.shape[0])
         forced = forced_ids(tokenizer, end_ids, vocab_size)
-        counted = draft_vocabulary(rows.tokens, config.draft_vocab_size, vocab_size, forced, rows.origin)
+        counted = draft_vocabulary(rows.tokens, section.draft_vocab_size, vocab_size, forced, rows.origin)
     vocabulary = None if counted is None else counted.vocabulary
-    head: Any = new_head(config, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
-    if config.kind == "eagle3" and counted is None:  # a warm start keeps its own
-        head.vocabulary.check_ends(end_ids, f"head.init_from: {config.init_from}")
+    path = recipe.target.path
+    head: Any = new_head(section, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
+    if isinstance(section, Eagle3Section) and counted is None:  # a warm start keeps its own
+        head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
         counted = given_vocabulary(head.vocabulary, rows.tokens, rows.origin)
-    # Medusa and Hydra heads have no positions, or none below the last token that is kept.
     assert recipe.tree is not None
     depths = (recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
-    drafted = 0 if config.kind in MULTI_TOKEN else max(depths)
-    positions, length = head.config.max_position_embeddings, recipe.data.max_length
-    if positions < length + drafted:
+    # Medusa and Hydra heads have no positions, or none below the last token that is kept.
+    _require_positions(recipe, head.config, drafted=0 if section.kind in MULTI_TOKEN else max(depths))
+    if rank() == 0:
+        for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
+            warn(sentence)
+        if counted is not None:
+            print(counted.line(), flush=True)
+    return head, {} if counted is None else {"draft_vocabulary": counted.facts()}
+
+
+def _require_positions(recipe: Recipe, config: Any, drafted: int) -> None:
+    """UserError when a conversation and what is drafted after it run over the head's positions."""
+    positions, length = getattr(config, "max_position_embeddings", None), recipe.data.max_length
+    if positions is not None and positions < length + drafted:
         raise UserError(
             f"head.max_position_embeddings: {positions:,} is less than data.max_length {length:,} + {drafted} drafted "
             f"levels; set it to {length + drafted:,}"
-        )
-    if rank() == 0:
-        if counted is not None:
-            print(counted.line(), flush=True)
-        for sentence in position_warnings(head.config, text_config, config.init_from or "head"):
-            warn(sentence)
-    return head, counted
-
-
-def _check_lm(recipe: Recipe, lm: Any) -> None:
-    """UserError for a context that the data overrun, and for tokens that a cache cannot have states of."""
-    positions, length = getattr(lm.config.get_text_config(), "max_position_embeddings", None), recipe.data.max_length
-    if positions is not None and positions < length:
-        raise UserError(
-            f"data.max_length: {length:,} is beyond head.max_position_embeddings {positions:,}; lower it, or raise that"
-        )
-    if getattr(recipe.train, "on_policy", 0.0) and reads_cache(recipe):
-        raise UserError(
-            "train.on_policy: a cache has no states of tokens that are yet to be drawn; set features.mode online"
         )
 
 
 def plan(job: Job) -> str:
     """Four lines with the steps and sizes of a job that is run by as many processes as there are now."""
-    config, parameters = job.config, list(job.objective.parameters())
-    processes = f"{world_size()} process{'es' if world_size() > 1 else ''}"
-    per_epoch = Order(job.lengths, config.seed, config.batch_size, config.accumulation, world_size()).steps_per_epoch
-    steps, tokens = total_steps(config, per_epoch), sum(job.lengths)
-    epochs = steps / per_epoch
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    frozen = sum(p.numel() for p in parameters) - trained
+    config, rows, world, head = job.config, job.rows, world_size(), job.objective.config
+    per_epoch = Order(rows.lengths, config.seed, config.batch_size, config.accumulation, world).steps_per_epoch
+    steps, tokens = total_steps(config, per_epoch), sum(rows.lengths)
+    sizes = [(p.numel(), p.requires_grad) for p in job.objective.parameters()]
+    trained, frozen = (sum(size for size, is_trained in sizes if is_trained == asked) for asked in (True, False))
     # Weights, gradients and Adam's two moments in float32, and the frozen part, in one process without ZeRO; then both
     # laws, their logarithm and gradient over one chunk of slots, in float32.
-    sizes = [_mib(size) for size in (16 * trained + 4 * frozen, 16 * config.loss_chunk_slots * job.vocab_size)]
+    memory = (16 * trained + 4 * frozen) / 2**20
+    laws = 16 * config.loss_chunk_slots * getattr(head, "draft_vocab_size", head.vocab_size) / 2**20
     budget = "" if config.max_seconds is None else f", at most {config.max_seconds:g} s"
-    return "\n".join(
-        [
-            f"data: {len(job.lengths):,} rows, {tokens:,} tokens an epoch; {len(job.held_out):,} held out",
-            f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {processes}: "
-            f"{epochs:.2f} epochs, {round(epochs * tokens):,} tokens{budget}",
-            f"weights: {trained:,} trained, {frozen:,} frozen; "
-            f"{sizes[0]} with gradients and Adam, {sizes[1]} for a chunk of laws",
-            f"output: {job.output}",
-        ]
+    return (
+        f"data: {len(rows.lengths):,} rows, {tokens:,} tokens an epoch; {len(rows.held_out):,} held out\n"
+        f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} "
+        f"process{'es' if world > 1 else ''}: {steps / per_epoch:.2f} epochs, "
+        f"{round(steps / per_epoch * tokens):,} tokens{budget}\n"
+        f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam, {laws:,.1f} MiB "
+        f"for a chunk of laws\noutput: {job.output}"
     )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.2f} GiB"

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,41 +39,36 @@ METER = "meter-{}.json"  # of each process, in a save
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows of both splits, from a feature cache or as they were tokenised just now."""
+
+    train: Sequence[TokenisedRow]
+    held_out: Sequence[TokenisedRow]
+    lengths: Sequence[int]  # of the training rows, in tokens
+    tokens: Iterable[tuple[Any, Any]]  # (input_ids, turns) of the training rows
+    origin: dict[str, Any]  # what the tokens were made from; "rows" is a digest of the training rows' ids
+    pools: ShardPools | None = None  # where rows are drawn from some shards of the cache at a time
+
+
+@dataclass(frozen=True)
 class Job:
     """What is trained on what, and where it goes."""
 
     kind: str
     objective: Objective
-    train: Sequence[TokenisedRow]
-    lengths: Sequence[int]  # of the training rows, in tokens
-    held_out: Sequence[TokenisedRow]
+    rows: Rows
     output: Path
     state: Path
     metrics: Path
     save: Callable[[Any, Path, dict[str, Any]], None]  # writes a head with whole weights, and facts, to a directory
-    save_dtype: torch.dtype = torch.float32
     features: Callable[[Batch], Batch] | None = None  # puts the target's states into a batch; None: they are cached
     target: Target | None = None  # where it is loaded whole
     overwrite: bool = False
-    pools: ShardPools | None = None  # where rows are drawn from some shards of the cache at a time
-    rows: str | None = None  # digest of the training rows' token ids
-    vocab_size: int = 0  # that laws are over
 
     @property
     def config(self) -> TrainConfig:
         settings: TrainConfig = self.objective.settings
         return settings
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a sitting ended: finished, budget (max_seconds), interrupted or requeue; totals are of all sittings."""
-
-    state: str
-    code: int
-    progress: resume.Progress
-    total_steps: int
-    held_out: dict[str, float] = field(default_factory=dict)
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
@@ -139,13 +134,16 @@ class Loop:
         self.job, self.config, self.accelerator, self.measure = job, job.config, accelerator, measure
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
         config = self.config
-        self.order = Order(job.lengths, config.seed, config.batch_size, config.accumulation, self.world, job.pools)
+        rows, parts = job.rows, config.accumulation
+        self.order = Order(rows.lengths, config.seed, config.batch_size, parts, self.world, rows.pools)
         self.total = total_steps(config, self.order.steps_per_epoch)
-        made_of = {**made_of, "rows": job.rows}
+        made_of = {**made_of, "rows": rows.origin["rows"]}
         fresh = resume.Progress(made_of, self.world, engine_of(accelerator), machine_of(self.device))
         folder = self._find(fresh)
         # The twin is never sharded; its weights are measured and saved.
-        self.twin = job.objective.twin().to(self.device, job.save_dtype).eval()
+        target = job.objective.target
+        dtype = torch.float32 if target is None else target.lm_head.dtype
+        self.twin = job.objective.twin().to(self.device, dtype).eval()
         self.module, self.optimizer = accelerator.prepare(job.objective, build_optimizer(job.objective, config))
         self.module.train()
         self.meter = Meter()
@@ -189,8 +187,11 @@ class Loop:
             resume.clear(self.job.state)
         self.accelerator.wait_for_everyone()
 
-    def run(self, stop: StopRequest) -> Outcome:
-        """Steps until the end, the budget or a signal; what was reached is then evaluated or saved."""
+    def run(self, stop: StopRequest) -> str:
+        """Steps until the end, the budget or a signal; what was reached is then evaluated or saved.
+
+        How the sitting ended: finished, budget (max_seconds), interrupted or requeue.
+        """
         start, ending = self.progress.step, "finished"
         steps = range(start, self.total)
         traced = profiler(self.config, start, self.job.state, self.rank)
@@ -214,16 +215,16 @@ class Loop:
                     break
                 self._periodic()
                 before = time.monotonic()
-            outcome = self._end(ending)
+            self._end(ending)
         stop.is_stepping = False
-        return outcome
+        return ending
 
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
         """A step's parts, or why there are none: every process is told before one raises, so that all end alike."""
         packed = bool(getattr(self.config, "packing", False))
         try:
             parts = [
-                collate([self.job.train[row] for row in rows], rows, packed)
+                collate([self.job.rows.train[row] for row in rows], rows, packed)
                 for rows in self.order.parts(step, self.rank)
             ]
             return [self.job.objective.prepare(batch, self.order.epoch_of(step)) for batch in parts], None
@@ -292,14 +293,14 @@ class Loop:
         if step % config.save_every == 0:
             self._save_state()
 
-    def _end(self, ending: str) -> Outcome:
+    def _end(self, ending: str) -> None:
         step, config = self.progress.step, self.config
         if ending in CODES:
             # No log line: its sums are saved, and the line comes where it does in an unbroken run.
             if step != self._saved_at:
                 self._save_state()
             self.say(f"stopped by a signal after step {step:,}; the same command goes on from there")
-            return Outcome(ending, CODES[ending], self.progress, self.total)
+            return
         self._log()
         if ending == "budget":
             self.say(
@@ -310,7 +311,6 @@ class Loop:
         if ending == "budget":
             self._save_state()
         self.accelerator.wait_for_everyone()
-        return Outcome(ending, 0, self.progress, self.total, self.held_out)
 
     def say(self, text: str) -> None:
         """Prints a line above the bar, on the first process."""
@@ -349,7 +349,7 @@ class Loop:
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
                 parameter.copy_(weights[name])
-        rows = self.job.held_out[: self.config.eval_conversations]
+        rows = self.job.rows.held_out[: self.config.eval_conversations]
         step, best = self.progress.step, self.progress.best_score
         score = None
         if rows:

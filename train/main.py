@@ -30,7 +30,7 @@ from aerie.train import fingerprint, resume
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aerie.train.loop import Job, Outcome
+    from aerie.train.loop import Job, Loop
 
 
 def main() -> int:
@@ -94,28 +94,28 @@ def _train(recipe: pipeline.Recipe, stage: Stage, overwrite: bool) -> tuple[str,
         loop = Loop(job, accelerator, made_of, as_dict(recipe), measure)
         if accelerator.is_main_process:
             resume.begin_output(stage.output, job.state)
-        outcome = loop.run(stop)
-        if accelerator.is_main_process and outcome.code == 0:
-            _finish(recipe, stage, job, outcome, accelerator.num_processes)
+        ending = loop.run(stop)
+        if accelerator.is_main_process and ending not in launch.CODES:
+            _finish(recipe, stage, loop, ending)
         accelerator.end_training()
-    return ("done" if outcome.code == 0 else outcome.state), outcome.code
+    return ending if ending in launch.CODES else "done", launch.CODES.get(ending, 0)
 
 
-def _finish(recipe: pipeline.Recipe, stage: Stage, job: "Job", outcome: "Outcome", num_processes: int) -> None:
+def _finish(recipe: pipeline.Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
     """Marks the output as whole; only then the saves are forgotten: a kill before costs the steps since the last."""
-    progress = outcome.progress
+    progress = loop.progress
     write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
     record = stage.finish(
         steps=progress.step,
-        total_steps=outcome.total_steps,
+        total_steps=loop.total,
         best_step=progress.best_step,
         tokens=progress.tokens,
         train_seconds=round(progress.seconds, 1),
-        ended=outcome.state,
-        processes=num_processes,
-        held_out=outcome.held_out,
+        ended=ending,
+        processes=loop.world,
+        held_out=loop.held_out,
     )
-    _forget_saves(stage, job.state)
+    _forget_saves(stage, loop.job.state)
     print(
         f"train {recipe.head.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in {progress.seconds:,.0f} s "
         f"({record['seconds']:,.0f} s since the command began); best at step {progress.best_step:,}: {stage.output}",
@@ -145,7 +145,7 @@ def _measured_tau(recipe: pipeline.Recipe, job: "Job") -> "Callable[[Any], dict[
     room = min(getattr(target.config, "max_position_embeddings", None) or positions, positions)
     room -= settings.measure_new_tokens
     # The tokens of each conversation before its first answer, where they leave room for one.
-    starts = ((row, next(place for place, turn in enumerate(list(row.turns)) if turn)) for row in job.held_out)
+    starts = ((row, next(place for place, turn in enumerate(list(row.turns)) if turn)) for row in job.rows.held_out)
     openings = ([int(token) for token in row.input_ids[:first]] for row, first in starts if 0 < first <= room)
     prompts = list(islice(openings, settings.measure_prompts))
     if not prompts:

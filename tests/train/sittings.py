@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -16,8 +16,9 @@ from aerie.data.batches import Batch
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import save_head
 from aerie.train.launch import StopRequest, build_accelerator
-from aerie.train.loop import Job, Loop, Outcome
+from aerie.train.loop import Job, Loop, Rows
 from aerie.train.objectives.eagle import Eagle1Objective
+from aerie.train.resume import Progress
 from tests import tiny
 
 VOCAB = tiny.vocab()
@@ -48,17 +49,14 @@ def job(
 ) -> Job:
     """A job on 20 rows that writes below directory; stop is (training batch, signal or 0)."""
     rows: list[CachedRow] = tiny.rows(20)
-    objective = (Eagle1Objective if stop is None else Interrupted)(
-        tiny.head(VOCAB.embedding, scale=5.0), vocab, settings
-    )
+    held_out = changes.pop("held_out", tiny.rows(4, seed=1))
+    objective = (Eagle1Objective if stop is None else Interrupted)(tiny.head(VOCAB.embedding, scale=5.0), vocab, settings)
     if isinstance(objective, Interrupted) and stop is not None:
         objective.left, objective.number = stop[0], signal.Signals(stop[1]) if stop[1] else 0  # type: ignore[assignment]
     values: dict[str, Any] = {
         "kind": "eagle1",
         "objective": objective,
-        "train": rows,
-        "lengths": [len(row.input_ids) for row in rows],
-        "held_out": tiny.rows(4, seed=1),
+        "rows": Rows(rows, held_out, [len(row.input_ids) for row in rows], [], {"rows": "r"}),
         "output": directory / "head",
         "state": directory / "state",
         "metrics": directory / "metrics.jsonl",
@@ -66,6 +64,12 @@ def job(
         **changes,
     }
     return Job(**values)
+
+
+class Outcome(NamedTuple):
+    state: str
+    progress: Progress
+    held_out: dict[str, float]
 
 
 def sitting(made: Job, recipe: str = "recipe", measure: Any = None) -> tuple[Outcome, Loop]:
@@ -76,9 +80,9 @@ def sitting(made: Job, recipe: str = "recipe", measure: Any = None) -> tuple[Out
     accelerator = build_accelerator(made.config, made.state)
     loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.config)}, {"recipe": recipe}, measure)
     with StopRequest() as stop:
-        outcome = loop.run(stop)
+        state = loop.run(stop)
     accelerator.end_training()
-    return outcome, loop
+    return Outcome(state, loop.progress, loop.held_out), loop
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:

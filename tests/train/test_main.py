@@ -134,7 +134,7 @@ MISTAKES = [
     ("draft_lm", "--train.measure_prompts 2", "train.measure_prompts: unknown key"),
     ("draft_lm", "--train.loss kl", "train.loss: unknown key"),
     ("draft_lm", "--train.distill null", "do nothing without distill"),
-    ("draft_lm", "--head.max_position_embeddings 100", "data.max_length: 128 is beyond"),
+    ("draft_lm", "--head.max_position_embeddings 100", "100 is less than data.max_length 128"),
     ("draft_lm", "--head.init_from OTHER", "a draft LM shares the tokenizer of its target"),
     ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens that are yet to be drawn"),
     ("eagle3", "--target SHALLOW", "has 4 blocks, and the default taps .* need at least 7"),

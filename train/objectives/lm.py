@@ -162,22 +162,22 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
     """
     if config.init_from is not None:
         return _warm_start(config.init_from, tokenizer)
+    names: tuple[str, ...] = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+    )
+    names += ("max_position_embeddings", "initializer_range")
     sizes = LlamaConfig(
+        **{name: getattr(config, name) for name in names},
+        **_special_tokens(tokenizer),
         vocab_size=vocab_size or len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
         rope_theta=config.rope_theta or 10000.0,
         rms_norm_eps=1e-6,
-        initializer_range=config.initializer_range,
         tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -186,6 +186,10 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data.mul_((2 * config.num_hidden_layers) ** -0.5)  # the residual stream keeps its scale (GPT-2)
     return lm
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
 
 
 def _warm_start(path: str, tokenizer: Any) -> Any:
@@ -202,9 +206,7 @@ def _warm_start(path: str, tokenizer: Any) -> Any:
 
 def save_causal_lm(lm: Any, tokenizer: Any, directory: Path) -> None:
     """Writes an ordinary Hugging Face directory: configurations, safetensors, tokenizer."""
-    lm.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id
-    )
+    lm.generation_config = GenerationConfig(**_special_tokens(tokenizer))
     lm.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
