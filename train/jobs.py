@@ -23,7 +23,7 @@ from aerie.data.tokens import (
     tokenize,
 )
 from aerie.model.checkpoint import new_head, position_warnings, save_head
-from aerie.model.target import Target, fingerprint, load_vocab, load_tokenizer, taps_of
+from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of
 from aerie.train.fingerprint import needs_target, reads_cache, state_name
 from aerie.train.launch import device, rank, world_size
 from aerie.train.loop import Job, Rows, total_steps

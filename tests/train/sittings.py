@@ -50,7 +50,9 @@ def job(
     """A job on 20 rows that writes below directory; stop is (training batch, signal or 0)."""
     rows: list[CachedRow] = tiny.rows(20)
     held_out = changes.pop("held_out", tiny.rows(4, seed=1))
-    objective = (Eagle1Objective if stop is None else Interrupted)(tiny.head(VOCAB.embedding, scale=5.0), vocab, settings)
+    objective = (Eagle1Objective if stop is None else Interrupted)(
+        tiny.head(VOCAB.embedding, scale=5.0), vocab, settings
+    )
     if isinstance(objective, Interrupted) and stop is not None:
         objective.left, objective.number = stop[0], signal.Signals(stop[1]) if stop[1] else 0  # type: ignore[assignment]
     values: dict[str, Any] = {
