@@ -141,14 +141,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
     """[B, T, H * hd] of rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]. mask None: causal.
 
     With a buffer they see its rows too. With an UnrollMemory this is one unroll step for all slots at once: slot p's
-    chain at step k sees the step-0 keys of its document up to p (or those that mask [.., T, T] allows) and its own keys
-    of steps 1..k, in one softmax: what step-by-step drafting from prefix p would see. Source: EAGLE-3 (arXiv
-    2503.01840), figure 6.
+    chain at step k sees the step-0 keys of its document up to p and its own keys of steps 1..k, in one softmax: what
+    step-by-step drafting from prefix p would see. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
     """
     if isinstance(memory, UnrollMemory):
         memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
         memory.values.append(v)
-        out = unrolled_attention(q.to(v.dtype), memory.keys, memory.values, mask, memory.documents)
+        out = unrolled_attention(q.to(v.dtype), memory.keys, memory.values, memory.documents)
     else:
         is_causal = mask is None and memory is None  # one new slot sees all of a buffer without a mask
         if memory is not None:
@@ -228,9 +227,8 @@ class DecoderLayer(nn.Module):
         if self.reads == "normed":
             return self.input_layernorm(x), x
         assert embedded is not None
-        normed = self.hidden_norm(x)
-        pair = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, T, 2D]
-        return pair, normed if self.norm_before_residual else x
+        pair = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], dim=-1)  # [B, T, 2D]
+        return pair, self.hidden_norm(x) if self.norm_before_residual else x
 
     def forward(
         self, x: Tensor, embedded: Tensor | None, rope: Rope, mask: Tensor | None = None, memory: Memory = None

@@ -3,10 +3,11 @@
 What all slots share, causal attention over the first step, is flash attention on a CPU; the few own columns are merged
 into it through its log-sum-exp, and its backward is given the merged output and log-sum-exp, as ring attention does
 (arXiv 2310.01889). So memory grows with T and not with T^2. Elsewhere the scores of a chunk of queries are made at a
-time, and made again in the backward pass. A mask of any other form is answered plainly, with all scores at once.
+time, and made again in the backward pass.
 """
 
 import math
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,84 +18,59 @@ QUERY_CHUNK = 256  # rows of scores that the dense form holds at once
 Documents = tuple[int, ...] | None  # lengths of the documents of a packed row; None: one document
 
 
-def unrolled_attention(
-    q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None = None, documents: Documents = None
-) -> Tensor:
+def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents = None) -> Tensor:
     """Attention [B, H, T, hd] of queries of step k, for keys and values [B, KV, T, hd] of steps 0..k.
 
-    Slot p sees the step-0 keys of its document up to p (where mask [.., T, T] is given: those it allows) and of each
-    later step its own key alone.
+    Slot p sees the step-0 keys of its document up to p, and of each later step its own key alone.
     """
-    if mask is None and q.device.type == "cpu":
+    if q.device.type == "cpu":
         out: Tensor = _MergedAttention.apply(q, spans(documents, q.shape[2]), *keys, *values)
         return out
-    return dense_attention(q, keys, values, mask, documents, QUERY_CHUNK if mask is None else q.shape[2])
+    return dense_attention(q, keys, values, documents)
 
 
 def dense_attention(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None = None,
-    documents: Documents = None,
-    chunk: int = QUERY_CHUNK,
+    q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents = None, chunk: int = QUERY_CHUNK
 ) -> Tensor:
     """The same by explicit scores, `chunk` queries at a time."""
     length = q.shape[2]
-    allowed = _document_numbers(documents, length, q.device) if mask is None else mask
+    owners = torch.zeros(length, dtype=torch.long, device=q.device)  # [T], the document of each slot
+    for number, (first, last) in enumerate(spans(documents, length)):
+        owners[first:last] = number
     pieces = []
     for first in range(0, length, chunk):
-        last = min(first + chunk, length)
-        seen = last if mask is None else length  # later keys than the last query's are of no use to causal slots
-        given = (first, mask is not None, allowed[..., first:last, :] if mask is not None else allowed)
-        own = [x[:, :, first:last] for x in (*keys[1:], *values[1:])]
-        pair = (q[:, :, first:last], keys[0][:, :, :seen], values[0][:, :, :seen])
-        if length > chunk and torch.is_grad_enabled():
-            pieces.append(checkpoint(_some_rows, given, *pair, *own, use_reentrant=False))
-        else:
-            pieces.append(_some_rows(given, *pair, *own))
+        last = min(first + chunk, length)  # causal slots have no use for later keys than the last query's
+        later = [x[:, :, first:last] for x in (*keys[1:], *values[1:])]
+        given: Any = (first, owners[:last], q[:, :, first:last], keys[0][:, :, :last], values[0][:, :, :last], *later)
+        is_recomputed = length > chunk and torch.is_grad_enabled()
+        pieces.append(checkpoint(_rows, *given, use_reentrant=False) if is_recomputed else _rows(*given))
     return torch.cat(pieces, dim=2)
 
 
 def spans(documents: Documents, length: int) -> tuple[tuple[int, int], ...]:
     """First and last slot (excluded) of each document; the last ends with the row."""
-    if documents is None:
-        return ((0, length),)
-    found, first = [], 0
-    for size in documents:
-        if first < min(first + size, length):
-            found.append((first, min(first + size, length)))
-        first += size
-    if first < length:
-        raise ValueError(f"documents of {first} tokens do not fill a row of {length} slots")
-    return tuple(found)
+    stops = [min(stop, length) for stop in accumulate(documents or (length,))]
+    if stops[-1] < length:
+        raise ValueError(f"documents of {stops[-1]} tokens do not fill a row of {length} slots")
+    return tuple((first, stop) for first, stop in pairwise([0, *stops]) if first < stop)
 
 
-def _document_numbers(documents: Documents, length: int, device: torch.device) -> Tensor:
-    numbers = torch.zeros(length, dtype=torch.long, device=device)  # [T]
-    for number, (first, last) in enumerate(spans(documents, length)):
-        numbers[first:last] = number
-    return numbers
-
-
-def _some_rows(given: tuple[int, bool, Tensor], q: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-    """Attention [B, H, n, hd] of n queries that begin at slot given[0]."""
-    first, masked, allowed = given
+def _rows(first: int, owners: Tensor, q: Tensor, key: Tensor, value: Tensor, *later: Tensor) -> Tensor:
+    """Attention [B, H, n, hd] of the n queries that begin at slot `first`; owners [seen] are the slots' documents."""
     count, kv, dim = q.shape[2], key.shape[1], q.shape[3]
-    if not masked:
-        slots = torch.arange(key.shape[2], device=q.device)
-        rows = slots[first : first + count]
-        allowed = (slots <= rows[:, None]) & (allowed[: len(slots)] == allowed[rows][:, None])  # [n, seen]
+    groups, half = q.shape[1] // kv, len(later) // 2
+    slots = torch.arange(key.shape[2], device=q.device)
+    rows = slots[first : first + count]
+    allowed = (slots <= rows[:, None]) & (owners == owners[rows][:, None])  # [n, seen]
     grouped = q.reshape(q.shape[0], kv, -1, dim)  # [B, KV, groups * n, hd]
     scores = (grouped @ key.transpose(-1, -2)).view(*q.shape[:3], -1) / math.sqrt(dim)  # [B, H, n, seen]
-    half, groups = len(own) // 2, q.shape[1] // kv
-    later_keys, later_values = ([x.repeat_interleave(groups, dim=1) for x in part] for part in (own[:half], own[half:]))
-    columns = [(q * later).sum(-1, keepdim=True) / math.sqrt(dim) for later in later_keys]  # each [B, H, n, 1]
+    own_keys, own_values = ([_repeated(x, groups) for x in part] for part in (later[:half], later[half:]))
+    columns = [(q * own).sum(-1, keepdim=True) / math.sqrt(dim) for own in own_keys]  # each [B, H, n, 1]
     law = torch.cat([scores.masked_fill(~allowed, float("-inf")), *columns], dim=-1).float().softmax(-1).to(q.dtype)
     shared = law[..., : key.shape[2]].reshape(q.shape[0], kv, groups * count, -1)
     out = (shared @ value).view(q.shape)
-    for step, later in enumerate(later_values):
-        out = out + law[..., key.shape[2] + step, None] * later
+    for step, own in enumerate(own_values):
+        out = out + law[..., key.shape[2] + step, None] * own
     return out
 
 

@@ -137,14 +137,12 @@ class EagleHead(nn.Module):
         """
         return self._run(tokens, features, positions, mask, tokens.shape[1], [None] * len(self.blocks))
 
-    def unroll(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None, memories: Sequence[UnrollMemory]
-    ) -> Tensor:
+    def unroll(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[UnrollMemory]) -> Tensor:
         """One step of the parallel unroll (training-time test): each slot's chain takes its next token.
 
         features are the target's (EAGLE-3: fused) in the first step, then the last step's output.
         """
-        return self._run(tokens, features, positions, mask, self.config.max_position_embeddings, memories)
+        return self._run(tokens, features, positions, None, self.config.max_position_embeddings, memories)
 
     def _run(
         self,

@@ -157,7 +157,7 @@ def test_whole_sequence_buffered_and_unrolled_forwards_agree(changes: dict[str, 
     whole = made(tokens, features, positions)
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     memories = [UnrollMemory() for _ in range(made.config.num_hidden_layers)]
-    unrolled = made.unroll(tokens, features, positions, mask[None, None], memories)
+    unrolled = made.unroll(tokens, features, positions, memories)
     torch.testing.assert_close(unrolled, whole, rtol=1e-4, atol=1e-4)
     sizes, draft = made.config.sizes(), made.fused()
     buffers = [KeyValueBuffer.allocate(1, sizes, 16, features) for _ in range(made.config.num_hidden_layers)]

@@ -51,16 +51,6 @@ def test_merged_and_dense_attention_are_one_masked_softmax_in_value_and_gradient
             assert (x - y).abs().max() <= 1e-5 * y.abs().max()
 
 
-def test_a_mask_of_ones_own_decides_what_is_seen() -> None:
-    made = _made(12)
-    q, keys, values = made
-    mask = torch.ones(12, 12, dtype=torch.bool).tril()
-    torch.testing.assert_close(unrolled_attention(q, keys, values, mask), unrolled_attention(q, keys, values))
-    short = unrolled_attention(q, keys, values, mask & ~torch.ones_like(mask).tril(-4))
-    assert (short[:, :, :4] - unrolled_attention(q, keys, values)[:, :, :4]).abs().max() < 1e-5
-    assert (short[:, :, 6:] - unrolled_attention(q, keys, values)[:, :, 6:]).abs().max() > 1e-2
-
-
 def test_bf16_stays_close_to_float32() -> None:
     made = _made(33)
     half = [x.bfloat16() for x in (made[0], *made[1], *made[2])]

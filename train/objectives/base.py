@@ -135,7 +135,7 @@ def chain_hits(
     for step in range(depths):
         tokens = shifted(batch.input_ids, 1 + step)[:, :slots]  # [B, T-1], t_{p+1+k}
         positions = (begin + step).clamp(max=head.config.max_position_embeddings - 1)
-        features = head.unroll(tokens, features, positions, None, memories)
+        features = head.unroll(tokens, features, positions, memories)
         counted = batch.supervised(step)[:, :slots]  # [B, T-1]
         goals = shifted(choices, 1 + step)[:, :slots][counted]  # [S], after f_{p+1+k}
         alive[step] = counted.float()

@@ -160,14 +160,14 @@ class Eagle3Objective(Objective):
     def _step(self, tokens: Tensor, x: Tensor, positions: Tensor, memories: list[UnrollMemory]) -> Tensor:
         """One unroll step; its keys and values join the memories."""
         if not (self.settings.gradient_checkpointing and torch.is_grad_enabled()):
-            return self.head.unroll(tokens, x, positions, None, memories)
+            return self.head.unroll(tokens, x, positions, memories)
         # The step is made again in the backward pass from what it saw. Hence the copies of the lists: the memories will
         # have grown by then, and would be another sequence.
         before = [(list(memory.keys), list(memory.values)) for memory in memories]
 
         def made(given: Tensor) -> tuple[Tensor, ...]:
             seen = [replace(memory, keys=[*k], values=[*v]) for memory, (k, v) in zip(memories, before, strict=True)]
-            out = self.head.unroll(tokens, given, positions, None, seen)
+            out = self.head.unroll(tokens, given, positions, seen)
             return out, *(tensor for memory in seen for tensor in (memory.keys[-1], memory.values[-1]))
 
         out, *pairs = checkpoint(made, x, use_reentrant=False)
