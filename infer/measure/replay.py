@@ -5,7 +5,8 @@ A replay counts cycles exactly; measured costs turn the counts into milliseconds
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,13 @@ Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 
 
-# costs: two depths give the first level's and that of each further one
-SHALLOW, DEEP = 2, 8
-COST_WIDTHS = (1, 2, 4, 8, 10)
-COST_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 60)
 COST_PROMPTS, COST_REPETITIONS = 2, 3
 TIMED_TOKENS = 48  # new tokens of one timed answer
+# levels, k and nodes of the trees that are timed: two depths give the first level's cost and that of each further one
+TIMED_TREES = (
+    ((2, 1, 2), (8, 1, 4)), ((2, 2, 6), (8, 2, 8)), ((2, 4, 12), (8, 4, 16)), ((2, 8, 24), (8, 8, 32)),
+    ((2, 10, 48), (8, 10, 60)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Recording:
     tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
     survival: Floats  # [P, L, K, K] log survival; -inf where there is no node
     frontier: Integers  # [P, L, K]
+    room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
     text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
     answer: Integers  # [P] which answer the place belongs to; its places stand in order
     left: Integers  # [P] tokens that the answer still had after the place's root
-    room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
 
 
 def record(
@@ -58,26 +60,22 @@ def record(
     proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
     proposer.keep = True
     decoder = SpeculativeDecoder(target, proposer)
-    parts = []
+    places: list[tuple[Any, ...]] = []
     for number, ids in enumerate(prompts):
-        drafts: list[tuple[Integers, Floats, Integers, int]] = []
+        drafts: list[tuple[Any, ...]] = []
 
-        def keep(cycle: Cycle, drafts: list[tuple[Integers, Floats, Integers, int]] = drafts) -> None:
+        def keep(cycle: Cycle, drafts: list[tuple[Any, ...]] = drafts) -> None:
             if cycle.tree.pool is not None:  # the answer's last token, or the last but one, has no draft
                 drafts.append(_draft(cycle.tree.pool.levels, levels))
 
         answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
-        if drafts:
-            place = np.arange(len(drafts))
-            padded = np.array([*answer, *([-1] * levels)], dtype=np.int64)
-            text = padded[place[:, None] + 1 + np.arange(levels)]
-            tokens, survival, frontier, room = (np.stack(column) for column in zip(*drafts, strict=True))
-            left = len(answer) - 1 - place
-            parts.append(Recording(tokens, survival, frontier, text, np.full_like(place, number), left, room))
-    return Recording(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Recording)))
+        padded = [*answer, *([-1] * levels)]
+        for place, draft in enumerate(drafts, start=1):
+            places.append((*draft, padded[place : place + levels], number, len(answer) - place))
+    return Recording(*map(np.array, zip(*places, strict=True)))
 
 
-def _draft(drafted: Sequence[Level], levels: int) -> tuple[Integers, Floats, Integers, int]:
+def _draft(drafted: Sequence[Level], levels: int) -> tuple[Any, ...]:
     """tokens, survival, frontier and room of one place of a Recording."""
     k = drafted[0].tokens.shape[0]
     tokens, frontier = np.full((levels, k, k), -1, dtype=np.int64), np.zeros((levels, k), dtype=np.int64)
@@ -204,27 +202,28 @@ def in_turns(
     """
     for decoder in decoders:
         decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
+    settings: dict[str, Any] = {"max_new_tokens": TIMED_TOKENS, "do_sample": False, "timed": True}
     turns = []
     with bar(repetitions * len(prompts), "turns", name) as progress:
-        for repetition in range(repetitions):
-            for prompt in prompts:
-                answers: dict[int, Statistics] = {}
-                for offset in range(len(decoders)):  # each turn begins with another decoder
-                    place = (repetition + offset) % len(decoders)
-                    settings: dict[str, Any] = {"max_new_tokens": TIMED_TOKENS, "do_sample": False, "timed": True}
-                    answers[place] = decoders[place].generate(prompt, **settings).statistics
-                turns.append([answers[place] for place in range(len(decoders))])
-                progress.update()
+        for repetition, prompt in product(range(repetitions), prompts):
+            answers: dict[int, Statistics] = {}
+            for offset in range(len(decoders)):  # each repetition begins with another decoder
+                place = (repetition + offset) % len(decoders)
+                answers[place] = decoders[place].generate(prompt, **settings).statistics
+            turns.append([answers[place] for place in sorted(answers)])
+            progress.update()
     return [list(answers) for answers in zip(*paced(turns), strict=True)]
 
 
 def paced(turns: Sequence[Sequence[Statistics]]) -> list[list[Statistics]]:
     """Turns of answers, vanilla's first, with times as if vanilla had taken the same in each: its median."""
     usual = statistics.median(cycle_ms(turn[0]) for turn in turns)
-    factors = [usual / cycle_ms(turn[0]) for turn in turns]
     return [
-        [replace(one, ms={phase: value * factor for phase, value in one.ms.items()}) for one in turn]
-        for turn, factor in zip(turns, factors, strict=True)
+        [
+            replace(answer, ms={phase: ms * usual / cycle_ms(turn[0]) for phase, ms in answer.ms.items()})
+            for answer in turn
+        ]
+        for turn in turns
     ]
 
 
@@ -233,49 +232,28 @@ def cycle_ms(answer: Statistics) -> float:
     return (answer.ms["wall"] - answer.ms["prefill"]) / max(answer.target_forwards, 1)
 
 
-def measured_shapes() -> list[DynamicConfig]:
-    """The trees whose costs are measured: every width at two depths, and every node count at least once."""
-    shapes, pending = [], list(COST_NODES)
-    for k in COST_WIDTHS:
-        for levels in (SHALLOW, DEEP):
-            most = k + (levels - 1) * k * k + 1
-            nodes = next((count for count in pending if count <= most), None)
-            if nodes is not None:
-                pending.remove(nodes)
-            shapes.append(DynamicConfig(levels=levels, k=k, nodes=nodes or min(most, COST_NODES[-1])))
-    return [*shapes, *(DynamicConfig(levels=DEEP, k=COST_WIDTHS[-1], nodes=nodes) for nodes in pending)]
-
-
 def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -> Costs:
     """What a drafter's trees cost on the first prompts [1, T]: medians over answers; v(N) is kept from falling."""
-    shapes = measured_shapes()
-    decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in shapes)]
+
+    def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
+        return statistics.median(sum(one.ms[phase] for phase in phases) / one.target_forwards for one in answers)
+
+    trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for pair in TIMED_TREES for levels, k, nodes in pair]
+    decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees)]
     plain, *others = in_turns(decoders, prompts[:COST_PROMPTS], COST_REPETITIONS, "costs")
-    answers = dict(zip(shapes, others, strict=True))
     draft = {}
-    for k in COST_WIDTHS:
-        trees = [members for tree, members in answers.items() if tree.k == k]
-        levels = [statistics.mean(one.draft_forwards / one.target_forwards for one in members) for members in trees]
-        times = [statistics.median(one.ms["draft"] / one.target_forwards for one in members) for members in trees]
+    for at in range(0, len(trees), 2):  # a width's shallow and deep tree
+        pair = others[at : at + 2]
+        levels = [statistics.mean(one.draft_forwards / one.target_forwards for one in answers) for answers in pair]
+        times = [per_cycle(answers, "draft") for answers in pair]
         slope = max(float(np.polyfit(levels, times, 1)[0]), 0.0)
-        draft[k] = (float(np.mean(np.array(times) - slope * (np.array(levels) - 1))), slope)
-    by_nodes: dict[int, list[Statistics]] = {1: list(plain)}
-    for tree, members in answers.items():
-        by_nodes.setdefault(tree.nodes, []).extend(members)
-    counts = sorted(by_nodes)
-    verify = np.array(
-        [statistics.median(one.ms["verify"] / one.target_forwards for one in by_nodes[count]) for count in counts]
-    )
+        draft[trees[at].k] = (float(np.mean(np.array(times) - slope * (np.array(levels) - 1))), slope)
+    verify = np.array([per_cycle(answers, "verify") for answers in (plain, *others)])
     # the middle between the rising curves around the values: more nodes never cost less
     verify = (np.maximum.accumulate(verify) + np.minimum.accumulate(verify[::-1])[::-1]) / 2
-    rest = [
-        one.ms["commit"] / one.target_forwards + one.ms["other"] / one.target_forwards
-        for members in answers.values()
-        for one in members
-    ]
     return Costs(
         draft,
-        dict(zip(counts, verify.tolist(), strict=True)),
-        statistics.median(rest),
-        statistics.median(cycle_ms(one) for one in plain),
+        dict(zip([1, *(tree.nodes for tree in trees)], verify.tolist(), strict=True)),
+        per_cycle([answer for answers in others for answer in answers], "commit", "other"),
+        statistics.median(map(cycle_ms, plain)),
     )

@@ -6,8 +6,9 @@ The choice is then measured on other prompts.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,11 @@ from aerie.configs.schema.decode import (
     published_tree,
 )
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
-from aerie.infer.decode.calibrator import calibrate_of, unchanged
+from aerie.infer.decode.calibrator import calibrate_of
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import replay
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
-from aerie.infer.measure.record import Record
 from aerie.infer.measure.statistics import group, row, speedups
 from aerie.infer.measure.tasks import encode, load_prompts
 from aerie.model.hub import head_directory
@@ -73,11 +73,6 @@ class Prediction:
     ms_per_token: float
     speedup: float
 
-    @property
-    def row(self) -> MethodConfig:
-        """As a bench takes it."""
-        return MethodConfig(self.method, self.tree)
-
     def facts(self) -> dict[str, Any]:
         """As tune.json has it; a chain's tree has its k and nodes too."""
         return {**as_dict(self), "tree": {**as_dict(self.tree), "k": self.tree.k, "nodes": self.tree.nodes}}
@@ -85,14 +80,11 @@ class Prediction:
 
 def check_apart(config: TuneConfig) -> None:
     """UserError for a choice that would be measured on a prompt that it is made on."""
-    if config.measure is None:
-        return
     texts = {prompt.text for prompt in load_prompts(config.prompts)}
-    shared = next((prompt for prompt in load_prompts(config.measure) if prompt.text in texts), None)
-    if shared is not None:
-        raise UserError(
-            f"tune.measure: prompt {shared.prompt_id!r} is one of those that the choice is made on; measure on others"
-        )
+    measured = load_prompts(config.measure) if config.measure else []
+    shared = [prompt.prompt_id for prompt in measured if prompt.text in texts]
+    if shared:
+        raise UserError(f"tune.measure: the choice is made on its prompt {shared[0]!r} too; measure on others")
 
 
 def tree_with(levels: int, k: int, nodes: int) -> GrownConfig:
@@ -105,12 +97,18 @@ def method_of(kind: str, tree: GrownConfig) -> Method:
     return "eagle-chain" if tree.shape == "chain" and kind != "draft_lm" else USUAL[kind]
 
 
-def counted(answers: Sequence[Statistics], max_new_tokens: int) -> tuple[replay.Cycles, float]:
+def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
+    """Every tree up to these levels and k that has as many candidates as nodes."""
+    for depth in range(1, levels + 1):
+        yield ChainConfig(levels=depth)
+        for width in range(2, k + 1):
+            candidates = width + (depth - 1) * width * width
+            yield from (tree_with(depth, width, nodes) for nodes in NODES if nodes <= candidates + 1)
+
+
+def counted(answers: Sequence[Statistics]) -> tuple[replay.Cycles, float]:
     """The cycles of a decoder's answers, and the mean of the nodes that a drafting cycle verifies."""
-    trees = 0
-    for one in answers:  # a cycle has no room for a draft where one token is left
-        is_idle = bool(one.cycle_tokens) and one.new_tokens == max_new_tokens and one.cycle_tokens[-1] == 1
-        trees += one.target_forwards - is_idle
+    trees = sum(nodes > 0 for one in answers for nodes in one.cycle_nodes)
     total = replay.Cycles(
         tokens=sum(one.new_tokens - 1 for one in answers),
         target_forwards=sum(one.target_forwards for one in answers),
@@ -134,8 +132,7 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, G
         sums = [ProbabilitySumConfig(checks=checks, threshold=value) for value in THRESHOLDS if checks]
         gains = [MarginalGainConfig(threshold=value) for value in THRESHOLDS]
         rules = {"svip": entropies, "deagle": votes, "ddd": [*sums], "opt-tree": [*gains]}
-    grown = replace(tree, levels=levels)
-    return [(method, replace(grown, stop=stop)) for method, stops in rules.items() for stop in stops]
+    return [(method, replace(tree, levels=levels, stop=stop)) for method, stops in rules.items() for stop in stops]
 
 
 class HeadTuning:
@@ -148,48 +145,40 @@ class HeadTuning:
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
         self.recording = replay.record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
         self.costs = replay.measure_costs(target, self.drafter, prompts)
-        self.trees = self.replayed(config.levels, k)[:SHOWN]
+        self.trees = self.replayed(trees_up_to(config.levels, k))[:SHOWN]
         usual = published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
-        tree = replace(usual, levels=min(usual.levels, config.levels), **narrower)
-        self.published = self.replay_tree(USUAL[kind], tree, replay.path_ranks(self.recording, tree.levels, tree.k))
+        (self.published,) = self.replayed([replace(usual, levels=min(usual.levels, config.levels), **narrower)])
         self.rules: list[Prediction] = []
         self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
         self.choice = self.trees[0]
 
     def decoder(self, tree: GrownConfig) -> SpeculativeDecoder:
-        calibrate = calibrate_of(tree.calibrated, head_directory(self.head)) if tree.calibrated else unchanged
+        calibrate = calibrate_of(tree.calibrated, head_directory(self.head))
         return SpeculativeDecoder(self.target, drafting(self.drafter, tree, calibrate))
 
     def predicted(self, method: Method, tree: GrownConfig, total: replay.Cycles, nodes: float) -> Prediction:
-        each = replay.price(total, tree.k, nodes, self.costs) / max(total.tokens, 1)
-        return Prediction(method, tree, total.tau, each, self.costs.plain / each)
+        ms = replay.price(total, tree.k, nodes, self.costs) / max(total.tokens, 1)
+        return Prediction(method, tree, total.tau, ms, self.costs.plain / ms)
 
-    def replayed(self, levels: int, k: int, nodes: Sequence[int] = NODES) -> list[Prediction]:
-        """Every tree up to these levels and k, the fastest first; none that has fewer candidates than nodes."""
+    def replayed(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
+        """What fixed trees would have done, the fastest first; those of the same levels and k follow each other."""
         predictions = []
-        for depth in range(1, levels + 1):
-            for width in range(1, k + 1):
-                ranks = replay.path_ranks(self.recording, depth, width)
-                candidates = width + (depth - 1) * width * width
-                for count in [depth + 1] if width == 1 else [count for count in nodes if count <= candidates + 1]:
-                    tree = tree_with(depth, width, count)
-                    predictions.append(self.replay_tree(method_of(self.kind, tree), tree, ranks))
+        for (levels, k), alike in groupby(trees, key=lambda tree: (tree.levels, tree.k)):
+            ranks = replay.path_ranks(self.recording, levels, k)
+            for tree in alike:
+                total = replay.cycles(self.recording, replay.accepted(ranks, tree.nodes), levels)
+                predictions.append(self.predicted(method_of(self.kind, tree), tree, total, tree.nodes))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
-    def replay_tree(self, method: Method, tree: GrownConfig, ranks: replay.Integers) -> Prediction:
-        """One tree; ranks are path_ranks of its levels and k."""
-        total = replay.cycles(self.recording, replay.accepted(ranks, tree.nodes), tree.levels)
-        return self.predicted(method, tree, total, tree.nodes)
-
     def decoded(self, tried: Sequence[tuple[Method, GrownConfig]], prompts: Sequence[Tensor]) -> list[Prediction]:
-        """What each tree does in greedy answers to prompts [1, T], at the costs: counts, no clock."""
+        """What each tree does in greedy answers to prompts [1, T], at the costs, the fastest first: no clock."""
         predictions, new = [], self.config.prompts.max_new_tokens
         for method, tree in tried:
             decoder = self.decoder(tree)
             answers = [decoder.generate(ids, max_new_tokens=new, do_sample=False).statistics for ids in prompts]
-            predictions.append(self.predicted(method, tree, *counted(answers, new)))
-        return predictions
+            predictions.append(self.predicted(method, tree, *counted(answers)))
+        return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def timed(self, predictions: Sequence[Prediction]) -> list[Prediction]:
         """The predictions at the pace of their trees' own cycles, timed in turn with vanilla's.
@@ -199,13 +188,13 @@ class HeadTuning:
         """
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
         plain, *others = replay.in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
-        pace = self.costs.plain / statistics.median(replay.cycle_ms(one) for one in plain)
+        pace = self.costs.plain / statistics.median(map(replay.cycle_ms, plain))
         timed = []
         for one, answers in zip(predictions, others, strict=True):
             took = sum(replay.cycle_ms(answer) * answer.target_forwards for answer in answers)
-            total, nodes = counted(answers, replay.TIMED_TOKENS)
-            each = one.ms_per_token * pace * took / replay.price(total, one.tree.k, nodes, self.costs)
-            timed.append(replace(one, ms_per_token=each, speedup=self.costs.plain / each))
+            total, nodes = counted(answers)
+            ms = one.ms_per_token * pace * took / replay.price(total, one.tree.k, nodes, self.costs)
+            timed.append(replace(one, ms_per_token=ms, speedup=self.costs.plain / ms))
         return timed
 
     def try_rules(self) -> None:
@@ -217,11 +206,7 @@ class HeadTuning:
         tried = rules_for(self.kind, best.tree, self.config.levels)
         if (head_directory(self.head) / CALIBRATOR).is_file():
             tried += [(method, replace(tree, calibrated="isotonic")) for method, tree in tried]
-            if best.tree.shape != "chain":  # a chain without a rule is the same chain by any confidence
-                for depth in range(best.tree.levels, min(best.tree.levels + 4, self.config.levels) + 1, 2):
-                    tree = replace(best.tree, levels=depth, calibrated="isotonic")
-                    tried.append((USUAL[self.kind], tree))
-        screened = sorted(self.decoded(tried, self.prompts[:SCREENING]), key=lambda one: one.ms_per_token)
+        screened = self.decoded(tried, self.prompts[:SCREENING])
         finalists = self.decoded([(one.method, one.tree) for one in screened[:FINALISTS]], self.prompts)
         self.fixed, self.published, *finalists = self.timed([best, self.published, *finalists])
         self.rules = sorted(finalists, key=lambda one: one.ms_per_token)
@@ -244,7 +229,7 @@ class HeadTuning:
     def line(self) -> str:
         choice, published = self.choice, self.published
         return (
-            f"tune: {self.kind}: {name_of(choice.row)}: predicted tau {choice.tau:.2f}, "
+            f"{self.kind}: {name_of(MethodConfig(choice.method, choice.tree))}: predicted tau {choice.tau:.2f}, "
             f"speedup {choice.speedup:.2f} (published tree: {published.tau:.2f}, {published.speedup:.2f})"
         )
 
@@ -252,23 +237,16 @@ class HeadTuning:
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> HeadTuning:
     """The fastest method of these heads (kind -> directory) as predicted; writes tuned.yaml and tune.json."""
     prompts = [encode(prompt.text, tokenizer, target) for prompt in load_prompts(config.prompts)]
-    tunings = []
-    for kind, head in heads.items():
-        tunings.append(HeadTuning(target, kind, head, prompts, config))
-        print(tunings[-1].line(), flush=True)
+    tunings = [HeadTuning(target, kind, head, prompts, config) for kind, head in heads.items()]
     fastest = max(one.choice.speedup for one in tunings)
     contenders = [one for one in tunings if one.choice.speedup * CONTENDER > fastest]
     for one in contenders:
         one.try_rules()
-        print(one.line(), flush=True)
+        print(f"tune: {one.line()}", flush=True)
     best = max(contenders, key=lambda one: one.choice.speedup)
-    choice, published = best.choice, best.published
-    changes = {key: value for key, value in as_dict(choice.tree).items() if value is not None}
-    note = (
-        f"# tuned on {describe(target)['device']}: predicted tau {choice.tau:.2f}, speedup {choice.speedup:.2f}; "
-        f"the published tree: {published.tau:.2f}, {published.speedup:.2f}\n"
-    )
-    chosen = {"method": choice.method, "head": best.head, "tree": changes}
+    changes = {key: value for key, value in as_dict(best.choice.tree).items() if value is not None}
+    chosen = {"method": best.choice.method, "head": best.head, "tree": changes}
+    note = f"# tuned on {describe(target)['device']}: {best.line()}\n"
     write_text(output / TUNED, note + yaml.safe_dump(chosen, sort_keys=False))
     write_json(output / "tune.json", {"chosen": best.kind, "heads": [one.facts() for one in tunings]})
     return best
@@ -284,59 +262,40 @@ def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodCon
     return [*fixed, *(MethodConfig(method_of(kind, tree), tree) for tree in trees)]
 
 
-def measure(
-    target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig, output: Path, seed: int
-) -> dict[str, Any]:
-    """The choice against vanilla, the published tree and the grid, in pairs of prompts; writes measured.json."""
+def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig, output: Path, seed: int) -> None:
+    """Writes measured.json: each row's speed, the choice's relative to it (paired by prompt), and the prediction's."""
     assert config.measure is not None
-    methods = measured_rows(best.kind, best.choice.row, config.grid)
+    predicted = best.choice
+    methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
     heads = [None if method.method == "vanilla" else best.head for method in methods]
     section = BenchConfig(prompts=config.measure, rows=tuple(methods))
     kinds = [None if head is None else best.kind for head in heads]
     bench = Bench(target, tokenizer, make_decoders(target, methods, heads), kinds, section, output / "bench")
     bench.records_path.unlink(missing_ok=True)
-    facts = outcomes(methods, run(bench, load_prompts(config.measure), seed), best.choice, seed)
-    write_json(output / "measured.json", facts)
-    choice = facts["rows"][1]
-    print(
-        f"measured: tau {choice['tau'] or 0:.2f}, speedup {choice['speedup'] or 0:.2f}; predicted over measured "
-        f"{facts['predicted_over_measured'] or 0:.3f}"
-    )
-    for words, other in (("the published tree", "published"), ("the best of the grid", "best_of_grid")):
-        if (against := facts[f"against_{other}"]) is not None:
-            interval = "-".join(f"{bound:.2f}" for bound in against["chosen_against_it_ci95"] or ())
-            print(f"against {words}: {against['chosen_against_it'] or 0:.2f} times its speed ({interval})")
-    return facts
-
-
-def outcomes(
-    methods: Sequence[MethodConfig], records: Sequence[Record], predicted: Prediction, seed: int
-) -> dict[str, Any]:
-    """measured.json: each row's speed, the choice's speed relative to it (paired by prompt), and the prediction's."""
-    groups = {members.first.row: members for members in group(records)}
+    groups = {members.first.row: members for members in group(run(bench, load_prompts(config.measure), seed))}
     chosen = {record.prompt_key: record for record in groups[1].records if record.status == "ok"}
     rows = []
     for number, method in enumerate(methods):
-        measured = row(groups[number], seed)
-        others = [one for one in groups[number].records if one.prompt_key in chosen and one.status == "ok"]
-        against = speedups([(chosen[one.prompt_key], one) for one in others], seed)
+        figures = row(groups[number], seed)
+        answers = [one for one in groups[number].records if one.prompt_key in chosen and one.status == "ok"]
+        against = speedups([(chosen[one.prompt_key], one) for one in answers], seed)
         rows.append(
             {
                 "method": as_dict(method),
-                **{name: measured.get(name) for name in ("tau", "speedup", "speedup_ci95")},
+                **{name: figures.get(name) for name in ("tau", "speedup", "speedup_ci95")},
                 "chosen_against_it": against["speedup"],
                 "chosen_against_it_ci95": against["speedup_ci95"],
             }
         )
-    _, choice, published, *grid = rows
-    return {
-        "against_published": published,
-        "against_best_of_grid": max(grid, key=lambda one: one["speedup"] or 0.0, default=None),
-        "predicted_over_measured": predicted.speedup / choice["speedup"] if choice["speedup"] else None,
-        "predicted_tau_over_measured": predicted.tau / choice["tau"] if choice["tau"] else None,
+    tau, speedup = rows[1]["tau"], rows[1]["speedup"]
+    facts = {
+        "predicted_over_measured": predicted.speedup / speedup if speedup else None,
+        "predicted_tau_over_measured": predicted.tau / tau if tau else None,
         "names": [name_of(method) for method in methods],
         "rows": rows,
     }
+    write_json(output / "measured.json", facts)
+    print(f"measured: tau {tau or 0:.2f} (predicted {predicted.tau:.2f}), speedup {speedup or 0:.2f}")
 
 
 def name_of(method: MethodConfig) -> str:

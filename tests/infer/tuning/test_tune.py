@@ -1,8 +1,6 @@
 """Replays count what the real decoder does, costs turn counts into speeds, and the choice is measured."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import yaml
 from torch import Tensor
 
 from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
-from aerie.configs.schema.measure import PromptsConfig, TuneConfig
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import replay, tune
@@ -22,8 +19,8 @@ from aerie.infer.measure.miniature import VOCABULARY, write_miniature
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target
 from tests import tiny
+from tests.infer.test_main import run
 
-ROOT = Path(__file__).resolve().parents[3]
 LEVELS, K, NEW = 5, 6, 20
 COSTS = replay.Costs(draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5)
 
@@ -75,7 +72,7 @@ def hand_made() -> replay.Recording:
         survival[place, 1] = np.log([[0.64, 0.16], [0.16, 0.04]])
     frontier, left = np.tile([0, 1], (places, 2, 1)), np.arange(places, 0, -1)
     return replay.Recording(
-        tokens, survival, frontier, ahead, np.zeros(places, dtype=np.int64), left, np.full(places, 2)
+        tokens, survival, frontier, np.full(places, 2), ahead, np.zeros(places, dtype=np.int64), left
     )
 
 
@@ -89,28 +86,22 @@ def test_ranks_cycles_and_prices_by_hand() -> None:
     assert replay.cycles(found, replay.accepted(ranks, 2), 2) == replay.Cycles(6, 3, 3, 6)
     assert replay.accepted(ranks, 1000)[-1] == 1  # what no tree has is not accepted, however many nodes one has
     # two drafting cycles of three levels in sum with k 2 (1.5 and 0.75 between the measured widths), one without
-    assert replay.price(replay.Cycles(6, 3, 2, 3), 2, 6, COSTS) == pytest.approx(
-        (2 * 1.5 + 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0
-    )
-
-
-def head_tuning(costs: replay.Costs = COSTS, kind: str = "eagle1") -> tune.HeadTuning:
-    """A search on the recording above."""
-    made = tune.HeadTuning.__new__(tune.HeadTuning)
-    made.kind, made.costs, made.recording = kind, costs, hand_made()
-    made.config = TuneConfig(PromptsConfig("none"), levels=2, k=2)
-    return made
+    expected = (2 * 1.5 + 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0
+    assert replay.price(replay.Cycles(6, 3, 2, 3), 2, 6, COSTS) == pytest.approx(expected)
 
 
 def test_a_prediction_is_the_price_of_its_cycles_and_dear_nodes_make_small_trees() -> None:
-    found = head_tuning().replay_tree(
-        "eagle2", DynamicConfig(levels=2, k=2, nodes=3), replay.path_ranks(hand_made(), 2, 2)
-    )
+    made = tune.HeadTuning.__new__(tune.HeadTuning)
+    made.kind, made.costs, made.recording = "eagle1", COSTS, hand_made()
+    (found,) = made.replayed([DynamicConfig(levels=2, k=2, nodes=3)])
     each = (2 * 1.5 + 2 * 0.75 + 2 * 12.0 + 2 * 1.0) / 6
     assert found.tau == 3.0 and found.ms_per_token == pytest.approx(each)
     assert found.speedup == pytest.approx(10.5 / each)
-    free, dear = (head_tuning(replace(COSTS, verify={1: 10.0, 60: ms})) for ms in (10.0, 900.0))
-    assert free.replayed(2, 2)[0].tree.nodes >= 3 > dear.replayed(2, 2)[0].tree.nodes
+    best = []
+    for ms in (10.0, 900.0):
+        made.costs = replace(COSTS, verify={1: 10.0, 60: ms})
+        best.append(made.replayed(tune.trees_up_to(2, 2))[0].tree.nodes)
+    assert best[0] >= 3 > best[1]
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "draft_lm"])
@@ -118,71 +109,50 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
     chain, tree = tune.tree_with(4, 1, 5), tune.tree_with(4, 2, 9)
     rows = tune.measured_rows(kind, MethodConfig(tune.method_of(kind, chain), chain), grid=True)
     assert len(rows) == 3 + (3 if kind == "draft_lm" else len(tune.GRID))
-    tried = [
-        one for each in ([chain] if kind == "draft_lm" else [chain, tree]) for one in tune.rules_for(kind, each, 8)
-    ]
-    rows += [MethodConfig(method, grown) for method, grown in tried]
+    for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
+        rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
     for row in rows:
         assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
-    assert {(grown.levels, grown.nodes) for _, grown in tune.rules_for(kind, chain, 9)} == {(9, 10)}
 
 
 def test_a_turn_that_is_slowed_in_all_counts_as_any_other() -> None:
-    def answer(ms: float, count: int, factor: float = 1.0) -> Statistics:
-        times = {"prefill": 5.0, "draft": 0.25 * ms, "verify": 0.75 * ms, "commit": 0.0, "other": 0.0, "wall": 5.0 + ms}
-        return Statistics(8, {}, cycle_tokens=[2] * count, ms={name: factor * value for name, value in times.items()})
-
     def turns(factors: tuple[float, ...]) -> list[list[Statistics]]:
-        sizes = ((40.0, 10), (60.0, 5), (66.0, 6))
-        return [
-            [answer(ms + (n if count == 10 else 0), count, f) for ms, count in sizes] for n, f in enumerate(factors)
-        ]
+        times = [{"prefill": 5.0, "draft": 0.25 * ms, "wall": 5.0 + ms} for ms in (40.0, 60.0, 66.0)]
+        slowed = [[{name: factor * ms for name, ms in one.items()} for one in times] for factor in factors]
+        return [[Statistics(8, {}, cycle_tokens=[2] * 5, ms=ms) for ms in turn] for turn in slowed]
 
-    quiet, loud = replay.paced(turns((1.0,) * 5)), replay.paced(turns((1.0, 3.0, 1.0, 2.5, 1.0)))
-    assert [replay.cycle_ms(turn[0]) for turn in quiet] == pytest.approx([4.2] * 5)
-    usual = replay.cycle_ms(loud[0][0]) / replay.cycle_ms(quiet[0][0])
-    for calm, busy in zip(quiet, loud, strict=True):
-        assert [replay.cycle_ms(one) / usual for one in busy] == pytest.approx([replay.cycle_ms(one) for one in calm])
+    for turn in replay.paced(turns((1.0, 3.0, 1.0, 2.5, 1.0))):
+        assert [replay.cycle_ms(one) for one in turn] == pytest.approx([8.0, 12.0, 13.2])
 
 
-def call(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "infer/main.py", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("tune")
-    tiny.target(root / "target")
-    save_head(tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), root / "run/heads/eagle1")
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.target(tmp_path / "target")
+    save_head(tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), tmp_path / "run/heads/eagle1")
     prompts: dict[str, Any] = {}
     for name, numbers in {"predicted": range(4), "measured": range(4, 8)}.items():
-        rows = [{"question_id": n, "category": "x", "turns": [f"Count {n} boats."]} for n in numbers]
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        prompts[name] = {"path": str(root / f"{name}.jsonl"), "max_new_tokens": 12}
+        (tmp_path / f"{name}.txt").write_text("".join(f"Count {n} boats.\n" for n in numbers))
+        prompts[name] = {"path": str(tmp_path / f"{name}.txt"), "max_new_tokens": 12}
     values = {
-        "run": str(root / "run"),
+        "run": str(tmp_path / "run"),
         "threads": 1,
-        "target": {"path": str(root / "target"), "dtype": "float32"},
-        "data": {"conversations": [str(root / "none.jsonl")]},
+        "target": {"path": str(tmp_path / "target"), "dtype": "float32"},
+        "data": {"conversations": [str(tmp_path / "none.jsonl")]},
         "bench": {"prompts": prompts["measured"], "rows": [{"method": "vanilla"}], "reference": False},
         "tune": {"prompts": prompts["predicted"], "measure": prompts["measured"], "levels": 3, "k": 3},
     }
-    return tiny.recipe(root / "recipe.yaml", values)
+    return tiny.recipe(tmp_path / "recipe.yaml", values)
 
 
 @pytest.mark.slow
 def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(recipe: Path) -> None:
-    done = call("tune", "--config", recipe)
-    assert done.returncode == 0, done.stderr
+    assert "measured: tau" in run("tune", "--config", str(recipe))
     folder = recipe.parent / "run/tune"
     chosen = yaml.safe_load((folder / "tuned.yaml").read_text())
     measured, found = (json.loads((folder / name).read_text()) for name in ("measured.json", "tune.json"))
     assert found["chosen"] == "eagle1" and found["heads"][0]["choice"]["method"] == chosen["method"]
     assert measured["rows"][1]["method"]["method"] == chosen["method"] and measured["predicted_over_measured"] > 0
     assert {"1", "2", "60"} <= found["heads"][0]["costs_ms"]["verify"].keys()
-    row = folder / "tuned.yaml"
-    said = call("generate", "--config", recipe, "--row", row, "--prompt", "Count 3 boats.", "--max-new-tokens", 8)
-    assert said.returncode == 0, said.stderr
-    bench = call("bench", "--config", recipe, "--row", row)
-    assert bench.returncode == 0 and "8 answers" in bench.stdout, bench.stderr
+    row = ("--config", str(recipe), "--row", str(folder / "tuned.yaml"))
+    run("generate", *row, "--prompt", "Count 3 boats.", "--max-new-tokens", "8")
+    assert "8 answers" in run("bench", *row)
