@@ -49,15 +49,6 @@ def greedy(target: Target, ids: Tensor, new: int) -> list[int]:
     return answer
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_greedy_output_equals_generate_on_twenty_prompts(tree: str) -> None:
-    target = make_target()
-    speculative = decoder(target, TREES[tree])
-    for ids in prompts(20):
-        generation = speculative.generate(ids, do_sample=False, max_new_tokens=16)
-        assert generation.sequences[0].tolist() == greedy(target, ids, 16)
-
-
 @pytest.mark.parametrize(
     "changes", [{"qk_norm": True}, {"fc_norm": True, "norm_output": True}, {"num_hidden_layers": 2}]
 )
@@ -180,20 +171,6 @@ def test_only_tokens_of_the_draft_vocabulary_are_drafted_with_their_own_confiden
     speculative.generate(ids, do_sample=False, max_new_tokens=12, on_cycle=watch)
     assert sum(len(tree) for tree in trees) > len(trees)
     assert all(bool(marks[tree.tokens[1:]].all()) for tree in trees)
-
-
-def test_a_saved_head_decodes_from_its_directory_with_its_usual_tree(tmp_path: Path) -> None:
-    place = tiny.target(tmp_path / "target", num_blocks=8)
-    target = Target.load(TargetConfig(path=str(place)))
-    head = make_head(target, after_blocks=(2, 4, 5), ids=torch.arange(0, 160))
-    save_head(head, tmp_path / "head")
-    speculative = SpeculativeDecoder.from_pretrained(str(place), str(tmp_path / "head"))
-    assert isinstance(speculative.proposer, Drafting) and vars(speculative.proposer.shape)["levels"] == 8
-    assert speculative.lm.after_blocks == (2, 4, 5)
-    ids = prompts(2)[-1]
-    assert speculative.generate(ids, do_sample=False, max_new_tokens=12).sequences[0].tolist() == greedy(
-        target, ids, 12
-    )
 
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:

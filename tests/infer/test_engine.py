@@ -1,13 +1,11 @@
 """The decoder writes token for token what the target writes alone, whatever the head drafts."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
@@ -114,17 +112,6 @@ def test_a_prophets_drafts_are_all_accepted_and_counted(new: int) -> None:
     assert generation.statistics.draft_forwards_wasted == 0
 
 
-def test_a_blind_drafter_costs_cycles_but_no_token() -> None:
-    target, ids = make_target(), prompts(2)[-1]
-    answer = greedy(target, ids, 30)[0][ids.shape[1] :]
-    wrong = [(token + 1) % 320 for token in answer] + [0] * 8
-    speculative = SpeculativeDecoder(
-        target, Drafting(Prophet(wrong, 320), make_shape(DynamicConfig(levels=3, k=1, nodes=4)))
-    )
-    generation = speculative.generate(ids, do_sample=False, max_new_tokens=30)
-    assert generation.new_ids == answer and generation.statistics.tau == 1.0
-
-
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 7])
 def test_an_end_token_inside_an_accepted_path_ends_the_answer(place: int) -> None:
     target, ids = make_target(), prompts(4)[-1]
@@ -225,16 +212,6 @@ def test_a_streamer_gets_the_prompt_and_then_every_cycles_tokens() -> None:
     assert first + sum(cycles, []) == generation.new_ids  # noqa: RUF017
 
 
-def test_a_text_streamer_of_transformers_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "t"))))
-    tokenizer = tiny.tokenizer()
-    ids = torch.tensor([tokenizer("count 3 boats")["input_ids"]])
-    drafting = decoder(target, TREES["small"])
-    capsys.readouterr()
-    drafting.generate(ids, do_sample=False, max_new_tokens=12, streamer=TextStreamer(tokenizer, skip_prompt=True))
-    assert capsys.readouterr().out.strip()
-
-
 def test_phases_add_up_to_the_wall_time() -> None:
     target, ids = make_target(), prompts(2)[-1]
     ms = decoder(target, TREES["small"]).generate(ids, do_sample=False, max_new_tokens=12, timed=True).statistics.ms
@@ -259,13 +236,6 @@ def test_what_cannot_be_decoded_is_one_sentence(change: dict[str, Any], message:
     arguments: dict[str, Any] = {"input_ids": prompts(1)[0], "max_new_tokens": 8, **change}
     with pytest.raises(UserError, match=message):
         decoder(make_target(), TREES["small"]).generate(**arguments)
-
-
-def test_a_generation_config_that_a_tree_cannot_honour_is_refused() -> None:
-    target = make_target()
-    target.generation_config.repetition_penalty = 1.3
-    with pytest.raises(UserError, match=r"repetition_penalty=1\.3"):
-        SpeculativeDecoder(target).generate(prompts(1)[0], max_new_tokens=4)
 
 
 def test_a_head_shorter_than_the_answer_is_refused() -> None:

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from aerie.configs.schema.decode import LookaheadConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.drafters.lookahead import Lookahead, Pool
+from aerie.infer.decode.drafters.lookahead import Lookahead
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Cycle
 from aerie.model.target import Target
 from tests import tiny
-from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 from tests.infer.test_shape import check_connected
 
 SETTINGS = {
@@ -39,19 +38,6 @@ def greedy(target: Target, ids: Tensor, new: int) -> list[int]:
     out = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
     answer: list[int] = out[0].tolist()
     return answer
-
-
-def test_greedy_output_equals_generate_on_twenty_prompts() -> None:
-    target = make_target()
-    decoders = {name: SpeculativeDecoder(target, Lookahead(config)) for name, config in SETTINGS.items()}
-    accepted = dict.fromkeys(SETTINGS, 0)
-    for ids in prompts(20):
-        answer = greedy(target, ids, 16)
-        for name, decoder in decoders.items():
-            ours = decoder.generate(ids, do_sample=False, max_new_tokens=16)
-            assert ours.sequences[0].tolist() == answer
-            accepted[name] += sum(ours.statistics.accepted)
-    assert min(accepted.values()) > 5
 
 
 class Naive:
@@ -159,19 +145,6 @@ def test_trees_keep_their_promises(name: str) -> None:
     assert max(sizes) > SETTINGS[name].window * (SETTINGS[name].ngram - 1)
 
 
-def test_published_settings_verify_twenty_eight_guessed_tokens_beside_a_window_of_twenty_eight() -> None:
-    assert Lookahead(LookaheadConfig()).max_nodes == 28 + 28  # the root is the window's first token
-
-
-@pytest.mark.parametrize("place", [1, 2, 5, 9])
-def test_an_end_token_in_a_guess_ends_the_answer(place: int) -> None:
-    target, ids = make_target(), prompts(4)[-1]
-    decoder = SpeculativeDecoder(target, Lookahead(SETTINGS["bigrams"]))
-    answer = greedy(target, ids, 16)[ids.shape[1] :]
-    ours = decoder.generate(ids, do_sample=False, max_new_tokens=16, eos_token_id=answer[place])
-    assert ours.new_ids == answer[: answer.index(answer[place]) + 1]
-
-
 def test_the_window_never_passes_the_targets_context() -> None:
     target, ids = make_target(), prompts(4)[-1]
     context = ids.shape[1] + 16
@@ -189,36 +162,6 @@ def test_the_window_never_passes_the_targets_context() -> None:
         written += tokens
     assert ours.sequences[0].tolist() == greedy(target, ids, 16)
     assert max(positions) - start == LookaheadConfig().window + LookaheadConfig().ngram - 3  # it did ride at first
-
-
-def test_a_pool_keeps_the_newest_and_each_once() -> None:
-    pool = Pool(2)
-    for ngram in ((1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7), (8, 2, 3)):
-        pool.add(ngram)
-    assert pool.after(1) == [(2, 3), (6, 7)] and pool.after(8) == [(2, 3)] and pool.after(9) == []
-
-
-def test_another_seed_changes_the_guesses_and_not_the_answer() -> None:
-    target, ids = make_target(), prompts(12)[-1]
-    runs = [
-        SpeculativeDecoder(target, Lookahead(LookaheadConfig(seed=seed))).generate(
-            ids, do_sample=False, max_new_tokens=40
-        )
-        for seed in (0, 0, 1, 2, 3)
-    ]
-    assert len({tuple(run.new_ids) for run in runs}) == 1
-    cycles = [tuple(run.statistics.cycle_tokens) for run in runs]
-    assert cycles[0] == cycles[1] and len(set(cycles)) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8)])
-def test_sampled_text_has_the_targets_law(temperature: float, top_p: float) -> None:
-    """Four tokens: guesses are first verified when the second is out, so that two of them may be accepted."""
-    config = LookaheadConfig(ngram=3, window=2, guesses=4, pool_from_text=True)
-    ids = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 8, 0, 9, 10, 11, 5, 4, 2, 6, 1, 7, 10, 9, 8]])
-    p, accepted = draw(tiny_vocabulary(), Lookahead(config), ids, 5000, 4, temperature, top_p)
-    assert p > LEVEL and accepted > 0.05
 
 
 def test_window_rows_are_no_drafts() -> None:

@@ -101,77 +101,6 @@ def greedy(target: Target, ids: Tensor, new: int) -> list[int]:
     return answer
 
 
-def test_greedy_output_equals_generate_on_twenty_prompts() -> None:
-    target = make_target()
-    decoders = [
-        SpeculativeDecoder(target, Drafting(make_drafter(kind, target), make_shape(tree)))
-        for kind in ("medusa", "hydra", "hydra++")
-        for tree in TREES.values()
-    ]
-    for number, ids in enumerate(prompts(20)):
-        answer = greedy(target, ids, 10)
-        for decoder in decoders[number % 2 :: 2]:  # the shapes take turns
-            assert decoder.generate(ids, do_sample=False, max_new_tokens=10).sequences[0].tolist() == answer
-
-
-class Knowing:
-    """The text [T] and the target's features of it: tells at which token a feature was seen."""
-
-    def __init__(self, target: Target, text: list[int]) -> None:
-        self.text = text
-        with torch.inference_mode():
-            self.features = target.features(torch.tensor([text])).last_hidden[0]
-        self.embedding = target.vocab.embedding
-        self.config = Config()
-
-    def place(self, feature: Tensor) -> int:
-        distance = (self.features - feature).abs().amax(-1)
-        assert float(distance.min()) < 1e-3, "a feature that the target never had"
-        return int(distance.argmin())
-
-    def law(self, place: int) -> Tensor:
-        return F.one_hot(torch.tensor(self.text[place] if place < len(self.text) else 0), VOCAB).float() * 30
-
-
-class KnowingMedusa(Knowing):
-    def __call__(self, features: Tensor) -> Tensor:
-        assert features.shape == (1, WIDTH)
-        place = self.place(features[0])
-        return torch.stack([self.law(place + 2 + k)[None] for k in range(HEADS)])
-
-
-class KnowingHydra(Knowing):
-    """Right only when it is given the embeddings of the tokens after the state's, in their order."""
-
-    def prefix(
-        self, features: Tensor, span: tuple[int, int], mask: Tensor | None, buffers: Sequence[KeyValueBuffer]
-    ) -> Tensor:
-        return features
-
-    def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
-        assert embeddings.shape == (1, (index + 1) * WIDTH)
-        place = self.place(state[0])
-        known = (self.text[place + 1 : place + 2 + index] + [0] * HEADS)[: index + 1]
-        right = torch.equal(embeddings, self.embedding[known].reshape(1, -1))
-        return self.law(place + 2 + index if right else place)[None]
-
-
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_heads_that_know_the_answer_are_always_accepted(kind: str) -> None:
-    """Head k is asked for the token k + 2 places after the last known feature's: a shift by one is never accepted."""
-    target, ids = make_target(), prompts(3)[-1]
-    text = greedy(target, ids, 32)
-    drafter: Drafter = (
-        MedusaDrafter(KnowingMedusa(target, text))
-        if kind == "medusa"
-        else HydraDrafter(KnowingHydra(target, text), target)
-    )
-    decoder = SpeculativeDecoder(target, Drafting(drafter, make_shape(TREES["chain"])))
-    ours = decoder.generate(ids, do_sample=False, max_new_tokens=31)
-    assert ours.sequences[0].tolist() == text[:-1]
-    assert ours.statistics.cycle_tokens == [5] * 6
-
-
 def test_medusas_heads_run_once_a_tree_and_hydras_once_a_level() -> None:
     target, ids, seen = make_target(), prompts(3)[-1], {}
     for kind, forwards in (("medusa", 1), ("hydra", None)):
@@ -242,9 +171,3 @@ def test_a_tree_deeper_than_the_heads_is_refused(kind: str) -> None:
     target = make_target()
     with pytest.raises(UserError, match=r"is 5 levels deep, and the head has 4 heads"):
         drafting(make_drafter(kind, target), ChainConfig(levels=5))
-
-
-def test_only_a_prefix_layer_limits_the_length() -> None:
-    target = make_target()
-    assert make_drafter("hydra++", target).max_positions == 256
-    assert make_drafter("hydra", target).max_positions == make_drafter("medusa", target).max_positions > 10**6

@@ -14,7 +14,6 @@ from aerie.infer.decode.drafters.lookup import PromptLookup, continuation
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model.target import Target
 from tests import tiny
-from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 
 
 def make_target() -> Target:
@@ -90,33 +89,3 @@ def test_first_and_last_match_and_the_shortest_ngram() -> None:
     assert continuation(text, PromptLookupConfig(length=1, match="last")) == [8]
     assert continuation(text, PromptLookupConfig(length=1, match="last", ngram=1)) == [9]
     assert continuation(np.array([3, 2, 7, 1, 2]), PromptLookupConfig(min_ngram=2)) == []
-
-
-def test_greedy_output_equals_generate_with_every_option() -> None:
-    target = make_target()
-    options: tuple[dict[str, Any], ...] = ({}, {"match": "last", "ngram": 3})
-    decoders = [SpeculativeDecoder(target, PromptLookup(PromptLookupConfig(**option))) for option in options]
-    accepted = [0] * len(decoders)
-    for ids in texts(20, 12):
-        answer, _ = forwards_of_generate(target, ids, max_new_tokens=14)
-        for number, decoder in enumerate(decoders):
-            ours = decoder.generate(ids, do_sample=False, max_new_tokens=14)
-            assert ours.sequences[0].tolist() == answer
-            accepted[number] += sum(ours.statistics.accepted)
-    assert min(accepted) > 3
-
-
-def test_a_prompt_never_seen_before_is_decoded_plainly() -> None:
-    target = make_target()
-    lookup = PromptLookup(PromptLookupConfig())
-    ours = SpeculativeDecoder(target, lookup).generate(torch.tensor([[7, 8, 9]]), do_sample=False, max_new_tokens=3)
-    assert ours.statistics.draft_forwards == ours.statistics.draft_nodes == 0 and ours.statistics.tau == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8)])
-def test_sampled_text_has_the_targets_law(temperature: float, top_p: float) -> None:
-    ids = torch.tensor([[1, 5, 3, 4, 1, 6, 3, 2, 7, 8, 0, 9, 10, 11, 5, 4, 2, 6, 1, 7, 10, 9, 8]])
-    lookup = PromptLookup(PromptLookupConfig(length=3))
-    p, accepted = draw(tiny_vocabulary(), lookup, ids, 5000, 3, temperature, top_p)
-    assert p > LEVEL and accepted > 0.05

@@ -4,18 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, StaticConfig, TypicalConfig
-from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.drafters.eagle import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.infer.decode.verify import rule_of
 from aerie.model.target import Target
 from tests import tiny
-from tests.infer.draws import LEVEL, draw, tiny_vocabulary
+from tests.infer.draws import tiny_vocabulary
 from tests.infer.laws import SETTINGS
-from tests.infer.test_engine import greedy, make_target, prompts
+from tests.infer.test_engine import make_target, prompts
 
 ROWS = {
     "chain": ChainConfig(levels=4),
@@ -33,16 +31,6 @@ def decoder(target: Target, row: str, typical: TypicalConfig | None = None) -> S
     """A decoder with a random head."""
     head = tiny.head(target.vocab.embedding.float(), scale=3.0)
     return SpeculativeDecoder(target, Drafting(EagleDrafter(head.eval(), target), make_shape(ROWS[row])), typical)
-
-
-@pytest.mark.parametrize("row", ["eagle1", "medusa63"])
-def test_greedy_output_equals_generate_on_twenty_prompts(row: str) -> None:
-    target = make_target()
-    speculative = decoder(target, row)
-    for ids in prompts(20):
-        assert speculative.generate(ids, do_sample=False, max_new_tokens=12).sequences.tolist() == greedy(
-            target, ids, 12
-        )
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -108,37 +96,3 @@ def test_a_draft_of_the_targets_own_laws_is_always_accepted(row: str) -> None:
         torch.tensor([[1, 5, 3]]), temperature=0.9, top_p=0.9, top_k=0, max_new_tokens=30, on_cycle=watch
     )
     assert max(accepted) == make_shape(ROWS[row]).levels  # type: ignore[attr-defined]
-
-
-def test_typical_acceptance_says_that_it_is_not_lossless() -> None:
-    target, ids = make_target(), prompts(2)[-1]
-    speculative = decoder(target, "medusa63", typical=TypicalConfig())
-    hot = speculative.generate(ids, temperature=1.0, top_k=0, max_new_tokens=12)
-    assert "not lossless" in hot.statistics.verify and hot.statistics.new_tokens == 12
-    cold = speculative.generate(ids, do_sample=False, max_new_tokens=12)
-    assert cold.sequences.tolist() == greedy(target, ids, 12) and cold.statistics.verify == "R0"
-    with pytest.raises(UserError, match="drafts none"):
-        SpeculativeDecoder(target, None, TypicalConfig())
-
-
-def p_value(temperature: float, top_p: float) -> float:
-    """Of 5,000 answers of four tokens with R4, the one rule that no method's published tree has."""
-    target = tiny_vocabulary(num_blocks=1)
-    proposer = decoder(target, "eagle1 replaced").proposer
-    assert proposer is not None
-    p, accepted = draw(target, proposer, torch.tensor([[1, 5, 3]]), DRAWS, LENGTH, temperature, top_p)
-    assert accepted > 0.05
-    return p
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-def test_sampled_text_has_the_targets_law(temperature: float, top_p: float) -> None:
-    """That of the other rules is shown for every method, in test_prove."""
-    assert p_value(temperature, top_p) > LEVEL
-
-
-@pytest.mark.slow
-def test_a_broken_residual_is_found_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "residual", lambda p, q: p)
-    assert p_value(0.6, 0.8) < 1e-6

@@ -1,22 +1,76 @@
-"""A rule that looks at a drawn token may end the draft behind it, but not take it back."""
+"""Stop rules: each against its source, and whatever ends a tree, the target's text is what is written."""
+
+import math
+import typing
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+from transformers.generation.stopping_criteria import ConfidenceCriteria
 
+from aerie.configs.read import validate
 from aerie.configs.schema.decode import (
+    ChainConfig,
     ConfidenceConfig,
+    ConstantConfig,
+    DynamicConfig,
     EntropyConfig,
+    HeuristicConfig,
     MarginalGainConfig,
     ProbabilitySumConfig,
     StopConfig,
+    TreeConfig,
     VoteConfig,
 )
-from aerie.infer.decode.stop import Stop, make_stop
-from aerie.infer.decode.tree import Level
+from aerie.infer.decode.shape import make_shape
+from aerie.infer.decode.stop import Entropy, Heuristic, ProbabilitySum, Stop, Vote, entropy, make_stop
+from aerie.infer.decode.tree import Level, Tree
+from tests.infer.test_shape import GREEDY, VOCAB, TableDrafter, check_connected, paths
 
-VOCAB, DRAWS = 5, 100_000
+
+def level(depth: int, survival: list[float], candidates: list[float] | None = None) -> Level:
+    """A level whose frontier has these survivals; every node came from the same law."""
+    alive = torch.tensor(survival).log()
+    every = alive if candidates is None else torch.tensor(candidates).log()
+    rows = torch.zeros(len(every), dtype=torch.long)
+    return Level(depth, torch.zeros(1, 2), rows[:1], rows, rows, every, every, torch.arange(len(alive)), alive)
+
+
+def level_of(depth: int, log_q: Tensor, rows: list[int], survival: list[float]) -> Level:
+    """A level whose nodes, the best first, come from these rows of laws log q [r, Vd]."""
+    at, alive = torch.tensor(rows), torch.tensor(survival).log()
+    return Level(depth, log_q, torch.arange(len(log_q)), at, at, alive, alive, torch.arange(len(at)), alive)
+
+
+def uncertain(*counts: float) -> Tensor:
+    """log q [n, 8] of laws that are uniform over this many of eight tokens: their entropy is log(count)."""
+    laws = torch.full((len(counts), 8), float("-inf"))
+    for row, count in enumerate(counts):
+        laws[row, : int(count)] = -torch.tensor(count).log()
+    return laws
+
+
+def depth_of(rule: Stop, masses: list[list[float]]) -> int | None:
+    """The depth at which the rule ends a tree whose levels have these survivals; null: it does not."""
+    rule.begin()
+    for depth, survival in enumerate(masses, start=1):
+        if rule.ends(level(depth, survival)):
+            return depth
+    return None
+
+
+def steady(share: float, depth: int = 18) -> list[list[float]]:
+    """Levels of one node each, of which each survives with the same chance."""
+    return [[share**d] for d in range(1, depth + 1)]
+
+
+FEW, DRAWS = 5, 100_000
 RULES: dict[str, StopConfig] = {
     "confidence": ConfidenceConfig(threshold=0.25),
     "probability_sum": ProbabilitySumConfig(checks=(1, 2), threshold=0.2),
@@ -33,20 +87,20 @@ class Chains:
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.p1, self.q1 = self._laws(1)[0], self._laws(1)[0]
-        self.p2, self.q2 = self._laws(VOCAB), self._laws(VOCAB)
+        self.p2, self.q2 = self._laws(FEW), self._laws(FEW)
 
     def _laws(self, rows: int) -> Tensor:
-        return (1.2 * torch.randn(rows, VOCAB, generator=self.generator)).softmax(-1)
+        return (1.2 * torch.randn(rows, FEW, generator=self.generator)).softmax(-1)
 
     def _draw(self, laws: Tensor) -> Tensor:
         return torch.multinomial(laws, 1, generator=self.generator)[:, 0]
 
     def stops(self, rule: Stop) -> tuple[Tensor, Tensor]:
         """Whether the rule ends the chain at its first token [V], and at its second [V, V]."""
-        first, second = torch.zeros(VOCAB).bool(), torch.zeros(VOCAB, VOCAB).bool()
+        first, second = torch.zeros(FEW).bool(), torch.zeros(FEW, FEW).bool()
         row = torch.zeros(1, dtype=torch.long)
-        for x in range(VOCAB):
-            for y in range(VOCAB):
+        for x in range(FEW):
+            for y in range(FEW):
                 rule.begin()
                 a, b = self.q1[x : x + 1].log(), self.q2[x, y : y + 1].log()
                 first[x] = rule.ends(Level(1, self.q1.log()[None], row, row, row, a, a, row, a))
@@ -61,7 +115,7 @@ class Chains:
         length = torch.where(first[x], 1, 2) if not drop else torch.where(first[x], 0, torch.where(second[x, y], 1, 2))
         one, accepted = self._verify(x, self.p1.expand(DRAWS, -1), self.q1.expand(DRAWS, -1), length >= 1)
         two, _ = self._verify(y, self.p2[one], self.q2[x], accepted & (length >= 2))
-        return one * VOCAB + two
+        return one * FEW + two
 
     def _verify(self, token: Tensor, p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
         """R1: the token with chance min(1, p/q), else one from (p - q)+; one from p where nothing was drafted."""
@@ -72,7 +126,7 @@ class Chains:
 
     def p_value(self, texts: Tensor) -> float:
         law = (self.p1[:, None] * self.p2).double().flatten()
-        seen = torch.bincount(texts, minlength=VOCAB**2)
+        seen = torch.bincount(texts, minlength=FEW**2)
         return float(chisquare(seen.numpy(), (law / law.sum() * DRAWS).numpy()).pvalue)
 
 
@@ -84,7 +138,7 @@ def made(stop: StopConfig) -> Stop:
 def test_with_the_doubted_token_kept_the_output_has_the_targets_law(name: str) -> None:
     chains = Chains(seed=4)
     first, second = chains.stops(made(RULES[name]))
-    assert 0 < int(first.sum()) < VOCAB and int(second.sum()) > 0  # the rule does look at the tokens
+    assert 0 < int(first.sum()) < FEW and int(second.sum()) > 0  # the rule does look at the tokens
     assert chains.p_value(chains.texts(made(RULES[name]), drop=False)) > 1e-3
 
 
@@ -94,11 +148,328 @@ def test_a_token_dropped_after_a_look_at_it_biases_the_output(name: str) -> None
     assert chains.p_value(chains.texts(made(RULES[name]), drop=True)) < 1e-6
 
 
-def test_the_entropy_rule_sees_laws_only_and_may_leave_the_uncertain_token_out() -> None:
-    chains = Chains(seed=4)
-    first, second = chains.stops(made(ENTROPY))
-    assert (
-        0 < int(second[:, 0].sum()) < VOCAB and bool((second == second[:, :1]).all()) and len(set(first.tolist())) == 1
+TREE = DynamicConfig(levels=6, k=4, nodes=20)
+CHAIN = ChainConfig(levels=6)
+STOPS: dict[str, StopConfig] = {
+    "heuristic": HeuristicConfig(start=3),
+    "confidence": ConfidenceConfig(),
+    "entropy": EntropyConfig(),
+    "entropy weighted": EntropyConfig(over="value_weighted"),
+    "entropy minimum": EntropyConfig(over="minimum"),
+    "entropy per node": EntropyConfig(over="per_node"),
+    "vote": VoteConfig(),
+    "vote selected": VoteConfig(over="selected"),
+    "probability_sum": ProbabilitySumConfig(checks=(2, 4)),
+    "marginal_gain": MarginalGainConfig(),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_every_rule_ends_some_trees_early_and_wastes_no_forward(name: str) -> None:
+    levels = set()
+    for shape in (TREE, CHAIN):
+        for seed in range(10):
+            drafter = TableDrafter(seed)
+            tree = make_shape(replace(shape, stop=STOPS[name])).grow(drafter, torch.tensor([2]), 6, GREEDY)
+            assert drafter.calls == tree.draft_forwards == tree.levels
+            levels.add(tree.levels)
+    assert min(levels) < 6
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would make a GPU wait: a number read from a tensor, or a shape that depends on values."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = None
+    ) -> typing.Any:
+        name = func.overloadpacket.__name__
+        boolean = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.count += name in ("_local_scalar_dense", "nonzero", "masked_select") or boolean
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["constant", *STOPS])
+@pytest.mark.parametrize("shape", [TREE, CHAIN])
+def test_a_stop_rule_reads_at_most_one_number_a_level(name: str, shape: TreeConfig) -> None:
+    config = shape if name == "constant" else replace(shape, stop=STOPS[name])
+    rule, width = make_stop(config.stop, 6, 20), 1 if shape is CHAIN else 4
+    laws = torch.randn(width, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    rule.begin()
+    for depth in range(1, 6):
+        level = level_of(depth, laws, list(range(width)), [0.95**depth] * width)
+        with Reads() as reads:
+            ended = rule.ends(level)
+            mask = rule.expands(level)
+            if mask is not None:
+                torch.arange(width)[mask]
+        expected = 0 if name in ("constant", "heuristic") or (name == "probability_sum" and depth not in (2, 4)) else 1
+        assert reads.count <= expected
+        assert ended in (False, True)
+
+
+def test_every_config_has_its_rule_and_the_default_is_a_constant_depth() -> None:
+    configs = typing.get_args(typing.get_args(StopConfig)[0])
+    assert TREE.stop == ConstantConfig() and len({type(make_stop(config(), 6, 7)) for config in configs}) == len(
+        configs
     )
-    for drop in (False, True):
-        assert chains.p_value(chains.texts(made(ENTROPY), drop)) > 1e-3
+    assert len({config().rule for config in configs}) == len(configs)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.4, 0.6, 0.8, 1.0])
+def test_a_chain_ends_with_the_first_token_that_transformers_doubts(threshold: float) -> None:
+    criterion, lengths = ConfidenceCriteria(threshold), set()
+    for seed in range(12):
+        drafter = TableDrafter(seed, sharpness=4.0)
+        config = ChainConfig(levels=6, stop=ConfidenceConfig(threshold=threshold))
+        tree = make_shape(config).grow(drafter, torch.tensor([2]), 6, GREEDY)
+        path: tuple[int, ...] = ()
+        for token in tree.tokens[1:].tolist():
+            doubted = criterion(torch.tensor([[0, token]]), (drafter.law(path)[None],))
+            path = (*path, token)
+            assert doubted == (len(path) == tree.levels < 6) or len(path) == 6
+        lengths.add(tree.levels)
+        assert tree.draft_forwards == drafter.calls == tree.levels
+    assert threshold in (0.0, 1.0) or len(lengths) > 2
+    assert threshold > 0.0 or lengths == {6}
+    assert threshold < 1.0 or lengths == {1}
+
+
+def grown(drafter: TableDrafter, stop: EntropyConfig, **changes: int) -> Tree:
+    config = DynamicConfig(**{"levels": 6, "stop": stop, **changes}) if changes else ChainConfig(levels=6, stop=stop)  # type: ignore[arg-type]
+    return make_shape(config).grow(drafter, torch.tensor([2]), config.levels, GREEDY)
+
+
+def node_paths(tree: Tree) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree)):
+        found.append((*found[int(tree.parents[node])], int(tree.tokens[node])))
+    return found
+
+
+def test_the_released_code_stops_above_0_6_nats_and_the_papers_text_above_0_09() -> None:
+    assert EntropyConfig().max_entropy == pytest.approx(0.6)
+    assert EntropyConfig(c=1.0).max_entropy == pytest.approx(0.09)
+
+
+@pytest.mark.parametrize("bound", [0.4, 0.8, 1.2])
+def test_equation_7_a_chain_ends_with_the_token_of_the_first_uncertain_law(bound: float) -> None:
+    config = EntropyConfig(c=0.15, h=math.sqrt(0.15 * bound))
+    lengths = set()
+    for seed in range(12):
+        drafter = TableDrafter(seed, sharpness=4.0)
+        tree = grown(drafter, config)
+        path = tuple(tree.tokens[1:].tolist())
+        entropies = [float(entropy(drafter.law(path[:depth])[None])) for depth in range(len(path))]
+        assert all(found <= bound for found in entropies[:-1])
+        assert entropies[-1] > bound or len(path) == 6
+        assert tree.draft_forwards == drafter.calls == tree.levels == len(path)
+        lengths.add(len(path))
+    assert len(lengths) > 2
+
+
+def asked(over: str, counts: list[float], survival: list[float]) -> bool:
+    """Whether the rule with bound 1 nat ends a level whose nodes came from laws with these entropies, e^counts."""
+    config = EntropyConfig(c=1.0, h=1.0, over=over)  # type: ignore[arg-type]
+    return Entropy(config).ends(level_of(2, uncertain(*counts), list(range(len(counts))), survival))
+
+
+def test_the_readings_for_trees_by_hand() -> None:
+    """Entropies log 1 = 0, log 2 = 0.69, log 4 = 1.39, log 8 = 2.08; the bound is 1."""
+    assert asked("top_path", [4, 1, 1], [0.5, 0.3, 0.1]) and not asked("top_path", [2, 8, 8], [0.5, 0.3, 0.1])
+    assert asked("minimum", [8, 4, 4], [0.5, 0.3, 0.1]) and not asked("minimum", [8, 8, 2], [0.5, 0.3, 0.1])
+    # 0.5 * 1.39 + 0.3 * 0 + 0.2 * 0 = 0.69; 0.5 * 1.39 + 0.5 * 0.69 = 1.04
+    assert not asked("value_weighted", [4, 1, 1], [0.5, 0.3, 0.2])
+    assert asked("value_weighted", [4, 2], [0.05, 0.05]) and not asked("value_weighted", [4, 2], [0.01, 0.05])
+    assert not asked("per_node", [8, 8], [0.5, 0.3])  # `expands` says it node by node
+    assert all(asked(over, [4], [0.5]) for over in ("top_path", "minimum", "value_weighted", "per_node"))
+
+
+def test_every_reading_looks_at_the_law_that_the_node_came_from() -> None:
+    """Two laws, three nodes: the first node stands below the second law."""
+    level = level_of(2, uncertain(1, 8), [1, 0, 0], [0.4, 0.3, 0.2])
+    rule = Entropy(EntropyConfig(c=1.0, h=1.0))
+    assert rule.ends(level) and rule.expands(level) is None
+    mask = Entropy(EntropyConfig(c=1.0, h=1.0, over="per_node")).expands(level)
+    assert mask is not None and mask.tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("over", ["top_path", "value_weighted", "minimum", "per_node"])
+def test_a_tree_one_node_wide_is_a_chain_in_every_reading(over: str) -> None:
+    for seed in range(6):
+        config = EntropyConfig(over=over, h=0.4)  # type: ignore[arg-type]
+        tree, chain = grown(TableDrafter(seed), config, k=1, nodes=7), grown(TableDrafter(seed), config)
+        assert tree.tokens.tolist() == chain.tokens.tolist() and tree.draft_forwards == chain.draft_forwards
+
+
+def test_per_node_nobody_stands_below_an_uncertain_node_and_the_others_are_expanded() -> None:
+    """All levels are kept (120 nodes), so that what is missing was not drafted."""
+    bound, leaves, inner = 0.8, 0, 0
+    for seed in range(8):
+        drafter = TableDrafter(seed, sharpness=4.0)
+        config = EntropyConfig(c=0.15, h=math.sqrt(0.15 * bound), over="per_node")
+        tree = grown(drafter, config, k=3, nodes=120, levels=4)
+        check_connected(tree)
+        names = node_paths(tree)
+        parents = {names[int(parent)] for parent in tree.parents[1:]} - {()}
+        for parent in parents:
+            assert float(entropy(drafter.law(parent[:-1])[None])) <= bound
+        for depth in range(1, tree.levels):
+            level = [node for node in range(1, len(tree)) if int(tree.depth[node]) == depth]
+            for node in sorted(level, key=lambda node: -float(tree.survival[node]))[:3]:
+                certain = float(entropy(drafter.law(names[node][:-1])[None])) <= bound
+                assert (names[node] in parents) == certain
+                leaves, inner = leaves + (not certain), inner + certain
+    assert leaves > 3 and inner > 3
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_a_new_prompt_forgets_the_length_unless_told(across: bool) -> None:
+    rule = make_stop(HeuristicConfig(across_prompts=across), 40, 41)
+    assert isinstance(rule, Heuristic)
+    rule.learn(5, 5)
+    rule.reset()
+    assert rule.gamma == (7 if across else 5)
+
+
+def test_the_lengths_are_those_of_transformers() -> None:
+    """Its own update, on the state that it reads; without its threshold, which needs scikit-learn."""
+    settings = SimpleNamespace(num_assistant_tokens_schedule="heuristic", assistant_confidence_threshold=0.0)
+    theirs = SimpleNamespace(num_assistant_tokens=5, assistant_generation_config=settings)
+    ours = Heuristic(HeuristicConfig(), levels=1000)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        gamma = ours.gamma
+        accepted = min(gamma, int(torch.randint(2 * gamma + 1, (1,), generator=generator)))
+        ours.learn(accepted, gamma)
+        AssistedCandidateGenerator.update_candidate_strategy(theirs, None, torch.zeros(1, gamma + 1, 2), accepted)
+        assert ours.gamma == theirs.num_assistant_tokens
+
+
+Nodes = dict[tuple[int, ...], float]
+
+
+def published(drafter: TableDrafter, budget: int, threshold: float, max_depth: int) -> tuple[Nodes, int]:
+    """The tree of the released code, node by node, and the forwards that it paid."""
+    levels: list[Nodes] = []
+    frontier: Nodes = {(): 0.0}
+    weight = 0.0
+    while True:
+        grown: Nodes = {}
+        for path, value in frontier.items():
+            law = drafter.law(path).tolist()
+            for token in sorted(range(VOCAB), key=lambda t: -law[t])[:budget]:
+                grown[(*path, token)] = value + law[token]
+        frontier = dict(sorted(grown.items(), key=lambda item: -item[1])[:budget])
+        levels.append(frontier)
+        if len(levels) == 1:
+            continue
+        before = [item for nodes in levels[:-1] for item in nodes.items()]  # the newest level is not counted
+        best = sorted(before, key=lambda item: -item[1])[:budget]
+        found = sum(math.exp(value) for _, value in best)
+        if found - weight <= threshold or len(levels) == max_depth:
+            return dict(best), len(levels)
+        weight = found
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.5, 0.8])
+def test_with_a_frontier_as_wide_as_the_budget_it_grows_opt_trees_tree(threshold: float) -> None:
+    """The released code's max_depth counts the level that it throws away: one more than ours."""
+    budget, levels, depths = 6, 5, set()
+    for seed in range(10):
+        expected, forwards = published(TableDrafter(seed), budget, threshold, max_depth=levels + 1)
+        drafter = TableDrafter(seed)
+        stop = MarginalGainConfig(threshold=threshold)
+        config = DynamicConfig(levels=levels, k=budget, nodes=budget + 1, stop=stop)
+        tree = make_shape(config).grow(drafter, torch.tensor([2]), levels, GREEDY)
+        found = paths(tree)
+        assert found.keys() == expected.keys()
+        assert all(math.isclose(found[path], value, abs_tol=1e-5) for path, value in expected.items())
+        assert tree.draft_forwards == drafter.calls
+        assert forwards == tree.levels + 1
+        assert tree.draft_forwards == tree.levels
+        depths.add(tree.levels)
+    assert len(depths) > 1 or threshold in (0.05, 0.8)
+
+
+def test_it_ends_at_the_first_check_below_the_threshold() -> None:
+    rule = ProbabilitySum(ProbabilitySumConfig())
+    assert [depth_of(rule, steady(share, 11)) for share in (0.3, 0.7, 0.77, 0.8, 0.9)] == [5, 7, 9, 9, None]
+    assert depth_of(rule, [[0.2, 0.1], *[[0.1, 0.04]] * 4]) == 5 and depth_of(rule, [[0.1, 0.06]] * 11) is None
+
+
+def test_asked_at_every_depth_it_is_deagles_probability_signal() -> None:
+    every = ProbabilitySum(ProbabilitySumConfig(checks=tuple(range(1, 19)), threshold=0.15))
+    signal = Vote(VoteConfig(signals=("probability",)))
+    for step in range(1, 100):
+        assert depth_of(every, steady(step / 100)) == depth_of(signal, steady(step / 100))
+
+
+SHARES = [round(0.05 * step, 2) for step in range(1, 20)]
+
+
+def vote(nodes: int = 60, **changes: Any) -> Vote:
+    return Vote(validate(changes, VoteConfig, "vote", {}), nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("share", "depths"), [(0.8, (3, 5, 6)), (0.9, (5, 7, 9)), (0.95, (7, 10, 12)), (0.98, (10, 15, 18))]
+)
+def test_expectation_alone_ends_when_the_shortfall_has_reached_the_bonus(share: float, depths: tuple[int, ...]) -> None:
+    """sum of (1 - S_t) >= bonus: at 0.8, for bonus 1, 0.2 + 0.36 + 0.488 >= 1 at depth 3."""
+    for bonus, depth in zip((1.0, 2.0, 3.0), depths, strict=True):
+        assert depth_of(vote(signals=("expectation",), bonus=bonus), steady(share)) == depth
+
+
+def test_probability_alone_ends_below_0_15() -> None:
+    rule = vote(signals=("probability",))
+    assert depth_of(rule, [[0.5, 0.4], [0.1, 0.06], [0.1, 0.04]]) == 3
+    assert depth_of(rule, [[0.5], [0.149]]) == 2 and depth_of(rule, [[0.5], [0.15001]]) is None
+
+
+def test_momentum_alone_ends_at_the_second_sharp_decline() -> None:
+    masses = [[0.9], [0.5], [0.45], [0.2], [0.19]]  # ratios 0.9, 0.56, 0.9, 0.44
+    assert depth_of(vote(signals=("momentum",)), masses) == 4
+    assert depth_of(vote(signals=("momentum",), declines=1), masses) == 2
+    assert depth_of(vote(signals=("momentum",), consecutive=True), masses) is None
+    assert depth_of(vote(signals=("momentum",), consecutive=True), [*masses[:4], [0.1]]) == 5
+
+
+def test_two_of_three_votes_end_a_tree() -> None:
+    # S: 0.9, 0.7, 0.1: low and one decline; expectation 1 + 1.7 = 2.7 <= 3 with a bonus of 1, two votes at 3
+    assert depth_of(vote(bonus=1.0), [[0.9], [0.7], [0.1]]) == 3
+    assert depth_of(vote(), [[0.9], [0.7], [0.1], [0.1]]) is None  # 3 + 1.8 > 4, no second decline
+    assert depth_of(vote(), [[0.9], [0.7], [0.1], [0.05]]) == 4  # low, and the second decline
+    # S: 0.5, 0.25: momentum twice; expectation 1.75 <= 2; not low
+    assert depth_of(vote(bonus=1.0), [[0.5], [0.25]]) == 2
+    assert depth_of(vote(), [[0.5], [0.25], [0.2]]) is None and depth_of(vote(), [[0.5], [0.25], [0.14]]) == 3
+    assert depth_of(vote(bonus=1.0, votes=3), [[0.5], [0.25], [0.14]]) == 3
+    one = vote(votes=1, bonus=1.0)
+    assert depth_of(one, [[0.9], [0.8], [0.7], [0.6], [0.5]]) == 4  # 1 + 3.0 <= 4, the first signal of all
+
+
+@pytest.mark.parametrize("over", ["frontier", "selected"])
+@pytest.mark.parametrize("expectation", ["tail_sum", "leaf_sum"])
+def test_equations_22_and_26_to_the_letter_always_vote(expectation: str, over: str) -> None:
+    """E_d <= d, even where a certain draft is rounded up: with them the vote is 'probability or momentum'."""
+    for masses in [*map(steady, SHARES), [[1.0]] * 18, [[0.7, 0.2, 0.1000001]] * 18]:
+        literal = depth_of(vote(expectation=expectation, bonus=0.0, over=over), masses)
+        either = depth_of(vote(signals=("probability", "momentum"), votes=1), masses)
+        assert literal == either
+    certain = [[0.99], [0.98], [0.1]]
+    assert depth_of(vote(bonus=0.0), certain) == 3 and depth_of(vote(), certain) is None
+
+
+def test_over_the_selected_nodes_the_tail_counts_what_reranking_would_keep() -> None:
+    """Three drafted nodes are kept. The frontiers hold 0.9 and 0.8; the best three of all are 0.6, 0.5 and 0.45."""
+    rule = vote(signals=("expectation",), over="selected", nodes=4, bonus=1.2)
+    rule.begin()
+    assert not rule.ends(level(1, [0.6, 0.3], candidates=[0.6, 0.3, 0.1]))  # 1.2 + 1.0 > 1
+    assert not rule.ends(level(2, [0.5, 0.45], candidates=[0.5, 0.45, 0.05, 0.0]))  # 1.2 + 1.55 > 2
+    assert rule.ends(level(3, [0.48, 0.4], candidates=[0.48, 0.4, 0.0, 0.0]))  # 1.2 + 0.6 + 0.5 + 0.48 <= 3
+    frontier = vote(signals=("expectation",), nodes=4, bonus=1.2)
+    frontier.begin()
+    assert not frontier.ends(level(1, [0.6, 0.3]))
+    assert not frontier.ends(level(2, [0.5, 0.45]))  # 1.2 + 0.9 + 0.95 > 2
+    assert not frontier.ends(level(3, [0.48, 0.4]))  # 1.2 + 0.9 + 0.95 + 0.88 > 3

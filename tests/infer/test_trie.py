@@ -48,10 +48,3 @@ def test_a_passenger_is_never_accepted_though_its_token_is_right() -> None:
     choice[0] = 3
     choice[tree.tokens == 3] = 4
     assert walk(tree, choice).tokens == [3, 4]
-
-
-def test_no_guess_is_the_tree_of_plain_decoding() -> None:
-    trie = Trie()
-    trie.guess(())
-    tree, _ = trie.tree(torch.tensor([9]))
-    assert len(tree) == 1 and tree.levels == 0 and tree.passengers is None

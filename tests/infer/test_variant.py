@@ -98,15 +98,6 @@ def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[Method
     assert len(set(apart)) == len(rows)
 
 
-def test_the_summary_holds_every_setting_of_a_row() -> None:
-    asked = replace(MethodConfig.of("eagle", children="best", stop=EntropyConfig(c=1.0)), typical=TypicalConfig())
-    tree = identity(group(measured([asked]))[1]).as_dict()["tree"]
-    assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == ("eagle1", "best", 1.0, 0.3)
-    assert tree["typical"] == {"epsilon": 0.09, "delta": 0.3}
-    guessed = identity(group(measured([MethodConfig("pld")]))[1]).as_dict()["tree"]
-    assert (guessed["ngram"], guessed["min_ngram"]) == (2, 1)
-
-
 def test_what_is_as_published_is_not_said() -> None:
     for method in METHODS:
         shape = tree_shape(MethodConfig(method))

@@ -1,135 +1,45 @@
-"""Losslessness of the verifier: the walk along the target's own choices has the target's law, whatever was drafted.
+"""Verification: exact laws by enumeration, the walk, typical acceptance."""
 
-The laws are those of rule R2 (EAGLE-2, SpecInfer with point-mass candidates): accept child x with probability p(x),
-else strike it out and renormalise; the bonus comes from what remains.
-"""
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
 
-from collections.abc import Callable, Iterator
-
-import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 
-from aerie.infer.decode.sampling import Decoding, Sampler
-from aerie.infer.decode.tree import Tree, ancestors
-from aerie.infer.decode.verify import Verdict, walk
+from aerie.configs.schema.decode import TypicalConfig
+from aerie.infer.decode import verify as rejection
+from aerie.infer.decode.sampling import draw
+from aerie.infer.decode.tree import Proposal, Tree, ancestors
+from aerie.infer.decode.verify import (
+    NOT_LOSSLESS,
+    Verdict,
+    accept_chain,
+    accept_sibling,
+    accept_typical,
+    entropy,
+    reject,
+    rule_of,
+    verify,
+    walk,
+)
+from tests.infer.laws import SETTINGS, VOCAB, World, sampler
 
-VOCAB = 6
 PARENTS = [0, 0, 0, 1, 1, 2]  # root; children 1 and 2; 3 and 4 under 1; 5 under 2
 TOKENS = [0, 3, 1, 2, 4, 0]
-DRAWS = 100_000
-Chooser = Callable[[Sampler, Tensor], Tensor]
-decide = walk
 
 
-def tree() -> Tree:
-    parents = torch.tensor(PARENTS)
-    depth = torch.tensor([0, 1, 1, 2, 2, 2])
-    zero = torch.zeros(len(TOKENS))
-    return Tree(torch.tensor(TOKENS), parents, depth, ancestors(parents, 2), zero, zero, 2, 2)
-
-
-def sampler(temperature: float, top_p: float, seed: int) -> Sampler:
-    decoding = Decoding(temperature > 0, temperature, 0, top_p, 0.0, 8)
-    return Sampler(decoding, torch.Generator().manual_seed(seed))
-
-
-def logits() -> Tensor:
-    return 2.0 * torch.randn(len(TOKENS), VOCAB, generator=torch.Generator().manual_seed(5))
-
-
-def outcomes(law: Tensor) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every sequence of path tokens and bonus with its exact probability under the target's law at each node."""
-    children = {n: {TOKENS[c]: c for c in range(1, len(TOKENS)) if PARENTS[c] == n} for n in range(len(TOKENS))}
-
-    def descend(node: int, prefix: tuple[int, ...], chance: float) -> Iterator[tuple[tuple[int, ...], float]]:
-        for token in range(VOCAB):
-            reached = chance * float(law[node, token])
-            if token in children[node]:
-                yield from descend(children[node][token], (*prefix, token), reached)
-            else:
-                yield (*prefix, token), reached
-
-    yield from descend(0, (), 1.0)
-
-
-def p_value(chooser: Chooser, temperature: float, top_p: float) -> float:
-    """Chi-square of DRAWS verdicts against the exact law."""
-    torch.set_num_threads(1)
-    chosen, grown, scores = sampler(temperature, top_p, 11), tree(), logits()
-    expected = dict(outcomes(chosen.law(scores).double()))
-    rows = chooser(chosen, scores.repeat(DRAWS, 1)).view(DRAWS, len(TOKENS))
-    keys, counts = np.unique(rows.numpy(), axis=0, return_counts=True)
-    seen: dict[tuple[int, ...], int] = {}
-    for key, count in zip(keys, counts, strict=True):
-        verdict = decide(grown, torch.from_numpy(key))
-        outcome = (*verdict.tokens, verdict.bonus)
-        seen[outcome] = seen.get(outcome, 0) + int(count)
-    if any(seen[outcome] and expected.get(outcome, 0.0) == 0.0 for outcome in seen):
-        return 0.0  # something impossible came out
-    possible = [outcome for outcome, chance in expected.items() if chance * len(rows) >= 5]
-    rest = len(rows) - sum(seen.get(outcome, 0) for outcome in possible)
-    observed = [seen.get(outcome, 0) for outcome in possible] + [rest]
-    wanted = [expected[outcome] * len(rows) for outcome in possible]
-    wanted.append(len(rows) - sum(wanted))
-    if wanted[-1] < 1e-6:
-        observed, wanted = observed[:-1], wanted[:-1]
-    return float(chisquare(observed, np.array(wanted) * sum(observed) / sum(wanted)).pvalue)
-
-
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8)])
-def test_the_outputs_have_the_targets_law(temperature: float, top_p: float) -> None:
-    assert p_value(lambda s, x: s.choose(x), temperature, top_p) > 1e-3
-
-
-def without_processors(s: Sampler, x: Tensor) -> Tensor:
-    return Sampler(Decoding(True, 1.0, 0, 1.0, 0.0, 8), s.generator).choose(x)
-
-
-def draft_law(s: Sampler, x: Tensor) -> Tensor:
-    """q for p: the draws of a draft that is a little off."""
-    return s.choose(x.roll(1, dims=-1) * 0.1 + x * 0.9)
-
-
-def sibling_not_removed(s: Sampler, x: Tensor) -> Tensor:
-    """After a refused child the bonus is drawn from the whole law again, refused children included."""
-    law = s.law(x)
-    first, second = s.choose(x), s.choose(x)
-    nodes = torch.arange(len(x)) % len(TOKENS)
-    child = torch.zeros(len(x), VOCAB, dtype=torch.bool)
-    for node, (parent, token) in enumerate(zip(PARENTS, TOKENS, strict=True)):
-        if node:
-            child[nodes == parent, token] = True
-    accepted = torch.rand(len(x), generator=s.generator) < (law * child).sum(-1)
-    drawn_child = ((law * child + 1e-12) / torch.empty_like(law).exponential_(generator=s.generator)).argmax(-1)
-    has_child = child.any(-1)
-    return torch.where(accepted & has_child, drawn_child, torch.where(has_child, second, first))
-
-
-@pytest.mark.parametrize(
-    ("mutation", "temperature", "top_p"),
-    [(without_processors, 0.6, 0.8), (draft_law, 1.0, 1.0), (draft_law, 0.6, 0.8), (sibling_not_removed, 1.0, 1.0)],
-)
-def test_each_broken_rule_is_found(mutation: Chooser, temperature: float, top_p: float) -> None:
-    assert p_value(mutation, temperature, top_p) < 1e-6
-
-
-def test_a_bonus_taken_one_node_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def early(grown: Tree, choice: Tensor) -> Verdict:
-        verdict = walk(grown, choice)
-        if verdict.tokens:
-            return Verdict(verdict.path[:-1], verdict.tokens[:-1], verdict.bonus)
-        return verdict
-
-    monkeypatch.setitem(globals(), "decide", early)
-    assert p_value(lambda s, x: s.choose(x), 1.0, 1.0) < 1e-6
+def tree(tokens: list[int], parents: list[int], depth: list[int]) -> Tree:
+    above, zero = torch.tensor(parents), torch.zeros(len(tokens))
+    mask, levels = ancestors(above, max(*depth, 1)), max(depth)
+    return Tree(torch.tensor(tokens), above, torch.tensor(depth), mask, zero, zero, levels, levels)
 
 
 def test_r2_equals_drawing_first_and_looking_up() -> None:
     """The textbook loop (accept with p, strike out, renormalise) has exactly the law that `outcomes` enumerates."""
-    law = logits()[0].double().softmax(-1)
+    law = torch.randn(6, generator=torch.Generator().manual_seed(5)).double().softmax(-1)
     children = [TOKENS[node] for node in (1, 2)]
     left, chance, accepted = law.clone(), 1.0, {}
     for token in children:
@@ -137,18 +47,18 @@ def test_r2_equals_drawing_first_and_looking_up() -> None:
         accepted[token] = chance * share
         chance *= 1.0 - share
         left[token] = 0.0
-    bonus = {token: chance * float(left[token] / left.sum()) for token in range(VOCAB) if token not in children}
+    bonus = {token: chance * float(left[token] / left.sum()) for token in range(6) if token not in children}
     for token, value in {**accepted, **bonus}.items():
         assert value == pytest.approx(float(law[token]), abs=1e-12)
 
 
 def test_greedy_follows_the_argmax_to_the_deepest_node() -> None:
-    verdict = walk(tree(), torch.tensor([3, 4, 0, 5, 2, 1]))
+    verdict = walk(tree(TOKENS, PARENTS, [0, 1, 1, 2, 2, 2]), torch.tensor([3, 4, 0, 5, 2, 1]))
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 1, 4], [3, 4], 2)
 
 
 def test_nothing_accepted_leaves_the_roots_choice() -> None:
-    verdict = walk(tree(), torch.tensor([5, 2, 0, 0, 0, 0]))
+    verdict = walk(tree(TOKENS, PARENTS, [0, 1, 1, 2, 2, 2]), torch.tensor([5, 2, 0, 0, 0, 0]))
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0], [], 5)
 
 
@@ -170,19 +80,7 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
         tokens = [max(0, each - 1) if ride else each for each, ride in zip(rank, rides, strict=True)]
         choice = torch.randint(0, 3, (count,), generator=dice)
         passengers = torch.tensor(rides) if riding else None
-        parent, zero = torch.tensor(parents), torch.zeros(count)
-        levels = max(depth)
-        grown = Tree(
-            tokens=torch.tensor(tokens),
-            parents=parent,
-            depth=torch.tensor(sorted(depth)),
-            mask=ancestors(parent, max(levels, 1)),
-            confidence=zero,
-            survival=zero,
-            levels=levels,
-            draft_forwards=levels,
-            passengers=passengers,
-        )
+        grown = replace(tree(tokens, parents, sorted(depth)), passengers=passengers)
         path, known = [0], True
         while known:
             wanted = int(choice[path[-1]])
@@ -192,3 +90,216 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
         assert walk(grown, choice) == Verdict(path, [tokens[node] for node in path[1:]], int(choice[path[-1]]))
         lengths.add(len(path))
     assert {1, 2, 3, 4} <= lengths
+
+
+JUST_BELOW_ONE = 1.0 - 2.0**-53
+
+
+def threshold(accepts: Callable[[Tensor], Tensor], count: int) -> Tensor:
+    """The largest uniform [count] that is still accepted, by bisection: the exact chance of acceptance."""
+    low, high = torch.zeros(count, dtype=torch.double), torch.ones(count, dtype=torch.double)
+    for _ in range(60):
+        middle = (low + high) / 2
+        taken = accepts(middle)
+        low, high = torch.where(taken, middle, low), torch.where(taken, high, middle)
+    return torch.where(accepts(torch.full_like(low, JUST_BELOW_ONE)), torch.ones_like(low), low)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
+def test_a_chain_has_the_targets_law_exactly(temperature: float, top_p: float) -> None:
+    """R1 by enumeration of both drafted tokens, of what is accepted, and of the bonus token."""
+    laws = World(temperature, top_p)
+    (p0, p1, p2), (q0, q1, _) = ([law.double() for law in side] for side in (laws.target, laws.draft))
+    drafts = torch.tensor(list(itertools.product(range(VOCAB), repeat=2)))
+    first, second = drafts.T
+    p = torch.stack([p0.expand(len(drafts), -1), p1[first], p2[first, second]], dim=1)
+    q = torch.stack([q0.expand(len(drafts), -1), q1[first]], dim=1)
+    certain = torch.zeros(len(drafts), dtype=torch.double)
+
+    def accepted(u1: Tensor, u2: Tensor) -> Tensor:
+        return accept_chain(p, q, drafts, torch.stack([u1, u2], dim=1))[0]
+
+    t1 = threshold(lambda u: accepted(u, certain + JUST_BELOW_ONE) >= 1, len(drafts))
+    t2 = threshold(lambda u: accepted(certain, u) >= 2, len(drafts)) * (t1 > 0)
+    reject_at = certain + JUST_BELOW_ONE
+    written = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.double)
+    for row, (x, y) in enumerate(drafts.tolist()):
+        chance = q0[x] * q1[x, y]
+        refused = accept_chain(p[row], q[row], drafts[row], reject_at[:2])[1]
+        once = accept_chain(p[row], q[row], drafts[row], torch.stack([certain[0], reject_at[0]]))[1]
+        twice = accept_chain(p[row], q[row], drafts[row], certain[:2])[1]
+        written += chance * (1 - t1[row]) * refused[:, None, None] * p1[:, :, None] * p2
+        written[x] += chance * t1[row] * (1 - t2[row]) * once[:, None] * p2[x]
+        written[x, y] += chance * t1[row] * t2[row] * twice
+    torch.testing.assert_close(written, p0[:, None, None] * p1[:, :, None] * p2, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, temperature: float, top_p: float) -> None:
+    """R3 and R4 by enumeration of every way to draw the siblings, of the one accepted, and of the bonus token."""
+    laws = World(temperature, top_p)
+    p0, q0 = laws.target[0].double(), laws.draft[0].double()
+    count = count if replaced else min(count, int((q0 > 0).sum()))  # fewer survivors: fewer are drafted
+    rows, chances = [], []
+    for tokens in itertools.product(range(VOCAB), repeat=count):
+        chance, left = 1.0, q0.clone()
+        for token in tokens:
+            chance *= float(left[token] / left.sum()) if left.sum() > 0 else 0.0
+            if not replaced:
+                left[token] = 0.0
+        if chance > 0:
+            rows.append(tokens)
+            chances.append(chance)
+    siblings = [torch.tensor(column) for column in zip(*rows, strict=True)]
+    p, q = p0.expand(len(rows), -1), q0.expand(len(rows), -1)
+    refuse = torch.full((len(rows), count), JUST_BELOW_ONE, dtype=torch.double)
+    alive, written = torch.tensor(chances, dtype=torch.double), torch.zeros(VOCAB, dtype=torch.double)
+    for rank in range(count):
+
+        def accepts(u: Tensor, rank: int = rank) -> Tensor:
+            chosen, _ = accept_sibling(
+                p, q, siblings, torch.cat([refuse[:, :rank], u[:, None], refuse[:, rank + 1 :]], 1), replaced
+            )
+            return chosen == rank
+
+        share = threshold(accepts, len(rows))
+        written.index_add_(0, siblings[rank], alive * share)
+        alive = alive * (1 - share)
+    written += alive @ accept_sibling(p, q, siblings, refuse, replaced)[1]
+    torch.testing.assert_close(written, p0, atol=1e-6, rtol=0)
+
+
+def random_tree(dice: torch.Generator, rule: str) -> tuple[Tree, Tensor]:
+    """A tree of sampled children in level order, ragged, siblings apart from one another, and the target's logits."""
+    q, parents, depth, tokens = [], [0], [0], [0]
+    for node in itertools.count():
+        if node == len(parents) or len(parents) > 14:
+            break
+        q.append((1.5 * torch.randn(VOCAB, generator=dice)).softmax(-1))
+        most = int(torch.randint(0 if node else 1, 4, (1,), generator=dice))
+        if depth[node] < 3 and most:
+            tokens += q[-1].multinomial(most, replacement=rule == "R4", generator=dice).tolist()
+            parents += [node] * most
+            depth += [depth[node] + 1] * most
+    count = len(parents)
+    laws = torch.cat([torch.stack(q), torch.zeros(count - len(q), VOCAB)])
+    zero, above = torch.zeros(count), torch.tensor(parents)
+    proposal = Proposal(rule, laws)  # type: ignore[arg-type]
+    grown = Tree(torch.tensor(tokens), above, torch.tensor(depth), ancestors(above, 3), zero, zero, 3, 3, proposal)
+    return grown, torch.randn(count, VOCAB, generator=dice)
+
+
+def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[list[int], Tensor]:
+    """The path and the law of the bonus token, one child after the other; uniform: a number per child of each node."""
+    assert grown.proposal is not None
+    path, node = [0], 0
+    while True:
+        left, q = p[node].double(), grown.proposal.laws[node].double()
+        children = [n for n in range(1, len(grown)) if int(grown.parents[n]) == node]
+        for child, u in zip(children, uniform.get(node, []), strict=False):
+            token = int(grown.tokens[child])
+            if u < left[token] / q[token]:
+                node = child
+                path.append(child)
+                break
+            left = (left - q).clamp(min=0)
+            left = left / left.sum()
+            if grown.proposal.rule == "R3":
+                q[token] = 0.0
+                q = q / q.sum()
+        else:
+            return path, left
+
+
+@pytest.mark.parametrize("rule", ["R3", "R4"])
+def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged trees, all nodes at once against one child after the other, with the same uniform numbers."""
+    bonus: list[Tensor] = []
+
+    def remembering(law: Tensor, generator: torch.Generator) -> Tensor:
+        bonus.append(law[0])
+        return draw(law, generator)
+
+    monkeypatch.setattr(rejection, "draw", remembering)
+    lengths = set()
+    for seed in range(150):
+        dice = torch.Generator().manual_seed(seed)
+        grown, logits = random_tree(dice, rule)
+        families: dict[int, int] = {}
+        for parent in grown.parents.tolist()[1:]:
+            families[parent] = families.get(parent, 0) + 1
+        inner = sorted(families, key=lambda parent: -families[parent])
+        table = torch.rand(len(inner), max(families.values()), generator=torch.Generator().manual_seed(seed))
+        uniform = {parent: table[row].tolist() for row, parent in enumerate(inner)}
+        path, law = textbook(grown, logits.softmax(-1), uniform)
+        verdict = verify(grown, logits, sampler(1.0, 1.0, seed))
+        assert verdict.path == path
+        assert verdict.tokens == grown.tokens[path[1:]].tolist()
+        torch.testing.assert_close(bonus[-1].double(), law, atol=1e-5, rtol=0)
+        assert law[verdict.bonus] > 0
+        lengths.add(len(path))
+    assert lengths == {1, 2, 3, 4}
+
+
+def test_a_draft_vocabulary_is_spread_over_the_targets() -> None:
+    laws = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    spread = Proposal("R1", laws, torch.tensor([4, 1])).over(6)
+    assert spread.tolist() == [[0, 0.75, 0, 0, 0.25, 0], [0, 0.5, 0, 0, 0.5, 0]]
+    assert Proposal("R1", laws).over(3).tolist() == [[0.25, 0.75, 0], [0.5, 0.5, 0]]
+
+
+def test_equal_laws_refuse_nothing() -> None:
+    law = torch.randn(2000, 3, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    tokens = draw(law[:, :2].flatten(0, 1), torch.Generator().manual_seed(1)).view(2000, 2)
+    accepted, bonus = accept_chain(law, law[:, :2], tokens, torch.full((2000, 2), 1.0 - 2**-24))
+    assert bool((accepted == 2).all())
+    torch.testing.assert_close(bonus, law[:, 2])
+
+
+def test_a_deterministic_tree_is_not_rejection_sampled() -> None:
+    grown, logits = random_tree(torch.Generator().manual_seed(0), "R3")
+    with pytest.raises(AssertionError, match="drawn children"):
+        reject(Tree(**{**grown.__dict__, "proposal": None}), logits.softmax(-1), torch.Generator())
+
+
+PUBLISHED = TypicalConfig()
+
+
+def rows(*laws: list[float]) -> torch.Tensor:
+    return torch.tensor(laws)
+
+
+def test_the_published_thresholds() -> None:
+    assert (PUBLISHED.epsilon, PUBLISHED.delta) == (0.09, 0.3)
+
+
+def test_a_sure_target_asks_for_epsilon_and_an_unsure_one_for_less() -> None:
+    line = tree([0, 1], [0, 0], [0, 1])
+    for chance, accepted in ((0.08, 0), (0.1, 1)):
+        law = [0.0, chance, 0.62, 0.38 - chance]
+        assert 0.3 * math.exp(-float(entropy(torch.tensor(law)))) > 0.1  # epsilon decides
+        assert accept_typical(line, rows(law, law), PUBLISHED).accepted == accepted
+    flat = [0.05] * 20  # delta exp(-H) = 0.3 / 20
+    assert accept_typical(line, rows(flat, flat), PUBLISHED).accepted == 1
+    assert accept_typical(line, rows(flat, flat), TypicalConfig(delta=1.1)).accepted == 0
+
+
+def test_the_longest_typical_path_wins_and_then_the_most_probable() -> None:
+    grown = tree([0, 1, 2, 1, 2, 3], [0, 0, 0, 1, 2, 2], [0, 1, 1, 2, 2, 2])
+    root = [0.1, 0.5, 0.4, 0.0]
+    never, often = [0.9, 0.0, 0.1, 0.0], [0.0, 0.0, 0.45, 0.55]
+    verdict = accept_typical(grown, rows(root, never, often, root, never, often), PUBLISHED)
+    assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 2, 5], [2, 3], 3)  # longer beats the likelier sibling
+    alone = accept_typical(tree([0, 1, 2], [0, 0, 0], [0, 1, 1]), rows(root, never, often), PUBLISHED)
+    assert alone.tokens == [1] and alone.bonus == 0
+
+
+def test_it_is_named_not_lossless_and_its_output_has_another_law() -> None:
+    hot, cold = sampler(1.0, 1.0), sampler(0.0, 1.0)
+    assert rule_of(None, hot, PUBLISHED) == NOT_LOSSLESS and "not lossless" in NOT_LOSSLESS
+    assert rule_of(None, cold, PUBLISHED) == "R0"
+    line, law = tree([0, 1], [0, 0], [0, 1]), rows([0.5, 0.3, 0.2], [0.5, 0.3, 0.2])
+    first = {verify(line, law.log(), hot, PUBLISHED).tokens[0] for _ in range(50)}
+    assert first == {1}  # token 1 has probability 0.3, and always comes out

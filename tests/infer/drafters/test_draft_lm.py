@@ -121,17 +121,6 @@ def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accep
     assert_law(drafter.start()[0], draft, text)
 
 
-def test_siblings_do_not_see_each_other() -> None:
-    draft = draft_of("llama")
-    drafter = drafter_of(draft)
-    text = ready(drafter)
-    drafter.start()
-    laws = drafter.step(torch.tensor([60, 61]), torch.tensor([0, 0]))
-    wrong = plain(draft, [*text, 60, 61])
-    assert (laws[1] - wrong).abs().max() > 1e-2  # so the comparisons above can fail
-    assert_law(laws[1], draft, [*text, 61])
-
-
 @pytest.mark.parametrize(("accepted", "read"), [(0, 1), (2, 1), (3, 1), (4, 2)])
 def test_one_forward_for_each_law_and_no_token_is_read_twice(accepted: int, read: int) -> None:
     draft = draft_of("llama")
@@ -151,16 +140,6 @@ def test_one_forward_for_each_law_and_no_token_is_read_twice(accepted: int, read
     assert widths == [1, 1, 1, 1, read]
 
 
-@pytest.mark.parametrize("length", [1, 2, 20])
-def test_the_first_law_has_read_the_prompt_and_the_answers_first_token_once(length: int) -> None:
-    draft = draft_of("llama")
-    drafter = drafter_of(draft)
-    prompt, first = PROMPT[:length], PROMPT[length - 1 : length]  # also where that token is the prompt's last once more
-    drafter.reset(prompt, 128)
-    drafter.commit(torch.cat([prompt[1:], first]))
-    assert_law(drafter.start()[0], draft, [*prompt.tolist(), *first.tolist()])
-
-
 def test_a_cycle_without_drafting_and_a_second_start_change_no_law() -> None:
     draft = draft_of("llama")
     drafter = drafter_of(draft)
@@ -174,19 +153,6 @@ def test_a_cycle_without_drafting_and_a_second_start_change_no_law() -> None:
     assert_law(law[0], draft, [*text, 51, 61])
     assert ready(drafter) == text
     assert_law(drafter.start()[0], draft, text)
-
-
-def test_drafting_goes_up_to_the_last_position() -> None:
-    draft = made(tiny.llama(num_blocks=2, max_position_embeddings=24))
-    drafter = drafter_of(draft)
-    assert drafter.max_positions == 24 and drafter.after_blocks == ()
-    text = ready(drafter)
-    drafter.start()
-    for token in (60, 61, 62):
-        law = drafter.step(torch.tensor([token]), torch.tensor([0]))
-        text.append(token)
-    assert len(text) == 24
-    assert_law(law[0], draft, text)
 
 
 @pytest.mark.parametrize("vocab_size", [300, 320, 340])
