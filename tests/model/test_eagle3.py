@@ -9,14 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import Eagle3Section
 from aerie.model.checkpoint import check_sizes, load_head, new_head, save_head
 from aerie.model.heads.eagle import Eagle3Head
-from aerie.model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary, UnrollMemory
+from aerie.model.layers import KeyValueBuffer, UnrollMemory
 from aerie.model.vocab import DraftVocabulary
 from tests import tiny
 
@@ -92,27 +90,6 @@ def test_an_embedding_that_is_not_the_targets_stays_in_the_file(tmp_path: Path) 
         assert ("embed_tokens.weight" in load_file(tmp_path / "again" / "model.safetensors")) == kept
 
 
-def attention(x: Tensor, layer: Attention, positions: Tensor, theta: float = 10000.0) -> Tensor:
-    """Causal attention over x [T, 2D], one head and one query at a time."""
-    sizes = layer.sizes
-    dim, groups = sizes.head_dim, sizes.num_attention_heads // sizes.num_key_value_heads
-    frequencies = theta ** (-torch.arange(0, dim, 2) / dim)
-    turn = torch.polar(torch.ones(len(positions), dim // 2), positions[:, None] * frequencies)  # [T, hd / 2]
-
-    def turned(y: Tensor) -> Tensor:
-        whole = torch.complex(y[:, : dim // 2], y[:, dim // 2 :]) * turn
-        return torch.cat([whole.real, whole.imag], dim=-1)
-
-    outputs = []
-    for number in range(sizes.num_attention_heads):
-        own, shared = (slice(i * dim, (i + 1) * dim) for i in (number, number // groups))
-        q, k = turned(x @ layer.q_proj.weight[own].T), turned(x @ layer.k_proj.weight[shared].T)
-        v = x @ layer.v_proj.weight[shared].T
-        rows = [((q[t] @ k[: t + 1].T) / dim**0.5).softmax(-1) @ v[: t + 1] for t in range(len(x))]
-        outputs.append(torch.stack(rows))
-    return torch.cat(outputs, dim=-1) @ layer.o_proj.weight.T
-
-
 def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
     """(output before the final norm [T, D], logits [T, Vd]) from the definition of the layer."""
     eps, layer = made.config.rms_norm_eps, made.midlayer
@@ -123,7 +100,7 @@ def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Ten
     h = taps @ made.fc.weight.T
     e = made.embed_tokens.weight[tokens]
     x = torch.cat([normed(e, layer.input_layernorm.weight), normed(h, layer.hidden_norm.weight)], dim=-1)
-    h = h + attention(x, layer.self_attn, torch.arange(len(tokens)))
+    h = h + layer.self_attn(x[None], made.rotary.between(0, len(tokens), x))[0]  # as Llama's: test_layers
     x = normed(h, layer.post_attention_layernorm.weight)
     gate, up, down = (getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
     h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
@@ -196,47 +173,6 @@ def test_fc_norm_norms_each_fused_feature_alone() -> None:
     assert {f"fc_norm.{i}.weight" for i in range(3)} == made.state_dict().keys() - head().state_dict().keys()
 
 
-@torch.no_grad()
-def test_query_and_key_norms_are_those_of_qwen3() -> None:
-    config = Qwen3Config(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        attn_implementation="eager",
-    )
-    theirs = Qwen3Attention(config, layer_idx=0).eval()
-    ours = Attention(LayerSizes(32, 64, 4, 2, 16, 1e-6, qk_norm=True), 64)
-    random_norms(theirs)
-    for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
-        getattr(ours, name).weight.copy_(getattr(theirs, name).weight.mul_(2.0))
-    ours.o_proj.weight.copy_(theirs.o_proj.weight[:32])  # the head's attention is twice as wide as what it returns
-    x = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(9)[None]
-    mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
-    expected = theirs(x, Qwen3RotaryEmbedding(config)(x, positions), mask)[0][..., :32]
-    rope = Rotary(1e6, None, 16, 64).at(positions, 9, x)
-    torch.testing.assert_close(ours(x, rope, None), expected, rtol=1e-5, atol=1e-5)
-    plain = Attention(LayerSizes(32, 64, 4, 2, 16, 1e-6), 64)
-    plain.load_state_dict(ours.state_dict(), strict=False)
-    assert not torch.allclose(plain(x, rope, None), expected, atol=1e-3)
-
-
-def test_equal_vocabularies_need_no_tables_in_the_file(tmp_path: Path) -> None:
-    one = head(ids=torch.arange(320))
-    save_head(one, tmp_path / "head")
-    weights = tmp_path / "head" / "model.safetensors"
-    state = load_file(weights)
-    assert state.keys() == PUBLISHED.keys()
-    save_file({k: v for k, v in state.items() if k not in ("d2t", "t2d")}, weights)
-    assert restored(tmp_path / "head").vocabulary.ids.equal(torch.arange(320))
-    save_file({k: v for k, v in state.items() if k != "d2t"}, weights)
-    with pytest.raises(UserError, match="one of d2t and t2d"):
-        restored(tmp_path / "head")
-
-
 def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary() -> None:
     target, vocab = tiny.llama(num_blocks=8), tiny.vocab()
     vocabulary = DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320)
@@ -248,3 +184,13 @@ def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary
     with pytest.raises(UserError, match="lm_head_init"):
         narrow = replace(taken, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
         new_head(narrow, target.config, vocab, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
+
+
+def test_equal_vocabularies_need_no_tables_in_the_file(tmp_path: Path) -> None:
+    save_head(head(ids=torch.arange(320)), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({k: v for k, v in state.items() if k not in ("d2t", "t2d")}, tmp_path / "model.safetensors")
+    assert restored(tmp_path).vocabulary.ids.equal(torch.arange(320))
+    save_file({k: v for k, v in state.items() if k != "d2t"}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="one of d2t and t2d"):
+        restored(tmp_path)

@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaModel
 
 from aerie.configs.schema.target_and_head import HeadKind
 from aerie.model.checkpoint import load_head, save_head
@@ -54,18 +53,6 @@ def test_a_new_hydra_head_begins_with_the_targets_lm_heads_and_its_blocks_as_the
     assert 0.95 * bound < projection.weight.abs().max() <= bound
 
 
-@pytest.mark.parametrize(("kind", "keys"), SHAPES)
-def test_no_two_blocks_or_lm_heads_share_a_weight(kind: HeadKind, keys: dict[str, Any]) -> None:
-    head = tiny.multi_token_head(kind, VOCAB, **keys)
-    named = list(head.named_parameters(remove_duplicate=False))
-    assert len({parameter.data_ptr() for _, parameter in named}) == len(named)
-    count = sum(name.endswith("linear.weight") for name, _ in named)
-    assert count == head.config.num_heads * head.config.num_layers
-    assert sum("lm_heads" in name and name.endswith("weight") for name, _ in named) == (
-        0 if head.config.lm_head == "target" else head.config.num_heads
-    )
-
-
 def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor, vocab: VocabWeights) -> Tensor:
     """Logits of one branch, from the names of its weights alone."""
     for layer in range(head.config.num_layers):
@@ -102,31 +89,6 @@ def test_every_law_is_what_its_weights_say(kind: HeadKind, keys: dict[str, Any],
 
 def _prefix_head() -> HydraHead:
     return cast(HydraHead, tiny.multi_token_head("hydra", VOCAB, noise=0.2, prefix_layer=True))
-
-
-def test_the_prefix_layer_is_a_one_layer_llama() -> None:
-    head, features = _prefix_head(), _features(2, 9)
-    sizes = head.config.sizes()
-    llama = LlamaModel(
-        LlamaConfig(
-            vocab_size=8,
-            hidden_size=32,
-            intermediate_size=sizes.intermediate_size,
-            num_hidden_layers=1,
-            num_attention_heads=sizes.num_attention_heads,
-            num_key_value_heads=sizes.num_key_value_heads,
-            rms_norm_eps=sizes.rms_norm_eps,
-            max_position_embeddings=256,
-        )
-    ).eval()
-    own = head.prefix_layer.state_dict()
-    names = {name: name if name == "norm.weight" else f"layers.0.{name}" for name in own}
-    report = llama.load_state_dict({names[name]: value for name, value in own.items()}, strict=False)
-    assert report.missing_keys == ["embed_tokens.weight"] and not report.unexpected_keys
-    with torch.no_grad():
-        positions = torch.arange(3, 12)[None]
-        expected = llama(inputs_embeds=features, position_ids=positions).last_hidden_state
-        assert (head.prefix(features, (3, 12)) - expected).abs().max() < 1e-4
 
 
 def test_the_prefix_layer_over_a_buffer_is_the_one_over_the_whole_sequence() -> None:

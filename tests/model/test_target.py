@@ -22,7 +22,6 @@ from transformers import (
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import CachedLM
-from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.tree import Tree, ancestors
 from aerie.model.storage import SHIPPED_TEMPLATE, template_path
 from aerie.model.target import (
@@ -118,14 +117,6 @@ def test_a_tree_forward_equals_plain_forwards_along_every_path(name: str) -> Non
         again = lm.extend(tree)
         plain = target.model(torch.cat([kept, tree.tokens[[0, 2, 5, 6]]])[None]).logits[0, -1]
         torch.testing.assert_close(again.logits[6], plain, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_vanilla_decoding_equals_generate(name: str) -> None:
-    target, ids = family(name), prompt(40)[None]
-    own = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-    ours = SpeculativeDecoder(target).generate(ids, do_sample=False, max_new_tokens=24)
-    assert ours.sequences.tolist() == own.tolist()
 
 
 def test_taps_are_the_residual_streams_after_k_blocks() -> None:
