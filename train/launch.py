@@ -1,13 +1,10 @@
-"""The processes of a run: the Accelerator, with or without DeepSpeed, on CPUs and GPUs; sums over all; signals."""
+"""The processes of a run: the Accelerator, with or without DeepSpeed, on CPUs and GPUs; sums over all of them."""
 
 import logging
 import os
-import signal
-import time
 import warnings
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from aerie.configs.errors import Requeued, UserError
+from aerie.configs.errors import UserError
 from aerie.configs.schema.train import TrainConfig
 
 
@@ -158,37 +155,3 @@ def _gathered(parameter: nn.Parameter) -> Tensor:
         with context:
             return _copied(parameter)
     return _copied(parameter)
-
-
-# After Ctrl-C somebody decides what becomes of the run; a scheduler's signal means that the same command follows.
-STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
-CODES = {"interrupted": 130, "requeue": 75}
-# A launcher repeats the terminal's Ctrl-C to its children at once, so only a later second one is impatience.
-PATIENCE_SECONDS = 5.0
-
-
-class StopRequest(AbstractContextManager["StopRequest"]):
-    """While entered it answers signals: between steps by ending at once, while stepping by remembering the first.
-
-    A second Ctrl-C after some seconds ends a step, too.
-    """
-
-    def __init__(self) -> None:
-        self.is_stepping = False
-        self.state: str | None = None  # 'interrupted', 'requeue', or None while no signal has come in a step
-        self._since = 0.0
-
-    def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._receive) for number in STATES}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        is_impatient = self.state is not None and time.monotonic() - self._since > PATIENCE_SECONDS
-        if not self.is_stepping or (is_impatient and number == signal.SIGINT):
-            raise KeyboardInterrupt if number == signal.SIGINT else Requeued
-        if self.state is None:
-            self.state, self._since = STATES[signal.Signals(number)], time.monotonic()

@@ -23,8 +23,6 @@ from aerie.model.storage import digest
 from aerie.model.target import Target
 from aerie.train import resume
 from aerie.train.launch import (
-    CODES,
-    StopRequest,
     all_reduce,
     engine_of,
     full_weights,
@@ -33,6 +31,7 @@ from aerie.train.launch import (
 )
 from aerie.train.log import Meter, MetricsFile, held_out_line, log_values, means, start_trackers, step_line
 from aerie.train.objectives.base import Objective, Sums, held_out_sums
+from aerie.train.resume import CODES, StopRequest
 
 Measure = Callable[[Any], dict[str, float]]
 METER = "meter-{}.json"  # of each process, in a save

@@ -178,11 +178,16 @@ def added(sums: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return sums[0] if len(sums) == 1 else tuple(torch.stack(column).sum(0) for column in zip(*sums, strict=True))
 
 
+def _calls(count: int, device: torch.device) -> int:
+    """How often every process has to call the LM head, of which this one's share needs `count` calls."""
+    # ZeRO-3 gathers it at each call. Held-out rows are measured with whole copies, in each process as many as it has.
+    return most_of_all(count, device) if torch.is_grad_enabled() else count
+
+
 def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
     """Columns [S, ...] cut into pieces of `chunk` slots."""
     pieces = list(zip(*(column.split(chunk) for column in columns), strict=True))
-    # ZeRO-3 gathers the LM head at each call, so all processes must call it equally often.
-    missing = most_of_all(len(pieces), columns[0].device) - len(pieces)
+    missing = _calls(len(pieces), columns[0].device) - len(pieces)
     return pieces + [tuple(column[:0] for column in columns)] * missing
 
 
@@ -192,8 +197,7 @@ def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tens
     which holds, for each head or step, the states that its slots are compared with: [S_k] into S0. Each of the columns
     holds tensors [S_k, ...] beside them. A state goes with everything that is compared with it.
     """
-    # ZeRO-3 gathers the LM head at each call, so all processes must call it equally often.
-    groups = most_of_all(-(-states.shape[0] // at_once), states.device)
+    groups = _calls(-(-states.shape[0] // at_once), states.device)
     if groups <= 1:
         return [(states, which, *columns)]
     goals = [*states.split(at_once), *[states[:0]] * groups][:groups]

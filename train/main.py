@@ -67,17 +67,18 @@ def main() -> int:
         launch.be_quiet()
         print(jobs.plan(jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True)), flush=True)
         return 0
-    return with_status(paths.status, "train", partial(_train, recipe, stage, arguments.overwrite))
+    with resume.StopRequest() as stop:
+        return with_status(paths.status, "train", partial(_train, recipe, stage, arguments.overwrite, stop))
 
 
-def _train(recipe: pipeline.Recipe, stage: Stage, overwrite: bool) -> tuple[str, int]:
+def _train(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, stop: resume.StopRequest) -> tuple[str, int]:
     """(state, exit code) of one sitting."""
     import torch
 
     from aerie.train import jobs, launch
     from aerie.train.loop import Loop
 
-    with launch.StopRequest() as stop, ExitStack() as alone:
+    with ExitStack() as alone:
         launch.be_quiet()
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -95,10 +96,10 @@ def _train(recipe: pipeline.Recipe, stage: Stage, overwrite: bool) -> tuple[str,
         if accelerator.is_main_process:
             resume.begin_output(stage.output, job.state)
         ending = loop.run(stop)
-        if accelerator.is_main_process and ending not in launch.CODES:
+        if accelerator.is_main_process and ending not in resume.CODES:
             _finish(recipe, stage, loop, ending)
         accelerator.end_training()
-    return ending if ending in launch.CODES else "done", launch.CODES.get(ending, 0)
+    return ending if ending in resume.CODES else "done", resume.CODES.get(ending, 0)
 
 
 def _finish(recipe: pipeline.Recipe, stage: Stage, loop: "Loop", ending: str) -> None:

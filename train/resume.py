@@ -1,4 +1,4 @@
-"""A training's saves in `state/KIND/`, and its output directory: what may be gone on from, and whose it is.
+"""How a training stops and goes on: signals, its saves in `state/KIND/`, and whose an output directory is.
 
 A save is a folder `step-N` with the states of all processes, the best weights so far (`best`), and a manifest that was
 written last. Nothing here imports torch.
@@ -6,13 +6,17 @@ written last. Nothing here imports torch.
 
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from aerie.configs.errors import NotWritable, UserError, warn
+from aerie.configs.errors import NotWritable, Requeued, UserError, warn
 from aerie.model.storage import (
     FILE,
     Lock,
@@ -205,3 +209,36 @@ def begin_output(output: Path, state: Path) -> None:
     write_text(output / BEGUN, f"{os.path.relpath(state, output)}\n")
     (output / FILE).unlink(missing_ok=True)
     remove_temporaries(output)
+
+
+# After Ctrl-C somebody decides what becomes of the run; a scheduler's signal means that the same command follows.
+STATES = {signal.SIGINT: "interrupted", signal.SIGTERM: "requeue", signal.SIGUSR1: "requeue"}
+CODES = {"interrupted": 130, "requeue": 75}
+PATIENCE_SECONDS = 5.0
+
+
+class StopRequest(AbstractContextManager["StopRequest"]):
+    """While entered it answers the first signal: between steps by ending at once, while stepping by remembering it."""
+
+    def __init__(self) -> None:
+        self.is_stepping = False
+        self.state: str | None = None  # 'interrupted', 'requeue', or None while no signal has come
+        self._since = 0.0
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._receive) for number in STATES}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.state is None:
+            self.state, self._since = STATES[signal.Signals(number)], time.monotonic()
+            if not self.is_stepping:
+                raise KeyboardInterrupt if number == signal.SIGINT else Requeued
+        # Launchers and schedulers repeat a signal, which must not disturb the saving; a person's second Ctrl-C, which
+        # comes later than a launcher's copy of the first, ends it.
+        elif number == signal.SIGINT and time.monotonic() - self._since > PATIENCE_SECONDS:
+            raise KeyboardInterrupt

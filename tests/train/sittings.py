@@ -15,10 +15,10 @@ from aerie.configs.schema.train import Eagle1Train
 from aerie.data.batches import Batch
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import save_head
-from aerie.train.launch import StopRequest, build_accelerator
+from aerie.train.launch import build_accelerator
 from aerie.train.loop import Job, Loop, Rows
 from aerie.train.objectives.eagle import Eagle1Objective
-from aerie.train.resume import Progress
+from aerie.train.resume import Progress, StopRequest
 from tests import tiny
 
 VOCAB = tiny.vocab()

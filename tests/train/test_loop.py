@@ -14,8 +14,7 @@ from aerie.configs.errors import Requeued, UserError
 from aerie.configs.schema.train import Eagle1Train
 from aerie.data.batches import collate
 from aerie.model.checkpoint import load_head
-from aerie.train import launch
-from aerie.train.launch import StopRequest
+from aerie.train import resume
 from aerie.train.log import Meter, MetricsFile, held_out_line, step_line
 from aerie.train.loop import build_optimizer, learning_rate
 from aerie.train.objectives.eagle import Eagle1Objective
@@ -162,21 +161,20 @@ def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_t
     assert [line["step"] for line in kept if line["kind"] == "draft_lm"] == [*range(100)]
 
 
-@pytest.mark.parametrize("number", launch.STATES)
+@pytest.mark.parametrize("number", resume.STATES)
 def test_a_signal_ends_at_once_between_steps_and_waits_for_the_end_of_one(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(number)
-    ending = KeyboardInterrupt if number == signal.SIGINT else Requeued
-    with StopRequest() as stop:
-        with pytest.raises(ending):
-            signal.raise_signal(number)
+    with resume.StopRequest(), pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Requeued):
+        signal.raise_signal(number)
+    with resume.StopRequest() as stop:
         stop.is_stepping = True
         signal.raise_signal(number)
-        signal.raise_signal(number)  # a launcher repeats the terminal's Ctrl-C
-        assert stop.state == launch.STATES[number]
-        monkeypatch.setattr(launch, "PATIENCE_SECONDS", -1.0)
-        if number == signal.SIGINT:
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(number)
+        stop.is_stepping = False
+        signal.raise_signal(number)  # launchers and schedulers repeat it
+        assert stop.state == resume.STATES[number]
+        monkeypatch.setattr(resume, "PATIENCE_SECONDS", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(number) == before

@@ -19,7 +19,7 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data import main as data_main
 from aerie.data.cache import FeatureCache
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import drafting, make_drafter
+from aerie.infer.decode.methods import DRAFTERS, drafting
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.storage import Stage
@@ -289,7 +289,7 @@ def test_the_best_weights_are_chosen_by_the_tau_of_decoding_held_out_prompts(dee
     target = Target.load(TargetConfig(str(deep / "target"), dtype="float32"))
     head = load_head(tmp_path / "head", vocab=target.vocab)
     tree = jobs_recipe(deep / "eagle3.yaml").tree
-    decoder, cycles = SpeculativeDecoder(target, drafting(make_drafter(head, target), tree)), [0, 0]
+    decoder, cycles = SpeculativeDecoder(target, drafting(DRAFTERS["eagle3"](head, target), tree)), [0, 0]
     for row in FeatureCache.open(deep / "run/features").split("held_out")[:3]:
         prompt = row.input_ids[None, : int(row.turns.nonzero()[0])]
         found = decoder.generate(prompt, max_new_tokens=12, do_sample=False).statistics
