@@ -278,7 +278,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     """The target in this process, with the run's draft head where there is one."""
     import torch
 
-    from aerie.data.distill.thinking import LocalTarget
+    from aerie.data.distill.answer import LocalTarget
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.model.target import Target
 
@@ -286,7 +286,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     sampling = recipe.distill.sampling
     target = Target.load(recipe.target, _device(recipe))
     head = RunPaths(Path(recipe.run)).head(recipe)
-    drafts = recipe.distill.decoder == "auto" and (head / "config.json").is_file()
+    drafts = (head / "config.json").is_file()
     decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)
     print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
 

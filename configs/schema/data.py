@@ -161,16 +161,6 @@ class GateConfig:
     language: Action = "drop"  # its thinking or its content, in another script than its question
     refusal: Action = "keep"  # the target does say so, and a draft head has to follow it
     repeated: Action = "drop"  # the same first question as an earlier row's (problems that the target invents repeat)
-    loop_times: int = 5  # so often the same words in a row, at the answer's end
-    loop_words: int = 40  # and so many of them together
-    repeated_share: float = 0.6  # of an answer's ten-word runs that it has said before
-    foreign_share: float = 0.3  # of its letters that are in a script of which the question has none
-
-    def __post_init__(self) -> None:
-        if self.loop_times < 2 or self.loop_words < 1:
-            raise ValueError("loop_times is at least 2 and loop_words at least 1")
-        if not 0.0 < self.repeated_share <= 1.0 or not 0.0 < self.foreign_share <= 1.0:
-            raise ValueError("repeated_share and foreign_share are in (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -189,8 +179,8 @@ class DistillConfig:
 
     __pydantic_config__ = STRICT
     sources: tuple[SourceConfig, ...]
-    server: ServerConfig | None = None  # null: the target answers in this process
-    decoder: Literal["auto", "vanilla"] = "auto"  # in process; auto: with the run's draft head where there is one
+    # null: the target answers in this process, with the run's draft head where there is one
+    server: ServerConfig | None = None
     sampling: SamplingConfig = SamplingConfig()
     max_turns: int | None = None  # questions of a conversation at most
     exclude: tuple[EvaluationConfig, ...] = ()  # beside the recipe's own prompts of bench, calibrate and tune

@@ -1,35 +1,32 @@
-"""What is asked of the target, what it answers, how an input row ends, and the client of servers that carry it.
-
-openai's client retries what a moment may mend (cut connections, timeouts, 408, 429, 5xx) and paces itself. What it
-gives up on is the row's doing only if the server answers something else; otherwise the row waits for the server.
-"""
+"""What the target answers: how its chat template has thinking and prompts, and the target in process or on servers."""
 
 import asyncio
-import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from jinja2 import TemplateError
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
-from aerie.data.conversations import Message
+from aerie.data.conversations import Message, UnusableRow
 
-TOO_LONG, FILTERED = "too long for the server's context", "the server's content filter"
-QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
+TOO_LONG, FILTERED = "too long for the target's context", "the server's content filter"
+IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
 CONNECT_S = 10.0  # a server that takes no connection is away long before an answer with its thinking is late
-PAUSE_S = 1.0  # before a server that was away or busy is asked again; the client itself has waited before
-FINISHES = {"stop": "stop", "eos": "stop", "eos_token": "stop", "length": "length", "max_tokens": "length"}
-IS_TOO_LONG = re.compile(r"context length|max(imum)? context|max(imum)?[ _]model[ _]len|too long|longer than", re.I)
-IS_BUSY = re.compile(r"queue|overload|capacity|too many|rate limit", re.I)  # in a 503: SGLang's 429
+PAUSE_S = 1.0  # before a server that was away or busy is asked again; openai's client has waited, too
+QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
+OPEN, CLOSE = "<think>", "</think>"
+PROBE = "contentprobe"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer. finish is 'stop' when it ended with an end-of-turn token; another reason means that it is cut.
+    """One answer. finish is 'stop' when it ended with an end-of-turn token; otherwise it is cut.
 
-    reasoning is the thinking where something told it apart from the content, raw the text before Thinking did so.
+    reasoning is the thinking where it is told apart from the content; blanks between both stay where they were.
     token_ids are the answer's, its end-of-turn token included, and prompt_token_ids what the target read before it.
     """
 
@@ -39,7 +36,6 @@ class Answer:
     reasoning: str | None = None
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    raw: str | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -72,38 +68,133 @@ class Unanswered(Exception):
         self.status, self.why = status, why
 
 
-class Malformed(Exception):
-    """A reply that holds no answer."""
+class Thinking:
+    """Reads and places thinking as one tokenizer's chat template does."""
+
+    def __init__(self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None) -> None:
+        """end_ids are the target's end-of-turn tokens, template_arguments what its server renders prompts with.
+
+        UserError for a tokenizer without chat template.
+        """
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"{tokenizer.name_or_path or 'the tokenizer'}: the tokenizer has no chat template; name one with "
+                f"target.chat_template"
+            )
+        self.tokenizer, self.end_ids, self.template_arguments = tokenizer, end_ids, dict(template_arguments or {})
+        self.is_opened = self.prompt(QUESTION).rstrip().endswith(OPEN)  # by the generation prompt
+        self.has_field = "reasoning_content" in str(tokenizer.chat_template)  # otherwise thinking is in the content
+        text = self.render([*QUESTION, {"role": "assistant", "content": PROBE}], False)
+        after_answer = self.ids(text[text.rfind(PROBE) + len(PROBE) :])
+        self.end_id = next((token for token in after_answer if token in end_ids), tokenizer.eos_token_id)
+
+    def read(self, answer: Answer) -> Answer:
+        """The answer with its thinking told apart from its content, where the prompt or the answer begins it.
+
+        A closing tag in another answer is part of its content. Where a server told the thinking apart, its blanks are
+        lost and stand as they usually do. Blank thinking of a server is none, unless the prompt opens it.
+        """
+        content, thought = answer.content, answer.reasoning
+        if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
+            thought = thought.strip("\n") if answer.is_cut and not content else thought.strip("\n") + "\n"
+            content = content and "\n\n" + content.lstrip("\n")
+            return replace(answer, reasoning=thought if self.is_opened else f"\n{thought}", content=content)
+        thought, closed, rest = content.partition(CLOSE)
+        begins = thought.lstrip().startswith(OPEN)
+        if (begins or self.is_opened) and (closed or answer.is_cut):
+            thought = thought if self.is_opened else thought.partition(OPEN)[2]
+            return replace(answer, reasoning=thought, content=rest)
+        return replace(answer, reasoning=None)
+
+    def message(self, answer: Answer) -> Message:
+        """The answer as a turn of the conversation, its thinking where the template looks for it."""
+        content, thought = answer.content, answer.reasoning or ""
+        if not thought.strip():
+            return {"role": "assistant", "content": content if answer.reasoning is None else content.lstrip("\n")}
+        if self.has_field:
+            fields = {"content": content.lstrip("\n"), "reasoning_content": thought.strip("\n")}
+            return {"role": "assistant", **fields}
+        return {"role": "assistant", "content": f"{OPEN}\n" * self.is_opened + self.written(answer)}
+
+    def written(self, answer: Answer) -> str:
+        """The answer as the target wrote it after the generation prompt, which may have opened the tag."""
+        if answer.reasoning is None:
+            return answer.content
+        is_open = answer.is_cut and not answer.content
+        return OPEN * (not self.is_opened) + answer.reasoning + (not is_open) * CLOSE + answer.content
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """What the target reads before it answers; UnusableRow when the template refuses the conversation."""
+        return self.render(messages, True, **self.template_arguments)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool, **arguments: Any) -> str:
+        """The conversation's text; UnusableRow when the template refuses it."""
+        settings = {**arguments, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), **settings))
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            message = (str(error) or type(error).__name__).splitlines()[0]
+            raise UnusableRow(f"the chat template refuses it: {message[:120]}", "") from error
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text as it is."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def answer_ids(self, answer: Answer) -> list[int]:
+        """The answer's tokens: those that came with it, or its text's, with the end-of-turn token where it has ended.
+
+        Some servers leave that token out of the ids; it is what the target wrote, and has to be learnt.
+        """
+        ids = self.ids(self.written(answer)) if answer.token_ids is None else list(answer.token_ids)
+        has_end = answer.is_cut or self.end_id is None or (answer.token_ids and ids[-1] in self.end_ids)
+        return ids if has_end else [*ids, self.end_id]
 
 
-@dataclass
-class Server:
-    """One base URL and how it does."""
+class LocalTarget:
+    """Asks a target in this process, one request after the other."""
 
-    url: str
-    client: Any
-    room: asyncio.Semaphore
-    under_way: int = 0
-    is_away: bool = False  # its last request was given up
+    def __init__(self, decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int | None) -> None:
+        """decode: (prompt's ids, seed) -> the answer's, its end included; room: the most tokens of a prompt."""
+        self.decode, self.thinking, self.room = decode, thinking, room
+
+    async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
+        """The answer; Unanswered when the prompt leaves no room for max_tokens."""
+        prompt = self.thinking.ids(self.thinking.prompt(messages))
+        if self.room is not None and len(prompt) > self.room:
+            raise Unanswered("skipped", TOO_LONG)
+        ids = self.decode(prompt, seed)
+        has_ended = bool(ids) and ids[-1] in self.thinking.end_ids
+        text = str(self.thinking.tokenizer.decode(ids[:-1] if has_ended else ids, skip_special_tokens=True))
+        finish = "stop" if has_ended else "length"
+        return Answer(text, finish, len(ids), token_ids=tuple(ids), prompt_token_ids=tuple(prompt))
 
 
 class ServedTarget:
-    """Asks the target at its servers; a context that begins with a short question and closes the connections."""
+    """Asks the target at its servers; a context that begins with a short question and closes the connections.
+
+    openai's client retries what a moment may mend (cut connections, timeouts, 408, 429, 5xx) and paces itself. What it
+    gives up on is the row's doing only if the server answers something else; otherwise the row waits for the server.
+    """
 
     def __init__(self, config: ServerConfig, model: str, sampling: SamplingConfig) -> None:
         try:
             import openai
         except ImportError as error:
             raise UserError("distill.server needs the package openai: pip install -e .[distill]") from error
-        self.config, self.model, self.sampling = config, model, sampling
-        self.errors = (openai.APIError, json.JSONDecodeError, Malformed)
+        self.config, self.model = config, model
+        self.errors = (openai.APIError, ValueError)  # ValueError: a reply that is no JSON, or holds no answer
         timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
-        api_key = os.environ.get("OPENAI_API_KEY") or "none"
-        settings = {"api_key": api_key, "timeout": timeout, "max_retries": config.retries}
-        self.servers = [
-            Server(url, openai.AsyncOpenAI(base_url=url, **settings), asyncio.Semaphore(config.concurrency))
-            for url in config.urls
-        ]
+        settings = {"api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": config.retries}
+        self.clients = {url: openai.AsyncOpenAI(base_url=url, timeout=timeout, **settings) for url in config.urls}
+        self.under_way, self.away = dict.fromkeys(config.urls, 0), set[str]()  # away: the last request was given up
+        extra = {**config.extra_body, **({} if sampling.top_k is None else {"top_k": sampling.top_k})}
+        extra |= {"return_token_ids": True} if config.token_ids else {}
+        self.body = {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            "extra_body": extra or None,
+        }
+        self.drawn = {"top_p": sampling.top_p} if sampling.temperature > 0 else None  # greedy needs no seed either
         self.last_answer: float | None = None
 
     async def __aenter__(self) -> "ServedTarget":
@@ -118,94 +209,79 @@ class ServedTarget:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for server in self.servers:
-            await server.client.close()
+        for client in self.clients.values():
+            await client.close()
 
     async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
         """The answer; Unanswered for a row that gets none, UserError when the run cannot go on."""
         now, strikes = asyncio.get_running_loop().time, 0
         self.last_answer = self.last_answer or now()
+        drawn = {} if self.drawn is None else {**self.drawn, "seed": seed}
         while True:
-            with_room = [server for server in self.servers if not server.room.locked()] or self.servers
-            server = min(with_room, key=lambda server: (server.is_away, server.under_way))
-            server.under_way += 1
+            url = min(self.clients, key=lambda url: self.under_way[url] + (url in self.away))
+            self.under_way[url] += 1
             try:
-                async with server.room:
-                    return await self._complete(server, server.client, self._body(messages, seed))
+                return await self._complete(url, {"messages": list(messages), **self.body, **drawn})
             except self.errors as error:
-                why, may_be_row = self._judge(server, error)
+                why, is_busy = self._explain(url, error)
             finally:
-                server.under_way -= 1
+                self.under_way[url] -= 1
             is_late = now() - self.last_answer > self.config.patience_s
-            if (may_be_row or is_late) and await self._is_up(server):
-                strikes += may_be_row
+            if (is_late or not is_busy) and await self._is_up(url):
+                strikes += 1
                 if strikes > 1:  # the first may have met the end of an outage
                     raise Unanswered("failed", why)
             elif is_late:
                 raise UserError(
-                    f"{server.url}: {why}; no server has answered for {self.config.patience_s:g} s "
+                    f"{url}: {why}; no server has answered for {self.config.patience_s:g} s "
                     f"(distill.server.patience_s): start it again, then the same command goes on"
                 )
-            elif not server.is_away:
-                server.is_away = True
-                warn(f"{server.url}: {why}; it is asked again for {self.config.patience_s:g} s")
+            elif url not in self.away:
+                self.away.add(url)
+                warn(f"{url}: {why}; it is asked again for {self.config.patience_s:g} s")
             await asyncio.sleep(PAUSE_S)
 
-    def _body(self, messages: Sequence[Message], seed: int) -> dict[str, Any]:
-        sampling, extra = self.sampling, dict(self.config.extra_body)
-        if sampling.top_k is not None:
-            extra["top_k"] = sampling.top_k
-        if self.config.token_ids:
-            extra["return_token_ids"] = True
-        drawn = {"top_p": sampling.top_p, "seed": seed} if sampling.temperature > 0 else {}
-        limits = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "extra_body": extra or None}
-        return {"messages": list(messages), **limits, **drawn}
-
-    async def _complete(self, server: Server, client: Any, body: dict[str, Any]) -> Answer:
-        """The answer in a server's reply; Malformed where there is none that ended by itself or by its length."""
+    async def _complete(self, url: str, body: dict[str, Any], retries: int | None = None) -> Answer:
+        """The answer in a server's reply; ValueError where there is none that ended by itself or by its length."""
+        client = self.clients[url] if retries is None else self.clients[url].with_options(max_retries=retries)
         reply = await client.chat.completions.create(model=self.model, **body)
-        choice = next(iter(getattr(reply, "choices", None) or []), None)
-        if choice is None:
-            raise Malformed("the reply has no choices")
+        if not getattr(reply, "choices", None):
+            raise ValueError("the reply has no choices")
+        choice = reply.choices[0]
         if choice.finish_reason == "content_filter":
             raise Unanswered("skipped", FILTERED)
-        if choice.finish_reason not in FINISHES:
-            raise Malformed(f"finish_reason {choice.finish_reason!r}")
+        if choice.finish_reason not in ("stop", "length"):
+            raise ValueError(f"finish_reason {choice.finish_reason!r}")
         self.last_answer = asyncio.get_running_loop().time()
-        server.is_away = False
-        message, ids = choice.message, getattr(choice, "token_ids", None)
-        prompt_ids = getattr(reply, "prompt_token_ids", None)
-        thoughts = [getattr(message, name, None) for name in ("reasoning_content", "reasoning")]
+        self.away.discard(url)
+        ids, prompt_ids = getattr(choice, "token_ids", None), getattr(reply, "prompt_token_ids", None)
+        thought = getattr(choice.message, "reasoning_content", None)
         return Answer(
-            content=message.content or "",
-            finish=FINISHES[choice.finish_reason],
+            content=choice.message.content or "",
+            finish=choice.finish_reason,
             num_tokens=reply.usage.completion_tokens if reply.usage else 0,
-            reasoning=max((text for text in thoughts if text is not None), key=len, default=None),
+            reasoning=thought or getattr(choice.message, "reasoning", thought),
             token_ids=tuple(ids) if ids and prompt_ids else None,
             prompt_token_ids=tuple(prompt_ids) if ids and prompt_ids else None,
         )
 
-    async def _is_up(self, server: Server) -> bool:
+    async def _is_up(self, url: str) -> bool:
         """Whether a server answers a short question of no row, so that it is the row that it cannot answer."""
         try:
-            client = server.client.with_options(max_retries=0)
-            await self._complete(server, client, {"messages": QUESTION, "max_tokens": 1})
+            await self._complete(url, {"messages": QUESTION, "max_tokens": 1}, retries=0)
         except self.errors:
             return False
         return True
 
-    def _judge(self, server: Server, error: Any) -> tuple[str, bool]:
-        """Why a request was given up, and whether the row may be the reason; raises what ends the row or the run."""
+    def _explain(self, url: str, error: Any) -> tuple[str, bool]:
+        """Why a request was given up, and whether the server is busy; raises what ends the row or the run."""
         status, why = getattr(error, "status_code", None), (str(error).splitlines() or ["?"])[0][:200]
         if status in (401, 403, 404):
             raise UserError(
-                f"{server.url}: {why}; check distill.server.urls (they end in /v1), distill.server.model "
+                f"{url}: {why}; check distill.server.urls (they end in /v1), distill.server.model "
                 f"({self.model}), and the key in OPENAI_API_KEY"
             ) from error
         if status in (400, 413, 422):
             is_too_long = IS_TOO_LONG.search(why)
             raise Unanswered("skipped" if is_too_long else "failed", TOO_LONG if is_too_long else why) from error
-        if status == 503 and ("retry-after" in error.response.headers or IS_BUSY.search(why)):
-            return why, False
-        is_unreachable = "Connect" in type(error.__cause__).__name__  # httpx: ConnectError, ConnectTimeout
-        return why, status != 429 and not is_unreachable
+        return why, status in (429, 503)

@@ -4,13 +4,12 @@ One file holds them all, the same for every job of a run: what is skipped here i
 """
 
 import heapq
-import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b, sha256
-from pathlib import Path
 from typing import Any
 
 from aerie.configs.errors import UserError
@@ -18,9 +17,19 @@ from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import LONE_SURROGATE
 from aerie.data.conversations import LISTS, UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
 from aerie.data.sources import RawRow, read_rows
-from aerie.model.storage import digest, write_text
+from aerie.model.storage import digest
 
 QUESTION_FIELDS = ("prompt", "question", "problem", "instruction", "query", "input", "text")
+PERSONA_FIELDS = ("input persona", "persona", "input_persona")
+PROBLEM_FIELDS = ("synthesized text", "synthesized_text", "problem")
+INVENT = (
+    "Invent one demanding mathematics problem that this person could meet at work or in daily life.\n\n"
+    "Person: {persona}\n\n"
+    "Give every number that the solution needs and ask for at most two results. "
+    "Begin with 'Problem:' and do not solve it."
+)
+SOLVE = "{problem}\n\nSolve this step by step, check the result, and state it at the end."
+MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", re.IGNORECASE | re.MULTILINE)
 DUPLICATE, OVERLAPS = "the same prompt as an earlier row", "overlaps an evaluation question"
 
 
@@ -47,32 +56,29 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
     """
     overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[Prompt]()
     for number, source in enumerate(config.sources):
-        for count, row in _drawn(source, number, config.seed):
-            prompt = _prompt(row, source, f"{number}:{count}", config)
-            if prompt.skip is None:
+        rows: Iterable[tuple[int, RawRow]] = enumerate(read_rows(source.path, source.revision), start=1)
+        if source.num_rows is not None:  # those with the smallest hashes of the seed and their number
+            order = f"{config.seed}/{number}"
+            key_of = lambda item, order=order: sha256(f"{order}/{item[0]}".encode()).digest()  # noqa: E731
+            rows = heapq.nsmallest(source.num_rows, rows, key_of)
+        for count, row in rows:
+            prompt = Prompt(f"{number}:{count}", row.place)
+            try:
+                prompt = _prompt(prompt, row.value, source, config.max_turns)
+                texts = [prompt.invent or "", prompt.system or "", *prompt.turns]
                 key = asked_key(prompt.system, (*prompt.turns, prompt.invent or ""))
-                sent = [text for text in (prompt.system, prompt.invent, *prompt.turns) if text is not None]
-                why = DUPLICATE if key in seen else OVERLAPS if any(text in overlap for text in sent) else None
+                prompt = replace(prompt, skip=DUPLICATE if key in seen else overlap.reason(*texts))
                 seen.add(key)
-                prompt = replace(prompt, skip=why)
+            except UnusableRow as error:
+                if error.reason == UNKNOWN_KEYS and row.number == 1:
+                    raise UserError(f"{row.place} {error.sentence}") from error
+                prompt = replace(prompt, skip=error.reason)
             copies = 1 if prompt.skip else source.samples
             prompts += [replace(prompt, id=f"{prompt.id}:{copy}") if copy else prompt for copy in range(copies)]
     if all(prompt.skip for prompt in prompts):
         why = f"; the first: {prompts[0].place}: {prompts[0].skip}" if prompts else ""
         raise UserError(f"distill.sources: no row can be asked ({len(prompts):,} read{why})")
     return prompts
-
-
-def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Writes the rows as JSONL, whole or not at all."""
-    plain = ({name: value for name, value in asdict(prompt).items() if value is not None} for prompt in prompts)
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain))
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """The rows of write_prompts."""
-    with path.open(encoding="utf-8") as handle:
-        return [Prompt(**{**row, "turns": tuple(row["turns"])}) for row in map(json.loads, handle)]
 
 
 def asked_key(system: str | None, turns: Iterable[str]) -> str:
@@ -82,114 +88,74 @@ def asked_key(system: str | None, turns: Iterable[str]) -> str:
 
 def plan_line(prompts: Sequence[Prompt]) -> str:
     """The rows, those to ask and those to skip by reason, on one line."""
-    asked = [prompt for prompt in prompts if prompt.skip is None]
-    skipped = Counter(prompt.skip for prompt in prompts if prompt.skip is not None)
-    requests = sum(len(prompt.turns) + (prompt.invent is not None) * 2 for prompt in asked)
+    skipped = Counter(prompt.skip for prompt in prompts if prompt.skip)
     reasons = "".join(f"; {count:,} skipped: {why}" for why, count in skipped.most_common())
-    return f"{len(prompts):,} rows, {len(asked):,} to ask with up to {requests:,} requests{reasons}"
+    return f"{len(prompts):,} rows, {len(prompts) - skipped.total():,} to ask{reasons}"
 
 
-def _drawn(source: SourceConfig, number: int, seed: int) -> Iterable[tuple[int, RawRow]]:
-    """The source's rows with their counts from 1: all, or num_rows of them in an order that the seed draws."""
-    rows = enumerate(read_rows(source.path, source.revision), start=1)
-    if source.num_rows is None:
-        return rows
-    return heapq.nsmallest(
-        source.num_rows, rows, key=lambda item: sha256(f"{seed}/{number}/{item[0]}".encode()).digest()
-    )
-
-
-def _prompt(row: RawRow, source: SourceConfig, identity: str, config: DistillConfig) -> Prompt:
-    """The row as a prompt; one that cannot be used says why in skip."""
-    plain = Prompt(identity, row.place, system=source.system_prompt)
-    try:
-        if not isinstance(row.value, Mapping):
-            raise UnusableRow("row is no object", "")
-        prompt = READERS[source.kind](row.value, plain, source)
-    except UnusableRow as error:
-        if error.reason == UNKNOWN_KEYS and row.number == 1:
-            raise UserError(f"{row.place} {error.sentence}") from error
-        return replace(plain, skip=error.reason)
-    turns = tuple(_whole(turn) for turn in prompt.turns[: config.max_turns])
-    return replace(prompt, turns=turns, system=_whole(prompt.system), invent=_whole(prompt.invent))
-
-
-def _whole(text: Any) -> Any:
-    """The text without halves of surrogate pairs, which no tokenizer and no server takes."""
-    return text and LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _of_conversation(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
-    """The user's turns of a conversation, two in a row as one."""
-    messages = to_messages(row, None)
-    if messages is None:
-        if any(name in row for name in LISTS):
-            raise UnusableRow("no user turn", "")
-        raise UnusableRow(UNKNOWN_KEYS, explain_keys(row, None))
-    if row.get("tools") or any(message["role"] == "tool" for message in messages):
-        raise UnusableRow("the conversation calls tools", "")
-    spoken = [(message["role"], message["content"]) for message in messages]
-    system = next((text for role, text in spoken if role == "system" and text.strip()), plain.system)
-    turns: list[str] = []
-    for at, (role, text) in enumerate(spoken):
-        if role != "user" or not text.strip():
-            continue
-        if at and spoken[at - 1][0] == "user" and turns:
-            turns[-1] += f"\n\n{text}"
+def _prompt(plain: Prompt, row: Any, source: SourceConfig, max_turns: int | None) -> Prompt:
+    """The row's questions, system prompt and request, or UnusableRow."""
+    if not isinstance(row, Mapping):
+        raise UnusableRow("row is no object", "")
+    system, turns, invent = None, list[str](), ""
+    if source.kind == "conversations":
+        system, turns = _of_conversation(row)
+    elif source.kind == "prompts":
+        system, turns = _of_prompt(row, source.field)
+    else:  # personas, as PersonaHub has them
+        names, what = (PERSONA_FIELDS, "persona") if source.ask == "problem" else (PROBLEM_FIELDS, "problem")
+        text = next((str(row[name]).strip() for name in names if row.get(name)), "")
+        if not text:
+            raise UnusableRow(f"row has no {what}", "")
+        if source.ask == "problem":
+            invent = INVENT.format(persona=text)
         else:
-            turns.append(text)
+            turns = [SOLVE.format(problem=problem_in(text))]
+    # No tokenizer and no server takes half of a surrogate pair, which scraped text has.
+    whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
+    system = whole(system or source.system_prompt or "") or None
+    return replace(plain, turns=tuple(map(whole, turns[:max_turns])), system=system, invent=whole(invent) or None)
+
+
+def _of_conversation(row: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+    """The system prompt and the user's turns of a conversation, two in a row as one."""
+    messages = to_messages(row, None)
+    if messages is None and not any(name in row for name in LISTS):
+        raise UnusableRow(UNKNOWN_KEYS, explain_keys(row, None))
+    if row.get("tools") or any(message["role"] == "tool" for message in messages or []):
+        raise UnusableRow("the conversation calls tools", "")
+    system, turns, before = None, list[str](), ""
+    for message in messages or []:
+        role, text = message["role"], message["content"]
+        if role == "system" and text.strip():
+            system = system or text
+        elif role == "user" and text.strip():
+            turns = [*turns[:-1], f"{turns[-1]}\n\n{text}"] if turns and before == "user" else [*turns, text]
+        before = role
     if not turns:
         raise UnusableRow("no user turn", "")
-    return replace(plain, turns=tuple(turns), system=system)
+    return system, turns
 
 
-def _of_prompt(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
-    """The question of a row, or its list under turns, after its own system prompt."""
-    names = (source.field,) if source.field else ("turns", *QUESTION_FIELDS)
-    values = [row[name] for name in names if row.get(name) is not None]
+def _of_prompt(row: Mapping[str, Any], field: str | None) -> tuple[str | None, list[str]]:
+    """The row's own system prompt and its question, or its list under turns."""
+    names = (field,) if field else ("turns", *QUESTION_FIELDS)
     if not any(name in row for name in names):
         where = " or ".join(names)
         raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; a prompt stands under {where}")
-    value = values[0] if values else []
-    turns = list(value) if isinstance(value, list | tuple) else [value]
-    system = row.get("system") or plain.system
+    value = next((row[name] for name in names if row.get(name) is not None), "")
+    system, turns = row.get("system"), list(value) if isinstance(value, list | tuple) else [value]
     if not isinstance(system, str | None) or not all(isinstance(turn, str) for turn in turns):
         raise UnusableRow("a question or system prompt is not text", "")
     if not turns or not all(turn.strip() for turn in turns):
         raise UnusableRow("an empty question", "")
-    return replace(plain, turns=tuple(turns), system=system)
-
-
-PERSONA_FIELDS = ("input persona", "persona", "input_persona")
-PROBLEM_FIELDS = ("synthesized text", "synthesized_text", "problem")
-INVENT = (
-    "Invent one demanding mathematics problem that this person could meet at work or in daily life.\n\n"
-    "Person: {persona}\n\n"
-    "Give every number that the solution needs and ask for at most two results. "
-    "Begin with 'Problem:' and do not solve it."
-)
-SOLVE = "{problem}\n\nSolve this step by step, check the result, and state it at the end."
-MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", re.IGNORECASE | re.MULTILINE)
-
-
-def _of_persona(row: Mapping[str, Any], plain: Prompt, source: SourceConfig) -> Prompt:
-    """A row of PersonaHub: the request to solve its problem, or to invent one for its persona first."""
-    names, what = (PERSONA_FIELDS, "persona") if source.ask == "problem" else (PROBLEM_FIELDS, "problem")
-    text = next((row[name].strip() for name in names if isinstance(row.get(name), str) and row[name].strip()), None)
-    if text is None:
-        raise UnusableRow(f"row has no {what}", "")
-    if source.ask == "problem":
-        return replace(plain, invent=INVENT.format(persona=text))
-    return replace(plain, turns=(SOLVE.format(problem=problem_in(text)),))
+    return system, turns
 
 
 def problem_in(text: str) -> str:
     """The problem in an answer: what follows its last 'Problem:', or all of it."""
-    markers = list(MARKER.finditer(text))
-    return (text[markers[-1].end() :] if markers else text).strip()
+    return MARKER.split(text)[-1].strip()
 
-
-READERS = {"conversations": _of_conversation, "prompts": _of_prompt, "personas": _of_persona}
 
 # Scripts that set no blanks between words: Thai, Lao, Burmese, Khmer, kana and Chinese characters.
 UNSPACED = (
@@ -197,10 +163,8 @@ UNSPACED = (
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
-CHARACTER = re.compile(f"[{UNSPACED}]")
 COMMON_SHARE, COMMON_LEAST = 0.1, 5  # runs in so many of the questions are their instructions, not their content
-LEAST_WORDS = 3  # questions of fewer words ("Go on.") are looked for as the whole text only
-CHARACTERS_OF_A_WORD = 2  # in a script without blanks, as Chinese words mostly have
+LEAST_WORDS = 4  # questions of fewer words ("Go on.") are looked for as the whole text only
 
 
 def words(text: str) -> list[str]:
@@ -216,28 +180,25 @@ class Overlap:
     """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
-        asked = [list(split) for split in dict.fromkeys(tuple(words(question)) for question in questions)]
-        counts = Counter(key for split in asked for key in set(_runs(split, size)))
-        least = max(COMMON_LEAST, COMMON_SHARE * len(asked))
-        own = {key for key, count in counts.items() if count < least}
-        self._hashes: dict[int, set[bytes]] = {size: own}
-        self._whole = {_hash(split) for split in asked if split}
+        asked = [list(split) for split in {tuple(words(question)) for question in questions}]
+        counts = Counter(key for split in asked for key in _runs(split, size))
+        limit = max(COMMON_LEAST, COMMON_SHARE * len(asked))
+        self._hashes = {size: {key for key, count in counts.items() if count < limit}}
+        self._whole = set[bytes]().union(*(_runs(split, len(split)) for split in asked if split))
         for split in asked:
-            num_words = sum(1.0 / CHARACTERS_OF_A_WORD if CHARACTER.match(word) else 1.0 for word in split)
-            if num_words >= LEAST_WORDS and own.isdisjoint(_runs(split, size)):
-                self._hashes.setdefault(len(split), set()).add(_hash(split))
+            if len(split) >= LEAST_WORDS and self._hashes[size].isdisjoint(_runs(split, size)):
+                self._hashes.setdefault(len(split), set()).update(_runs(split, len(split)))
 
-    def __contains__(self, text: str) -> bool:
-        """Whether the text has a run in common with a question, or has a whole question in it."""
-        split = words(text)
-        return _hash(split) in self._whole or any(
-            key in hashes for size, hashes in self._hashes.items() for key in _runs(split, size)
-        )
-
-
-def _runs(split: list[str], size: int) -> Iterator[bytes]:
-    return (_hash(split[start : start + size]) for start in range(len(split) - size + 1))
+    def reason(self, *texts: str) -> str | None:
+        """OVERLAPS if a text has a run in common with a question, or has a whole question in it."""
+        for split in map(words, texts):
+            runs = (hashes & _runs(split, size) for size, hashes in self._hashes.items())
+            if self._whole & _runs(split, len(split)) or any(runs):
+                return OVERLAPS
+        return None
 
 
-def _hash(split: list[str]) -> bytes:
-    return blake2b(" ".join(split).encode("utf-8", "replace"), digest_size=8).digest()
+def _runs(split: list[str], size: int) -> set[bytes]:
+    """Hashes of all runs of `size` words."""
+    runs = (" ".join(split[start : start + size]) for start in range(len(split) - size + 1))
+    return {blake2b(run.encode("utf-8", "replace"), digest_size=8).digest() for run in runs}

@@ -13,9 +13,8 @@ from aerie.configs.errors import exit_code
 from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import end_of_turn_ids
 from aerie.data.conversations import Message
-from aerie.data.distill.answer import Answer, Outcome
+from aerie.data.distill.answer import Answer, Outcome, Thinking
 from aerie.data.distill.run import ended_rows
-from aerie.data.distill.thinking import Thinking
 from aerie.data.main import main
 from tests import tiny
 

@@ -1,14 +1,14 @@
 """The gate: flaws are found where they are and nowhere else, counted, and dropped or kept as the recipe says."""
 
+import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from aerie.configs.schema.data import GateConfig
 from aerie.data.distill.answer import Answer, Outcome
 from aerie.data.distill.gate import FLAWS, Summary, flaws, judge
-from tests.data.distill.answering import config, read_rows, thinking
+from tests.data.distill.answering import config, thinking
 
 GATE = GateConfig()
 PROSE = (
@@ -40,28 +40,28 @@ def row(*answers: Answer, question: str = "What does he count?") -> Outcome:
 )
 def test_flaws_are_found_where_they_are(name: str, texts: list[str]) -> None:
     for text in texts:
-        assert flaws(row(Answer(text, "stop", 9)), GATE) == ([name] if name else []), text
+        assert flaws(row(Answer(text, "stop", 9))) == ([name] if name else []), text
 
 
 def test_thinking_and_every_turn_are_looked_at() -> None:
     sound = Answer(PROSE, "stop", 9)
-    assert flaws(row(sound, Answer("Th", "length", 4)), GATE) == ["cut"]
-    assert flaws(row(Answer("", "stop", 9, reasoning=PROSE)), GATE) == ["empty"]
-    assert flaws(row(replace(sound, reasoning="wait " * 60)), GATE) == ["loop"]
-    assert flaws(row(replace(sound, reasoning=CHINESE)), GATE) == ["language"]
-    assert flaws(row(Answer(CHINESE, "stop", 9), question="他数什么？"), GATE) == []
-    assert flaws(row(Answer("我们再想一想" * 200, "stop", 9), question="灯塔看守人数什么？"), GATE) == ["loop"]
+    assert flaws(row(sound, Answer("Th", "length", 4))) == ["cut"]
+    assert flaws(row(Answer("", "stop", 9, reasoning=PROSE))) == ["empty"]
+    assert flaws(row(replace(sound, reasoning="wait " * 60))) == ["loop"]
+    assert flaws(row(replace(sound, reasoning=CHINESE))) == ["language"]
+    assert flaws(row(Answer(CHINESE, "stop", 9), question="他数什么？")) == []
+    assert flaws(row(Answer("我们再想一想" * 200, "stop", 9), question="灯塔看守人数什么？")) == ["loop"]
 
 
-def judged(path: Path, outcomes: list[Outcome], gate: GateConfig = GATE) -> tuple[Summary, list[str]]:
+def judged(outcomes: list[Outcome], gate: GateConfig = GATE) -> tuple[Summary, list[str]]:
     """The summary, and the ids that are kept."""
-    with path.open("w") as file:
-        summary, ends = judge(outcomes, gate, thinking(), file)
+    summary, ends = Summary(), list[str]()
+    kept = [json.loads(line)["id"] for line in judge(outcomes, gate, thinking(), summary, ends)]
     assert len(ends) == len(outcomes)
-    return summary, [kept["id"] for kept in read_rows(path)]
+    return summary, kept
 
 
-def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(tmp_path: Path) -> None:
+def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all() -> None:
     good, problem = row(Answer(PROSE, "stop", 9)), Answer("Problem: 2 + 2?", "stop", 5)
     made = [
         good,
@@ -75,17 +75,17 @@ def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_
         Outcome("", "failed", "x", "HTTP 500"),
     ]
     rows = [replace(outcome, id=f"0:{place}") for place, outcome in enumerate(made)]
-    summary, kept = judged(tmp_path / "a", rows)
-    values = summary.as_dict()
+    summary, kept = judged(rows)
+    values = vars(summary)
     assert kept == ["0:0", "0:2", "0:3", "0:5", "0:6"]
     assert values["flaws"] == {"cut": 1, "empty": 1, "refusal": 1, "repeated": 1}
     assert [values[name] for name in ("rows", "kept", "dropped", "training_rows", "answers")] == [9, 5, 2, 5, 5]
     assert values["status"] == {"done": 7, "skipped": 1, "failed": 1}
     assert values["why"] == {"skipped: an empty question": 1, "failed: HTTP 500": 1}
     other = replace(GATE, cut="keep", empty="keep", refusal="drop", repeated="keep")
-    assert judged(tmp_path / "b", rows, other)[1] == ["0:0", "0:1", "0:3", "0:4", "0:5", "0:6"]
+    assert judged(rows, other)[1] == ["0:0", "0:1", "0:3", "0:4", "0:5", "0:6"]
     page = summary.page(config(), "a <target>")
     assert "5 of 9 input rows are kept" in page and "failed: HTTP 500" in page
     assert "a &lt;target&gt;" in page and "<script" not in page and "http://" not in page
     assert all(f"<tr><td>{flaw}</td>" in page for flaw in FLAWS)
-    assert "0 of 1 input rows" in judged(tmp_path / "c", rows[-1:])[0].page(config(), "none")
+    assert "0 of 1 input rows" in judged(rows[-1:])[0].page(config(), "none")

@@ -46,7 +46,7 @@ def test_rows_that_cannot_be_asked_are_skipped_with_their_reason(tmp_path: Path)
     }
     prompts = made(tmp_path, list(rows.values()))
     assert [prompt.skip for prompt in prompts] == list(rows)
-    assert plan_line(prompts).startswith("6 rows, 1 to ask with up to 1 requests; 1 skipped: ")
+    assert plan_line(prompts).startswith("6 rows, 1 to ask; 1 skipped: ")
     texts: list[Any] = ["Why?", {"prompt": None}, {"turns": []}, {"prompt": 5}, {"turns": ["a", None]}]
     texts += [{"turns": None, "question": "a?"}, {"prompt": "Why?", "system": 5}]
     empty, no_text = "an empty question", "a question or system prompt is not text"
@@ -71,8 +71,8 @@ def test_shared_instructions_are_no_overlap_and_short_questions_are_found_whole(
     assert skips(tmp_path, [f"Prove it. {LONG}"], shared) == [None]
     assert skips(tmp_path, [f"Prove it. {LONG}!", LONG[4:]], (*shared, LONG)) == [NEAR, None]
     assert skips(tmp_path, [f"Prove it. {LONG}", "Why?"], (LONG,) * 6) == [NEAR, None]  # named often, one question
-    texts = ["Go on!", "Go on with it.", "Please simplify: sqrt 180?"]
-    assert skips(tmp_path, texts, ("Simplify $\\sqrt{180}$.", "Go on.")) == [NEAR, None, NEAR]
+    texts = ["Go on!", "Go on with it.", "Now please simplify: sqrt 180?"]
+    assert skips(tmp_path, texts, ("Please simplify $\\sqrt{180}$.", "Go on.")) == [NEAR, None, NEAR]
     with pytest.raises(UserError, match="no row can be asked"):
         skips(tmp_path, [LONG], (LONG,))
 

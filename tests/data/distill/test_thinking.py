@@ -9,8 +9,8 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.chat import end_of_turn_ids
 from aerie.data.conversations import Tally
-from aerie.data.distill.answer import Answer, Outcome
-from aerie.data.distill.thinking import Thinking, training_rows
+from aerie.data.distill.answer import Answer, Outcome, Thinking
+from aerie.data.distill.gate import training_rows
 from aerie.data.tokens import tokenize
 from tests.data import chat_targets
 from tests.data.distill.answering import thinking, write_rows
@@ -43,12 +43,12 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
         (DROPPING, {"content": "four", "reasoning_content": "2 + 2"}),
         (OPENING, {"content": "four", "reasoning_content": "2 + 2"}),
         (IN_TAGS, {"content": "<think>\n2 + 2\n</think>\n\nfour"}),
-        (THINK_LESS, {"content": "four"}),
     ],
 )
 def test_thinking_stands_where_the_template_looks_for_it(template: str, message: dict[str, str]) -> None:
     reader = of(template)
-    assert reader.message(Answer("four", "stop", 3, reasoning="2 + 2")) == {"role": "assistant", **message}
+    told_apart = reader.read(Answer("four", "stop", 3, reasoning="2 + 2"))
+    assert reader.message(told_apart) == {"role": "assistant", **message}
     assert reader.message(Answer("four", "stop", 1)) == {"role": "assistant", "content": "four"}
 
 
@@ -63,38 +63,26 @@ def test_thinking_stands_where_the_template_looks_for_it(template: str, message:
         (THINK_LESS, "<think>2 + 2</think>four", False),
     ],
 )
-def test_what_is_learnt_is_what_the_target_wrote_and_not_how_thinking_is_usually_spelt(
-    template: str, text: str, is_text: bool, tmp_path: Path
-) -> None:
+def test_what_is_learnt_is_what_the_target_wrote(template: str, text: str, is_text: bool, tmp_path: Path) -> None:
     reader = of(template)
     read = reader.read(Answer(text, "stop", 9))
-    assert ((read.reasoning or "").strip(), read.content.strip(), reader.spelt(read)) == ("2 + 2", "four", text)
+    assert ((read.reasoning or "").strip(), read.content.strip(), reader.written(read)) == ("2 + 2", "four", text)
     rows = rows_of(reader, read)
     assert ("messages" in rows[0]) == is_text
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
 
 
-def test_cut_thinking_and_closing_tags_in_content(tmp_path: Path) -> None:
-    cut = of(OPENING).read(Answer("2 +", "length", 3))
-    assert (cut.reasoning, cut.content) == ("2 +", "")
-    for template, answer in (
-        (IN_TAGS, Answer("2 + 2", "length", 3)),
-        (IN_TAGS, Answer("DeepSeek ends its thoughts with </think>.", "stop", 9)),
-        (OPENING, Answer("four </think>", "stop", 3, reasoning="r")),
-    ):
-        assert of(template).read(answer) == answer
-
-
-def test_blank_thinking_of_a_server_is_none_unless_the_prompt_has_opened_it(tmp_path: Path) -> None:
-    for template in (IN_TAGS, THINK_LESS, DROPPING):
-        reader, sent = of(template), Answer("four", "stop", 2, reasoning="\n")
-        assert reader.read(sent) == Answer("four", "stop", 2) and reader.spelt(sent) == "four"
-        [text] = learnt(rows_of(reader, reader.read(sent)), reader, tmp_path)
-        assert text.endswith("four<|im_end|>") and "think" not in text
-    opened = of(OPENING)
-    assert opened.spelt(opened.read(Answer("four", "stop", 2, reasoning=""))) == "\n</think>\n\nfour"
+def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
+    opened, plain = of(OPENING), of(IN_TAGS)
+    cut = opened.read(Answer("2 +", "length", 3))
+    assert (cut.reasoning, cut.content, opened.written(cut)) == ("2 +", "", "2 +")
+    for answer in (Answer("2 + 2", "length", 3), Answer("DeepSeek ends its thoughts with </think>.", "stop", 9)):
+        assert plain.read(answer) == answer
+    blank = Answer("four", "stop", 2, reasoning="\n")  # none, unless the prompt has opened it
+    assert plain.read(blank) == Answer("four", "stop", 2)
+    assert opened.written(opened.read(blank)) == "\n</think>\n\nfour"
     untold = opened.read(Answer("2 + 2\n</think>\n\nfour", "stop", 9, reasoning=""))
-    assert (untold.reasoning, opened.spelt(untold)) == ("2 + 2\n", "2 + 2\n</think>\n\nfour")
+    assert (untold.reasoning, opened.written(untold)) == ("2 + 2\n", "2 + 2\n</think>\n\nfour")
 
 
 def test_ids_that_came_with_the_answers_are_what_is_trained_on(tmp_path: Path) -> None:
@@ -127,7 +115,8 @@ def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens
     trimming = of(chat_targets.TRIMMING)
     assert learnt(rows_of(trimming, Answer(" four\n", "stop", 3)), trimming, tmp_path) == [" four\n<|eot_id|>"]
     less = of(THINK_LESS)  # thinking that the template leaves out is learnt, and is not in the history
-    rows = rows_of(less, Answer("four", "stop", 3, reasoning="2 + 2"), Answer("six", "stop", 3, reasoning="3 + 3"))
+    answers = (Answer("four", "stop", 3, reasoning="2 + 2"), Answer("six", "stop", 3, reasoning="3 + 3"))
+    rows = rows_of(less, *map(less.read, answers))
     texts = [f"<think>\n{n} + {n}\n</think>\n\n{text}<|im_end|>" for n, text in ((2, "four"), (3, "six"))]
     assert learnt(rows, less, tmp_path) == texts and "2 + 2" not in less.tokenizer.decode(rows[1]["input_ids"])
 
