@@ -5,7 +5,7 @@ python tests/golden.py compare ONE.json OTHER.json              prints every dif
 python tests/golden.py against COMMIT                           a commit and this checkout, run and compared
 
 Processors round differently, so no digests are kept in the repository. A checkout is driven by its commands alone.
-Training's numbers may differ by 1e-6 of their size, all else is equal. Left out are times and what follows from them
+Training's numbers may differ by 1e-6 of their size and other fractions by 1e-9; all else is equal. Left out are times and what follows from them
 (speeds, costs, the tree that `tune` chooses), memory, commits, hardware and paths.
 
 A step reads what the steps before it left in WORKDIR, and removes its own files before it begins. `heads` also removes
@@ -364,8 +364,8 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> int:
 
 
 def alike(name: str, one: Any, other: Any) -> bool:
-    if MEASURED.search(name) and isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6 if MEASURED.search(name) else 1e-9)
     return bool(one == other)
 
 
