@@ -5,8 +5,8 @@ python tests/golden.py compare ONE.json OTHER.json              prints every dif
 python tests/golden.py against COMMIT                           a commit and this checkout, run and compared
 
 Processors round differently, so no digests are kept in the repository. A checkout is driven by its commands alone.
-Training's numbers may differ by 1e-6 of their size and other fractions by 1e-9; all else is equal. Left out are times and what follows from them
-(speeds, costs, the tree that `tune` chooses), memory, commits, hardware and paths.
+Training's numbers may differ by 1e-6 of their size, other fractions by 1e-9. Times are left out, and what follows
+from them (speeds, costs, the tree that `tune` chooses), memory, commits, hardware and paths.
 
 A step reads what the steps before it left in WORKDIR, and removes its own files before it begins. `heads` also removes
 what `calibrate` put beside the heads, so that `calibrate` has to follow it.
