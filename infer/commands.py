@@ -236,7 +236,7 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]
     difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
-    print(f"{names(records, arguments.of)} against {names(records, arguments.against)}:\n{difference.text()}")
+    print(f"{names(records, arguments.of)} against {names(records, arguments.against)}:\n{difference}")
     return 0
 
 

@@ -5,7 +5,7 @@ records.jsonl has one Record a line and only grows: a line that a kill cut short
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,6 +161,10 @@ class SummaryRow:
     value: Any = None
     span: str | None = None  # of the context lengths: cumulative or bucket
     repeated: float | None = None  # of the same: the share of 4-grams that the answer has had before
+    NOT_BY_CONTEXT: ClassVar = [  # what is counted of whole answers alone
+        "tau_macro", "accepted_histogram", "speedup_with_prefill", "draft_forwards", "draft_forwards_wasted",
+        "identical", "mismatch", "peak_memory_gib", "ms",
+    ]  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """As summary.json has it, without what a row of its sort has not."""
@@ -169,7 +173,7 @@ class SummaryRow:
         figures = names[names.index("new_tokens") : names.index("sweep")]
         left_out = figures if self.status == "error" else ["message"]
         left_out += ["sweep", "key", "value"] if self.sweep is None else []
-        left_out += ["span", "repeated"] if self.span is None else []
+        left_out += ["span", "repeated"] if self.span is None else self.NOT_BY_CONTEXT
         return {name: value for name, value in values.items() if name not in left_out}
 
 

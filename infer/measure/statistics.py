@@ -4,7 +4,7 @@ One counter for every row: the prefill's token belongs to the prefill, so new_to
 (the decode seconds) bought, in vanilla and in every other method alike.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from aerie.infer.measure.record import (
 
 RESAMPLES = 2000
 VANILLA, ALL_TASKS = "vanilla", "all"
-SPANS = ("cumulative", "bucket")
 NGRAM = 4  # tokens whose return counts as repetition
 
 
@@ -88,45 +87,36 @@ def main_groups(records: Sequence[Record], asked: Asked | None) -> list[Group]:
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
-    """One row of summary.json.
-
-    ms are sums over the prompts and their turns, as new_tokens and target_forwards are; peak_memory_gib is the
-    largest; identical and mismatch count answers.
-    """
+    """One row of summary.json: sums over the prompts and their turns; peak_memory_gib is the largest."""
     named, records = identity(members), members.records
     if members.failed:
         first = members.failed[0]
         count = f"{len(members.failed)} of {len(records)} prompts failed"
         return replace(named, status="error", message=f"{count}; first {first.prompt_id!r}: {first.message}")
-    new_tokens = sum(record.new_tokens for record in records)
-    nodes = sum(record.draft_nodes for record in records)
+    sums = {
+        name: sum(getattr(record, name) for record in records)
+        for name in ("new_tokens", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes")
+    }
     times = milliseconds(records)
     decode_seconds = (times.wall - times.prefill) / 1000.0
     memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]
     compared = [record.identical for record in records if record.identical is not None]
+    accepted = np.array([kept for record in records for kept in record.accepted], dtype=np.int64)
+    tokens, forwards = per_prompt(records).T[:2]
     return replace(
         named,
-        new_tokens=new_tokens,
+        **sums,
         tau=tau(records),
-        tau_macro=tau_macro(records),
-        accepted_histogram=accepted_histogram(records),
-        tokens_per_s=(new_tokens - len(records)) / decode_seconds if decode_seconds > 0 else None,
+        tau_macro=float(np.mean(tokens[forwards > 0] / forwards[forwards > 0])) if forwards.any() else None,
+        accepted_histogram=np.bincount(accepted, minlength=(named.tree.levels if named.tree else 0) + 1).tolist(),
+        tokens_per_s=(sums["new_tokens"] - len(records)) / decode_seconds if decode_seconds > 0 else None,
         **speedups(members.pairs, seed),
-        target_forwards=sum(record.target_forwards for record in records),
-        draft_forwards=sum(record.draft_forwards for record in records),
-        draft_forwards_wasted=sum(record.draft_forwards_wasted for record in records),
-        draft_nodes=nodes,
-        accept_rate=sum(sum(record.accepted) for record in records) / nodes if nodes else None,
+        accept_rate=int(accepted.sum()) / sums["draft_nodes"] if sums["draft_nodes"] else None,
         identical=sum(compared) if compared else None,
         mismatch=len(compared) - sum(compared) if compared else None,
         peak_memory_gib=max(memory, default=None),
         ms=times,
     )
-
-
-def row(members: Group, seed: int = 0) -> dict[str, Any]:
-    """The row as summary.json has it."""
-    return summary_row(members, seed).as_dict()
 
 
 def identity(members: Group) -> SummaryRow:
@@ -142,16 +132,11 @@ def identity(members: Group) -> SummaryRow:
     rules = [record.verify for record in good if "not lossless" in record.verify]
     rules += [record.verify for record in good if record.draft_nodes] + [record.verify for record in good]
     return SummaryRow(
-        method=first.method,
-        head=first.head,
-        head_path=first.head_path,
         task=first.task if len(tasks) == 1 else ALL_TASKS,
-        temperature=first.temperature,
-        top_k=first.top_k,
-        top_p=first.top_p,
         prompts=len({record.prompt for record in members.records}),
         verify=(rules or [first.verify])[0],
         tree=tree,
+        **{name: getattr(first, name) for name in ("method", "head", "head_path", "temperature", "top_k", "top_p")},
     )
 
 
@@ -178,25 +163,19 @@ def members_of(records: Sequence[Record], point: AskedPoint) -> tuple[Record, ..
     return tuple(r for r in records if r.row == point.row and r.sampling == point.sampling and r.prompt in prompts)
 
 
-def sweep_rows(
-    records: Sequence[Record], asked: Asked | None, seed: int = 0
-) -> tuple[list[SummaryRow], list[dict[str, Any]]]:
-    """`sweeps` of summary.json, and what details.json says of each in the same order."""
+def sweep_rows(records: Sequence[Record], asked: Asked | None, seed: int = 0) -> list[SummaryRow]:
+    """`sweeps` of summary.json."""
     if asked is None:
-        return [], []
+        return []
     baselines = baselines_of(records)
-    rows, details = [], []
+    rows = []
     for point in asked.points:
-        answers = members_of(records, point)
-        if answers:
+        if answers := members_of(records, point):
             measured = summary_row(Group(answers, baselines.get(point.sampling, {})), seed)
             rows.append(replace(measured, sweep=point.sweep, key=point.key, value=point.value))
-            details.append({"tau_ci95": tau_interval(answers, seed) if measured.status == "ok" else None})
     for members in main_groups(records, asked) if asked.contexts else []:
-        spans = context_rows(members, asked.contexts, asked.max_context, seed)
-        rows += spans
-        details += [{"tau_ci95": None}] * len(spans)
-    return rows, details
+        rows += context_rows(members, asked.contexts, asked.max_context, seed)
+    return rows
 
 
 def tau(records: Sequence[Record]) -> float | None:
@@ -205,15 +184,9 @@ def tau(records: Sequence[Record]) -> float | None:
     return (sum(record.new_tokens for record in records) - len(records)) / forwards if forwards else None
 
 
-def tau_macro(records: Sequence[Record]) -> float | None:
-    """The mean over prompts of each prompt's own tau; prompts that ended at the prefill's token have none."""
-    tokens, forwards = _per_prompt(records, _tokens_and_forwards).T
-    return float(np.mean(tokens[forwards > 0] / forwards[forwards > 0])) if forwards.any() else None
-
-
 def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None:
     """95 % bootstrap interval of tau over prompts."""
-    tokens, forwards = _per_prompt(records, _tokens_and_forwards).T
+    tokens, forwards = per_prompt(records).T[:2]
     return ratio_interval(tokens, forwards, seed) if forwards.any() else None
 
 
@@ -226,29 +199,19 @@ def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str,
     used = [(mine, base) for mine, base in pairs if mine.new_tokens > 1 and base.new_tokens > 1]
     if not used:
         return dict.fromkeys(("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill"))
-    tokens, seconds = _per_prompt([mine for mine, _ in used], _tokens_and_ms).T
-    base_tokens, base_seconds = _per_prompt([base for _, base in used], _tokens_and_ms).T
+    tokens, _, seconds = per_prompt([mine for mine, _ in used]).T
+    base_tokens, _, base_seconds = per_prompt([base for _, base in used]).T
     weights = resamples(len(tokens), seed)  # [R, n]
     rate = (weights @ tokens) * (weights @ base_seconds)
     base_rate = (weights @ base_tokens) * (weights @ seconds)
-
-    def rate_with_prefill(side: int) -> float:
-        answers = [pair[side] for pair in pairs]
-        return sum(answer.new_tokens for answer in answers) / milliseconds(answers).wall
-
+    mine, base = (sum(pair[side].new_tokens for pair in pairs) for side in (0, 1))
+    walls = [milliseconds([pair[side] for pair in pairs]).wall for side in (0, 1)]
     return {
         "speedup": float(tokens.sum() * base_seconds.sum() / (base_tokens.sum() * seconds.sum())),
         "speedup_ci95": interval(rate, base_rate) if len(tokens) > 1 else None,
         "speedup_mean_per_prompt": float(np.mean(tokens * base_seconds / (base_tokens * seconds))),
-        "speedup_with_prefill": rate_with_prefill(0) / rate_with_prefill(1),
+        "speedup_with_prefill": mine / walls[0] / (base / walls[1]),
     }
-
-
-def accepted_histogram(records: Sequence[Record]) -> list[int]:
-    """Entry a is the number of cycles in which a draft tokens were kept; as long as the tree is deep, plus one."""
-    tree = records[0].tree
-    accepted = np.array([kept for record in records for kept in record.accepted], dtype=np.int64)
-    return [int(count) for count in np.bincount(accepted, minlength=(tree.levels if tree else 0) + 1)]
 
 
 def milliseconds(records: Sequence[Record]) -> Milliseconds:
@@ -257,20 +220,13 @@ def milliseconds(records: Sequence[Record]) -> Milliseconds:
     return Milliseconds(*(sum(getattr(ms, part.name) for ms in times) for part in fields(Milliseconds)))
 
 
-def _tokens_and_forwards(record: Record) -> tuple[float, float]:
-    return record.new_tokens - 1, record.target_forwards
-
-
-def _tokens_and_ms(record: Record) -> tuple[float, float]:
-    return record.new_tokens - 1, record.ms.wall - record.ms.prefill if record.ms else 0.0
-
-
-def _per_prompt(records: Sequence[Record], costs: Callable[[Record], tuple[float, float]]) -> FloatArray:
-    """The costs of the records [n, 2], those of one prompt's turns added up."""
+def per_prompt(records: Sequence[Record]) -> FloatArray:
+    """[n, 3] tokens after the prefill's, target forwards and decode milliseconds; a prompt's turns are added up."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(record.prompt for record in records))}
-    table = np.zeros((len(places), 2))
+    table = np.zeros((len(places), 3))
     for record in records:
-        table[places[record.prompt]] += costs(record)
+        ms = record.ms.wall - record.ms.prefill if record.ms else 0.0
+        table[places[record.prompt]] += (record.new_tokens - 1, record.target_forwards, ms)
     return table
 
 
@@ -295,67 +251,36 @@ def interval(numerators: FloatArray, denominators: FloatArray) -> list[float]:
     return [float(low), float(high)]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """tau of the rows `of` (pooled) against that of the rows `against`, and their difference."""
-
-    of: float
-    against: float
-    difference: float
-    ci95: tuple[float, float]
-    prompts: int
-
-    def text(self) -> str:
-        """One line."""
-        low, high = self.ci95
-        return (
-            f"tau {self.of:.3f} against {self.against:.3f}: {self.difference:+.3f} [{low:+.3f}, {high:+.3f}] "
-            f"(95 %, paired bootstrap over {self.prompts} prompts)"
-        )
-
-
-def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0) -> Difference:
-    """The difference of tau between two sets of rows (numbers of bench.rows), each pooled over its rows.
+def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
+    """The difference of tau between two sets of rows (numbers of bench.rows), each pooled over its rows, in one line.
 
     A row may stand for one of several seeds: a resampled prompt brings the answers of all rows of both sets. UserError
-    for rows that were not measured, or that do not have all prompts.
+    for rows that do not have all prompts.
     """
     if len({record.sampling for record in records}) > 1:
-        settings = sorted({record.temperature for record in records})
-        raise UserError(f"the bench has several samplings (temperatures {settings}); choose one with --temperature")
+        raise UserError("the bench has several samplings; choose one with --temperature")
+    prompts = sorted({record.prompt for record in records if record.row in (*of, *against)})
     sides = []
     for rows in (of, against):
-        answers = []
+        chosen = [record for record in records if record.row in rows and record.status == "ok"]
         for number in rows:
-            measured = [record for record in records if record.row == number and record.status == "ok"]
-            if not measured:
-                raise UserError(f"row {number}: nothing was measured; rows are counted from 0 as in bench.rows")
-            answers += measured
-        sides.append(sorted(answers, key=lambda record: record.prompt))
-    missing = {record.prompt for record in sides[0]} ^ {record.prompt for record in sides[1]}
-    if missing:
-        prompt = sorted(missing)[0][-1]
-        raise UserError(f"rows {list(of)} and {list(against)}: prompt {prompt!r} is not in both; measure it in all")
-    mine, other = (_per_prompt(answers, _tokens_and_forwards) for answers in sides)  # [n, 2]
-    drawn = np.random.default_rng(seed).integers(len(mine), size=(RESAMPLES, len(mine)))
+            if sorted({record.prompt for record in chosen if record.row == number}) != prompts or not prompts:
+                raise UserError(
+                    f"row {number} of bench.rows (counted from 0) lacks answers; measure every prompt in all"
+                )
+        sides.append(per_prompt(sorted(chosen, key=lambda record: record.prompt))[:, :2])  # [n, 2]
+    drawn = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
 
     def ratio(sums: FloatArray) -> FloatArray:
         return sums[..., 0] / np.maximum(sums[..., 1], 1.0)
 
+    mine, other = sides
     low, high = np.percentile(ratio(mine[drawn].sum(1)) - ratio(other[drawn].sum(1)), [2.5, 97.5])
     one, two = float(ratio(mine.sum(0))), float(ratio(other.sum(0)))
-    return Difference(one, two, one - two, (float(low), float(high)), len(mine))
-
-
-@dataclass(frozen=True)
-class Reached:
-    """What one answer took from one context length to another."""
-
-    tokens: float
-    ms: float
-    cycles: float
-    accepted: float
-    nodes: float
+    return (
+        f"tau {one:.3f} against {two:.3f}: {one - two:+.3f} [{low:+.3f}, {high:+.3f}] "
+        f"(95 %, paired bootstrap over {len(prompts)} prompts)"
+    )
 
 
 def context_rows(members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0) -> list[SummaryRow]:
@@ -363,66 +288,58 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
 
     A length counts the prompts at which both this row's answer and vanilla's get that far; without any it is left out.
     `repeated` is the share of the 4-grams there that the row's own answer has had before: long answers that loop are
-    easy to draft. A row that failed, and records of an older version without times of cycles, have no points.
+    easy to draft. A row that failed has no points.
     """
-    if members.failed or any(record.target_forwards and not record.cycle_ms for record in members.records):
+    if members.failed:
         return []
     said_before = {record.prompt_key: repeats(record.output_ids) for record in members.records}
     rows = []
     for place, length in enumerate(contexts):
-        for span in SPANS if limit is None or length <= limit else ():
+        for span in ("cumulative", "bucket") if limit is None or length <= limit else ():
             above = contexts[place - 1] if span == "bucket" and place else 0
             pairs = []
             again: list[bool] = []
             for one, other in members.pairs:
                 mine, base = reached(one, above, length), reached(other, above, length)
-                if mine and base:
+                if mine is not None and base is not None:
                     pairs.append((mine, base))
                     first = one.prompt_tokens + NGRAM  # the context length at which the answer's first n-gram ends
                     again += said_before[one.prompt_key][max(above - first + 1, 0) : max(length - first + 1, 0)]
             if not pairs:
                 continue
-            tokens, ms, cycles, accepted, nodes = (
-                sum(getattr(mine, part.name) for mine, _ in pairs) for part in fields(Reached)
-            )
+            tokens, ms, cycles, accepted, nodes = (float(value) for value in sum(mine for mine, _ in pairs))
             # tokens are as many in both, so that the speedup is a ratio of times
-            times = np.array([(mine.ms, base.ms) for mine, base in pairs])  # [n, 2]
-            rows.append(
-                replace(
-                    identity(members),
-                    prompts=len(pairs),
-                    new_tokens=round(tokens),
-                    tau=tokens / cycles,
-                    tokens_per_s=1000 * tokens / ms,
-                    speedup=float(times[:, 1].sum() / times[:, 0].sum()),
-                    speedup_ci95=ratio_interval(times[:, 1], times[:, 0], seed),
-                    speedup_mean_per_prompt=float(np.mean(times[:, 1] / times[:, 0])),
-                    target_forwards=cycles,
-                    draft_nodes=nodes,
-                    accept_rate=accepted / nodes if nodes else None,
-                    repeated=sum(again) / len(again) if again else None,
-                    sweep=CONTEXT,
-                    key=CONTEXT,
-                    value=length,
-                    span=span,
-                )
+            times, base_times = np.array([(mine[1], base[1]) for mine, base in pairs]).T  # [n]
+            measured = replace(
+                identity(members),
+                prompts=len(pairs),
+                new_tokens=round(tokens),
+                tau=tokens / cycles,
+                tokens_per_s=1000 * tokens / ms,
+                speedup=float(base_times.sum() / times.sum()),
+                speedup_ci95=ratio_interval(base_times, times, seed),
+                speedup_mean_per_prompt=float(np.mean(base_times / times)),
+                target_forwards=cycles,
+                draft_nodes=nodes,
+                accept_rate=accepted / nodes if nodes else None,
+                repeated=sum(again) / len(again) if again else None,
             )
+            rows.append(replace(measured, sweep=CONTEXT, key=CONTEXT, value=length, span=span))
     return rows
 
 
-def reached(record: Record, above: int, length: int) -> Reached | None:
-    """What the answer took from context length `above`, or its own start, to `length`; null where it ends before."""
+def reached(record: Record, above: int, length: int) -> FloatArray | None:
+    """[5] tokens, ms, cycles, accepted and drafted nodes from context length `above`, or the answer's own start, on.
+
+    Null where the answer ends before `length`.
+    """
     ends = record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))  # [cycles + 1], the prefill's token is there
     start = max(above, int(ends[0]))
     if start >= length or ends[-1] < length:
         return None
-
-    def between(values: Sequence[float]) -> float:
-        low, high = np.interp([start, length], ends, np.cumsum((0.0, *values)))
-        return float(high - low)
-
     columns = (record.cycle_ms, [1.0] * len(record.cycle_tokens), record.accepted, record.cycle_nodes)
-    return Reached(length - start, *map(between, columns))
+    spent = [np.diff(np.interp([start, length], ends, np.cumsum((0.0, *values))))[0] for values in columns]
+    return np.array([length - start, *spent])
 
 
 def distinct_ngrams(answers: Iterable[Sequence[int]], size: int = NGRAM) -> tuple[int, int]:
@@ -440,12 +357,3 @@ def repeats(answer: Sequence[int], size: int = NGRAM) -> list[bool]:
         again.append(ngram in seen)
         seen.add(ngram)
     return again
-
-
-def repeated_share(answers: Iterable[Sequence[int]], size: int = NGRAM) -> float | None:
-    """The share of n-grams that their own answer has had before, pooled over the answers; null without any n-gram.
-
-    Other than `distinct_ngrams` it does not count what two answers share, nor does it grow with their number.
-    """
-    again = [one for answer in answers for one in repeats(answer, size)]
-    return sum(again) / len(again) if again else None

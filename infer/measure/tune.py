@@ -37,7 +37,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import replay
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
-from aerie.infer.measure.statistics import group, row, speedups
+from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.tasks import encode, load_prompts
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
@@ -276,7 +276,7 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
     chosen = {record.prompt_key: record for record in groups[1].records if record.status == "ok"}
     rows = []
     for number, method in enumerate(methods):
-        figures = row(groups[number], seed)
+        figures = summary_row(groups[number], seed).as_dict()
         answers = [one for one in groups[number].records if one.prompt_key in chosen and one.status == "ok"]
         against = speedups([(chosen[one.prompt_key], one) for one in answers], seed)
         rows.append(

@@ -34,7 +34,6 @@ from aerie.infer.measure.statistics import (
     told_apart,
 )
 from aerie.infer.report import papers, tables
-from aerie.infer.report.claims import LIMITS, claims, lengths
 from aerie.infer.report.plots import pictures, standalone
 from aerie.model.storage import read_json, write_json, write_text
 
@@ -71,7 +70,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     rows = told_apart([summary_row(members, seed) for members in groups])
     tasks = [list(members.by_task().values()) for members in groups]
     parts = [(at, summary_row(one, seed)) for at, each in enumerate(tasks) if len(each) > 1 for one in each]
-    sweeps, sweep_details = sweep_rows(records, asked, seed)
+    sweeps = sweep_rows(records, asked, seed)
     curve = _calibration(calibration / "calibration.json", (*CALIBRATION_CONTRACT, "nodes", "by_depth", "halves"))
     analysis = _calibration(calibration / "analysis.json", ("schema", "calibrator", "by_depth", "laws", "oracle"))
     tuning = _optional(bench.parent / "tune" / "tune.json")
@@ -88,29 +87,24 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
         "overhead": _overhead(bench / OVERHEAD, groups),
         "analysis": analysis,
         "tuning": tuning,
-        "sweeps": sweep_details,
-        "deagle": claims(records, asked, tuning, seed),
-        "lengths": lengths(records, asked, tuning, seed),
-        "traces": papers.traces(groups),
+        "deagle": papers.claims(records, asked, tuning),
     }
     depths, varied, contexts = papers.depth_grids(sweeps), papers.varied_grids(sweeps), papers.context_grids(sweeps)
     suite = {
+        "sweeps": bool(sweeps),
         "ablation": papers.ablation(sweeps),
         "depths": depths,
         "contexts": contexts,
         "varied": varied,
-        "policies": papers.policies(rows, parts),
         "tasks": papers.task_grid(rows, parts),
         "beside": papers.beside(rows, parts),
     }
     drawn = pictures(rows, details, [*depths, *varied], contexts)
-    page = _render(facts, rows, details, suite, drawn, _sample_answers(groups, rows), bool(sweeps))
+    page = _render(facts, rows, details, suite, drawn, _sample_answers(groups, rows))
     shown = rows
     if asked is not None and asked.by_task:
-        every = [one for each in tasks for one in each]
-        shown = told_apart([summary_row(one, seed) for one in every])
-        details["pooled"] = [{**row.as_dict(), **more} for row, more in zip(rows, details["rows"], strict=True)]
-        details["rows"] = [_row_detail(one, seed) for one in every]
+        shown = told_apart([summary_row(one, seed) for each in tasks for one in each])
+        details["pooled"] = [row.as_dict() for row in rows]
     about = {name: value for name, value in asdict(facts).items() if name != "commands"}
     summary = {
         "schema": SCHEMA,
@@ -124,7 +118,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     texts = {
         "table.md": tables.markdown_table(shown, sweeps),
         "table.csv": tables.csv_table(shown),
-        **({"sweeps.csv": tables.sweeps_csv(sweeps)} if sweeps else {}),
+        **({"sweeps.csv": tables.csv_table(sweeps, sweeps=True)} if sweeps else {}),
         **{f"{name}.svg": standalone(svg) for name, svg in drawn.items()},
         "index.html": page,
     }
@@ -142,7 +136,6 @@ def _render(
     suite: Mapping[str, Any],
     drawn: Mapping[str, str],
     samples: Sequence[tuple[str, Record]],
-    sweeps: bool,
 ) -> str:
     """The page."""
     environment = Environment(
@@ -155,8 +148,8 @@ def _render(
     environment.filters.update(number=tables.number, count=lambda value: f"{value:,}", fact=fact_text)
     environment.globals.update(
         tree_text=tables.tree_text, sampling_text=tables.sampling_text, identical_text=tables.identical_text,
-        interval=tables.interval, ms_per_cycle=tables.ms_per_cycle, label=tables.label, is_lossy=tables.is_lossy,
-        nothing=tables.NOTHING, limits=LIMITS,
+        interval=tables.interval, ms_per_cycle=tables.ms_per_cycle, label=tables.label,
+        nothing=tables.NOTHING, limits=papers.LIMITS,
     )  # fmt: skip
     kinds = {row.head for row in rows if row.head}
     drafting = [row for row in rows if row.status == "ok" and row.tree is not None]
@@ -166,9 +159,8 @@ def _render(
         rows=rows,
         details=details,
         suite=suite,
-        published={name: papers.published(name) for name in ("depths", "contexts", "greedy_contexts")},
+        published={name: papers.published(name) for name in ("depths", "contexts")},
         paper_tasks=list(papers.TASKS.items()),
-        sweeps=sweeps,
         pictures={name: Markup(svg) for name, svg in drawn.items()},  # noqa: S704
         lossless=lossless(rows, details["rows"]),
         best_tau=max((row for row in drafting if row.tau), key=lambda row: row.tau or 0.0, default=None),
@@ -181,25 +173,23 @@ def _render(
 def lossless(rows: Sequence[SummaryRow], row_details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the comparison of greedy outputs showed, over every drafting row; state: good, partial, bad or unknown."""
     greedy = [
-        (row.identical, row.identical + (row.mismatch or 0), extra)
+        (row, extra)
         for row, extra in zip(rows, row_details, strict=True)
         if row.status == "ok" and row.tree is not None and row.temperature == 0 and row.identical is not None
     ]
-    identical, compared = sum(same for same, _, _ in greedy), sum(count for _, count, _ in greedy)
-    to_generate = sum(extra["identical_to_generate"] or 0 for _, _, extra in greedy)
-    compared_to_generate = sum(extra["compared_to_generate"] or 0 for _, _, extra in greedy)
-    failed, lossy = sum(row.status != "ok" for row in rows), sum(map(tables.is_lossy, rows))
-    whole = identical == compared and to_generate == compared_to_generate
-    state = ("partial" if failed or lossy else "good") if whole else "bad"
-    return {
-        "state": state if compared else "unknown",
-        "identical": identical,
-        "compared": compared,
-        "identical_to_generate": to_generate,
-        "compared_to_generate": compared_to_generate,
-        "failed": failed,
-        "lossy": lossy,
+    counts = {
+        "identical": sum(row.identical or 0 for row, _ in greedy),
+        "compared": sum((row.identical or 0) + (row.mismatch or 0) for row, _ in greedy),
+        "identical_to_generate": sum(extra["identical_to_generate"] or 0 for _, extra in greedy),
+        "compared_to_generate": sum(extra["compared_to_generate"] or 0 for _, extra in greedy),
+        "failed": sum(row.status != "ok" for row in rows),
+        "lossy": sum(map(tables.is_lossy, rows)),
     }
+    pairs = [("identical", "compared"), ("identical_to_generate", "compared_to_generate")]
+    state = "partial" if counts["failed"] or counts["lossy"] else "good"
+    if any(counts[same] != counts[compared] for same, compared in pairs):
+        state = "bad"
+    return {"state": state if counts["compared"] else "unknown", **counts}
 
 
 def segments(record: Record) -> list[tuple[str, int, str]]:
@@ -229,14 +219,11 @@ def fact_text(value: Any) -> str:
 
 def _sample_answers(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> list[tuple[str, Record]]:
     """The answers of lowest, median and highest tau (named so) of the fastest greedy row that drafts."""
-    candidates = [
-        (row.speedup or 0.0, at)
-        for at, row in enumerate(rows)
-        if row.status == "ok" and row.tree is not None and row.temperature == 0
-    ]
-    if not candidates:
+    drafting = [at for at, row in enumerate(rows) if row.status == "ok" and row.tree and row.temperature == 0]
+    if not drafting:
         return []
-    usable = [one for one in groups[max(candidates)[1]].records if one.cycle_texts and one.target_forwards]
+    fastest = max(drafting, key=lambda at: (rows[at].speedup or 0.0, at))
+    usable = [one for one in groups[fastest].records if one.cycle_texts and one.target_forwards]
     usable.sort(key=lambda record: (record.new_tokens - 1) / record.target_forwards)
     if len(usable) < 3:
         return [("answer", record) for record in usable]
@@ -259,13 +246,12 @@ def _diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
     if not greedy:
         return None
     chosen = next((members for members in greedy if members.first.method == VANILLA), greedy[0])
-    distinct, total = distinct_ngrams([record.output_ids for record in chosen.records], size=4)
+    distinct, total = distinct_ngrams([record.output_ids for record in chosen.records])
     return {
         "method": chosen.first.method,
         "answers": len(chosen.records),
         "distinct_4grams": distinct,
         "total_4grams": total,
-        "distinct_4gram_share": distinct / total if total else None,
     }
 
 
@@ -284,12 +270,7 @@ def _optional(path: Path) -> Any:
 
 def _calibration(path: Path, expected: Sequence[str]) -> dict[str, Any] | None:
     """A file of calibrate's; None where it wrote none, UserError where another version did."""
-    value = _optional(path)
-    if value is None:
-        return None
-    missing = [name for name in expected if not isinstance(value, dict) or name not in value]
-    if missing or value.get("schema", SCHEMA) != SCHEMA:
-        what = f"missing {', '.join(missing)}" if missing else "of another version"
-        raise UserError(f"{path}: {what}; make it again with: python infer/main.py calibrate --overwrite")
-    result: dict[str, Any] = value
-    return result
+    value: dict[str, Any] | None = _optional(path)
+    if value is not None and (not {*expected} <= value.keys() or value.get("schema", SCHEMA) != SCHEMA):
+        raise UserError(f"{path}: of another version; make it again with: python infer/main.py calibrate --overwrite")
+    return value

@@ -1,7 +1,8 @@
-"""The papers' tables: sweeps as grids, rules that end drafts, draft lengths along an answer, published figures."""
+"""The papers' tables: sweeps as grids, DEAGLE's claim, and the published figures beside."""
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -10,19 +11,23 @@ from typing import Any
 import yaml
 
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.record import Record, SummaryRow
-from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, told_apart
-from aerie.infer.report.claims import LEVELS, RULE_NAMES, rule_of
+from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
+from aerie.infer.measure.statistics import ALL_TASKS, Group, baselines_of, members_of, speedups, tau, told_apart
 from aerie.infer.report.tables import grouped, label, sampling_text, tree_text
 from aerie.model.storage import digest
 
-SIZES = ("levels", "k", "nodes")
-KEEPS_SIZES = (
-    "tree.stop",
-    "tree.rank",
-    "tree.calibrated",
-    "tree.children",
-)  # varying these leaves a tree's sizes alone
+LEVELS = "tree.levels"  # the key of a sweep over depths or lengths
+# at most this share of the fixed tree's wasted forwards, at least these of its best tau and the vote's own best speed
+LIMITS = {"waste": 0.5, "tau": 0.97, "speed": 0.97}
+TASKS = {
+    "mean": "mean",
+    "mt_bench": "MT-bench",
+    "humaneval": "HumanEval",
+    "gsm8k": "GSM8K",
+    "alpaca": "Alpaca",
+    "cnn_dm": "CNN/DM",
+    "natural_questions": "NQ",
+}
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,18 @@ def published(name: str) -> Grid:
     return Grid(name, tuple(lines), tuple(table["values"]))
 
 
+@cache
+def published_methods() -> dict[tuple[str, float], list[Line]]:
+    """The lines of published.csv by method and temperature; a line's label is its model, its note the paper."""
+    with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = grouped(rows, lambda row: (row["method"], float(row["temperature"])))
+    return {
+        key: [Line(row["model"], _published([*TASKS], [row[task] for task in TASKS]), row["source"]) for row in members]
+        for key, members in lines.items()
+    }
+
+
 def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, ...]:
     """One point per cell that is not empty: '2.81/3.92', '2.81/' or 2.81."""
     points = []
@@ -90,60 +107,27 @@ def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, 
 
 
 def sweep_lines(points: Sequence[SummaryRow]) -> tuple[Line, ...]:
-    """The lines of a sweep, in the order of its points; two that look alike stay two."""
-    seen: dict[str, int] = {}
-    lines: dict[tuple[str, int], list[SummaryRow]] = {}
+    """The lines of a sweep: its first row at every value, its second, and so on."""
+    seen: Counter[str] = Counter()
+    lines: dict[int, list[SummaryRow]] = {}
     for point in points:
-        same = _identity(point)
-        repeat = seen.setdefault(same + repr(point.value), 0)
-        seen[same + repr(point.value)] += 1
-        lines.setdefault((same, repeat), []).append(point)
-    words = [_words(members[0]) for members in lines.values()]
-    differs = [place == 0 or len(set(column)) > 1 for place, column in enumerate(zip(*words, strict=True))]
+        lines.setdefault(seen[repr(point.value)], []).append(point)
+        seen[repr(point.value)] += 1
+    # a line is called by the words that all of its points have, its method first, without what all lines have
+    words = [[word for word in _words(each[0]) if all(word in _words(one) for one in each)] for each in lines.values()]
+    shared = set(words[0]).intersection(*words[1:])
     return tuple(
-        Line(
-            ", ".join(word for word, kept in zip(each, differs, strict=True) if word and kept) or "all", tuple(members)
-        )
+        Line(", ".join([*each[:1], *(word for word in each[1:] if word not in shared)]), tuple(members))
         for each, members in zip(words, lines.values(), strict=True)
     )
 
 
-def _identity(point: SummaryRow) -> str:
-    """What a point shares with the others of its line: everything but the key that varies, and what follows from it."""
-    key, tree = str(point.key), point.tree
-    names = {"method", "head", "head_path", "temperature", "top_k", "top_p"}
-    names -= {"head", "head_path"} if key == "head" else {key}
-    rest: dict[str, Any] = {name: getattr(point, name) for name in sorted(names)}
-    if tree is None or key == "method":
-        return digest(rest)
-    path = key.partition(".")[2]
-    settings = dict(_flat({**tree.settings, "shape": tree.shape}))
-    if not path or key in {f"tree.{size}" for size in SIZES} or key.startswith(KEEPS_SIZES):
-        nodes_follow = tree.shape == "chain" or not tree.settings.get("rerank", True)
-        settings |= {size: getattr(tree, size) for size in SIZES if not (size == "nodes" and nodes_follow)}
-    rest |= {f"tree.{name}": value for name, value in settings.items() if not f"{name}.".startswith(f"{path}.")}
-    return digest(rest)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _words(point: SummaryRow) -> tuple[str, ...]:
-    """What a line may be called by: method, variant, head, sampling and sizes, without what varies along it."""
-    key, tree = str(point.key), point.tree
-    leaf = key.split(".")[-1]
-    sampling = "" if key == "temperature" else f"T {sampling_text(point)}"
-    head = "" if key == "head" else f"{point.head_path or point.head} head"
-    if key == "method" or tree is None:
-        return "" if key == "method" else point.method, "", head, sampling, ""
-    variant = [part for part in tree.variant.split(", ") if not part.startswith(f"{leaf.replace('_', ' ')} ")]
-    sizes = "" if leaf in SIZES else tree_text(replace(point, tree=replace(tree, variant="", text=None)))
-    return point.method, ", ".join(variant), head, sampling, sizes
+def _words(point: SummaryRow) -> list[str]:
+    """What may name the line of a point: its method, variant, head, sampling and sizes."""
+    tree = point.tree
+    sizes = [] if tree is None else tree_text(replace(point, tree=replace(tree, variant=""))).split(", ")
+    variant = tree.variant.split(", ") if tree and tree.variant else []
+    return [point.method, *variant, f"{point.head_path or point.head} head", f"T {sampling_text(point)}", *sizes]
 
 
 def values_of(points: Sequence[SummaryRow | Published]) -> tuple[Any, ...]:
@@ -165,14 +149,13 @@ def varied_grids(sweeps: Sequence[SummaryRow]) -> list[Grid]:
     grids = []
     for number, (name, points) in enumerate(grouped(others, lambda point: str(point.sweep)).items()):
         values = values_of(points)
-        ascii_name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in name)
-        picture = f"sweep-{number}-{ascii_name}" if numeric(values) and len(values) > 1 else None
+        picture = f"sweep-{number}" if numeric(values) and len(values) > 1 else None
         grids.append(Grid(name, sweep_lines(points), values, picture))
     return grids
 
 
 def _is_ablation(point: SummaryRow) -> bool:
-    return point.key in ("tree.rank", "tree.rerank")
+    return point.key in ("tree.rank", "tree.rerank") and point.tree is not None and "rerank" in point.tree.settings
 
 
 def ablation(sweeps: Sequence[SummaryRow]) -> Grid | None:
@@ -181,7 +164,7 @@ def ablation(sweeps: Sequence[SummaryRow]) -> Grid | None:
     points = [
         replace(point, value=paper.values[2 * (settings["rank"] == "survival") + settings["rerank"]])
         for point in sweeps
-        if _is_ablation(point) and point.tree and "rerank" in (settings := point.tree.settings)
+        if _is_ablation(point) and point.tree and (settings := point.tree.settings)
     ]
     if not points:
         return None
@@ -203,49 +186,37 @@ def depth_grids(sweeps: Sequence[SummaryRow]) -> list[Grid]:
         confidence = point.tree.settings.get("calibrated") if point.tree else None
         head = f"{point.head_path or point.head} head" + (f", {confidence} confidence" if confidence else "")
         prompts = f"{point.prompts} prompt{'s' * (point.prompts != 1)}"
-        return (
-            f"{head}, T {sampling_text(point)}, {prompts} of {'all tasks' if point.task == ALL_TASKS else point.task}"
-        )
+        tasks = "all tasks" if point.task == ALL_TASKS else point.task
+        return f"{head}, T {sampling_text(point)}, {prompts} of {tasks}"
+
+    def name_and_width(point: SummaryRow) -> tuple[str, int]:
+        """The line: the rule, what else its row has otherwise, and k."""
+        assert point.tree is not None
+        rule, variant = rule_of(point.tree), point.tree.variant.split(", ")
+        alone = " alone" if len(point.tree.settings.get("stop", {}).get("signals", ())) == 1 else ""
+        words = {"fixed": f"fixed ({point.method})", "vote": "vote (DEAGLE)"}.get(rule, rule + alone)
+        return ", ".join([words, *(p for p in variant if p and not p.startswith("signals "))]), point.tree.k
 
     grids = []
     for number, (name, points) in enumerate(grouped(filter(_is_depth, sweeps), title).items()):
         lines = []
-        for members in grouped(points, _identity).values():
+        for (words, _), members in grouped(points, name_and_width).items():
             by_depth = {point.value: point for point in reversed(members)}  # of two at one depth the first stays
-            lines.append(Line(_rule_words(members[0]), tuple(by_depth[depth] for depth in sorted(by_depth))))
-        grids.append(
-            Grid(name, tuple(lines), values_of(points), f"sweep-depths-{number}" if number else "sweep-depths")
-        )
+            lines.append(Line(words, tuple(by_depth[depth] for depth in sorted(by_depth))))
+        picture = f"sweep-depths-{number}" if number else "sweep-depths"
+        grids.append(Grid(name, tuple(lines), values_of(points), picture))
     return grids
-
-
-def _rule_words(point: SummaryRow) -> str:
-    """The rule in words, with what else its row has otherwise."""
-    assert point.tree is not None
-    rule = rule_of(point.tree)
-    alone = len(point.tree.settings.get("stop", {}).get("signals", ())) == 1
-    words = {"fixed": f"fixed ({point.method})", "vote": "vote (DEAGLE)"}.get(rule, rule + " alone" * alone)
-    return ", ".join([words, *(p for p in point.tree.variant.split(", ") if p and not p.startswith("signals "))])
 
 
 def context_grids(sweeps: Sequence[SummaryRow]) -> dict[str, Grid]:
     """'cumulative' (from the start to a length) and 'bucket' (between two lengths), the same lines in both."""
     points = told_apart([point for point in sweeps if point.sweep == CONTEXT and point.tree is not None])
     by_label = grouped(points, lambda point: label(point, points))
-    lines = {
-        span: [
-            Line(name, tuple(point for point in members if point.span == span)) for name, members in by_label.items()
-        ]
-        for span in ("cumulative", "bucket")
-    }
-    return {span: Grid(span, tuple(members), values_of(points)) for span, members in lines.items()} if points else {}
-
-
-def chains_of(buckets: Grid) -> tuple[Line, ...]:
-    """The chains at the first sampling."""
-    lines: list[Any] = [line for line in buckets.lines if line.points]
-    chains = [line for line in lines if line.points[0].tree.shape == "chain"]
-    return tuple(line for line in chains if line.points[0].temperature == chains[0].points[0].temperature)
+    grids = {}
+    for span in ("cumulative", "bucket") if points else ():
+        lines = [Line(name, tuple(one for one in members if one.span == span)) for name, members in by_label.items()]
+        grids[span] = Grid(span, tuple(lines), values_of(points))
+    return grids
 
 
 # Rows of the bench side by side
@@ -263,70 +234,6 @@ def task_grid(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]
     return Grid("By task", tuple(lines), tasks) if tasks and lines else None
 
 
-def policies(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) -> list[dict[str, Any]]:
-    """The stop rules of one head's chains or trees at one sampling, where there are two or more; chains first.
-
-    `parts` of a chain are its points by task, `mean` their mean speedup. `paper` is the line of SVIP's table 3 that a
-    method as its paper has it, decoding greedily, stands beside.
-    """
-    paper = {line.label: line for line in published("reasoning").lines}
-    tasks = tuple(dict.fromkeys(part.task for _, part in parts))
-    groups: dict[tuple[bool, str, str], list[dict[str, Any]]] = {}
-    for position, row in enumerate(rows):
-        tree = row.tree
-        if not row.target_forwards or tree is None or "stop" not in tree.settings or tree.shape == "static":
-            continue
-        chain, rule = tree.shape == "chain", tree.settings["stop"]["rule"]
-        points = [replace(part, value=part.task) for at, part in parts if at == position and part.status == "ok"]
-        gains = [point.speedup for point in points if point.speedup is not None]
-        as_published = chain and not tree.variant and not row.temperature
-        groups.setdefault((chain, str(row.head_path or row.head), sampling_text(row)), []).append(
-            {
-                "name": RULE_NAMES.get(rule, rule),
-                "rule": rule,
-                "row": row,
-                "levels": (row.draft_forwards or 0) / row.target_forwards,  # a chain's mean draft length
-                "parts": Line(row.method, tuple(points)),
-                "mean": sum(gains) / len(gains) if gains and len(gains) == len(tasks) else None,
-                "paper": paper.get(row.method) if as_published else None,
-            }
-        )
-    tables = []
-    for (chain, head, sampling), rules in groups.items():
-        if len({rule["rule"] for rule in rules}) > 1:
-            title = f"{head}, {'chains' if chain else 'trees'}, T {sampling}"
-            plain = [at for at, one in enumerate(rows) if one.method == VANILLA and sampling_text(one) == sampling]
-            answers = {part.task: (part.new_tokens or 0) / part.prompts for at, part in parts if at in plain[:1]}
-            shown = tasks if chain else ()
-            tables.append({"title": title, "chain": chain, "rules": rules, "tasks": shown, "tokens": answers})
-    return sorted(tables, key=lambda table: not table["chain"])
-
-
-TASKS = {
-    "mean": "mean",
-    "mt_bench": "MT-bench",
-    "humaneval": "HumanEval",
-    "gsm8k": "GSM8K",
-    "alpaca": "Alpaca",
-    "cnn_dm": "CNN/DM",
-    "natural_questions": "NQ",
-}
-
-
-@cache
-def published_methods() -> dict[tuple[str, float], list[Line]]:
-    """The lines of published.csv by method and temperature; a line's label is its model, its note the paper."""
-    with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = grouped(rows, lambda row: (row["method"], float(row["temperature"])))
-    return {
-        key: [
-            Line(row["model"], _published(list(TASKS), [row[task] for task in TASKS]), row["source"]) for row in members
-        ]
-        for key, members in lines.items()
-    }
-
-
 def beside(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) -> list[tuple[str, float, Line]]:
     """(method, temperature, line): what was measured of a method and below it what was published of the same.
 
@@ -338,37 +245,101 @@ def beside(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) 
         key = row.method, row.temperature
         if row.status == "ok" and key in known:
             whole = replace(row, value="mean" if row.task == ALL_TASKS else row.task)
-            own = [replace(part, value=part.task) for at, part in parts if at == position and part.status == "ok"]
-            shown.setdefault(key, []).append(Line(tree_text(row), (whole, *own)))
+            by_task = [replace(part, value=part.task) for at, part in parts if at == position and part.status == "ok"]
+            shown.setdefault(key, []).append(Line(tree_text(row), (whole, *by_task)))
     return [(*key, line) for key, lines in shown.items() for line in (*lines, *known[key])]
 
 
-def traces(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Draft lengths along one answer, for each head and sampling whose chains have two rules or more (four at most).
+# DEAGLE: a vote wastes less than half of a fixed tree's forwards and keeps tau and speed, however deep trees may grow
 
-    The prompt is the one whose shortest answer among the rules is the longest. `begins` are new tokens so far.
+
+def rule_of(tree: TreeShape) -> str:
+    """'fixed', 'vote' (all three signals), its signals where it has fewer, or the name of another rule."""
+    stop = tree.settings.get("stop", {"rule": "constant"})
+    if stop["rule"] == "vote":
+        return "vote" if len(stop["signals"]) == 3 else " and ".join(stop["signals"])
+    return "fixed" if stop["rule"] == "constant" else str(stop["rule"])
+
+
+def claims(records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The claim for each head, confidence and sampling with fixed and voting trees of the same depths and prompts.
+
+    Ratios are of the vote: `waste` against the fixed tree's at the largest depth, `tau` against the fixed tree's best
+    over the depths, `modelled` against the vote's own best, null where tune.json has no costs for this kind of head.
     """
-    chains: dict[tuple[str, str], dict[str, dict[Any, Record]]] = {}
-    for members in groups:
-        first, tree = members.first, members.first.tree
-        if tree is not None and tree.shape == "chain" and "stop" in tree.settings and not members.failed:
-            rules = chains.setdefault((first.head_path or first.head or "", sampling_text(first)), {})
-            answers = {record.prompt_key: record for record in members.records if record.cycle_nodes}
-            rules.setdefault(tree.settings["stop"]["rule"], answers)
-    pictures = []
-    for (head, sampling), rules in chains.items():
-        every = list(rules.values())
-        shared = [key for key in every[0] if all(key in answers for answers in every)]
-        if len(every) > 1 and shared:
-            prompt = max(shared, key=lambda key: min(answers[key].new_tokens for answers in every))
-            lines = [
+    trees: dict[tuple[Any, ...], dict[tuple[str, int], tuple[Record, ...]]] = {}
+    for point in asked.points if asked else ():
+        answers = members_of(records, point) if point.key == LEVELS else ()
+        tree = answers[0].tree if answers else None
+        if tree is None or tree.shape != "dynamic" or any(record.status != "ok" for record in answers):
+            continue
+        if rule_of(tree) in ("fixed", "vote"):
+            first, alike = answers[0], digest([tree.k, tree.nodes, {**tree.settings, "stop": None}])
+            confidence, prompts = tree.settings.get("calibrated"), tuple(sorted(point.prompts))
+            key = (first.head, first.head_path, confidence, first.sampling, prompts, alike)
+            trees.setdefault(key, {}).setdefault((rule_of(tree), tree.levels), answers)
+    baselines, measured = baselines_of(records), []
+    for (kind, path, confidence, sampling, prompts, _), by_rule in trees.items():
+        depths = sorted(depth for rule, depth in by_rule if rule == "fixed" and ("vote", depth) in by_rule)
+        if len(depths) < 2:
+            continue
+        spent: dict[str, list[dict[str, Any]]] = {
+            rule: [
                 {
-                    "rule": RULE_NAMES.get(rule, rule),
-                    "begins": [1 + sum(record.cycle_tokens[:at]) for at in range(len(record.cycle_tokens))],
-                    "drafted": record.cycle_nodes,
-                    "accepted": record.accepted,
+                    "depth": depth,
+                    "tau": tau(answers := by_rule[rule, depth]),
+                    "draft_forwards": sum(record.draft_forwards for record in answers),
+                    "draft_forwards_wasted": sum(record.draft_forwards_wasted for record in answers),
+                    "speedup": speedups(Group(answers, baselines.get(sampling, {})).pairs)["speedup"],
+                    "modelled": _modelled(answers, tuning),
                 }
-                for rule, record in [(rule, answers[prompt]) for rule, answers in rules.items()][:4]
+                for depth in depths
             ]
-            pictures.append({"title": f"{head}, T {sampling}, prompt {prompt[0]}/{prompt[1]}", "traces": lines})
-    return pictures
+            for rule in ("fixed", "vote")
+        }
+        fixed, vote = spent["fixed"], spent["vote"]
+        best_tau = max(fixed, key=lambda one: one["tau"] or 0.0)
+        best_speed = max(vote, key=lambda one: one["modelled"] or 0.0)
+        waste = _ratio(vote[-1]["draft_forwards_wasted"], fixed[-1]["draft_forwards_wasted"])
+        kept = _ratio(vote[-1]["tau"], best_tau["tau"])
+        modelled = _ratio(vote[-1]["modelled"], best_speed["modelled"])
+        measured.append(
+            {
+                "head": kind, "head_path": path, "calibrated": confidence,
+                "temperature": sampling[0], "top_k": sampling[1], "top_p": sampling[2],
+                "prompts": len(prompts), "largest": depths[-1], **spent,
+                "waste": waste, "waste_holds": None if waste is None else waste <= LIMITS["waste"],
+                "tau": kept, "tau_best_depth": best_tau["depth"],
+                "tau_holds": None if kept is None else kept >= LIMITS["tau"],
+                "modelled": modelled, "modelled_best_depth": None if modelled is None else best_speed["depth"],
+                "modelled_holds": None if modelled is None else modelled >= LIMITS["speed"],
+            }
+        )  # fmt: skip
+    return measured
+
+
+def _modelled(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> float | None:
+    """Plain decoding's time per token over that of these trees' cycles, both by the costs that `tune` measured."""
+    heads = tuning["heads"] if tuning else ()
+    measured = next((head["costs_ms"] for head in heads if head["kind"] == answers[0].head), None)
+    drafts = sum(nodes > 0 for record in answers for nodes in record.cycle_nodes)
+    tree = answers[0].tree
+    if measured is None or not drafts or tree is None:
+        return None
+    from aerie.infer.measure.replay import Costs  # imports torch
+
+    costs = Costs(
+        {int(k): (first, further) for k, (first, further) in measured["draft"].items()},
+        {int(nodes): ms for nodes, ms in measured["verify"].items()},
+        measured["rest"],
+        measured["plain"],
+    )
+    cycles = sum(record.target_forwards for record in answers)
+    nodes = 1 + sum(record.draft_nodes for record in answers) / drafts
+    ms = costs.draft_ms(drafts, sum(record.draft_forwards for record in answers), tree.k)
+    ms += drafts * costs.verify_ms(nodes) + (cycles - drafts) * costs.verify_ms(1) + cycles * costs.rest
+    return costs.plain * sum(record.new_tokens - 1 for record in answers) / ms
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from aerie.configs.errors import UserError
 from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA
-from aerie.infer.report.papers import Grid, Line, chains_of, numeric
+from aerie.infer.report.papers import Grid, Line, numeric
 from aerie.infer.report.tables import label, ms_per_cycle
 
 try:
@@ -30,6 +30,7 @@ WIDTH, POINTS = 332.0, 72.0  # of a picture, in points, and points per inch
 MAX_ROWS = 4  # in the pictures by depth
 MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
 DASHED = (0, (3, 3))
+Curve = tuple[Sequence[Any], Sequence[float | None], str, Any]  # x, y (null: no point), colour, line style
 RC = {
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10.5,
@@ -69,15 +70,12 @@ def pictures(
             figures["reliability"] = _reliability(calibration)
         if analysis is not None:
             of_calibration = {**_nodes(analysis), **(_laws(analysis["laws"]) if analysis["laws"] else {})}
-            if analysis["oracle"] and analysis["oracle"]["by_context"]:
-                of_calibration["oracle"] = _oracle(analysis["oracle"]["by_context"])
             figures |= {f"calibration-{name}": figure for name, figure in of_calibration.items()}
         if tuning is not None:
             figures["tuning-costs"] = _cost_curves(tuning["heads"])
-        figures |= {f"sweep-trace-{at}": _trace(trace["traces"]) for at, trace in enumerate(details["traces"])}
         figures |= {grid.picture: _sweep(grid) for grid in grids if grid.picture is not None}
         if contexts:
-            figures |= _contexts(**contexts)
+            figures["sweep-contexts"] = _contexts(**contexts)
         return {name: _svg(figure, name) for name, figure in figures.items()}
 
 
@@ -120,11 +118,18 @@ def _panels(
     return figure, list(panels)
 
 
-def _curve(axes: Axes, places: Iterable[Any], values: Iterable[float | None], colour: str, style: Any = "-") -> None:
-    """A line through the values that are there."""
-    points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o")
+def _lines(
+    panels: Mapping[str, Sequence[Curve]], xlabel: str, legend: Sequence[tuple[str, str]] = (), height: float = 116.0
+) -> tuple[Figure, list[Axes]]:
+    """A panel under each title with its curves (x, y, colour, style), through the values that are there."""
+    figure, every = _panels(list(panels), legend, [height], columns=1 if len(panels) > 1 else 2)
+    for axes, curves in zip(every, panels.values(), strict=True):
+        for places, values, colour, style in curves:
+            points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o")
+    every[-1].set_xlabel(xlabel)
+    return figure, every
 
 
 def _unit(axes: Axes) -> None:
@@ -184,23 +189,25 @@ def _accepted(rows: Sequence[SummaryRow]) -> dict[str, Figure]:
     if not chosen:
         return {}
     legend = [(label(row, rows), colour) for row, colour in zip(chosen, SERIES, strict=False)]
-    titles = ["P(accepted ≥ d)", "P(accepted ≥ d | accepted ≥ d − 1)"]
-    depth, (above, below) = _panels(titles, legend, [90.0], columns=1)
+    above: list[Curve] = []
+    below: list[Curve] = []
     lengths, (shares,) = _panels(["share of cycles"], legend, [210.0], columns=1)
     width = 0.84 / len(chosen)
     for at, (row, (_, colour)) in enumerate(zip(chosen, legend, strict=True)):
         histogram = np.array(row.accepted_histogram)
         reached = histogram[::-1].cumsum()[::-1]  # cycles that keep at least d draft tokens
         enough = np.flatnonzero(reached[:-1] >= MIN_CYCLES)
-        _curve(above, range(1, len(reached)), reached[1:] / reached[0], colour)
-        _curve(below, enough + 1, reached[enough + 1] / reached[enough], colour)
+        above.append((range(1, len(reached)), reached[1:] / reached[0], colour, "-"))
+        below.append((enough + 1, reached[enough + 1] / reached[enough], colour, "-"))
         places = np.arange(len(histogram)) + (at - (len(chosen) - 1) / 2) * width
         shares.bar(places, 100 * histogram / reached[0], width=width * 0.9, color=colour)
-    for axes in (above, below, shares):
+    panels = {"P(accepted ≥ d)": above, "P(accepted ≥ d | accepted ≥ d − 1)": below}
+    depth, (first, second) = _lines(panels, "draft depth d", legend, 90.0)
+    for axes in (first, second, shares):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _unit(above)
-    _unit(below)
-    below.set(xlim=above.get_xlim(), xlabel="draft depth d")
+    _unit(first)
+    _unit(second)
+    second.set_xlim(first.get_xlim())
     shares.grid(visible=False, axis="x")
     shares.yaxis.set_major_formatter("{x:g} %")
     shares.set_xlabel("accepted draft tokens in a cycle")
@@ -214,25 +221,22 @@ def _confidence_curves(
     title: str, xlabel: str, curves: Sequence[tuple[str, Sequence[Mapping[str, Any]], str]], least: int = MIN_NODES
 ) -> tuple[Figure, Axes]:
     """Acceptance against confidence: the curves (name, bins, colour) and the diagonal."""
-    legend = [(name, colour) for name, _, colour in curves] if len(curves) > 1 else ()
-    figure, (axes,) = _panels([title], legend, [190.0])
-    axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1.0, linestyle=DASHED)
+    drawn: list[Curve] = [([0, 1], [0, 1], MUTED, DASHED)]
     for _, bins, colour in curves:
         filled = [item for item in bins if item["count"] >= least]
-        _curve(axes, [item["confidence"] for item in filled], [item["acceptance"] for item in filled], colour)
+        drawn.append(([item["confidence"] for item in filled], [item["acceptance"] for item in filled], colour, "-"))
+    legend = [(name, colour) for name, _, colour in curves] if len(curves) > 1 else ()
+    figure, (axes,) = _lines({title: drawn}, xlabel, legend, 190.0)
+    axes.lines[0].set(marker="", linewidth=1.0)
     _unit(axes)
-    axes.set(xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1], xlabel=xlabel)
+    axes.set(xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1])
     return figure, axes
 
 
 def _reliability(calibration: Mapping[str, Any]) -> Figure:
-    """Acceptance against confidence in bins, on all prompts and on two halves, over the nodes of each bin."""
-    halves, bins = calibration["halves"], calibration["bins"]
-    curves = [
-        ("fit half", halves["fit"]["bins"], SERIES[1]),
-        ("held-out half", halves["held_out"]["bins"], SERIES[2]),
-        ("all prompts", bins, SERIES[0]),
-    ]
+    """Acceptance against confidence in bins, over the nodes of each bin."""
+    bins = calibration["bins"]
+    curves = [("all prompts", bins, SERIES[0])]
     figure, axes = _confidence_curves("acceptance", "confidence (q of the drafted token)", curves, least=1)
     counts = axes.twinx()
     middles = [(item["low"] + item["high"]) / 2 for item in bins]
@@ -243,7 +247,7 @@ def _reliability(calibration: Mapping[str, Any]) -> Figure:
 
 
 def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
-    """Pictures of the drafted nodes: calibrators, depths, places in the tree, branches and levels."""
+    """Pictures of the drafted nodes: calibrators, depths, places in the tree and branches."""
     figures = {}
     if scores := analysis["calibrator"]:
         fits = {"before": QUIET, "temperature": SERIES[1], "isotonic": SERIES[0]}
@@ -257,11 +261,8 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
         # a box per place over the prompts' own acceptance rates, as EAGLE-2's figure 5 has points
         figures["places"], (axes,) = _panels(["acceptance rate of each prompt"], heights=[170.0])
         names, at = ("whislo", "q1", "med", "q3", "whishi"), range(len(places))
-        axes.bxp(
-            [dict(zip(names, one["quartiles"], strict=True)) for one in places], positions=at, showfliers=False,
-            showcaps=False, patch_artist=True, boxprops={"facecolor": SERIES[5] + "8c", "edgecolor": "none"},
-            medianprops={"color": INK}, whiskerprops={"color": QUIET},
-        )  # fmt: skip
+        boxes = [dict(zip(names, one["quartiles"], strict=True)) for one in places]
+        axes.bxp(boxes, positions=at, showfliers=False, showcaps=False, medianprops={"color": INK})
         axes.plot(at, [one["acceptance"] for one in places], "o", color=SERIES[0])
         axes.set_xticks(at, [one["position"] for one in places], rotation=60, fontsize=8.5)
         _unit(axes)
@@ -269,10 +270,6 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
         curves = [("", analysis["branches"]["bins"], SERIES[0])]
         xlabel = "survival of the branch (product of q)"
         figures["branches"], _ = _confidence_curves("whole branch accepted", xlabel, curves)
-    if levels := analysis["levels"] and analysis["levels"]["by_depth"]:
-        series = {"mass": "S_d", "held": "held by the frontier", "reached": "accepted ≥ d"}
-        figures["levels"], axes = _shares("share of cycles", levels, "depth", series)
-        axes.set(xticks=[row["depth"] for row in levels], xlabel="draft depth d")
     return figures
 
 
@@ -286,9 +283,8 @@ def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
         legend = list(zip(names.values(), (INK, SERIES[1], SERIES[0], SERIES[2]), strict=True))
         figures["bounds"], (axes,) = _panels(["probability"], legend, [190.0])
         for key, (_, colour) in zip(names, legend, strict=True):
-            values, first = table["curve"][key], key == "acceptance"
-            places = np.linspace(0, 100, len(values))
-            axes.plot(places, values, color=colour, linewidth=2.0 if first else 1.0, zorder=3 if first else 2)
+            values = table["curve"][key]
+            axes.plot(np.linspace(0, 100, len(values)), values, color=colour, linewidth=1.5)
         axes.set(ylim=(-1.05, 1.05), xlabel="laws, by their acceptance probability")
         axes.xaxis.set_major_formatter("{x:g} %")
     ratio = laws["ratio"]
@@ -299,67 +295,42 @@ def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
         axes.bar(middles, [100 * count / ratio["laws"] for count in ratio["counts"]], width * 0.86, color=SERIES[5])
         if ratio["expected"]:
             axes.plot(middles, [100 * count / ratio["laws"] for count in ratio["expected"]], color=INK, linewidth=1.4)
-        axes.set_xticks([0, 1, 2, 3, 4, 5], ["0", "1", "2", "3", "4", "≥5"])
         axes.yaxis.set_major_formatter("{x:g} %")
-        axes.set_xlabel("entropy ratio − 1 = KL(q‖p) ÷ H(q)")
-    if laws["by_c"]:
-        series = {"bound": "its mean", "conservative": "below the oracle", "holds": "holds for acceptance"}
-        series["gamma"] = "by the Gamma fit"
-        figures["by-c"], axes = _shares("share of laws", laws["by_c"], "c", series)
-        axes.set(xscale="log", xlabel="c")
-        axes.set_xticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
+        axes.set_xlabel("entropy ratio − 1 = KL(q‖p) ÷ H(q); the last bar: 5 and more")
     colours = {"accepted": SERIES[1], "rejected": SERIES[0]}
-    titles = ["KL(q‖p), nats", "mean log q of the token of this rank"]
-    figures["rejections"], (above, below) = _panels(titles, list(colours.items()))
+    ranks: list[Curve] = [(laws["sorted"]["ranks"], laws["sorted"][key], colours[key], "-") for key in colours]
+    panels: dict[str, list[Curve]] = {"KL(q‖p), nats": [], "mean log q of the token of this rank": ranks}
+    figures["rejections"], (above, below) = _lines(panels, "rank in the vocabulary", list(colours.items()))
     for row in laws["before_rejection"]:
         if row["kl"] is not None:
             above.bar(row["offset"], row["kl"], width=0.6, color=SERIES[0] if row["offset"] == 0 else SERIES[1])
     above.set(xlabel="place (0: the rejected token)")
     above.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for key, colour in colours.items():
-        _curve(below, laws["sorted"]["ranks"], laws["sorted"][key], colour)
     below.set_xscale("log", base=4)
     below.xaxis.set_major_formatter("{x:,.0f}")
-    below.set_xlabel("rank in the vocabulary")
     return figures
 
 
-def _shares(title: str, rows: Sequence[Mapping[str, Any]], x: str, series: Mapping[str, str]) -> tuple[Figure, Axes]:
-    """Curves of shares along x; series: key -> name."""
-    colours = dict(zip(series, (QUIET, SERIES[1], SERIES[0], SERIES[2]), strict=False))
-    figure, (axes,) = _panels([title], [(name, colours[key]) for key, name in series.items()], [170.0])
-    for key, colour in colours.items():
-        _curve(axes, [row[x] for row in rows], [row[key] for row in rows], colour)
-    _unit(axes)
-    return figure, axes
-
-
-def _oracle(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The oracle draft length's variance, and proposed minus oracle, by context length (SVIP, figures 1 and 7b)."""
-    shown = [row for row in rows if row["cycles"] >= MIN_NODES] or rows
-    figure, (above, below) = _panels(["variance of the oracle draft length", "proposed − oracle, tokens"])
-    names = [f">{row['above']:,}" if row["up_to"] is None else f"≤{row['up_to']:,}" for row in shown]
-    _curve(above, names, [row["variance"] for row in shown], SERIES[0])
-    _curve(below, names, [row["delta"] for row in shown], SERIES[1])
-    above.set_ylim(bottom=0)
-    below.axhline(0.0, color=MUTED, linewidth=1.0, linestyle=DASHED)
-    below.set_xlabel("tokens before the draft, the prompt included")
-    return figure
-
-
-# Sweeps, traces and costs
+# Sweeps and costs
 
 
 def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: Sequence[Any], xlabel: str) -> Figure:
     """A panel each, title -> (lines, keys), over evenly spaced values: the first key solid, the second dashed."""
     lines, _ = next(iter(panels.values()))
     legend = [(line.label, colour) for line, colour in zip(lines, SERIES, strict=False)] if len(lines) > 1 else []
-    figure, every = _panels(list(panels), legend, [96.0], columns=1)
-    for axes, (title, (members, keys)) in zip(every, panels.items(), strict=True):
+    curves: dict[str, list[Curve]] = {}
+    for title, (members, keys) in panels.items():
+        curves[title] = []
         for line, colour in zip(members, SERIES, strict=False):
+            measured: list[Any] = list(line.points)
+            places = [values.index(point.value) for point in measured]
             for key, style in zip(keys, ("-", DASHED), strict=False):
-                places = [values.index(point.value) for point in line.points]
-                _curve(axes, places, [_figure(point, key) for point in line.points], colour, style)
+                figures = [getattr(point, key) for point in measured]
+                if key.startswith("draft_"):
+                    figures = [value and value / one.prompts for value, one in zip(figures, measured, strict=True)]
+                curves[title].append((places, figures, colour, style))
+    figure, every = _lines(curves, xlabel, legend, 96.0)
+    for axes, title in zip(every, curves, strict=True):
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, 1.0) if title.startswith(("tau", "speedup")) else 0.0, high)
         if title.startswith("speedup"):
@@ -367,16 +338,7 @@ def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: S
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlim(-0.4, len(values) - 0.6)
         axes.set_xticks(range(len(values)), [f"{value:g}" if numeric([value]) else str(value) for value in values])
-    every[-1].set_xlabel(xlabel)
     return figure
-
-
-def _figure(point: Any, key: str) -> float | None:
-    """A figure of a point: draft forwards per prompt, drafted tokens per cycle, others as they are."""
-    value: float | None = getattr(point, key)
-    if value is None:
-        return None
-    return value / {"draft_nodes": point.target_forwards}.get(key, point.prompts if key.startswith("draft_") else 1)
 
 
 def _sweep(grid: Grid) -> Figure:
@@ -390,47 +352,28 @@ def _sweep(grid: Grid) -> Figure:
     return _along(panels, grid.values, "largest depth" if of_depth else grid.key)
 
 
-def _contexts(cumulative: Grid, bucket: Grid) -> dict[str, Figure]:
-    """Speedup and tau along the context of the rows that get furthest the fastest, and what chains drafted there."""
+def _contexts(cumulative: Grid, bucket: Grid) -> Figure:
+    """Speedup and tau along the context of the rows that get furthest the fastest."""
     ends = [(len(line.points), line.points[-1].speedup or 0.0) for line in cumulative.lines]
     chosen = sorted(sorted(range(len(ends)), key=lambda at: ends[at], reverse=True)[: len(SERIES)])
-    speed = {
+    panels = {
         "speedup from the start to a length": ([cumulative.lines[at] for at in chosen], ["speedup"]),
         "tau between a length and the one before": ([bucket.lines[at] for at in chosen], ["tau"]),
     }
-    figures = {"sweep-contexts": _along(speed, cumulative.values, "tokens, the prompt included")}
-    if chains := chains_of(bucket):
-        drafts = {
-            "drafted tokens per cycle": (chains, ["draft_nodes"]),
-            "accepted share of the drafted tokens": (chains, ["accept_rate"]),
-        }
-        figures["sweep-drafts"] = _along(drafts, bucket.values, "tokens, the prompt included")
-    return figures
-
-
-def _trace(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """A panel for each rule: what every cycle of one answer drafted (light) and had accepted (dark)."""
-    legend = [("drafted", SERIES[1]), ("accepted", SERIES[0])]
-    figure, panels = _panels([f"drafted tokens, {line['rule']}" for line in lines], legend, [62.0])
-    for axes, line in zip(panels, lines, strict=True):
-        for key, colour in legend:
-            axes.vlines(line["begins"], 0, line[key], color=colour)
-        axes.set_xlim(0, max(other["begins"][-1] for other in lines) + 1)
-        axes.set_ylim(0, max(max(other["drafted"]) for other in lines) + 1)
-    panels[-1].set_xlabel("new tokens so far, at the cycle’s start")
-    return figure
+    return _along(panels, cumulative.values, "tokens, the prompt included")
 
 
 def _cost_curves(heads: Sequence[Mapping[str, Any]]) -> Figure:
     """v(N) above, and a further draft level by its width below: a line for each head."""
     legend = [(str(head["kind"]), SERIES[at % len(SERIES)]) for at, head in enumerate(heads)]
-    titles = ["v(N): ms of a target forward by nodes with the root", "ms of one more draft level"]
-    figure, (verify, draft) = _panels(titles, legend)
+    verify: list[Curve] = []
+    draft: list[Curve] = []
     for head, (_, colour) in zip(heads, legend, strict=True):
         nodes, widths = (sorted(head["costs_ms"][part], key=int) for part in ("verify", "draft"))
-        _curve(verify, [int(n) for n in nodes], [head["costs_ms"]["verify"][n] for n in nodes], colour)
-        _curve(draft, [int(k) for k in widths], [head["costs_ms"]["draft"][k][1] for k in widths], colour)
-    for axes in (verify, draft):
+        verify.append(([int(n) for n in nodes], [head["costs_ms"]["verify"][n] for n in nodes], colour, "-"))
+        draft.append(([int(k) for k in widths], [head["costs_ms"]["draft"][k][1] for k in widths], colour, "-"))
+    panels = {"v(N): ms of a target forward by nodes with the root": verify, "ms of one more draft level": draft}
+    figure, every = _lines(panels, "k: expanded nodes of the level", legend)
+    for axes in every:
         axes.set(xlim=(0, None), ylim=(0, None))
-    draft.set_xlabel("k: expanded nodes of the level")
     return figure

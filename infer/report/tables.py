@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aerie.infer.measure.record import Record, SummaryRow
@@ -11,7 +11,8 @@ from aerie.infer.measure.statistics import VANILLA, group, identity, told_apart
 NOTHING = "–"
 CONSOLE_COLUMNS = ("method", "tree", "T", "tau", "speedup", "95 % interval", "identical")
 MARKDOWN_COLUMNS = (
-    "method", "tree", "task", "T", "prompts", "tau", "tau (macro)", "speedup", "tokens/s", "identical", "accept rate",
+    "method", "tree", "task", "T", "prompts", "tau", "tau (macro)", "speedup", "95 % interval", "tokens/s",
+    "identical", "accept rate",
 )  # fmt: skip
 CSV_COLUMNS = (
     "method", "tree", "levels", "k", "nodes", "head", "head_path", "task", "temperature", "top_k", "top_p",
@@ -98,90 +99,80 @@ def ms_per_cycle(row: SummaryRow) -> dict[str, float]:
 
 def console_table(rows: Sequence[SummaryRow]) -> str:
     """method, tree, T, tau, speedup, interval, identical: what a terminal shows at the end."""
-    lines: list[Sequence[str]] = [CONSOLE_COLUMNS]
-    for row in rows:
-        cells = [row.method, tree_text(row), sampling_text(row)]
-        if row.status == "ok":
-            cells += [number(row.tau), number(row.speedup, unit="x"), interval(row), identical_text(row)]
-        lines.append(cells)
-    widths = [max(len(line[column]) for line in lines if column < len(line)) for column in range(len(CONSOLE_COLUMNS))]
+    lines = [dict(zip(CONSOLE_COLUMNS, CONSOLE_COLUMNS, strict=True)), *map(_cells, rows)]
+    widths = {name: max(len(line.get(name, "")) for line in lines) for name in CONSOLE_COLUMNS}
     text = []
     for line in lines:
         padded = [
-            cell.ljust(width) if name in ("method", "tree", "T", "95 % interval") else cell.rjust(width)
-            for name, cell, width in zip(CONSOLE_COLUMNS, line, widths, strict=False)
-        ]
-        text.append("  ".join(padded).rstrip())
-    for place, row in enumerate(rows, start=1):
-        text[place] += f"  error: {row.message}" if row.status != "ok" else ""
-    text.insert(1, "  ".join("─" * width for width in widths))
+            line.get(name, "").ljust(width) if name in ("method", "tree", "T", "95 % interval")
+            else line.get(name, "").rjust(width)
+            for name, width in widths.items()
+        ]  # fmt: skip
+        text.append("  ".join(padded).rstrip() + (f"  {line['error']}" if "error" in line else ""))
+    text.insert(1, "  ".join("─" * width for width in widths.values()))
     return "\n".join(text)
 
 
 def markdown_table(rows: Sequence[SummaryRow], sweeps: Sequence[SummaryRow] = ()) -> str:
     """The main table in GitHub's Markdown, and below it one for each sweep."""
-    text = _markdown(MARKDOWN_COLUMNS, [_markdown_cells(row) for row in rows])
+    text = _markdown(MARKDOWN_COLUMNS, map(_cells, rows))
     for name, points in grouped(sweeps, lambda point: point.sweep).items():
-        heads = [point.head_path or point.head or NOTHING for point in points]
-        several = len(set(heads)) > 1
-        cells = [
-            [str(point.value) + (f", {point.span}" if point.span else ""), *[head] * several, *_markdown_cells(point)]
-            for point, head in zip(points, heads, strict=True)
-        ]
-        columns = (str(points[0].key), *["head"] * several, *MARKDOWN_COLUMNS)
+        key = str(points[0].key)
+        cells = []
+        for point in points:
+            value = str(point.value) + (f", {point.span}" if point.span else "")
+            cells.append({**_cells(point), "head": point.head_path or point.head or NOTHING, key: value})
+        columns = tuple(dict.fromkeys((key, "head", *MARKDOWN_COLUMNS)))
         text += f"\nSweep {_escaped(str(name))}:\n\n{_markdown(columns, cells)}"
     return text
 
 
-def csv_table(rows: Sequence[SummaryRow]) -> str:
-    """One line per row with every figure, unrounded; empty where there is none."""
-    return _csv(CSV_COLUMNS, rows)
-
-
-def sweeps_csv(points: Sequence[SummaryRow]) -> str:
-    """The same for the points of the sweeps, each with its sweep, key and value."""
-    return _csv((*SWEEP_COLUMNS, *CSV_COLUMNS), points)
-
-
-def names(records: Sequence[Record], rows: Sequence[int]) -> str:
-    """'row 2 (eagle2, 6 levels, k 10, 60 nodes)': the rows as tables name them, each once."""
-    groups = group(records)
-    every = told_apart([identity(members) for members in groups])
-    labels = {
-        members.first.row: f"row {members.first.row} ({label(row, every)})"
-        for members, row in zip(groups, every, strict=True)
-    }
-    return " and ".join(labels.get(row, f"row {row}") for row in dict.fromkeys(rows))
-
-
-def _csv(columns: Sequence[str], rows: Sequence[SummaryRow]) -> str:
+def csv_table(rows: Sequence[SummaryRow], sweeps: bool = False) -> str:
+    """One line per row with every figure, unrounded; points of sweeps begin with their sweep, key and value."""
     buffer = io.StringIO()
+    columns = (*(SWEEP_COLUMNS if sweeps else ()), *CSV_COLUMNS)
     writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
         values: dict[str, Any] = row.as_dict()
         times = {f"ms_{part}": value for part, value in (values.get("ms") or {}).items()}
         low, high = row.speedup_ci95 or (None, None)
-        sizes = {} if row.tree is None else {"levels": row.tree.levels, "k": row.tree.k, "nodes": row.tree.nodes}
-        text = "" if row.tree is None else tree_text(row)
-        writer.writerow({**values, **sizes, **times, "speedup_low": low, "speedup_high": high, "tree": text})
+        tree = {} if row.tree is None else {**row.tree.as_dict(), "tree": tree_text(row)}
+        writer.writerow({**values, "tree": "", **tree, **times, "speedup_low": low, "speedup_high": high})
     return buffer.getvalue()
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(map(_escaped, cells))} |" for cells in rows]
-    return "\n".join(lines) + "\n"
+def names(records: Sequence[Record], rows: Sequence[int]) -> str:
+    """'row 2 (eagle2, 6 levels, k 10, 60 nodes)': the rows as tables name them, each once."""
+    groups = group(records)
+    every = told_apart([identity(members) for members in groups])
+    labels = {members.first.row: label(row, every) for members, row in zip(groups, every, strict=True)}
+    return " and ".join(f"row {row} ({labels[row]})" for row in dict.fromkeys(rows))
 
 
-def _markdown_cells(row: SummaryRow) -> list[str]:
-    """A row's cells, in the order of MARKDOWN_COLUMNS."""
-    cells = [row.method, tree_text(row), row.task, sampling_text(row), str(row.prompts)]
+def _cells(row: SummaryRow) -> dict[str, str]:
+    """A row's texts by column; a row that failed has its error in place of figures."""
+    cells = {"method": row.method, "tree": tree_text(row), "task": row.task, "T": sampling_text(row)}
+    cells["prompts"] = str(row.prompts)
     if row.status != "ok":
-        return [*cells, f"error: {row.message}", *[NOTHING] * (len(MARKDOWN_COLUMNS) - len(cells) - 1)]
-    speedup = number(row.speedup, unit="x") + (f" [{interval(row)}]" if interval(row) != NOTHING else "")
-    cells += [number(row.tau), number(row.tau_macro), speedup, number(row.tokens_per_s, 1)]
-    return [*cells, identical_text(row), number(row.accept_rate, 3)]
+        return {**cells, "error": f"error: {row.message}"}
+    return cells | {
+        "tau": number(row.tau),
+        "tau (macro)": number(row.tau_macro),
+        "speedup": number(row.speedup, unit="x"),
+        "95 % interval": interval(row),
+        "tokens/s": number(row.tokens_per_s, 1),
+        "identical": identical_text(row),
+        "accept rate": number(row.accept_rate, 3),
+    }
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for row in rows:
+        cells = {"tau": row.get("error", NOTHING), **row}
+        lines.append(f"| {' | '.join(_escaped(cells.get(name, NOTHING)) for name in columns)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str) -> str:

@@ -34,7 +34,7 @@ from aerie.infer.decode.stop import entropy
 from aerie.infer.decode.verify import reject, walk
 from aerie.infer.measure.bench import Bench, run
 from aerie.infer.measure.cycles import Recorder, acceptance, asked, keep_pools, places, tables_of
-from aerie.infer.measure.statistics import group, row
+from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.target import Target
 from tests import tiny
@@ -231,7 +231,7 @@ def test_the_summary_and_the_text_of_every_row_follow_from_its_cycles(target: Ta
     records = run(bench, PROMPTS, seed=5)
     every = lines(bench)
     for members in group(records):
-        expected, first = row(members), members.first
+        expected, first = summary_row(members).as_dict(), members.first
         mine = [line for line in every if (line["row"], line["temperature"]) == (first.row, first.temperature)]
         kept = [min(line["accepted"], line["new_tokens"]) for line in mine]
         histogram = np.bincount(kept, minlength=len(expected["accepted_histogram"])).tolist()
