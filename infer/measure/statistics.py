@@ -307,7 +307,7 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
                     again += said_before[one.prompt_key][max(above - first + 1, 0) : max(length - first + 1, 0)]
             if not pairs:
                 continue
-            tokens, ms, cycles, accepted, nodes = (float(value) for value in sum(mine for mine, _ in pairs))
+            tokens, ms, cycles, accepted, nodes = np.sum([mine for mine, _ in pairs], axis=0).tolist()
             # tokens are as many in both, so that the speedup is a ratio of times
             times, base_times = np.array([(mine[1], base[1]) for mine, base in pairs]).T  # [n]
             measured = replace(

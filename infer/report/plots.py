@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ WIDTH, POINTS = 332.0, 72.0  # of a picture, in points, and points per inch
 MAX_ROWS = 4  # in the pictures by depth
 MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
 DASHED = (0, (3, 3))
-Curve = tuple[Sequence[Any], Sequence[float | None], str, Any]  # x, y (null: no point), colour, line style
+Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (null: no point), colour, line style
 RC = {
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10.5,
