@@ -199,19 +199,22 @@ def _names(schema: type) -> tuple[list[str], set[str]]:
     names: list[str] = []
     tags: set[str] = set()
 
-    def visit(hint: Any, place: list[str], is_union: bool) -> None:
+    def visit(hint: Any, place: list[str], tag_key: str | None) -> None:
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            for key, inner in typing.get_type_hints(hint).items():
-                if is_union and typing.get_origin(inner) is typing.Literal and len(typing.get_args(inner)) == 1:
+            for key, inner in typing.get_type_hints(hint, include_extras=True).items():
+                if key == tag_key:
                     tags.update(".".join([*place, str(tag)]) for tag in typing.get_args(inner))
                 names.append(".".join([*place, key]))
-                visit(inner, [*place, key], False)
+                visit(inner, [*place, key], None)
             return
         arguments = typing.get_args(hint)
-        members = [each for each in arguments if dataclasses.is_dataclass(each)]
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *marks = arguments
+            arguments = typing.get_args(hint)
+            tag_key = next((key for mark in marks if (key := getattr(mark, "discriminator", None))), tag_key)
         deeper = [*place, "*"] if typing.get_origin(hint) in (tuple, list) else place
-        for each in arguments:
-            visit(each, deeper, is_union or len(members) > 1)
+        for argument in arguments:
+            visit(argument, deeper, tag_key)
 
-    visit(schema, [], False)
+    visit(schema, [], None)
     return list(dict.fromkeys(names)), tags
