@@ -211,7 +211,7 @@ def _names(schema: type) -> tuple[list[str], set[str]]:
         if typing.get_origin(hint) is typing.Annotated:
             hint, *marks = arguments
             arguments = typing.get_args(hint)
-            tag_key = next((key for mark in marks if (key := getattr(mark, "discriminator", None))), tag_key)
+            tag_key = next((mark.discriminator for mark in marks if getattr(mark, "discriminator", None)), tag_key)
         deeper = [*place, "*"] if typing.get_origin(hint) in (tuple, list) else place
         for argument in arguments:
             visit(argument, deeper, tag_key)
