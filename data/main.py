@@ -278,7 +278,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     """The target in this process, with the run's draft head where there is one."""
     import torch
 
-    from aerie.data.distill.answer import LocalTarget
+    from aerie.data.distill.answer import local_target
     from aerie.infer.decode.engine import SpeculativeDecoder
     from aerie.model.target import Target
 
@@ -306,7 +306,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     limits = [getattr(target.config, "max_position_embeddings", None)]
     limits += [decoder.proposer.max_positions] if decoder.proposer is not None else []
     context = min((limit for limit in limits if limit is not None), default=None)
-    return LocalTarget(decode, thinking, None if context is None else context - sampling.max_tokens)
+    return local_target(decode, thinking, None if context is None else context - sampling.max_tokens)
 
 
 if __name__ == "__main__":

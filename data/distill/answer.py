@@ -150,23 +150,20 @@ class Thinking:
         return ids if has_end else [*ids, self.end_id]
 
 
-class LocalTarget:
-    """Asks a target in this process, one request after the other."""
+def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int | None) -> Ask:
+    """Asks a target in this process. decode: (prompt's ids, seed) -> the answer's; room: most tokens of a prompt."""
 
-    def __init__(self, decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int | None) -> None:
-        """decode: (prompt's ids, seed) -> the answer's, its end included; room: the most tokens of a prompt."""
-        self.decode, self.thinking, self.room = decode, thinking, room
-
-    async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
-        """The answer; Unanswered when the prompt leaves no room for max_tokens."""
-        prompt = self.thinking.ids(self.thinking.prompt(messages))
-        if self.room is not None and len(prompt) > self.room:
+    async def ask(messages: Sequence[Message], seed: int) -> Answer:
+        prompt = thinking.ids(thinking.prompt(messages))
+        if room is not None and len(prompt) > room:
             raise Unanswered("skipped", TOO_LONG)
-        ids = self.decode(prompt, seed)
-        has_ended = bool(ids) and ids[-1] in self.thinking.end_ids
-        text = str(self.thinking.tokenizer.decode(ids[:-1] if has_ended else ids, skip_special_tokens=True))
+        ids = decode(prompt, seed)
+        has_ended = bool(ids) and ids[-1] in thinking.end_ids
+        text = str(thinking.tokenizer.decode(ids[:-1] if has_ended else ids, skip_special_tokens=True))
         finish = "stop" if has_ended else "length"
         return Answer(text, finish, len(ids), token_ids=tuple(ids), prompt_token_ids=tuple(prompt))
+
+    return ask
 
 
 class ServedTarget:
@@ -189,12 +186,8 @@ class ServedTarget:
         self.under_way, self.away = dict.fromkeys(config.urls, 0), set[str]()  # away: the last request was given up
         extra = {**config.extra_body, **({} if sampling.top_k is None else {"top_k": sampling.top_k})}
         extra |= {"return_token_ids": True} if config.token_ids else {}
-        self.body = {
-            "temperature": sampling.temperature,
-            "max_tokens": sampling.max_tokens,
-            "extra_body": extra or None,
-        }
-        self.drawn = {"top_p": sampling.top_p} if sampling.temperature > 0 else None  # greedy needs no seed either
+        self.body: dict[str, Any] = {"max_tokens": sampling.max_tokens, "extra_body": extra or None}
+        self.body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self.last_answer: float | None = None
 
     async def __aenter__(self) -> "ServedTarget":
@@ -216,18 +209,25 @@ class ServedTarget:
         """The answer; Unanswered for a row that gets none, UserError when the run cannot go on."""
         now, strikes = asyncio.get_running_loop().time, 0
         self.last_answer = self.last_answer or now()
-        drawn = {} if self.drawn is None else {**self.drawn, "seed": seed}
         while True:
             url = min(self.clients, key=lambda url: self.under_way[url] + (url in self.away))
             self.under_way[url] += 1
             try:
-                return await self._complete(url, {"messages": list(messages), **self.body, **drawn})
+                return await self._complete(url, {"messages": list(messages), "seed": seed, **self.body})
             except self.errors as error:
-                why, is_busy = self._explain(url, error)
+                status, why = getattr(error, "status_code", None), (str(error).splitlines() or ["?"])[0][:200]
+                if status in (401, 403, 404):
+                    raise UserError(
+                        f"{url}: {why}; check distill.server.urls (they end in /v1), distill.server.model "
+                        f"({self.model}), and the key in OPENAI_API_KEY"
+                    ) from error
+                if status in (400, 413, 422):
+                    is_too_long = IS_TOO_LONG.search(why)
+                    raise Unanswered(*("skipped", TOO_LONG) if is_too_long else ("failed", why)) from error
             finally:
                 self.under_way[url] -= 1
             is_late = now() - self.last_answer > self.config.patience_s
-            if (is_late or not is_busy) and await self._is_up(url):
+            if (is_late or status not in (429, 503)) and await self._is_up(url):
                 strikes += 1
                 if strikes > 1:  # the first may have met the end of an outage
                     raise Unanswered("failed", why)
@@ -272,16 +272,3 @@ class ServedTarget:
         except self.errors:
             return False
         return True
-
-    def _explain(self, url: str, error: Any) -> tuple[str, bool]:
-        """Why a request was given up, and whether the server is busy; raises what ends the row or the run."""
-        status, why = getattr(error, "status_code", None), (str(error).splitlines() or ["?"])[0][:200]
-        if status in (401, 403, 404):
-            raise UserError(
-                f"{url}: {why}; check distill.server.urls (they end in /v1), distill.server.model "
-                f"({self.model}), and the key in OPENAI_API_KEY"
-            ) from error
-        if status in (400, 413, 422):
-            is_too_long = IS_TOO_LONG.search(why)
-            raise Unanswered("skipped" if is_too_long else "failed", TOO_LONG if is_too_long else why) from error
-        return why, status in (429, 503)

@@ -70,12 +70,8 @@ def is_foreign(question: str, answer: str) -> bool:
 
 def scripts(text: str) -> Counter[str]:
     """Letters by script, as their Unicode names begin (LATIN, CYRILLIC); Japanese and Chinese are one."""
-    counts: Counter[str] = Counter()
-    for letter, count in Counter(text).items():
-        if letter.isalpha():
-            name = unicodedata.name(letter, "").split(" ")[0]
-            counts["CJK" if name in ("HIRAGANA", "KATAKANA") else name] += count
-    return counts
+    names = (unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
+    return Counter("CJK" if name in ("HIRAGANA", "KATAKANA") else name for name in names)
 
 
 def training_rows(outcome: Outcome, thinking: Thinking) -> list[dict[str, Any]]:

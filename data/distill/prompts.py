@@ -120,7 +120,7 @@ def _prompt(plain: Prompt, row: Any, source: SourceConfig, max_turns: int | None
 def _of_conversation(row: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     """The system prompt and the user's turns of a conversation, two in a row as one."""
     messages = to_messages(row, None)
-    if messages is None and not any(name in row for name in LISTS):
+    if messages is None and not row.keys() & LISTS:
         raise UnusableRow(UNKNOWN_KEYS, explain_keys(row, None))
     if row.get("tools") or any(message["role"] == "tool" for message in messages or []):
         raise UnusableRow("the conversation calls tools", "")

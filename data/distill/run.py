@@ -9,13 +9,12 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
@@ -35,34 +34,24 @@ from aerie.model.storage import Lock, Manifest, Stage
 from aerie.model.target import load_tokenizer
 
 LINE = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n')  # of a row in a journal
-STATUSES = ("done", "skipped", "failed")
 OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[Prompt])
 Target = AbstractAsyncContextManager[Ask]
 
 
-class Ended(NamedTuple):
-    """Where the line of an ended row stands, without what is in it: answers with their ids are long."""
+def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
+    """By row: whether it is done, and the file and offset of its line in a journal; answers with ids are too long.
 
-    id: str
-    is_done: bool
-    path: Path
-    offset: int
-
-    def read(self) -> Outcome:
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            return OUTCOME.validate_json(file.readline())
-
-
-def ended_rows(directory: Path) -> Iterator[Ended]:
-    """The rows of every job, in the journals' order; one that was asked again comes twice, a damaged line is none."""
+    A row that was asked again counts as it ended last. Torn and damaged lines are none, their rows are asked again.
+    """
+    rows: dict[str, tuple[bool, Path, int]] = {}
     for path in sorted((directory / "journal").glob("shard-*.jsonl")):
         offset = 0
         with path.open("rb") as file:
             for line in file:
-                if match := LINE.fullmatch(line):
-                    yield Ended(match[1].decode(), match[2] == b"done", path, offset)
+                if (match := LINE.fullmatch(line)) and not rows.get(match[1].decode(), (False,))[0]:
+                    rows[match[1].decode()] = (match[2] == b"done", path, offset)
                 offset += len(line)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -111,17 +100,18 @@ class Job:
             if not isinstance(found, storage.Whole):
                 prompts = PROMPTS.dump_python(make_prompts(self.config, questions), exclude_defaults=True)
                 storage.write_text(path, "".join(json.dumps(row) + "\n" for row in prompts))
-                files = {path.name: (path.stat().st_size, storage.file_digest(path))}
-                Manifest(files, self.inputs).write(self.directory, record)
+                Manifest(inputs=self.inputs).write(self.directory, record)
             lock.forget()
         return PROMPTS.validate_python([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
-    def ask(self, prompts: Sequence[Prompt], share: Share, retry: bool, interview: "Interview", target: Target) -> None:
+    def ask(
+        self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking, overlap: Overlap
+    ) -> None:
         """Asks the rows of a share that no journal has ended, each with one line at its end.
 
         retry: also those that ended without answers. UserError when another process has the share's journal.
         """
-        counts, path = Counter[str](), self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
+        path = self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
         server = self.config.server
         width = server.concurrency * len(server.urls) if server else 1
 
@@ -130,12 +120,11 @@ class Job:
 
             async def work(ask: Ask) -> None:
                 for prompt in rows:
-                    outcome = await interview(prompt, ask)
+                    outcome = await self.interview(prompt, ask, thinking, overlap)
                     line = json.dumps(OUTCOME.dump_python(outcome, exclude_defaults=True), ensure_ascii=False)
                     with storage.explained(path):
                         file.write(f"{line}\n".encode("utf-8", "replace"))
                         file.flush()
-                    counts[outcome.status] += 1
                     progress.update(1)
 
             async with target as ask:
@@ -144,7 +133,7 @@ class Job:
         with Lock(path) as lock:
             if not lock.acquire(wait=False):
                 raise UserError(f"{path}: another process writes it; wait for it, or end it first")
-            ended = {row.id for row in ended_rows(self.directory) if row.is_done or not retry}
+            ended = {row for row, (is_done, *_) in ended_rows(self.directory).items() if is_done or not retry}
             share_prompts = prompts[share.index - 1 :: share.count]
             waiting = [prompt for prompt in share_prompts if prompt.id not in ended]
             if waiting:
@@ -154,17 +143,50 @@ class Job:
                     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # without a torn last line
                     file.seek(0, os.SEEK_END)
                     asyncio.run(ask_all(waiting, file, progress))
-        print(f"distill {share}: " + ", ".join(f"{counts[status]:,} {status}" for status in STATUSES), flush=True)
+
+    async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking, overlap: Overlap) -> Outcome:
+        """How a row ends; overlap is for problems that the target invents. UserError when the whole run has to end."""
+
+        async def draw(messages: Sequence[Message], turn: str) -> Answer:
+            # of the row and turn alone, whichever job and attempt asks
+            seed = int.from_bytes(sha256(f"{self.config.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big") >> 1
+            try:
+                thinking.prompt(messages)
+            except UnusableRow as error:
+                raise Unanswered("skipped", error.reason) from error
+            return thinking.read(await ask(messages, seed))
+
+        if prompt.skip is not None:
+            return Outcome(prompt.id, "skipped", prompt.place, prompt.skip)
+        messages: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        answers, invented, turns = list[Answer](), None, prompt.turns
+        try:
+            if prompt.invent is not None:
+                invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
+                problem = problem_in(invented.content)
+                flaw = "is cut or empty" if invented.is_cut or not problem else overlap.reason(problem)
+                if flaw:
+                    raise Unanswered("skipped", f"the invented problem {flaw}")
+                turns = (SOLVE.format(problem=problem),)
+            for turn in turns:
+                messages.append({"role": "user", "content": turn})
+                answers.append(await draw(messages, str(len(answers))))
+                messages.append(thinking.message(answers[-1]))
+                if answers[-1].is_cut:  # the next question would follow half an answer
+                    break
+        except Unanswered as error:
+            # A conversation that has outgrown the context, or met a filter, keeps the answers that are there.
+            if error.status == "failed" or not answers:
+                return Outcome(prompt.id, error.status, prompt.place, error.why)
+        asked = turns[: len(answers)]
+        return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
 
     def merge(self, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> Summary:
         """Writes conversations, outcomes, summary and provenance: the same bytes however many jobs the answers took.
 
         UserError if rows are left, or if none is kept; conversations then stay as they were.
         """
-        rows: dict[str, Ended] = {}
-        for row in ended_rows(self.directory):
-            if row.id not in rows or not rows[row.id].is_done:
-                rows[row.id] = row
+        rows = ended_rows(self.directory)
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
         if missing:
             raise UserError(
@@ -173,10 +195,16 @@ class Job:
             )
         summary, ends = Summary(), list[str]()
 
+        def outcomes() -> Iterator[Outcome]:
+            for prompt in prompts:
+                _, path, offset = rows[prompt.id]
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    yield OUTCOME.validate_json(file.readline())
+
         def write(conversations: Path) -> None:
             with conversations.open("w", encoding="utf-8", errors="replace") as file:
-                outcomes = (rows[prompt.id].read() for prompt in prompts)
-                file.writelines(judge(outcomes, self.config.gate, thinking, summary, ends))
+                file.writelines(judge(outcomes(), self.config.gate, thinking, summary, ends))
             if not summary.kept:
                 reasons = "; ".join(f"{count:,} {why}" for why, count in (summary.flaws + summary.why).most_common())
                 raise UserError(f"{self.directory}: no row is left to train on: {reasons}")
@@ -189,52 +217,6 @@ class Job:
         return summary
 
 
-@dataclass(frozen=True)
-class Interview:
-    """Turns a prompt into an outcome with the help of whoever answers; overlap is for problems that they invent."""
-
-    thinking: Thinking
-    overlap: Overlap
-    seed: int
-
-    async def __call__(self, prompt: Prompt, ask: Ask) -> Outcome:
-        """How a row ends; UserError when the whole run has to."""
-
-        async def draw(messages: Sequence[Message], turn: str) -> Answer:
-            # 31 bits of the row and turn alone, whichever job and attempt draws them
-            seed = int.from_bytes(sha256(f"{self.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big") >> 1
-            try:
-                self.thinking.prompt(messages)
-            except UnusableRow as error:
-                raise Unanswered("skipped", error.reason) from error
-            return self.thinking.read(await ask(messages, seed))
-
-        if prompt.skip is not None:
-            return Outcome(prompt.id, "skipped", prompt.place, prompt.skip)
-        messages: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        answers, invented, turns = list[Answer](), None, prompt.turns
-        try:
-            if prompt.invent is not None:
-                invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
-                problem = problem_in(invented.content)
-                flaw = "is cut or empty" if invented.is_cut or not problem else self.overlap.reason(problem)
-                if flaw:
-                    raise Unanswered("skipped", f"the invented problem {flaw}")
-                turns = (SOLVE.format(problem=problem),)
-            for turn in turns:
-                messages.append({"role": "user", "content": turn})
-                answers.append(await draw(messages, str(len(answers))))
-                messages.append(self.thinking.message(answers[-1]))
-                if answers[-1].is_cut:  # the next question would follow half an answer
-                    break
-        except Unanswered as error:
-            # A conversation that has outgrown the context, or met a filter, keeps the answers that are there.
-            if error.status == "failed" or not answers:
-                return Outcome(prompt.id, error.status, prompt.place, error.why)
-        asked = turns[: len(answers)]
-        return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
-
-
 def distilled(
     job: Job, options: Namespace, target: TargetConfig, questions: Sequence[str], make_local: Callable[[Thinking], Ask]
 ) -> int:
@@ -245,22 +227,21 @@ def distilled(
     """
     share, config, server = Share.of(options.shard), job.config, job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
-        raise UserError("--merge puts all jobs' rows together and asks nothing; leave --retry-failed and --shard out")
+        raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
     tokenizer = load_tokenizer(target)
     thinking = Thinking(tokenizer, target_end_ids(target, tokenizer), server.template_arguments if server else None)
     job.stage.require_own_directory(options.overwrite)
     prompts = job.prompts(questions, options.overwrite)
     print(f"distill: {plan_line(prompts)}", flush=True)
     if not options.merge:
-        interview = Interview(thinking, Overlap(questions, config.ngram), config.seed)
-        answering: Target
+        asked: Target
         if server is None:
-            answering = nullcontext(make_local(thinking))
+            asked = nullcontext(make_local(thinking))
         else:
-            answering = ServedTarget(server, server.model or target.path, config.sampling)
-        job.ask(prompts, share, options.retry_failed, interview, answering)
+            asked = ServedTarget(server, server.model or target.path, config.sampling)
+        job.ask(prompts, share, options.retry_failed, asked, thinking, Overlap(questions, config.ngram))
         if share.count > 1:
-            print(f"distill {share}: its rows have ended; when all jobs' have: distill --merge", flush=True)
+            print(f"distill {share}: the share's rows have ended; when all jobs' have: distill --merge", flush=True)
             return 0
     summary = job.merge(prompts, thinking, target.path)
     print(

@@ -8,15 +8,10 @@ from transformers import PreTrainedTokenizerFast
 from aerie.data.corpus.families import FAMILIES
 from aerie.data.corpus.synthetic import train_tokenizer
 
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is 4 times 12?"},
-    {"role": "assistant", "content": "It is 48.\n\n  Anything else?"},
-    {"role": "user", "content": "No."},
-    {"role": "assistant", "content": "Bye!"},
-]
+TURNS = [("system", "Be brief."), ("user", "4 times 12?"), ("assistant", "It is 48.\n\n  More?"), ("user", "No.")]
+CHAT = [{"role": role, "content": text} for role, text in (*TURNS, ("assistant", "Bye!"))]
 RENDERED = (
-    "<|system|>Be brief.<|end|><|user|>What is 4 times 12?<|end|><|assistant|>It is 48.\n\n  Anything else?<|end|>"
+    "<|system|>Be brief.<|end|><|user|>4 times 12?<|end|><|assistant|>It is 48.\n\n  More?<|end|>"
     "<|user|>No.<|end|><|assistant|>Bye!<|end|>"
 )
 
@@ -58,4 +53,4 @@ def test_the_template_masks_exactly_what_the_assistant_writes(tokenizer: PreTrai
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == RENDERED
     encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     written = [t for t, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if own]
-    assert tokenizer.decode(written) == "It is 48.\n\n  Anything else?<|end|>Bye!<|end|>"
+    assert tokenizer.decode(written) == "It is 48.\n\n  More?<|end|>Bye!<|end|>"

@@ -50,23 +50,14 @@ def test_a_seed_gives_the_bytes_that_it_always_gave_and_another_seed_others(corp
 
 
 def test_no_question_is_in_two_of_the_three_files(corpus: Path) -> None:
-    opened = {opening_key(_first(row)) for row in rows(corpus / "train.jsonl")}
+    opened = {
+        opening_key(next(turn["value"] for turn in row["conversations"] if turn["from"] == "human"))
+        for row in rows(corpus / "train.jsonl")
+    }
     measuring = [opening_key(row["turns"][0]) for row in rows(corpus / "prompts.jsonl")]
     calibration = [opening_key(row["turns"][0]) for row in rows(corpus / "calibration.jsonl")]
     assert Counter(measuring + calibration).most_common(1)[0][1] == 1
     assert not opened & {*measuring, *calibration}
-
-
-def test_a_family_with_few_questions_still_keeps_its_measuring_ones_out_of_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FAMILIES, "letter", lambda generator: [Turn(f"Say {generator.randint(1, 12)}!", "No.")])
-    write_corpus(SyntheticConfig(300, 28), tmp_path)
-    held = {row["turns"][0] for name in ("prompts", "calibration") for row in rows(tmp_path / f"{name}.jsonl")}
-    trained = {turn["value"] for row in rows(tmp_path / "train.jsonl") for turn in row["conversations"]}
-    said = {f"Say {number}!" for number in range(1, 13)}
-    assert len(said & held) == 8
-    assert said & trained == said - held
 
 
 def test_more_prompts_than_a_family_has_are_refused_in_one_line(
@@ -79,17 +70,10 @@ def test_more_prompts_than_a_family_has_are_refused_in_one_line(
 
 
 def test_conversations_alternate_and_vary_in_length_and_system_turn(corpus: Path) -> None:
-    lengths: Counter[int] = Counter()
-    systems = 0
-    for row in rows(corpus / "train.jsonl"):
-        roles = [turn["from"] for turn in row["conversations"]]
-        systems += roles[0] == "system"
-        spoken = roles[roles[0] == "system" :]
-        assert spoken == ["human", "gpt"] * (len(spoken) // 2)
-        assert all(turn["value"].strip() == turn["value"] != "" for turn in row["conversations"])
-        lengths[len(spoken) // 2] += 1
-    assert set(lengths) == {1, 2, 3}
-    assert 0.1 < systems / 400 < 0.3
+    spoken = [[turn["from"] for turn in row["conversations"]] for row in rows(corpus / "train.jsonl")]
+    assert {tuple(roles) for roles in spoken} == {
+        (*system, *("human", "gpt") * count) for system in ((), ("system",)) for count in (1, 2, 3)
+    }
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -109,17 +93,3 @@ def test_every_equation_in_an_answer_holds() -> None:
                 assert OPERATIONS[sign](int(left), int(right)) == int(result), (family, left, sign, right, result)
                 counted += 1
     assert counted > 2500
-
-
-def test_the_numbers_of_a_story_are_enough_to_solve_it() -> None:
-    """Every operand is stated in the question, in words or digits, or is the result of an earlier step."""
-    implied = {"2", "3", "4", "5", "10"}  # half, a third, twice, ten percent
-    for turns in drawn("arithmetic", 600):
-        known = {*re.findall(r"\d+", turns[0].question), *implied}
-        for left, _, right, result in EQUATION.findall(turns[0].answer):
-            assert {left, right} <= known, turns[0]
-            known.add(result)
-
-
-def _first(row: dict[str, Any]) -> str:
-    return next(turn["value"] for turn in row["conversations"] if turn["from"] == "human")

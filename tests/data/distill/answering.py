@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import end_of_turn_ids
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Outcome, Thinking
-from aerie.data.distill.run import ended_rows
 from aerie.data.main import main
 from tests import tiny
 
@@ -46,9 +46,11 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def outcomes(run: Path) -> list[Outcome]:
-    """All rows of a run's journals, in the order of its prompts; the last line of a row counts."""
-    rows = {row.id: row for row in ended_rows(run / "distilled")}
-    return [rows[prompt["id"]].read() for prompt in read_rows(run / "distilled/prompts.jsonl")]
+    """All rows of a run's journals, in the order of its prompts."""
+    journals = (run / "distilled/journal").glob("shard-*.jsonl")
+    rows = {row["id"]: Outcome(**row) for path in journals for row in read_rows(path)}
+    answered = (rows[prompt["id"]] for prompt in read_rows(run / "distilled/prompts.jsonl"))
+    return [replace(row, answers=tuple(Answer(**answer) for answer in row.answers)) for row in answered]
 
 
 def distill(recipe: Path, *words: object) -> int:
