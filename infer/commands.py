@@ -2,12 +2,10 @@
 
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict, from_overrides, load
@@ -17,7 +15,6 @@ from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.inputs import target_inputs
-from aerie.data.progress import bar
 from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters, check_levels, find_head, heads_by_kind, kind_at
 from aerie.infer.measure import bench as benches
@@ -102,20 +99,13 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 
     def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
         prompts = tasks.load_prompts(section.prompts)
-        encoded = [tasks.encode(prompt.text, tokenizer, target) for prompt in prompts]
-        with bar(len(prompts), "prompts", "calibrate") as progress:
-
-            def questions() -> Iterator[tuple[Tensor, str]]:
-                for ids, prompt in zip(encoded, prompts, strict=True):
-                    yield ids, prompt.task
-                    progress.update()
-
-            decoder = make_decoder(Drafters(target), asked, head, "calibrate")
-            recording = calibration.record(decoder, asked.tree, questions(), section, recipe.seed)
+        questions = [(tasks.encode(prompt.text, tokenizer, target), prompt.task) for prompt in prompts]
+        decoder = make_decoder(Drafters(target), asked, head, "calibrate")
+        recording = calibration.record(decoder, asked.tree, questions, section, recipe.seed)
         lines = calibration.write_calibration(
             output, recording, section.bins, head, lambda token: str(tokenizer.decode([token]))
         )
-        rebuilt = calibration.rebuild(target, asked, head, encoded, section, output)
+        rebuilt = calibration.rebuild(target, asked, head, questions, section, output)
         print("\n".join([*lines, *([rebuilt] if rebuilt else [])]))
         return {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
 

@@ -92,9 +92,8 @@ def summarise(
 
     chosen = held_out(nodes.prompt, seed)
     fit, other = part(nodes[~chosen]), part(nodes[chosen])
-    difference = {
-        name: None if None in (fit[name], other[name]) else other[name] - fit[name] for name in ("ece", "brier")
-    }
+    is_whole = bool(fit["nodes"] and other["nodes"])
+    difference = {name: other[name] - fit[name] if is_whole else None for name in ("ece", "brier")}
     return {
         "temperature": temperature,
         **part(nodes),
@@ -111,45 +110,28 @@ def curve(nodes: pd.DataFrame, bins: int) -> dict[str, Any]:
 
 
 def by_place(nodes: pd.DataFrame, most: int = 12) -> list[dict[str, Any]]:
-    """The most visited places of the tree, shallow ones first, with the quartiles of the prompts' own means.
-
-    Source: EAGLE-2, figure 5.
-    """
-    sizes = nodes.groupby("place").size().sort_values(ascending=False, kind="stable")[:most]
+    """The most visited places of the tree with the quartiles of the prompts' own means (EAGLE-2, figure 5)."""
+    places = nodes.groupby("place")
+    visited = places.size().sort_values(ascending=False, kind="stable")[:most].index
     rows = []
-    for place in sorted(sizes.index, key=lambda place: (place.count("."), [int(rank) for rank in place.split(".")])):
-        here = nodes[nodes.place == place]
+    for place in sorted(visited, key=lambda place: (place.count("."), [int(rank) for rank in place.split(".")])):
+        here = places.get_group(place)
         quartiles = np.percentile(here.groupby("prompt").acceptance.mean(), (0, 25, 50, 75, 100))
-        rows.append(
-            {
-                "position": place,
-                "nodes": len(here),
-                "acceptance": mean(here.acceptance),
-                "prompts": here.prompt.nunique(),
-                "quartiles": quartiles.tolist(),
-            }
-        )
+        rows.append({"position": place, "acceptance": mean(here.acceptance), "quartiles": quartiles.tolist()})
     return rows
 
 
-def levels_of(frontier: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:
-    """One row per drafted level: S_d of its frontier (`mass`), and whether it `held` the text or was `reached`.
+def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, Any]]:
+    """By depth d, among the cycles that drafted it: means of S_d (`mass`), `held` and `reached`; `expected` is E_d.
 
     `held`: one of the frontier's branches is what the target wrote. `reached`: the verified tree had d tokens accepted;
     reranking drops nodes of a frontier and keeps others, so it may be either side of `held`.
+    Source: DEAGLE (equations 22 to 24).
     """
     levels = frontier.groupby(["prompt", "cycle", "depth"]).agg(mass=("survival", "sum"), held=("accepted", "any"))
     levels = levels.reset_index().merge(cycles[["prompt", "cycle", "accepted"]], on=["prompt", "cycle"])
     levels["mass"] = levels.mass.clip(upper=1.0)  # rounding, not probability
     levels["reached"] = levels.pop("accepted") >= levels.depth
-    return levels
-
-
-def level_table(levels: pd.DataFrame) -> list[dict[str, Any]]:
-    """By depth d, among the cycles that drafted it: means of S_d, `held` and `reached`; `expected` is E_d, S_1 to S_d.
-
-    Source: DEAGLE (equations 22 to 24).
-    """
     means: dict[str, Any] = {name: (name, "mean") for name in ("mass", "held", "reached")}
     table = levels.groupby("depth").agg(cycles=("mass", "size"), **means).reset_index()
     table["expected"] = table.mass.cumsum()
@@ -175,30 +157,25 @@ def token_inequalities(laws: pd.DataFrame) -> dict[str, Any]:
 def deagle_bound(laws: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
     """How often equations 15 to 19 fail with DEAGLE's own alpha, which is whether argmax q is argmax p (8 to 10).
 
-    Per token alpha is 0 or 1: |alpha - c| against TV (17 and 19, first step) and against sqrt(KL(p||q) / 2) (18 and 19,
-    last step). On average alpha is the share of agreement among tokens of about the same c: |alpha - c| of each bin
-    of confidence against the bin's mean of either. Equations 15 and 16 bound the same gap by a number that no
-    measurement gives (delta_cls) and that stands for the same KL: they fail wherever the last step does if that number
-    is the KL of the token.
+    Per token alpha is 0 or 1: |alpha - c| against TV (17 and 19) and against sqrt(KL(p||q) / 2) (18 and 19, and with
+    that KL as delta_cls also 15 and 16). On average alpha is the share of agreement among tokens of about the same c:
+    |alpha - c| of each bin of confidence against the bin's mean of either, as shares of tokens.
     """
-    table = pd.DataFrame({"alpha": laws.agrees.astype(float), "c": laws.top_q, "tv": laws.tvd})
-    table["bound"] = np.sqrt(laws.kl_pq / 2.0)
-    binned = np.clip(np.floor(table.c * bins + 1e-6), 0, bins - 1)
-    # the bins' means, once for each token of a bin: shares of tokens
-    means = table.groupby(binned).transform("mean")
-    return {
-        "greedy_agreement": mean(table.alpha),
-        "above_tv": mean((table.alpha - table.c).abs() > table.tv + SLACK),
-        "above_bound": mean((table.alpha - table.c).abs() > table.bound + SLACK),
-        "tokens_in_bins_above_tv": mean((means.alpha - means.c).abs() > means.tv + SLACK),
-        "tokens_in_bins_above_bound": mean((means.alpha - means.c).abs() > means.bound + SLACK),
-    }
+    tokens = pd.DataFrame({"alpha": laws.agrees.astype(float), "c": laws.top_q, "tv": laws.tvd})
+    tokens["bound"] = np.sqrt(laws.kl_pq / 2.0)
+    binned = tokens.groupby(np.clip(np.floor(tokens.c * bins + 1e-6), 0, bins - 1)).transform("mean")
+    shares: dict[str, Any] = {"greedy_agreement": mean(tokens.alpha)}
+    for words, table in (("", tokens), ("tokens_in_bins_", binned)):
+        for name in ("tv", "bound"):
+            shares[f"{words}above_{name}"] = mean((table.alpha - table.c).abs() > table[name] + SLACK)
+    return shares
 
 
 CS = (0.02, 0.05, 0.1, 0.15, 0.18, 0.25, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0)
 PAPER_CS = (0.15, 0.18)  # SVIP's released code; its figure 4
 POINTS = 80  # of the curves of figure 4
 LEAST_ENTROPY = 1e-6  # nats; below it the ratio is a quotient of rounding errors
+CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)  # tokens before a draft: edges of oracle lengths
 EDGES = np.round(np.arange(0.0, 5.01, 0.25), 2).tolist()  # of the histogram of the ratio; its last bin is open
 
 
@@ -266,27 +243,22 @@ def shares_by_c(laws: pd.DataFrame, cs: Sequence[float] = CS) -> list[dict[str, 
     """
     excess = entropy_excess(laws)
     fitted = fit_gamma(excess)
-    rows = []
-    for c in cs:
-        bound = 1.0 - np.sqrt(c * laws.entropy)
-        rows.append(
-            {
-                "c": c,
-                "conservative": mean(excess <= 2.0 * c + SLACK),
-                "gamma": fitted and float(fitted.cdf(2.0 * c)),
-                "holds": mean(1.0 - laws.tvd >= bound - SLACK),
-                "bound": mean(bound.clip(lower=0.0)),
-            }
-        )
-    return rows
+    return [
+        {
+            "c": c,
+            "conservative": mean(excess <= 2.0 * c + SLACK),
+            "gamma": fitted and float(fitted.cdf(2.0 * c)),
+            "holds": mean(np.sqrt(c * laws.entropy) >= laws.tvd - SLACK),
+            "bound": mean((1.0 - np.sqrt(c * laws.entropy)).clip(lower=0.0)),
+        }
+        for c in cs
+    ]
 
 
 def entropy_by_outcome(laws: pd.DataFrame, tasks: Sequence[str]) -> list[dict[str, Any]]:
     """Mean entropy of accepted and of rejected tokens over all and for each task; tasks[prompt] names the task."""
-    parts = {"all": laws}
-    if len(set(tasks)) > 1:
-        names = laws.prompt.map(dict(enumerate(tasks)))
-        parts |= {task: laws[names == task] for task in dict.fromkeys(tasks)}
+    task_of = laws.prompt.map(dict(enumerate(tasks)))
+    parts = {"all": laws, **{task: laws[task_of == task] for task in dict.fromkeys(tasks) if len(set(tasks)) > 1}}
     return [
         {
             "task": task,
@@ -307,9 +279,8 @@ def divergence_before_rejection(laws: pd.DataFrame, most: int = 4) -> list[dict[
     rejected = laws[~laws.followed]
     rows = []
     for offset in range(-most, 1):
-        places = pd.MultiIndex.from_arrays([rejected.prompt, rejected.cycle, rejected.depth + offset])
-        values = kl.reindex(places).dropna()
-        rows.append({"offset": offset, "laws": len(values), "kl": mean(values[np.isfinite(values)])})
+        values = kl.reindex(pd.MultiIndex.from_arrays([rejected.prompt, rejected.cycle, rejected.depth + offset]))
+        rows.append({"offset": offset, "kl": mean(values[np.isfinite(values)])})
     return rows
 
 
@@ -319,7 +290,7 @@ def sorted_laws(laws: pd.DataFrame) -> dict[str, Any]:
     means: dict[str, Any] = {"ranks": [2**power for power in range(ranked.shape[1])]}
     for name, rows in (("accepted", laws.accepted), ("rejected", ~laws.accepted)):
         columns = ranked[np.asarray(rows)].T
-        means[name] = [mean(column) if len(column) and np.isfinite(column).all() else None for column in columns]
+        means[name] = [mean(column) if np.isfinite(column).all() else None for column in columns]
     return means
 
 
@@ -330,16 +301,48 @@ def token_table(
 
     Only tokens that were drafted first least_count times; ties go to the more frequent token.
     """
+    means = {key: (key, "mean") for key in ("entropy", "acceptance")}
+    table = laws.groupby("token").agg(count=("token", "size"), **means).reset_index()
+    table = table[table["count"] >= least_count].sort_values("count", ascending=False, kind="stable")
+    hardest = table.nsmallest(most // 2, "acceptance")
+    easiest = table.drop(hardest.index).nlargest(most - most // 2, "acceptance")
+    rows = [{**row, "text": name(row["token"])} for row in pd.concat([hardest, easiest[::-1]]).to_dict("records")]
     totals = {"count": len(laws), "entropy": mean(laws.entropy), "acceptance": mean(laws.acceptance)}
-    table = laws.groupby("token").agg(
-        count=("token", "size"), entropy=("entropy", "mean"), acceptance=("acceptance", "mean")
-    )
-    table = table[table["count"] >= least_count].reset_index()
-    hardest = table.sort_values(["acceptance", "count", "token"], ascending=[True, False, True])
-    if len(table) > most:
-        easiest = table.sort_values(["acceptance", "count", "token"], ascending=[False, False, True])
-        hardest = hardest[: most // 2]
-        easiest = easiest[: most - most // 2].iloc[::-1]
-        hardest = pd.concat([hardest, easiest[~easiest.token.isin(hardest.token)]])
-    rows = [{**row, "text": name(int(row["token"]))} for row in hardest.to_dict("records")]
     return [{"token": None, "text": "all tokens", **totals}, *rows]
+
+
+def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
+    """What the cycles that drafted say of the oracle: their columns are position, levels, accepted, oracle and cap.
+
+    by_context: per bucket of the root's place in the text. `variance` is that of the oracle length (figure 1), `delta`
+    the mean of proposed minus oracle (figure 7b), and `censored` the share of cycles whose oracle length may be longer
+    than the cap. upper_bound: the policy, and an oracle that drafts exactly what will be accepted, from the same cycle
+    starts; tau counts the bonus token. No rule for the length of this draft can reach more.
+    Source: SVIP (arXiv 2411.18462), section 2.1 and figures 1 and 7b.
+    """
+    drafted = cycles.dropna(subset="oracle")
+    if drafted.empty:
+        return None
+
+    def lengths(here: pd.DataFrame) -> dict[str, Any]:
+        return {
+            "cycles": len(here),
+            "oracle": mean(here.oracle),
+            "variance": float(here.oracle.var(ddof=0)),
+            "delta": mean(here.levels - here.oracle),
+            "censored": mean(here.oracle >= here.cap),
+        }
+
+    edges = {float(edge): edge for edge in CONTEXTS}  # the last bucket has none
+    buckets = drafted.groupby(pd.cut(drafted.position, [0, *CONTEXTS, np.inf]), observed=True)
+    levels, accepted, oracle = (float(drafted[name].mean()) for name in ("levels", "accepted", "oracle"))
+    return {
+        "all": lengths(drafted),
+        "by_context": [
+            {"above": int(bucket.left), "up_to": edges.get(bucket.right), **lengths(here)} for bucket, here in buckets
+        ],
+        "upper_bound": {
+            "policy": {"tau": accepted + 1.0, "levels": levels, "wasted_levels": levels - accepted},
+            "oracle": {"tau": oracle + 1.0, "levels": oracle, "wasted_levels": 0.0},
+        },
+    }

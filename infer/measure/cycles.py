@@ -6,10 +6,9 @@ written as lines of cycles.jsonl, or become the tables that calibration queries.
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from math import isfinite
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -116,9 +115,9 @@ class Recorder:
                 },
                 "law": _law_columns(cycle),
                 "frontier": [
-                    {"branch": branch, "survival": chance}
+                    branch
                     for branches, survival in frontiers
-                    for branch, chance in zip(branches, survival.exp().tolist(), strict=True)
+                    for branch in zip(branches, survival.exp().tolist(), strict=True)
                 ],
             }
         )
@@ -222,22 +221,15 @@ def _law_columns(cycle: Cycle) -> Record | None:
 
 
 def lines_of(origin: Origin, records: Sequence[Record]) -> list[str]:
-    """The lines of cycles.jsonl: the origin and the record of each cycle, without the frontiers, at 7 digits."""
-    shown = ({**asdict(origin), **record} for record in records)
-    return [
-        json.dumps({key: _rounded(value) for key, value in line.items() if key != "frontier"}) + "\n" for line in shown
-    ]
+    """The lines of cycles.jsonl: the origin and the record of each cycle, without the frontiers.
 
-
-def _rounded(value: Any) -> Any:
-    """The value with as many digits as float32 has; null for what is not finite."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if isfinite(value) else None
-    return value
+    Numbers have the 7 digits of float32, and are null where they are not finite.
+    """
+    text = json.dumps([{**asdict(origin), **{**record, "frontier": ()}} for record in records])
+    lines = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.7g}"), parse_constant=lambda _: None)
+    for line in lines:
+        del line["frontier"]
+    return [json.dumps(line) + "\n" for line in lines]
 
 
 def append_lines(path: FilePath, lines: Sequence[str]) -> None:
@@ -253,18 +245,18 @@ def keep_answers(path: FilePath, answers: Collection[AnswerKey]) -> None:
     if not path.is_file():
         return
 
+    def is_kept(text: bytes) -> bool:
+        if not text.endswith(b"\n"):
+            return False
+        line = json.loads(text)
+        sampling = (line["temperature"], line["top_k"], line["top_p"])
+        return (line["row"], sampling, (line["task"], line["prompt_id"], line["turn"])) in answers
+
     def write(temporary: FilePath) -> None:
         with path.open("rb") as old, temporary.open("wb") as new:
-            for line in old:
-                if line.endswith(b"\n") and _key(json.loads(line)) in answers:
-                    new.write(line)
+            new.writelines(filter(is_kept, old))
 
     write_atomically(path, write)
-
-
-def _key(line: Record) -> AnswerKey:
-    sampling = (line["temperature"], line["top_k"], line["top_p"])
-    return line["row"], sampling, (line["task"], line["prompt_id"], line["turn"])
 
 
 def places(parents: Sequence[int]) -> list[str]:
@@ -276,29 +268,33 @@ def places(parents: Sequence[int]) -> list[str]:
     return names
 
 
-# columns of the tables behind `prompt` and `cycle`, which tell rows apart
-CYCLES = ("position", "answered", "levels", "accepted", "rule")  # answered: tokens of the answer so far
-NODES = ("depth", "place", "confidence", "survival", "acceptance")  # of asked nodes
+Tables = dict[str, pd.DataFrame]
 LAWS = ("node", "depth", "token", "q", "p", "acceptance", "top_q", "agrees", "tvd", "kl_pq", "kl_qp", "entropy",
         "ranked", "accepted", "followed", "largest_gap")  # fmt: skip
-FRONTIER = ("depth", "survival", "accepted")  # of branches: accepted is whether the target wrote the whole of it
-Tables = dict[str, pd.DataFrame]  # cycles, nodes, laws, frontier
+COLUMNS = {  # of the tables, behind `prompt` and `cycle`, which tell rows apart
+    "cycles": ("position", "answered", "levels", "accepted", "rule"),  # answered: tokens of the answer so far
+    "nodes": ("depth", "place", "confidence", "survival", "acceptance"),  # of asked nodes
+    "laws": LAWS,
+    "frontier": ("depth", "survival", "accepted"),  # of branches: accepted is whether the target wrote the whole of it
+}
 
 
 def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables:
     """The cycles of one answer as tables; text has the token ids of prompt and answer."""
-    rows: dict[str, list[tuple[Any, ...]]] = {"cycles": [], "nodes": [], "laws": [], "frontier": []}
+    rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in COLUMNS}
     for number, record in enumerate(records):
-        key, position, node = (prompt, number), record["pos_start"], record["node"]
+        position, node, law = record["pos_start"], record["node"], record["law"]
         answered = position - records[0]["pos_start"] + 1
-        rows["cycles"].append((*key, position, answered, record["depth"], record["accepted"], record["verify"]))
-        columns = (node["depth"], places(node["parent"]), node["q"], node["survival"], node["acceptance"])
-        rows["nodes"] += [(*key, *row) for row in zip(*columns, strict=True) if row[-1] is not None]
-        if record["law"] is not None:
-            rows["laws"] += [(*key, *row) for row in zip(*(record["law"][name] for name in LAWS), strict=True)]
-        rows["frontier"] += [(*key, *row) for row in _branches(record, text)]
-    columns_of = {"cycles": CYCLES, "nodes": NODES, "laws": LAWS, "frontier": FRONTIER}
-    return {name: pd.DataFrame(rows[name], columns=["prompt", "cycle", *columns_of[name]]) for name in rows}
+        nodes = (node["depth"], places(node["parent"]), node["q"], node["survival"], node["acceptance"])
+        parts: dict[str, Iterable[tuple[Any, ...]]] = {
+            "cycles": [(position, answered, record["depth"], record["accepted"], record["verify"])],
+            "nodes": [row for row in zip(*nodes, strict=True) if row[-1] is not None],
+            "laws": zip(*(law[name] for name in LAWS), strict=True) if law else (),
+            "frontier": _branches(record, text),
+        }
+        for name, part in parts.items():
+            rows[name] += [(prompt, number, *row) for row in part]
+    return {name: pd.DataFrame(rows[name], columns=["prompt", "cycle", *COLUMNS[name]]) for name in rows}
 
 
 def _branches(record: Record, text: list[int]) -> list[tuple[int, float, bool]]:
@@ -308,19 +304,14 @@ def _branches(record: Record, text: list[int]) -> list[tuple[int, float, bool]]:
     is in it with the branch's own chance, verified or not. Where children are drawn (R1, R3, R4) every node is in the
     tree, and its branch counts when it was accepted. Levels that reach beyond the text's end are left out.
     """
-    position, node = record["pos_start"], record["node"]
-    written = tuple(text[position + 1 :])
+    written = tuple(text[record["pos_start"] + 1 :])
+    left, node = len(written), record["node"]
     if record["verify"] not in ("R0", "R2"):
-        accepted = [token for token, is_on_path in zip(node["token"], node["accepted"], strict=True) if is_on_path]
-        written = tuple(accepted[1:])
-    rows = [(branch["branch"], branch["survival"]) for branch in record["frontier"]]
+        written = tuple(token for token, is_on_path in zip(node["token"], node["accepted"], strict=True) if is_on_path)[
+            1:
+        ]
     return [
         (len(branch), survival, branch == written[: len(branch)])
-        for branch, survival in rows
-        if position + len(branch) < len(text)
+        for branch, survival in record["frontier"]
+        if len(branch) <= left
     ]
-
-
-def joined(parts: Sequence[Tables]) -> Tables:
-    """The tables of several answers as one."""
-    return {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in parts[0]}

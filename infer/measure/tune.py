@@ -17,20 +17,8 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.configs.schema.decode import (
-    USUAL,
-    ChainConfig,
-    ConfidenceConfig,
-    DynamicConfig,
-    EntropyConfig,
-    MarginalGainConfig,
-    Method,
-    MethodConfig,
-    ProbabilitySumConfig,
-    StopConfig,
-    VoteConfig,
-    published_tree,
-)
+from aerie.configs.schema import decode as schema
+from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.infer.decode.calibrator import calibrate_of
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
@@ -55,7 +43,6 @@ CHECKS = (3, 5, 7)  # depths at which a shallow tree's probability sum is looked
 SCREENING, FINALISTS = 7, 2  # prompts, rules
 TIMED_PROMPTS, TIMED_REPETITIONS = 6, 2
 WORTH = 1.03  # a rule must be that much faster than a fixed tree: the best of twenty on few prompts flatters itself
-CONTENDER = 1.1  # rules are tried for heads whose best fixed tree is at most so many times slower than the best's
 
 # twelve trees that somebody would try by hand: (levels, k, nodes); k = 1: a chain
 GRID = [(levels, k, nodes or levels + 1) for k, nodes, depths in (
@@ -120,18 +107,18 @@ def counted(answers: Sequence[Statistics]) -> tuple[replay.Cycles, float]:
 
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, GrownConfig]]:
     """Every stop rule at every threshold for a head's best fixed tree, given room to grow to `levels`."""
-    entropies: list[StopConfig] = [EntropyConfig(h=h) for h in ENTROPY_THRESHOLDS]
-    votes: list[StopConfig] = [VoteConfig(probability_threshold=value) for value in THRESHOLDS]
-    rules: dict[Method, list[StopConfig]]
+    checks = tuple(depth for depth in CHECKS if depth < levels)
+    rules: dict[Method, list[StopConfig]] = {
+        "svip": [schema.EntropyConfig(h=h) for h in ENTROPY_THRESHOLDS],
+        "deagle": [schema.VoteConfig(probability_threshold=value) for value in THRESHOLDS],
+        "ddd": [schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in THRESHOLDS if checks],
+        "opt-tree": [schema.MarginalGainConfig(threshold=value) for value in THRESHOLDS],
+    }
     if kind == "draft_lm":
-        rules = {"sps-svip": entropies, "sps-confidence": [ConfidenceConfig(threshold=value) for value in THRESHOLDS]}
+        confidences = [schema.ConfidenceConfig(threshold=value) for value in THRESHOLDS]
+        rules = {"sps-svip": rules["svip"], "sps-confidence": [*confidences]}
     elif tree.shape == "chain":
-        rules = {"eagle-chain": [*entropies, *votes]}
-    else:
-        checks = tuple(depth for depth in CHECKS if depth < levels)
-        sums = [ProbabilitySumConfig(checks=checks, threshold=value) for value in THRESHOLDS if checks]
-        gains = [MarginalGainConfig(threshold=value) for value in THRESHOLDS]
-        rules = {"svip": entropies, "deagle": votes, "ddd": [*sums], "opt-tree": [*gains]}
+        rules = {"eagle-chain": rules["svip"] + rules["deagle"]}
     return [(method, replace(tree, levels=levels, stop=stop)) for method, stops in rules.items() for stop in stops]
 
 
@@ -146,7 +133,7 @@ class HeadTuning:
         self.recording = replay.record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
         self.costs = replay.measure_costs(target, self.drafter, prompts)
         self.trees = self.replayed(trees_up_to(config.levels, k))[:SHOWN]
-        usual = published_tree(USUAL[kind])
+        usual = schema.published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
         (self.published,) = self.replayed([replace(usual, levels=min(usual.levels, config.levels), **narrower)])
         self.rules: list[Prediction] = []
@@ -181,20 +168,18 @@ class HeadTuning:
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def timed(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """The predictions at the pace of their trees' own cycles, timed in turn with vanilla's.
+        """The predictions with the time of their trees' own cycles, taken in turn with vanilla's.
 
         The costs do not know what a stop rule and a calibrator take themselves, nor what trees that change from cycle
         to cycle do to a forward. tau stays: it comes from more prompts.
         """
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
         plain, *others = replay.in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
-        pace = self.costs.plain / statistics.median(map(replay.cycle_ms, plain))
+        plain_ms = statistics.mean(map(replay.cycle_ms, plain))
         timed = []
         for one, answers in zip(predictions, others, strict=True):
-            took = sum(replay.cycle_ms(answer) * answer.target_forwards for answer in answers)
-            total, nodes = counted(answers)
-            ms = one.ms_per_token * pace * took / replay.price(total, one.tree.k, nodes, self.costs)
-            timed.append(replace(one, ms_per_token=ms, speedup=self.costs.plain / ms))
+            ms = statistics.mean(map(replay.cycle_ms, answers)) / one.tau
+            timed.append(replace(one, ms_per_token=ms, speedup=plain_ms / ms))
         return timed
 
     def try_rules(self) -> None:
@@ -238,12 +223,9 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
     """The fastest method of these heads (kind -> directory) as predicted; writes tuned.yaml and tune.json."""
     prompts = [encode(prompt.text, tokenizer, target) for prompt in load_prompts(config.prompts)]
     tunings = [HeadTuning(target, kind, head, prompts, config) for kind, head in heads.items()]
-    fastest = max(one.choice.speedup for one in tunings)
-    contenders = [one for one in tunings if one.choice.speedup * CONTENDER > fastest]
-    for one in contenders:
-        one.try_rules()
-        print(f"tune: {one.line()}", flush=True)
-    best = max(contenders, key=lambda one: one.choice.speedup)
+    best = max(tunings, key=lambda one: one.choice.speedup)
+    best.try_rules()
+    print(f"tune: {best.line()}", flush=True)
     changes = {key: value for key, value in as_dict(best.choice.tree).items() if value is not None}
     chosen = {"method": best.choice.method, "head": best.head, "tree": changes}
     note = f"# tuned on {describe(target)['device']}: {best.line()}\n"

@@ -173,7 +173,7 @@ def test_frontiers_hold_what_reranking_dropped_and_levels_beyond_the_text_are_le
         masses = record["level"]["survival"]
         assert len(masses) == record["depth"] and record["level"]["expected"] == pytest.approx(np.cumsum(masses))
         assert record["level"]["ratio"] == pytest.approx([b / a for a, b in zip([1.0, *masses], masses, strict=False)])
-        first = [b["survival"] for b in record["frontier"] if len(b["branch"]) == 1]
+        first = [survival for branch, survival in record["frontier"] if len(branch) == 1]
         assert not masses or sum(first) == pytest.approx(masses[0], rel=1e-5)
     cut = tables_of(0, records, text[:-4])["frontier"]
     assert 0 < len(cut) < len(frontier) and cut.accepted.sum() == frontier.accepted[: len(cut)].sum()

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from aerie.infer.measure.calibrate import Recording, analyse, fit_and_score
-from aerie.infer.measure.cycles import CYCLES, LAWS
+from aerie.infer.measure.cycles import COLUMNS, LAWS
 from tests.infer.made_up import nodes_and_cycles
 
 FLAGS = ("agrees", "accepted", "followed")
@@ -21,8 +21,7 @@ def laws(count: int, **columns: Any) -> pd.DataFrame:
 
 def recording(**tables: pd.DataFrame) -> Recording:
     """A recording of 12 prompts in two tasks with these tables; the others are empty."""
-    columns = {"cycles": CYCLES, "laws": LAWS, "frontier": ("depth", "survival", "accepted")}
-    empty = {name: pd.DataFrame(columns=["prompt", "cycle", *names]) for name, names in columns.items()}
+    empty = {name: pd.DataFrame(columns=["prompt", "cycle", *names]) for name, names in COLUMNS.items()}
     return Recording({**empty, **tables}, ("sums", "code") * 6, 0.0)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from aerie.infer.measure import bounds
 from aerie.infer.measure.bounds import reliability
-from aerie.infer.measure.oracle import summarise_oracle
 from tests.infer.calibration.made_up import analysis, laws
 from tests.infer.made_up import nodes_and_cycles
 
@@ -26,8 +25,7 @@ def test_bins_hold_counts_and_means_and_ece_and_brier_follow() -> None:
     # accepted with 0.3: 0.3 * (0.5 - 1)^2 + 0.7 * 0.5^2
     assert reliability(np.array([0.5]), np.array([0.3]))["brier"] == pytest.approx(0.25)
 
-
-def test_values_on_an_edge_in_single_precision_are_in_the_bin_above_it() -> None:
+    # values on an edge in single precision are in the bin above it
     edges = (np.arange(20, dtype=np.float32) / np.float32(20)).astype(np.float64)
     assert [item["count"] for item in reliability(edges, np.zeros(20))["bins"]] == [1] * 20
 
@@ -59,8 +57,6 @@ def test_halves_split_prompts_and_the_summary_is_json_even_without_nodes() -> No
     assert fit["nodes"] + other["nodes"] == value["nodes"] == len(nodes)
     assert other["nodes"] == int(bounds.held_out(nodes.prompt).sum())
     assert value["halves"]["difference"]["ece"] == pytest.approx(other["ece"] - fit["ece"])
-    splits = {tuple(bounds.held_out(pd.Series(range(30)), seed)) for seed in range(4)}
-    assert len(splits) == 4
     empty = json.loads(json.dumps(bounds.summarise(nodes[:0], cycles[:0], 0.0), allow_nan=False))
     assert empty["ece"] is None and empty.keys() == value.keys() and len(empty["bins"]) == 20
 
@@ -70,24 +66,16 @@ def test_figure_5_has_the_quartiles_of_the_prompts_means_by_place() -> None:
     nodes["acceptance"] = [1.0, 0.0, 1.0, 0.25, 0.5]
     rows = bounds.by_place(nodes)
     assert [row["position"] for row in rows] == ["0", "2", "10"]  # by rank, not as text
-    assert (rows[0]["nodes"], rows[0]["prompts"], rows[0]["acceptance"]) == (3, 2, pytest.approx(2 / 3))
+    assert rows[0]["acceptance"] == pytest.approx(2 / 3)
     assert rows[0]["quartiles"] == pytest.approx([0.5, 0.625, 0.75, 0.875, 1.0])
     assert [row["position"] for row in bounds.by_place(nodes, most=1)] == ["0"]
 
 
 def test_equations_22_to_24_by_depth() -> None:
-    frontier = pd.DataFrame(
-        [
-            (0, 0, 1, 0.6, True),
-            (0, 0, 1, 0.3, False),
-            (0, 0, 2, 0.6, True),
-            (0, 1, 1, 0.7, True),
-            (0, 1, 2, 0.2, False),
-        ],
-        columns=["prompt", "cycle", "depth", "survival", "accepted"],
-    ).astype({"accepted": bool})
+    frontier = pd.DataFrame({"prompt": 0, "cycle": [0, 0, 0, 1, 1], "depth": [1, 1, 2, 1, 2]})
+    frontier["survival"], frontier["accepted"] = [0.6, 0.3, 0.6, 0.7, 0.2], [True, False, True, True, False]
     cycles = pd.DataFrame({"prompt": [0, 0], "cycle": [0, 1], "accepted": [1, 1]})
-    first, second = bounds.level_table(bounds.levels_of(frontier, cycles))
+    first, second = bounds.level_table(frontier, cycles)
     assert (first["mass"], first["held"], first["reached"]) == (pytest.approx(0.8), 1.0, 1.0)
     assert (second["mass"], second["held"], second["reached"]) == (pytest.approx(0.4), 0.5, 0.0)
     assert (second["cycles"], second["expected"]) == (2, pytest.approx(1.2))
@@ -111,8 +99,6 @@ def test_equations_15_to_19_fail_where_an_indicator_is_far_from_the_confidence()
     assert found["above_bound"] == pytest.approx(1 / 3)  # token 2: .2 is not above sqrt(.04) = .2
     # the bin of c = .6: agreement 1, gap .4, mean TV .3, mean bound (.2 + .5) / 2 = .35; the other: .2 > .1
     assert (found["tokens_in_bins_above_tv"], found["tokens_in_bins_above_bound"]) == (1.0, pytest.approx(2 / 3))
-    nothing = {**bounds.token_inequalities(laws(0)), **bounds.deagle_bound(laws(0))}
-    assert nothing["greedy_agreement"] is None and nothing["above_tv"] is None
 
 
 def random_laws(seed: int, count: int = 50) -> tuple[np.ndarray, np.ndarray, pd.DataFrame]:
@@ -137,8 +123,7 @@ def test_equations_3_and_12_bound_the_acceptance_of_random_laws() -> None:
 
 def test_equation_8_says_when_the_approximation_is_below_the_oracle_bound() -> None:
     p, q, made = random_laws(2)
-    cross = -(q * np.log(p)).sum(1)
-    assert 1.0 + bounds.entropy_excess(made) == pytest.approx(cross / made.entropy)
+    assert 1.0 + bounds.entropy_excess(made) == pytest.approx(-(q * np.log(p)).sum(1) / made.entropy)
     rows = bounds.shares_by_c(made, (0.1, 0.5, 3.0))
     for row in rows:
         below = np.sqrt(row["c"] * made.entropy) >= np.sqrt(made.kl_qp / 2) - 1e-12
@@ -148,9 +133,6 @@ def test_equation_8_says_when_the_approximation_is_below_the_oracle_bound() -> N
 
 def test_equation_9_is_the_gamma_law_that_is_most_likely() -> None:
     values = np.random.default_rng(0).gamma(0.7, 1 / 2.5, 4000)
-    fitted = bounds.fit_gamma(values)
-    assert fitted.cdf(0.3) == pytest.approx((values <= 0.3).mean(), abs=0.03)
-    assert fitted.mean() == pytest.approx(values.mean())
     ratio = bounds.entropy_ratio(laws(4000, kl_qp=values, entropy=np.ones(4000)))
     assert sum(ratio["expected"]) == pytest.approx(4000) and sum(ratio["counts"]) == 4000
     assert ratio["gamma"] == {"alpha": pytest.approx(0.7, rel=0.1), "beta": pytest.approx(2.5, rel=0.1)}
@@ -173,8 +155,7 @@ def test_figure_3a_looks_back_from_the_rejected_token_in_its_own_cycle() -> None
     made = laws(6, cycle=[0, 0, 0, 1, 2, 3], depth=[1, 2, 3, 1, 1, 1], followed=followed, kl_qp=kl)
     found = {row["offset"]: row for row in bounds.divergence_before_rejection(made)}
     assert list(found) == [-4, -3, -2, -1, 0]
-    assert (found[0]["laws"], found[0]["kl"]) == (3, 4.0)  # the infinite one is no part of the mean
-    assert (found[-1]["kl"], found[-2]["kl"], found[-3]["laws"], found[-3]["kl"]) == (0.2, 0.1, 0, None)
+    assert [found[offset]["kl"] for offset in (0, -1, -2, -3)] == [4.0, 0.2, 0.1, None]  # without the infinite one
 
 
 def test_figure_3b_averages_sorted_laws_by_outcome() -> None:
@@ -197,7 +178,7 @@ def test_the_token_table_has_all_tokens_then_the_hardest_then_the_easiest() -> N
 def test_oracle_lengths_by_context_and_the_upper_bound() -> None:
     cycles = pd.DataFrame({"position": [10, 32, 33, 64, 9000, 9001], "levels": [5, 5, 5, 3, 5, 0], "cap": 8})
     cycles["accepted"], cycles["oracle"] = [5, 2, 0, 3, 5, 0], [7, 2, 0, 8, 8, np.nan]  # the last one drafted nothing
-    found = summarise_oracle(cycles)
+    found = bounds.oracle_summary(cycles)
     first, second, last = found["by_context"]
     assert (first["above"], first["up_to"], first["cycles"]) == (0, 32, 2)
     assert (last["above"], last["up_to"], last["cycles"]) == (8192, None, 1)
@@ -206,7 +187,7 @@ def test_oracle_lengths_by_context_and_the_upper_bound() -> None:
     policy, oracle = found["upper_bound"]["policy"], found["upper_bound"]["oracle"]
     assert policy["tau"] == pytest.approx(15 / 5 + 1) and policy["wasted_levels"] == pytest.approx(8 / 5)
     assert (oracle["tau"], oracle["levels"]) == (pytest.approx(6.0), pytest.approx(5.0))
-    assert summarise_oracle(cycles[:0])["all"] is None
+    assert bounds.oracle_summary(cycles[:0]) is None
 
 
 def test_a_whole_analysis_is_json() -> None:
