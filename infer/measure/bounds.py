@@ -207,52 +207,38 @@ def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
     }
 
 
-def entropy_excess(laws: pd.DataFrame) -> FloatArray:
-    """CE(q, p) / H(q) - 1 = KL(q||p) / H(q) [m] of laws with a finite one and an entropy that can be divided by."""
-    usable = laws[(laws.entropy >= LEAST_ENTROPY) & np.isfinite(laws.kl_qp)]
-    return np.asarray(usable.kl_qp / usable.entropy)
+def entropy_ratio(laws: pd.DataFrame, cs: Sequence[float] = CS) -> dict[str, Any]:
+    """The excess CE(q, p) / H(q) - 1 = KL(q||p) / H(q) of laws that have one (SVIP, section 2.2 and appendix C).
 
-
-def fit_gamma(excess: FloatArray) -> Any:
-    """The most likely Gamma law of positive values among [m] (SVIP, equation 9); null without two of them."""
-    values = excess[excess > 0]
-    if len(values) < 2 or np.ptp(values) == 0:
-        return None
-    shape, _, scale = gamma.fit(values, floc=0)
-    return gamma(shape, scale=scale)
-
-
-def entropy_ratio(laws: pd.DataFrame) -> dict[str, Any]:
-    """Histogram of the entropy ratio - 1, its Gamma fit, and the histogram expected of it (SVIP, appendix C)."""
-    excess = entropy_excess(laws)
-    fitted = fit_gamma(excess)
-    return {
-        "laws": len(excess),
-        "gamma": fitted and {"alpha": fitted.args[0], "beta": 1.0 / fitted.kwds["scale"]},
-        "edges": EDGES,
-        "counts": np.histogram(excess, bins=[*EDGES, np.inf])[0].tolist(),
-        "expected": fitted and (np.diff([*fitted.cdf(EDGES), 1.0]) * len(excess)).tolist(),
-    }
-
-
-def shares_by_c(laws: pd.DataFrame, cs: Sequence[float] = CS) -> list[dict[str, Any]]:
-    """For each c: how often SVIP's approximation is below the oracle bound, and below beta itself; and its mean.
-
-    `conservative`: ratio <= 2c + 1 (equation 8), of the laws with a ratio; `gamma`: the same by the Gamma fit
-    (equation 9); `holds`: beta >= 1 - sqrt(c H), of all laws; `bound`: the mean, cut at 0.
+    ratio: its histogram, its Gamma fit, and the histogram expected of it. by_c: how often SVIP's approximation is below
+    the oracle bound, and below beta itself; `conservative`: ratio <= 2c + 1 (equation 8); `gamma`: the same by the
+    Gamma fit (equation 9); `holds`: beta >= 1 - sqrt(c H), of all laws; `bound`: its mean, cut at 0.
     """
-    excess = entropy_excess(laws)
-    fitted = fit_gamma(excess)
-    return [
-        {
-            "c": c,
-            "conservative": mean(excess <= 2.0 * c + SLACK),
-            "gamma": fitted and float(fitted.cdf(2.0 * c)),
-            "holds": mean(np.sqrt(c * laws.entropy) >= laws.tvd - SLACK),
-            "bound": mean((1.0 - np.sqrt(c * laws.entropy)).clip(lower=0.0)),
-        }
-        for c in cs
-    ]
+    usable = laws[(laws.entropy >= LEAST_ENTROPY) & np.isfinite(laws.kl_qp)]
+    excess = np.asarray(usable.kl_qp / usable.entropy)
+    positive, fitted = excess[excess > 0], None
+    if len(positive) > 1 and np.ptp(positive) > 0:
+        shape, _, scale = gamma.fit(positive, floc=0)
+        fitted = gamma(shape, scale=scale)
+    return {
+        "ratio": {
+            "laws": len(excess),
+            "gamma": fitted and {"alpha": shape, "beta": 1.0 / scale},
+            "edges": EDGES,
+            "counts": np.histogram(excess, bins=[*EDGES, np.inf])[0].tolist(),
+            "expected": fitted and (np.diff([*fitted.cdf(EDGES), 1.0]) * len(excess)).tolist(),
+        },
+        "by_c": [
+            {
+                "c": c,
+                "conservative": mean(excess <= 2.0 * c + SLACK),
+                "gamma": fitted and float(fitted.cdf(2.0 * c)),
+                "holds": mean(np.sqrt(c * laws.entropy) >= laws.tvd - SLACK),
+                "bound": mean((1.0 - np.sqrt(c * laws.entropy)).clip(lower=0.0)),
+            }
+            for c in cs
+        ],
+    }
 
 
 def entropy_by_outcome(laws: pd.DataFrame, tasks: Sequence[str]) -> list[dict[str, Any]]:
@@ -316,8 +302,7 @@ def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
 
     by_context: per bucket of the root's place in the text. `variance` is that of the oracle length (figure 1), `delta`
     the mean of proposed minus oracle (figure 7b), and `censored` the share of cycles whose oracle length may be longer
-    than the cap. upper_bound: the policy, and an oracle that drafts exactly what will be accepted, from the same cycle
-    starts; tau counts the bonus token. No rule for the length of this draft can reach more.
+    than the cap.
     Source: SVIP (arXiv 2411.18462), section 2.1 and figures 1 and 7b.
     """
     drafted = cycles.dropna(subset="oracle")
@@ -335,14 +320,9 @@ def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
 
     edges = {float(edge): edge for edge in CONTEXTS}  # the last bucket has none
     buckets = drafted.groupby(pd.cut(drafted.position, [0, *CONTEXTS, np.inf]), observed=True)
-    levels, accepted, oracle = (float(drafted[name].mean()) for name in ("levels", "accepted", "oracle"))
     return {
         "all": lengths(drafted),
         "by_context": [
             {"above": int(bucket.left), "up_to": edges.get(bucket.right), **lengths(here)} for bucket, here in buckets
         ],
-        "upper_bound": {
-            "policy": {"tau": accepted + 1.0, "levels": levels, "wasted_levels": levels - accepted},
-            "oracle": {"tau": oracle + 1.0, "levels": oracle, "wasted_levels": 0.0},
-        },
     }

@@ -254,7 +254,7 @@ def keep_answers(path: FilePath, answers: Collection[AnswerKey]) -> None:
 
     def write(temporary: FilePath) -> None:
         with path.open("rb") as old, temporary.open("wb") as new:
-            new.writelines(filter(is_kept, old))
+            new.writelines(line for line in old if is_kept(line))
 
     write_atomically(path, write)
 

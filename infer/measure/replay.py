@@ -5,7 +5,7 @@ A replay counts cycles exactly; measured costs turn the counts into milliseconds
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -195,10 +195,9 @@ def price(counted: Cycles, k: int, nodes: float, costs: Costs) -> float:
 def in_turns(
     decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str
 ) -> list[list[Statistics]]:
-    """Greedy answers of each decoder to the prompts [1, T], so many times; the first decoder is vanilla.
+    """Greedy answers of each decoder to the prompts [1, T], so many times.
 
-    Vanilla answers in every turn, and what the others take counts in its cycles of that turn: a machine that other work
-    slows down for a while slows all of a turn. The times given back are scaled to vanilla's median turn.
+    All answer in turn, so that other work on the machine slows one as much as the others; medians leave it out.
     """
     for decoder in decoders:
         decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
@@ -212,19 +211,7 @@ def in_turns(
                 answers[place] = decoders[place].generate(prompt, **settings).statistics
             turns.append([answers[place] for place in sorted(answers)])
             progress.update()
-    return [list(answers) for answers in zip(*paced(turns), strict=True)]
-
-
-def paced(turns: Sequence[Sequence[Statistics]]) -> list[list[Statistics]]:
-    """Turns of answers, vanilla's first, with times as if vanilla had taken the same in each: its median."""
-    usual = statistics.median(cycle_ms(turn[0]) for turn in turns)
-    return [
-        [
-            replace(answer, ms={phase: ms * usual / cycle_ms(turn[0]) for phase, ms in answer.ms.items()})
-            for answer in turn
-        ]
-        for turn in turns
-    ]
+    return [list(answers) for answers in zip(*turns, strict=True)]
 
 
 def cycle_ms(answer: Statistics) -> float:

@@ -175,10 +175,10 @@ class HeadTuning:
         """
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
         plain, *others = replay.in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
-        plain_ms = statistics.mean(map(replay.cycle_ms, plain))
+        plain_ms = statistics.median(map(replay.cycle_ms, plain))
         timed = []
         for one, answers in zip(predictions, others, strict=True):
-            ms = statistics.mean(map(replay.cycle_ms, answers)) / one.tau
+            ms = statistics.median(map(replay.cycle_ms, answers)) / one.tau
             timed.append(replace(one, ms_per_token=ms, speedup=plain_ms / ms))
         return timed
 

@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
-from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
+from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import replay, tune
 from aerie.infer.measure.miniature import VOCABULARY, write_miniature
@@ -113,16 +113,6 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
         rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
     for row in rows:
         assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
-
-
-def test_a_turn_that_is_slowed_in_all_counts_as_any_other() -> None:
-    def turns(factors: tuple[float, ...]) -> list[list[Statistics]]:
-        times = [{"prefill": 5.0, "draft": 0.25 * ms, "wall": 5.0 + ms} for ms in (40.0, 60.0, 66.0)]
-        slowed = [[{name: factor * ms for name, ms in one.items()} for one in times] for factor in factors]
-        return [[Statistics(8, {}, cycle_tokens=[2] * 5, ms=ms) for ms in turn] for turn in slowed]
-
-    for turn in replay.paced(turns((1.0, 3.0, 1.0, 2.5, 1.0))):
-        assert [replay.cycle_ms(one) for one in turn] == pytest.approx([8.0, 12.0, 13.2])
 
 
 @pytest.fixture
