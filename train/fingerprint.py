@@ -31,10 +31,12 @@ def reads_cache(recipe: Recipe) -> bool:
 
 def stage_inputs(recipe: Recipe) -> dict[str, Any]:
     """Everything that the trained weights depend on, JSON-ready; a feature cache stands for its data."""
+    # Settings that move no weight stay out, so that a finished training is whole also with other ones.
     section = {name: value for name, value in as_dict(recipe.train).items() if name not in LOGGING_ONLY}
     inputs: dict[str, Any] = {"target": target_inputs(recipe.target), "head": as_dict(recipe.head), "train": section}
     features = as_dict(recipe.features)
     if reads_cache(recipe):
+        # The cache's own inputs hold the conversations, the target and the states' dtype.
         made = cache_record(recipe)
         inputs["features"] = None if made is None else made["inputs_digest"]
         asked = {name: features[name] for name in ("after_blocks", "shuffle_shards")}
@@ -47,7 +49,8 @@ def stage_inputs(recipe: Recipe) -> dict[str, Any]:
         place = head_directory(recipe.head.init_from)
         files = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in place.glob(kind))
         inputs["init_from"] = {path.name: sampled_digest(path) for path in files}
-    if getattr(recipe.train, "measure_prompts", 0):  # measured tau, which is that of this tree, chooses the weights
+    # Measured tau chooses the weights, and it is that of this tree.
+    if getattr(recipe.train, "measure_prompts", 0):
         inputs["tree"] = as_dict(recipe.tree)
     return inputs
 
@@ -75,6 +78,7 @@ def changed_since_cached(recipe: Recipe, stage: Stage) -> str | None:
 
 def is_whole(recipe: Recipe, stage: Stage) -> bool:
     """Whether nothing is left to do: the output is whole, and so is what it was made of."""
+    # A cache of another section data is another one, though its digest may stand in the output's inputs.
     record = cache_record(recipe)
     same_data = record is None or digest(record["inputs"]["data"]) == digest(as_dict(recipe.data))
     return stage.is_whole() and same_data and changed_since_cached(recipe, stage) is None

@@ -9,33 +9,20 @@ from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths
 from aerie.configs.schema.target_and_head import MULTI_TOKEN, DraftLMSection, Eagle3Section
+from aerie.data import tokens
 from aerie.data.batches import OnlineFeatures, Order, ShardPools
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows
-from aerie.data.tokens import (
-    draft_vocabulary,
-    forced_ids,
-    given_vocabulary,
-    statistics,
-    text_fingerprint,
-    tokenize,
-)
 from aerie.model.checkpoint import new_head, position_warnings, save_head
 from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of
 from aerie.train.fingerprint import needs_target, reads_cache, state_name
 from aerie.train.launch import device, rank, world_size
 from aerie.train.loop import Job, Rows, total_steps
+from aerie.train.objectives import lm
 from aerie.train.objectives.base import Objective
 from aerie.train.objectives.eagle import Eagle1Objective, Eagle3Objective
-from aerie.train.objectives.lm import (
-    CausalLMObjective,
-    DraftLMObjective,
-    OnPolicyFeatures,
-    new_causal_lm,
-    save_causal_lm,
-)
 from aerie.train.objectives.multi_token import MultiTokenObjective
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -43,7 +30,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "eagle3": Eagle3Objective,
     "medusa": MultiTokenObjective,
     "hydra": MultiTokenObjective,
-    "draft_lm": DraftLMObjective,
+    "draft_lm": lm.DraftLMObjective,
 }
 
 
@@ -52,6 +39,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     settings: Any = recipe.train
     paths, tokenizer = RunPaths(Path(recipe.run)), load_tokenizer(recipe.target)
     end_ids, is_online = target_end_ids(recipe.target, tokenizer), needs_target(recipe) and not reads_cache(recipe)
+    # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
     text_config: Any = None
     vocab: Any = None
     whole: Target | None = None
@@ -69,20 +57,23 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         taps = taps_of(recipe.head.kind, asked, num_blocks, recipe.target.path)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
     features: Any = None
+    # The objective cannot tell whether states were cached or are made in the step.
     if is_online and whole is not None:
         dtype = None if recipe.features.dtype is None else getattr(torch, recipe.features.dtype)
         features = OnlineFeatures(whole, taps, dtype)
     if isinstance(recipe.head, DraftLMSection):
-        head = new_causal_lm(recipe.head, tokenizer, settings.seed, None if vocab is None else vocab.embedding.shape[0])
+        head = lm.new_causal_lm(
+            recipe.head, tokenizer, settings.seed, None if vocab is None else vocab.embedding.shape[0]
+        )
         _require_positions(recipe, head.config.get_text_config(), drafted=0)
-        objective: Any = (CausalLMObjective if vocab is None else DraftLMObjective)(head, vocab, settings)
+        objective: Any = (lm.CausalLMObjective if vocab is None else lm.DraftLMObjective)(head, vocab, settings)
         if settings.on_policy and not is_online:
             raise UserError(
                 "train.on_policy: a cache has no states of tokens that are yet to be drawn; set features.mode online"
             )
         if settings.on_policy and features is not None:
-            features = OnPolicyFeatures(head, features, objective.num_columns, end_ids)
-        save: Any = lambda lm, directory, facts: save_causal_lm(lm, tokenizer, directory)  # noqa: E731
+            features = lm.OnPolicyFeatures(head, features, objective.num_columns, end_ids)
+        save: Any = lambda head, directory, facts: lm.save_causal_lm(head, tokenizer, directory)  # noqa: E731
     else:
         head, counted = _new_head(recipe, rows, tokenizer, end_ids, text_config, vocab, taps)
         objective = OBJECTIVES[recipe.head.kind](head, vocab, settings)
@@ -101,17 +92,18 @@ def _rows(
         expected = {"target": fingerprint(text_config, vocab), **asked}
         cache = FeatureCache.open(RunPaths(Path(recipe.run)).features, expected)
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
+        # Rows are then drawn from some shards of the cache at a time, so that reading stays in one place of the disk.
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
         return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
-    data = tokenize(recipe.data, tokenizer, end_ids, Tally(), rank() == 0)
+    data = tokens.tokenize(recipe.data, tokenizer, end_ids, Tally(), rank() == 0)
     if text_config is not None:
         check_rows([*data.train, *data.held_out], text_config, recipe.target.path)
     if rank() == 0:
-        print(f"train: {statistics(data.train)}", flush=True)
-    tokens = ((row.input_ids, row.turns) for row in data.train)
-    origin = {"rows": rows_digest(data.train), **text_fingerprint(tokenizer, recipe.data)}
-    return Rows(data.train, data.held_out, [len(row.input_ids) for row in data.train], tokens, origin)
+        print(f"train: {tokens.statistics(data.train)}", flush=True)
+    pairs = ((row.input_ids, row.turns) for row in data.train)
+    origin = {"rows": rows_digest(data.train), **tokens.text_fingerprint(tokenizer, recipe.data)}
+    return Rows(data.train, data.held_out, [len(row.input_ids) for row in data.train], pairs, origin)
 
 
 def _new_head(
@@ -121,14 +113,15 @@ def _new_head(
     section, counted = recipe.head, None
     if isinstance(section, Eagle3Section) and section.init_from is None:
         vocab_size = int(vocab.embedding.shape[0])
-        forced = forced_ids(tokenizer, end_ids, vocab_size)
-        counted = draft_vocabulary(rows.tokens, section.draft_vocab_size, vocab_size, forced, rows.origin)
+        forced = tokens.forced_ids(tokenizer, end_ids, vocab_size)
+        counted = tokens.draft_vocabulary(rows.tokens, section.draft_vocab_size, vocab_size, forced, rows.origin)
     vocabulary = None if counted is None else counted.vocabulary
     path = recipe.target.path
     head: Any = new_head(section, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
-    if isinstance(section, Eagle3Section) and counted is None:  # a warm start keeps its own
+    # A warm start keeps its own vocabulary, which must be able to end a turn of this target.
+    if isinstance(section, Eagle3Section) and counted is None:
         head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
-        counted = given_vocabulary(head.vocabulary, rows.tokens, rows.origin)
+        counted = tokens.given_vocabulary(head.vocabulary, rows.tokens, rows.origin)
     assert recipe.tree is not None
     depths = (recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
     # Medusa and Hydra heads have no positions, or none below the last token that is kept.
@@ -155,7 +148,7 @@ def plan(job: Job) -> str:
     """Four lines with the steps and sizes of a job that is run by as many processes as there are now."""
     config, rows, world, head = job.config, job.rows, world_size(), job.objective.config
     per_epoch = Order(rows.lengths, config.seed, config.batch_size, config.accumulation, world).steps_per_epoch
-    steps, tokens = total_steps(config, per_epoch), sum(rows.lengths)
+    steps, num_tokens = total_steps(config, per_epoch), sum(rows.lengths)
     sizes = [(p.numel(), p.requires_grad) for p in job.objective.parameters()]
     trained, frozen = (sum(size for size, is_trained in sizes if is_trained == asked) for asked in (True, False))
     # Weights, gradients and Adam's two moments in float32, and the frozen part, in one process without ZeRO; then both
@@ -164,10 +157,10 @@ def plan(job: Job) -> str:
     laws = 16 * config.loss_chunk_slots * getattr(head, "draft_vocab_size", head.vocab_size) / 2**20
     budget = "" if config.max_seconds is None else f", at most {config.max_seconds:g} s"
     return (
-        f"data: {len(rows.lengths):,} rows, {tokens:,} tokens an epoch; {len(rows.held_out):,} held out\n"
+        f"data: {len(rows.lengths):,} rows, {num_tokens:,} tokens an epoch; {len(rows.held_out):,} held out\n"
         f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} "
         f"process{'es' if world > 1 else ''}: {steps / per_epoch:.2f} epochs, "
-        f"{round(steps / per_epoch * tokens):,} tokens{budget}\n"
+        f"{round(steps / per_epoch * num_tokens):,} tokens{budget}\n"
         f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam, {laws:,.1f} MiB "
         f"for a chunk of laws\noutput: {job.output}"
     )

@@ -74,6 +74,7 @@ def be_quiet() -> None:
     """No advice and no loading bars of the libraries."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
+    # What these say at start-up is meant for their developers.
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
@@ -124,7 +125,8 @@ def raise_together(error: UserError | None, num_errors: float, device: torch.dev
     Every process must call it with the same number of errors, which all_reduce has counted.
     """
     if num_errors:
-        with suppress(RuntimeError):  # who leaves first closes the connections: all must have come this far
+        # Who leaves first closes the connections, so all must have come this far.
+        with suppress(RuntimeError):
             all_reduce(torch.zeros(1, device=device))
         raise error or UserError("train: another process failed; the line that it printed says why")
 
@@ -134,6 +136,7 @@ def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Ten
 
     All processes must call it: under ZeRO each parameter is gathered in turn.
     """
+    # DeepSpeed keeps float32 masters beside bf16 parameters; without it the parameters are the masters.
     module = accelerator.unwrap_model(prepared)
     gather = _gathered if accelerator.distributed_type == DistributedType.DEEPSPEED else _copied
     return {name: gather(parameter) for name, parameter in module.named_parameters()}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from accelerate import Accelerator
 
@@ -26,6 +27,7 @@ def means(sums: Sums, device: torch.device) -> dict[str, float]:
     pairs = [[torch.as_tensor(part, dtype=torch.float64).to(device) for part in sums[name]] for name in names]
     if not pairs:
         return {}
+    # One collective for all names; their order must be that of every other process.
     totals = all_reduce(torch.stack([torch.stack(pair) for pair in pairs])).tolist()  # [names, 2]
     found = {name: total / count if count else 0.0 for name, (total, count) in zip(names, totals, strict=True)}
     return {name: found[name] for name in sums}
@@ -51,6 +53,7 @@ class Meter:
 
     def flush(self, device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
         """(means over all processes, times) since the last flush."""
+        # Sums stay tensors until here: turning each step's into numbers would wait for the device.
         found, steps, seconds = means(self.sums, device), max(self.steps, 1), max(self.seconds, 1e-9)
         times = {
             "data_wait_share": self.waited / seconds,
@@ -78,6 +81,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """The most memory this process has held: of the GPU where there is one, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
@@ -88,7 +92,8 @@ def step_line(record: dict[str, Any], total_steps: int, names: list[str]) -> str
     hours, minutes, rest = int(seconds) // 3600, int(seconds) // 60 % 60, int(seconds) % 60
     rate = record["tokens_per_s"]
     unit, size = next(((unit, size) for unit, size in (("M", 1e6), ("k", 1e3)) if rate >= size), ("", 1.0))
-    norm = record["grad_norm"]  # DeepSpeed without ZeRO clips in float32 without telling it
+    # DeepSpeed without ZeRO clips without telling the norm.
+    norm = record["grad_norm"]
     parts = [
         f"step {record['step']:,}/{total_steps:,}",
         f"loss {record['loss']:.4f}",
@@ -137,6 +142,7 @@ class MetricsFile:
                     record = json.loads(line)
                 except ValueError:  # a kill has cut it off
                     continue
+                # Lines of other trainings of this run stay.
                 step = int(record.get("step", 0)) if record.get("kind") == kind else 0
                 self.reached = max(self.reached, step)
                 if step <= from_step:
@@ -171,27 +177,22 @@ def start_trackers(accelerator: Accelerator, state: Path, from_step: int, made_o
             stored = read_json(path)
         else:
             write_json(path, stored)
+    rows = pandas.json_normalize(config, sep=".").to_dict("records")  # flat numbers and strings are all that they take
+    shown_config = {
+        str(key): value if isinstance(value, int | float | str) else str(value) for key, value in rows[0].items()
+    }
+    # The same id is the same curve, over all sittings.
     resumed = {"name": stored["id"], "resume": "allow"}
     options = {"tensorboard": {"purge_step": from_step + 1}, "wandb": {"id": stored["id"], **resumed}}
     accelerator.init_trackers(
-        PROJECT, config=None if is_known else flat(config), init_kwargs={**options, "trackio": resumed}
+        PROJECT, config=None if is_known else shown_config, init_kwargs={**options, "trackio": resumed}
     )
 
 
 def log_values(accelerator: Accelerator, values: dict[str, float], step: int, reached: int) -> None:
     """Logs values of a step to all trackers; reached: the last step that earlier sittings have logged."""
+    # trackio would take a step twice, and cannot be told to forget the first one.
     for tracker in accelerator.trackers:
         if tracker.name != "trackio" or step > reached:
             with explained(Path(accelerator.project_dir)):
                 tracker.log(values, step=step)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as flat numbers and strings, which is all that trackers take."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value if isinstance(value, int | float | str | bool) else str(value)
-    return found

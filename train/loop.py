@@ -22,13 +22,7 @@ from aerie.data.progress import bar
 from aerie.model.storage import digest
 from aerie.model.target import Target
 from aerie.train import resume
-from aerie.train.launch import (
-    all_reduce,
-    engine_of,
-    full_weights,
-    machine_of,
-    raise_together,
-)
+from aerie.train.launch import all_reduce, engine_of, full_weights, machine_of, raise_together
 from aerie.train.log import Meter, MetricsFile, held_out_line, log_values, means, start_trackers, step_line
 from aerie.train.objectives.base import Objective, Sums, held_out_sums
 from aerie.train.resume import CODES, StopRequest
@@ -143,6 +137,7 @@ class Loop:
         target = job.objective.target
         dtype = torch.float32 if target is None else target.lm_head.dtype
         self.twin = job.objective.twin().to(self.device, dtype).eval()
+        # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
         self.module, self.optimizer = accelerator.prepare(job.objective, build_optimizer(job.objective, config))
         self.module.train()
         self.meter = Meter()
@@ -163,6 +158,7 @@ class Loop:
                 answer[:3] = resume.find(self.job.state, fresh, self.job.overwrite)
             except UserError as error:
                 answer[3] = str(error)
+        # Reading a save means reading every byte of it: one process does so and tells the others.
         if self.world > 1:
             broadcast_object_list(answer)
         self.progress, folder, warnings, refusal = answer
@@ -179,6 +175,7 @@ class Loop:
             self.accelerator.load_state(str(folder))
             self.meter.load(folder / METER.format(self.rank))
         if self.rank == 0 and folder is not None:
+            # Weights that were measured after the save are measured again, so the output goes back with it.
             if self.progress.best_step:
                 resume.publish(folder / "best", self.job.output)
             print(f"going on from step {self.progress.step:,} of {self.total:,} ({folder})", flush=True)
@@ -198,6 +195,7 @@ class Loop:
         with traced, bar(self.total, "step", f"train {self.job.kind}", self.rank, done=start) as shown:
             self._write_line = shown.write
             before = time.monotonic()
+            # The next step's rows are read in a thread while this one is computed.
             for step, (parts, error) in zip(steps, prefetched(self._read, steps), strict=True):
                 waited = time.monotonic() - before
                 counts, tokens, asked = self._agree(parts, stop, error)
@@ -220,6 +218,7 @@ class Loop:
 
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
         """A step's parts, or why there are none: every process is told before one raises, so that all end alike."""
+        # Only EAGLE-3's unroll keeps packed conversations apart.
         packed = bool(getattr(self.config, "packing", False))
         try:
             parts = [
@@ -272,6 +271,7 @@ class Loop:
                 output = self.module(self._load(batch))
                 self.accelerator.backward(output.total(self.job.objective.weights, scales))
                 self.meter.add(output.sums())
+                # Under DeepSpeed this only asks for the norm: its own engine clips.
                 if self.accelerator.sync_gradients:
                     self._grad_norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.clip_norm)
                 self.optimizer.step()
@@ -344,6 +344,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Measures the weights on held-out rows, and makes them the output where they are the best so far."""
+        # Every process takes part in gathering, and measures a share of the rows with the whole weights.
         weights = full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
@@ -371,6 +372,7 @@ class Loop:
 
     def _measured(self, rows: Sequence[TokenisedRow]) -> dict[str, float]:
         """The held-out measures over all processes; UserError where any of them cannot read its rows."""
+        # A process that cannot read a row must not leave the others waiting in the sum over all.
         sums, error = Sums(), None
         try:
             sums = held_out_sums(self.twin, rows, self.config.batch_size, (self.rank, self.world), self._load)
@@ -394,6 +396,7 @@ class Loop:
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
+            # The sums since the last log line belong to the state, or that line would be another one.
             self.accelerator.save_state(str(folder))
             self.meter.save(folder / METER.format(self.rank))
             if self.rank == 0 and self.progress.best_step:

@@ -118,6 +118,7 @@ def lk_hybrid(log_q: Tensor, law: TargetLaw, eta: float) -> Tensor:
     KL takes the law inside the draft vocabulary, alpha and TV the whole one. Source: LK losses (arXiv 2602.23881),
     hybrid form.
     """
+    # The mix follows alpha but has no gradient of its own.
     alpha = acceptance(log_q, law.whole)
     mix = torch.exp(-eta * alpha.detach())
     return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
@@ -200,8 +201,10 @@ def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tens
     groups = _calls(-(-states.shape[0] // at_once), states.device)
     if groups <= 1:
         return [(states, which, *columns)]
+    # A process with fewer states than another has empty pieces at the end.
     goals = [*states.split(at_once), *[states[:0]] * groups][:groups]
     orders = [place.argsort(stable=True) for place in which]
+    # Slots are sorted by their state, so that those of a piece stand together and can be split off.
     sizes = [
         (place[order] // at_once).bincount(minlength=groups).tolist()
         for place, order in zip(which, orders, strict=True)

@@ -46,14 +46,11 @@ def main() -> int:
     stage = Stage("train", paths.head(recipe), fingerprint.stage_inputs(recipe))
     if arguments.is_whole:
         return 0 if fingerprint.is_whole(recipe, stage) else 1
-    if getattr(recipe.train, "measure_prompts", 0) and recipe.data.held_out == 0:
-        raise UserError(
-            "train.measure_prompts: decodes held-out conversations, and data.held_out is 0; set one of them"
-        )
     changed, state = fingerprint.changed_since_cached(recipe, stage), paths.state(fingerprint.state_name(recipe))
     if changed is not None:
         again = f"{COMMAND} --overwrite"
         raise UserError(f"{paths.features}: made before {changed} changed; rebuild with: {again}")
+    # A kill may have come between the record and the end of the saves.
     if fingerprint.is_whole(recipe, stage):
         if os.environ.get("RANK", "0") == "0":
             _forget_saves(stage, state)

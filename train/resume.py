@@ -83,6 +83,7 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, P
         if broken and not overwrite:
             raise UserError(f"{broken[0]}; no other save is whole: start anew with --overwrite")
         return fresh, None, [f"{text}; starting anew" for text in broken]
+    # Found by its manifest, which is written last: every file is as it was written.
     saved = Progress(**checked.manifest.facts)
     refusal = _refusal(saved, fresh)
     if refusal is not None and not overwrite:
@@ -138,8 +139,9 @@ def save(
         kept = f"; {before[0]} is kept, and the same command goes on from there" if before else ""
         raise NotWritable(f"{error}{kept}", error.is_full) from error
     if rank == 0:
+        # Broken saves of steps that are to come go, too: the continued run will write them anew.
         older = [place for place in folders(directory) if place <= folder]
-        for stale in {*folders(directory)} - {*older[:keep_last]}:  # also broken ones of steps that are to come
+        for stale in {*folders(directory)} - {*older[:keep_last]}:
             remove_directory(stale)
         remove_temporaries(directory)
     wait()
@@ -197,6 +199,7 @@ def require_own_output(stage: Stage, state: Path) -> None:
     stage.require_own_directory(overwrite=False)
     if (output / FILE).is_file() or not output.is_dir() or not any(output.iterdir()):
         return
+    # A kill leaves files without a record; the marker tells that they are of this run.
     begun = output / BEGUN
     if not begun.is_file() or begun.read_text(encoding="utf-8").strip() != os.path.relpath(state, output):
         raise UserError(

@@ -130,7 +130,6 @@ MISTAKES = [
     ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
     ("eagle1", "--head.init_from /no/head", "/no/head: no such head directory"),
     ("eagle1", "--head.head_dim 7", "input should be a multiple of 2, not 7"),
-    ("eagle1", "--train.measure_prompts 2 --data.held_out 0", "data.held_out is 0"),
     ("draft_lm", "--train.measure_prompts 2", "train.measure_prompts: unknown key"),
     ("draft_lm", "--train.loss kl", "train.loss: unknown key"),
     ("draft_lm", "--train.distill null", "do nothing without distill"),
@@ -303,28 +302,6 @@ def jobs_recipe(path: Path, *words: object) -> Any:
     return train_main.pipeline.load(*parser.parse_known_args(["--config", str(path), *map(str, words)]))
 
 
-BLOCKS = {"vicuna-13b": 40, "llama31-8b": 32, "llama33-70b": 80, "qwen3-8b": 36, "qwq-32b": 64}
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_published_eagle3_recipe_builds_its_job_for_a_small_target_of_the_same_depth(
-    name: str, tmp_path: Path
-) -> None:
-    tiny.target(tmp_path / "target", num_blocks=BLOCKS[name], hidden_size=16, max_position_embeddings=8192)
-    path = ROOT / "configs/eagle3" / f"{name}.yaml"
-    data = (
-        "--data.conversations",
-        f"[{tiny.write_conversations(tmp_path / 'train.jsonl', 20)}]",
-        "--data.held_out",
-        0.3,
-    )
-    target = ("--run", tmp_path, "--target", tmp_path / "target", "--target.chat_template", "null")
-    recipe = jobs_recipe(path, *target, *data, "--head.draft_vocab_size", 160, "--features.mode", "online")
-    job = jobs.build(recipe, tmp_path / "head", overwrite=False, is_plan=True)
-    taps = job.objective.config.after_blocks
-    assert f"({', '.join(map(str, taps))})" in path.read_text(encoding="utf-8")  # as its comment says
-
-
 @pytest.mark.parametrize("changed", ["train.jsonl", "target/tokenizer.json", "target/generation_config.json"])
 def test_neither_cache_nor_draft_vocabulary_outlives_its_data_or_tokenizer(
     deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str
@@ -430,33 +407,17 @@ def test_what_a_save_does_not_depend_on_may_change_and_the_rest_may_not(
     assert "step 2 of another recipe or other data (features: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", [{"stage": "features"}, []])
-def test_a_damaged_record_of_the_cache_is_one_line_that_mends_it(
-    run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any
-) -> None:
-    record = tmp_path / "run/features/provenance.json"
-    record.write_text(json.dumps(damage))
-    assert call(train_main, *run, "--plan") == 2
-    said = f"error: {record}: cannot be read; write it anew with: python data/main.py features --config RECIPE --o"
-    assert capsys.readouterr().err.startswith(said)
-    assert call(data_main, "features", *run, "--overwrite") == 0 and call(train_main, *run, "--plan") == 0
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "state", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGUSR1, "requeue", 75)]
-)
 def test_a_signal_ends_a_command_cleanly_and_the_next_call_goes_on(
-    run: tuple[object, ...], tmp_path: Path, number: signal.Signals, state: str, code: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     long = ("--train.max_steps", 4000, "--train.epochs", 4000, "--train.log_every", 1, "--train.save_every", 4000)
     command = [sys.executable, "train/main.py", *map(str, (*run, *long))]
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert child.stdout is not None and next(line for line in child.stdout if line.startswith("step "))
-    child.send_signal(number)
+    child.send_signal(signal.SIGUSR1)
     rest, _ = child.communicate(timeout=300)
-    assert child.returncode == code and "stopped by a signal after step" in rest and "Traceback" not in rest
-    assert json.loads((tmp_path / "run/status.json").read_text()) == {"stage": "train", "state": state, "code": code}
+    assert child.returncode == 75 and "stopped by a signal after step" in rest and "Traceback" not in rest
+    assert json.loads((tmp_path / "run/status.json").read_text()) == {"stage": "train", "state": "requeue", "code": 75}
     assert call(train_main, *run, *long, "--train.max_seconds", "0") == 0
     assert "going on from step" in capsys.readouterr().out

@@ -59,7 +59,8 @@ class Objective(nn.Module):
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """The batch with what training adds to it; runs in the prefetching thread."""
-        if batch.features is None and batch.num_tokens == 0 and self.target is not None:  # a process without rows
+        # A process without rows must call the module like the others; padding adds nothing to the sums.
+        if batch.features is None and batch.num_tokens == 0 and self.target is not None:
             vocabulary = self.target.embedding
             num_taps = len(getattr(self.head.config, "after_blocks", ()))
             return empty_like(batch, vocabulary.shape[1], vocabulary.dtype, num_taps)
@@ -105,6 +106,7 @@ def held_out_sums(
 
 def add_sums(totals: Sums, sums: Sums) -> None:
     """Adds sums to totals, in float64."""
+    # float64: a log window may hold millions of slots.
     for name, (value, count) in sums.items():
         before = totals.get(name, (0.0, 0.0))
         totals[name] = (before[0] + value.double(), before[1] + count.double())
@@ -132,6 +134,7 @@ def chain_hits(
     memories = [UnrollMemory(batch.documents) for _ in range(head.config.num_hidden_layers)]
     hits, alive = (torch.zeros(depths, *begin.shape, device=begin.device) for _ in range(2))
     features = start
+    # Positions beyond the head's own count for nothing, and are clamped so that they can be looked up.
     for step in range(depths):
         tokens = shifted(batch.input_ids, 1 + step)[:, :slots]  # [B, T-1], t_{p+1+k}
         positions = (begin + step).clamp(max=head.config.max_position_embeddings - 1)

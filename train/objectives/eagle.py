@@ -17,16 +17,8 @@ from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.layers import UnrollMemory
 from aerie.model.target import VocabWeights
 from aerie.train import losses
-from aerie.train.objectives.base import (
-    Objective,
-    StepOutput,
-    Sums,
-    chain_hits,
-    chain_sums,
-    likeliest,
-    shifted,
-    target_choices,
-)
+from aerie.train.objectives import base
+from aerie.train.objectives.base import Objective, StepOutput, Sums, shifted
 
 
 class Eagle1Objective(Objective):
@@ -66,6 +58,7 @@ class Eagle1Objective(Objective):
             given = given + batch.noise[:, :-1].to(dtype)
         slots = batch.supervised()[:, :-1]  # [B, T-1]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T-1]
+        # Slots that are not supervised are computed, too: later ones attend to them.
         predicted = self.head(tokens, given, positions)[slots].float()  # [S, D]
         true = batch.features[:, 1:][slots]  # [S, D]
         # Under autocast the target's LM head stays in its own dtype, as it is in decoding.
@@ -93,11 +86,13 @@ class Eagle1Objective(Objective):
         assert batch.features is not None
 
         def choose(states: Tensor) -> Tensor:
-            return likeliest(self.target.logits, states, self.settings.loss_chunk_slots)
+            return base.likeliest(self.target.logits, states, self.settings.loss_chunk_slots)
 
         start = batch.features[:, :-1].to(next(self.head.parameters()).dtype)
-        hits = chain_hits(self.head, batch, start, target_choices(batch, choose), choose, self.settings.eval_depths)
-        return {**chain_sums(*hits), **self(replace(batch, noise=None)).sums()}
+        hits = base.chain_hits(
+            self.head, batch, start, base.target_choices(batch, choose), choose, self.settings.eval_depths
+        )
+        return {**base.chain_sums(*hits), **self(replace(batch, noise=None)).sums()}
 
 
 Totals = tuple[Tensor, ...]  # sums of loss [K] and hits [K]; of the first step's alpha, and its choices in vocabulary
@@ -129,6 +124,7 @@ class Eagle3Objective(Objective):
         states = batch.features[:, 1:][slots[0]]
         number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
         which = [shifted(number, k)[asked] for k, asked in enumerate(slots)]
+        # A step's outputs are told apart again when their losses are summed.
         steps = torch.cat([torch.full_like(places, k) for k, places in enumerate(which)])  # [S]
         pieces = losses.by_target_state(states, [torch.cat(which)], [[outputs], [steps]], max(1, chunk // num_steps))
         sums = losses.remade(self._sums, pieces)
@@ -148,6 +144,7 @@ class Eagle3Objective(Objective):
         assert batch.taps is not None
         width = slots.shape[-1]
         begin, limit = batch.positions[:, :width], self.head.config.max_position_embeddings
+        # Keys and values of the steps so far; a slot sees the first step up to itself, and its own of later steps.
         memories = [UnrollMemory(batch.documents) for _ in range(self.head.config.num_hidden_layers)]
         x = self.head.fuse(batch.taps[:, :-1])  # [B, T-1, D]
         outputs = []
@@ -203,8 +200,10 @@ class Eagle3Objective(Objective):
             return torch.cat([losses.drafted_law(some, self.target, none)[1] for some in states.split(chunk)])
 
         def drafted(states: Tensor) -> Tensor:  # a target token outside the draft vocabulary is always a miss
-            return head.vocabulary.target_ids(likeliest(head.logits, states, chunk))
+            return head.vocabulary.target_ids(base.likeliest(head.logits, states, chunk))
 
         start = head.fuse(batch.taps[:, :-1])
-        hits = chain_hits(head, batch, start, target_choices(batch, choices), drafted, self.settings.eval_depths)
-        return {**self(batch).sums(), **chain_sums(*hits)}
+        hits = base.chain_hits(
+            head, batch, start, base.target_choices(batch, choices), drafted, self.settings.eval_depths
+        )
+        return {**self(batch).sums(), **base.chain_sums(*hits)}

@@ -15,14 +15,8 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import DraftLMSection, TargetConfig
 from aerie.configs.schema.train import DraftLMTrain
 from aerie.data.batches import Batch, keyed_generator
-from aerie.model.target import (
-    Target,
-    VocabWeights,
-    final_transform,
-    load_tokenizer,
-    require_same_token_ids,
-    transformed,
-)
+from aerie.model import target as targets
+from aerie.model.target import Target, VocabWeights, load_tokenizer
 from aerie.train import losses
 from aerie.train.objectives.base import Objective, StepOutput, Sums, chain_sums, likeliest, shifted, target_choices
 
@@ -65,8 +59,8 @@ class CausalLMObjective(Objective):
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [S, V] of states [S, D], with the LM's own scale and softcap."""
-        return transformed(
-            self.head.get_output_embeddings()(states), *final_transform(self.head.config.get_text_config())
+        return targets.transformed(
+            self.head.get_output_embeddings()(states), *targets.final_transform(self.head.config.get_text_config())
         )
 
     def measure(self, batch: Batch) -> Sums:
@@ -122,6 +116,7 @@ class DraftLMObjective(CausalLMObjective):
         assert self.settings.distill is not None
         law, choice = losses.drafted_law(goals, self.target, torch.arange(self.num_columns, device=goals.device))
         log_q = losses.log_law(self.logits(states))  # [S, num_columns]
+        # A token that the LM has no column for cannot be learnt; its law still is.
         told = log_q.gather(1, tokens.clamp(max=self.num_columns - 1)[:, None])[:, 0]  # [S]
         token_loss = -(told * known).sum()
         law_loss = losses.LOSSES[self.settings.distill](log_q, law, self.settings).sum()
@@ -179,6 +174,7 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
     )
+    # transformers draws from the global generator, which is put back.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = LlamaForCausalLM(sizes)
@@ -200,7 +196,9 @@ def _warm_start(path: str, tokenizer: Any) -> Any:
     except UserError as error:
         raise UserError(f"head.init_from: {error}") from error
     rows = lm.get_input_embeddings().weight.shape[0]
-    require_same_token_ids(own.get_vocab(), tokenizer.get_vocab(), rows, f"head.init_from: {path}", "the target")
+    targets.require_same_token_ids(
+        own.get_vocab(), tokenizer.get_vocab(), rows, f"head.init_from: {path}", "the target"
+    )
     return lm.requires_grad_(True).train()
 
 
@@ -262,12 +260,14 @@ class OnPolicyFeatures:
     @torch.no_grad()
     def _drawn(self, prefix: Tensor, count: int, seed: int) -> Tensor:
         """Tokens [count] after the prefix [T] from the LM's law at temperature 1."""
+        # The row's own generator, so that neighbours and restarts cannot move what is drawn.
         generator = torch.Generator(prefix.device).manual_seed(seed)
         rows = int(self.lm.config.get_text_config().vocab_size)
         ahead, cache, tokens = prefix.clamp(max=rows - 1)[None], None, []
         for _ in range(count):
             out = self.lm(input_ids=ahead, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = out.logits[0, -1, : self.num_columns].float()  # [V]
+            # An answer that ended early would leave nothing to learn behind it.
             logits[self.barred] = float("-inf")
             ahead, cache = torch.multinomial(logits.softmax(-1), 1, generator=generator)[None], out.past_key_values
             tokens.append(ahead[0])

@@ -34,6 +34,7 @@ class KeyedDropout:
         """x with each entry zero by the rate, else divided by its complement; other places have other masks."""
         kept = x.new_empty(x.shape)  # [S, W]
         for part, seed in zip(kept.split(self.counts), self.seeds, strict=True):
+            # A generator per row: a row keeps its mask whatever stands beside it in the batch.
             keyed = keyed_generator(seed, self.branch, place).initial_seed()
             part.bernoulli_(1.0 - self.rate, generator=torch.Generator(x.device).manual_seed(keyed))
         return x * kept / (1.0 - self.rate)
@@ -52,6 +53,7 @@ class MultiTokenObjective(Objective):
     def __init__(self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain) -> None:
         super().__init__(head, target, settings)
         self.num_heads: int = head.config.num_heads
+        # A term of weight zero is not computed.
         self.terms = {  # name -> which sum, of which head
             f"{part}_at_{k + 1}": (part, k)
             for part, weight in (("label", settings.label_weight), ("law", settings.law_weight))
@@ -61,6 +63,7 @@ class MultiTokenObjective(Objective):
         parts = {"label": settings.label_weight, "law": settings.law_weight}
         self.weights = {name: parts[part] * settings.head_decay ** (k + 1) for name, (part, k) in self.terms.items()}
 
+    # Seeds and not masks travel with the batch: a mask is drawn on the device, as wide as the block that it is for.
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         batch = super().prepare(batch, epoch)
         if self.settings.dropout == 0.0:
@@ -127,6 +130,7 @@ class MultiTokenObjective(Objective):
         with torch.no_grad():
             target = losses.TargetLaw.of_logits(self.target.logits(states))
             choice = target.inside.argmax(-1)
+        # All heads are compared with the same target states, whose laws are made once.
         laws = [losses.log_law(self.head.laws(k, out, self.target)) for k, out in enumerate(outputs)]  # [S_k, V]
         label = law = laws[0].new_zeros(len(laws))
         if self.settings.label_weight:
