@@ -80,10 +80,8 @@ def group(records: Iterable[Record]) -> list[Group]:
 
 def main_groups(records: Sequence[Record], asked: Asked | None) -> list[Group]:
     """The groups of the bench's own rows; every record is one's where no suite.json says otherwise."""
-    if asked is None:
-        return group(records)
-    cells = {(cell.row, cell.sampling) for cell in asked.main}
-    return group(record for record in records if (record.row, record.sampling) in cells)
+    cells = {(cell.row, cell.sampling) for cell in asked.main} if asked else set()
+    return group(record for record in records if asked is None or (record.row, record.sampling) in cells)
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
@@ -145,15 +143,14 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     heads: dict[str, set[tuple[str | None, str | None]]] = {}
     for one in rows:
         heads.setdefault(repr((one.method, one.tree)), set()).add((one.head, one.head_path))
-    named = []
-    for one in rows:
+    named = list(rows)
+    for at, one in enumerate(rows):
         alike = heads[repr((one.method, one.tree))]
         if one.tree is not None and len(alike) > 1:
-            kinds = {kind for kind, _ in alike}
-            words = f"{one.head} head" if len(kinds) == len(alike) else f"head {one.head_path or 'of the run'}"
-            variant = f"{one.tree.variant}, {words}" if one.tree.variant else words
-            one = replace(one, tree=replace(one.tree, variant=variant))
-        named.append(one)
+            by_kind = len({kind for kind, _ in alike}) == len(alike)
+            words = f"{one.head} head" if by_kind else f"head {one.head_path or 'of the run'}"
+            variant = ", ".join(filter(None, (one.tree.variant, words)))
+            named[at] = replace(one, tree=replace(one.tree, variant=variant))
     return named
 
 
@@ -232,10 +229,8 @@ def per_prompt(records: Sequence[Record]) -> FloatArray:
 
 def ratio_interval(numerators: FloatArray, denominators: FloatArray, seed: int = 0) -> list[float] | None:
     """95 % bootstrap interval over prompts of sum(numerators) / sum(denominators); null for a single prompt."""
-    if len(numerators) < 2:
-        return None
     weights = resamples(len(numerators), seed)  # [R, n]
-    return interval(weights @ numerators, weights @ denominators)
+    return interval(weights @ numerators, weights @ denominators) if len(numerators) > 1 else None
 
 
 def resamples(size: int, seed: int) -> FloatArray:

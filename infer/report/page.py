@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from aerie.configs.errors import UserError
+from aerie.infer.measure import statistics
 from aerie.infer.measure.record import (
     OVERHEAD,
     RECORDS,
@@ -23,16 +24,7 @@ from aerie.infer.measure.record import (
     read_as,
     read_records,
 )
-from aerie.infer.measure.statistics import (
-    VANILLA,
-    Group,
-    distinct_ngrams,
-    main_groups,
-    summary_row,
-    sweep_rows,
-    tau_interval,
-    told_apart,
-)
+from aerie.infer.measure.statistics import Group, summary_row, told_apart
 from aerie.infer.report import papers, tables
 from aerie.infer.report.plots import pictures, standalone
 from aerie.model.storage import read_json, write_json, write_text
@@ -66,11 +58,11 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     if not records:
         raise UserError(f"{bench / RECORDS}: holds no whole record; measure first with: python infer/main.py bench")
     asked = read_as(bench / SUITE, Asked) if (bench / SUITE).is_file() else None
-    groups = main_groups(records, asked)
+    groups = statistics.main_groups(records, asked)
     rows = told_apart([summary_row(members, seed) for members in groups])
     tasks = [list(members.by_task().values()) for members in groups]
     parts = [(at, summary_row(one, seed)) for at, each in enumerate(tasks) if len(each) > 1 for one in each]
-    sweeps = sweep_rows(records, asked, seed)
+    sweeps = statistics.sweep_rows(records, asked, seed)
     curve = _calibration(calibration / "calibration.json", (*CALIBRATION_CONTRACT, "nodes", "by_depth", "halves"))
     analysis = _calibration(calibration / "analysis.json", ("schema", "calibrator", "by_depth", "laws", "oracle"))
     tuning = _optional(bench.parent / "tune" / "tune.json")
@@ -203,17 +195,10 @@ def segments(record: Record) -> list[tuple[str, int, str]]:
 
 def fact_text(value: Any) -> str:
     """A value of a fact as a person writes it."""
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:.4g}"
-        case Mapping():
-            return ", ".join(f"{name} {fact_text(item)}" for name, item in value.items())
-        case list() | tuple():
-            return ", ".join(map(fact_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     return tables.NOTHING if value is None else str(value)
 
 
@@ -234,7 +219,7 @@ def _row_detail(members: Group, seed: int) -> dict[str, Any]:
     compared = [one.identical_to_generate for one in members.records if one.identical_to_generate is not None]
     known = bool(compared) and not members.failed
     return {
-        "tau_ci95": None if members.failed else tau_interval(members.records, seed),
+        "tau_ci95": None if members.failed else statistics.tau_interval(members.records, seed),
         "identical_to_generate": sum(compared) if known else None,
         "compared_to_generate": len(compared) if known else None,
     }
@@ -245,8 +230,8 @@ def _diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
     greedy = [members for members in groups if members.first.temperature == 0 and not members.failed]
     if not greedy:
         return None
-    chosen = next((members for members in greedy if members.first.method == VANILLA), greedy[0])
-    distinct, total = distinct_ngrams([record.output_ids for record in chosen.records])
+    chosen = next((members for members in greedy if members.first.method == statistics.VANILLA), greedy[0])
+    distinct, total = statistics.distinct_ngrams([record.output_ids for record in chosen.records])
     return {
         "method": chosen.first.method,
         "answers": len(chosen.records),

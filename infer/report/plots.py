@@ -182,7 +182,7 @@ def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[
 
 
 def _accepted(rows: Sequence[SummaryRow]) -> dict[str, Figure]:
-    """What the MAX_ROWS rows of highest tau had accepted, from their histograms: by depth, and by number in a cycle."""
+    """What the MAX_ROWS rows of highest tau had accepted by depth, from their histograms."""
     candidates = [row for row in rows if row.tree and row.target_forwards]
     least = sorted((row.tau or 0.0 for row in candidates), reverse=True)[:MAX_ROWS][-1:]
     chosen = [row for row in candidates if [row.tau or 0.0] >= least][:MAX_ROWS]
@@ -191,27 +191,19 @@ def _accepted(rows: Sequence[SummaryRow]) -> dict[str, Figure]:
     legend = [(label(row, rows), colour) for row, colour in zip(chosen, SERIES, strict=False)]
     above: list[Curve] = []
     below: list[Curve] = []
-    lengths, (shares,) = _panels(["share of cycles"], legend, [210.0], columns=1)
-    width = 0.84 / len(chosen)
-    for at, (row, (_, colour)) in enumerate(zip(chosen, legend, strict=True)):
+    for row, (_, colour) in zip(chosen, legend, strict=True):
         histogram = np.array(row.accepted_histogram)
         reached = histogram[::-1].cumsum()[::-1]  # cycles that keep at least d draft tokens
         enough = np.flatnonzero(reached[:-1] >= MIN_CYCLES)
         above.append((range(1, len(reached)), reached[1:] / reached[0], colour, "-"))
         below.append((enough + 1, reached[enough + 1] / reached[enough], colour, "-"))
-        places = np.arange(len(histogram)) + (at - (len(chosen) - 1) / 2) * width
-        shares.bar(places, 100 * histogram / reached[0], width=width * 0.9, color=colour)
     panels = {"P(accepted ≥ d)": above, "P(accepted ≥ d | accepted ≥ d − 1)": below}
     depth, (first, second) = _lines(panels, "draft depth d", legend, 90.0)
-    for axes in (first, second, shares):
+    for axes in (first, second):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _unit(first)
-    _unit(second)
+        _unit(axes)
     second.set_xlim(first.get_xlim())
-    shares.grid(visible=False, axis="x")
-    shares.yaxis.set_major_formatter("{x:g} %")
-    shares.set_xlabel("accepted draft tokens in a cycle")
-    return {"depth": depth, "lengths": lengths}
+    return {"depth": depth}
 
 
 # Calibration
@@ -247,7 +239,7 @@ def _reliability(calibration: Mapping[str, Any]) -> Figure:
 
 
 def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
-    """Pictures of the drafted nodes: calibrators, depths, places in the tree and branches."""
+    """Pictures of the drafted nodes: calibrators, depths and places in the tree."""
     figures = {}
     if scores := analysis["calibrator"]:
         fits = {"before": QUIET, "temperature": SERIES[1], "isotonic": SERIES[0]}
@@ -266,15 +258,11 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
         axes.plot(at, [one["acceptance"] for one in places], "o", color=SERIES[0])
         axes.set_xticks(at, [one["position"] for one in places], rotation=60, fontsize=8.5)
         _unit(axes)
-    if analysis["branches"] and analysis["branches"]["nodes"]:
-        curves = [("", analysis["branches"]["bins"], SERIES[0])]
-        xlabel = "survival of the branch (product of q)"
-        figures["branches"], _ = _confidence_curves("whole branch accepted", xlabel, curves)
     return figures
 
 
 def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
-    """Pictures of the draft's laws beside the target's: SVIP's figures 3 and 4 and its appendix C."""
+    """Pictures of the draft's laws beside the target's: SVIP's figures 3 and 4."""
     figures = {}
     if laws["bounds"]:
         table = laws["bounds"][-1]
@@ -287,16 +275,6 @@ def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
             axes.plot(np.linspace(0, 100, len(values)), values, color=colour, linewidth=1.5)
         axes.set(ylim=(-1.05, 1.05), xlabel="laws, by their acceptance probability")
         axes.xaxis.set_major_formatter("{x:g} %")
-    ratio = laws["ratio"]
-    if ratio["laws"]:
-        figures["ratio"], (axes,) = _panels(["share of laws"], [("laws", SERIES[5]), ("Gamma fit", INK)], [150.0])
-        width = ratio["edges"][1] - ratio["edges"][0]
-        middles = [edge + width / 2 for edge in ratio["edges"]]
-        axes.bar(middles, [100 * count / ratio["laws"] for count in ratio["counts"]], width * 0.86, color=SERIES[5])
-        if ratio["expected"]:
-            axes.plot(middles, [100 * count / ratio["laws"] for count in ratio["expected"]], color=INK, linewidth=1.4)
-        axes.yaxis.set_major_formatter("{x:g} %")
-        axes.set_xlabel("entropy ratio − 1 = KL(q‖p) ÷ H(q); the last bar: 5 and more")
     colours = {"accepted": SERIES[1], "rejected": SERIES[0]}
     ranks: list[Curve] = [(laws["sorted"]["ranks"], laws["sorted"][key], colours[key], "-") for key in colours]
     panels: dict[str, list[Curve]] = {"KL(q‖p), nats": [], "mean log q of the token of this rank": ranks}

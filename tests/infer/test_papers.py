@@ -68,7 +68,7 @@ def test_deagles_ratios_are_of_the_vote_and_held_to_their_limits() -> None:
     assert (claim["modelled"], claim["modelled_best_depth"], claim["modelled_holds"]) == (pytest.approx(1.0), 2, True)
 
 
-def test_a_claim_needs_both_rules_at_two_depths_on_the_same_prompts_and_names_its_confidence() -> None:
+def test_a_claim_needs_both_rules_at_two_depths_on_the_same_prompts() -> None:
     records, asked = voting()
     assert papers.claims(records, None, TUNING) == []
     assert papers.claims(records, replace(asked, points=asked.points[:3]), TUNING) == []
@@ -76,14 +76,6 @@ def test_a_claim_needs_both_rules_at_two_depths_on_the_same_prompts_and_names_it
     assert papers.claims(records, replace(asked, points=(*asked.points[:3], other)), TUNING) == []
     failed = [replace(one, status="error", message="x", ms=None) if one.row == 4 else one for one in records]
     assert papers.claims(failed, asked, TUNING) == []
-    moved = []
-    for one in records:
-        if one.tree is not None:
-            shape = replace(one.tree, settings={**one.tree.settings, "calibrated": "isotonic"})
-            moved.append(replace(one, tree=shape, row=one.row + 4))
-    points = (*asked.points, *(replace(point, row=point.row + 4) for point in asked.points))
-    own, calibrated = papers.claims([*records, *moved], replace(asked, points=points), TUNING)
-    assert (own["calibrated"], calibrated["calibrated"]) == (None, "isotonic") and own["tau"] == calibrated["tau"]
     idle = [replace(one, draft_forwards_wasted=0) if one.row == 3 else one for one in records]
     (claim,) = papers.claims(idle, asked, None)  # no costs, no waste: no ratios
     names = ("modelled", "modelled_holds", "modelled_best_depth", "waste", "waste_holds")
@@ -145,21 +137,6 @@ def test_depths_of_several_sweeps_are_one_grid_and_no_point_is_shown_twice() -> 
     assert [[p.value for p in line.points] for line in grid.lines] == [[6, 8]] * 3
     gammas = [point("tree.levels", n, "sps", {"levels": n}, head="draft_lm") for n in (2, 3)]
     assert papers.depth_grids(gammas) == [] and len(papers.varied_grids([*gammas, *points])) == 1
-
-
-def test_context_lengths_have_two_spans_with_the_same_rows() -> None:
-    points = [
-        replace(point("context", length, method), sweep="context", span=span)
-        for method in ("eagle2", "deagle")
-        for length in (64, 128)
-        for span in ("cumulative", "bucket")
-    ]
-    grids = papers.context_grids(points[:-1])  # deagle's bucket ends early
-    lines = (*grids["cumulative"].lines, *grids["bucket"].lines)
-    assert [len(line.points) for line in lines] == [2, 2, 2, 1] and grids["bucket"].values == (64, 128)
-    assert lines[0].label == lines[2].label == "eagle2, 6 levels, k 10, 60 nodes"
-    heads = papers.context_grids([*points, *(replace(each, head_path="runs/other") for each in points)])
-    assert heads["cumulative"].lines[2].label.endswith("head runs/other")
 
 
 def summary_rows(methods: tuple[Method, ...]) -> list[SummaryRow]:

@@ -80,14 +80,6 @@ def test_speedup_uses_only_prompts_that_are_ok_in_both_and_a_failed_row_has_no_f
     assert alone["speedup"] is None and alone["tau"] == 2.0
 
 
-def test_each_sampling_is_measured_against_its_own_vanilla_row() -> None:
-    warm = [replace(item, temperature=1.0, verify="R2", identical=None) for item in two_prompts()]
-    warm[:2] = [replace(item, ms=milliseconds(prefill=10.0, wall=410.0)) for item in warm[:2]]
-    _, greedy, _, sampled = rows_of([*two_prompts(), *warm])
-    assert greedy["speedup"] == pytest.approx(120 / 50) and sampled["speedup"] == pytest.approx(800 / 50)
-    assert sampled["identical"] is None
-
-
 def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts() -> None:
     pairs = []
     for prompt in range(30):
@@ -104,26 +96,6 @@ def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts()
     assert tau_interval(alike) == [2.0, 2.0] and tau_interval(alike[:1]) is None
     interval = tau_interval(alike[:4] + [drafted((7, 7), prompt_id=str(prompt)) for prompt in range(4, 8)])
     assert interval is not None and interval[0] < 3.5 and interval[1] > 5.5
-
-
-def test_an_answer_that_ends_at_the_prefills_token_changes_no_ratio() -> None:
-    ended: dict[str, Any] = {"new_tokens": 1, "accepted": (), "cycle_tokens": (), "target_forwards": 0}
-    ended["ms"] = milliseconds(prefill=10.0, wall=10.0)
-    records = [*two_prompts(), record(prompt_id="c", **ended), replace(drafted(()), prompt_id="c", ms=ended["ms"])]
-    _, eagle = rows_of(records)
-    assert (eagle["tau"], eagle["tau_macro"], eagle["speedup"]) == (2.0, 2.0, pytest.approx(120 / 50))
-
-
-def test_several_tasks_make_one_row_and_one_part_per_task() -> None:
-    records = [replace(item, task="units") if item.prompt_id == "b" else item for item in two_prompts()]
-    _, eagle = group(records)
-    parts = {task: summary_row(part).as_dict() for task, part in eagle.by_task().items()}
-    assert summary_row(eagle).task == "all" and parts["units"]["speedup"] == pytest.approx(80 / 40)
-    assert [(task, part["task"], part["prompts"]) for task, part in parts.items()] == [
-        ("sums", "sums", 1), ("units", "units", 1),
-    ]  # fmt: skip
-    same_id = [record(), record(task="units", ms=milliseconds(prefill=0.0, wall=1000.0)), drafted((3, 1))]
-    assert [pair.ms.wall for _, pair in group(same_id)[1].pairs if pair.ms is not None] == [50.0]
 
 
 def test_the_turns_of_a_prompt_are_one_prompt_and_are_compared_turn_by_turn() -> None:
