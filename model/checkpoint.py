@@ -36,12 +36,7 @@ def new_head(
     after_blocks: tuple[int, ...] = (),
     vocabulary: DraftVocabulary | None = None,
 ) -> Head:
-    """An initialised head for a target; with section.init_from, the weights and the draft vocabulary of that head.
-
-    after_blocks are the taps that an EAGLE-3 head is given, vocabulary its draft vocabulary (None: the target's).
-    """
-    if section.kind == "draft_lm":
-        raise UserError(f"head.kind {section.kind!r} is no draft head that reads features")
+    """An initialised head for a target; with section.init_from, the weights and the draft vocabulary of that head."""
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
     vocabulary = vocabulary or DraftVocabulary.identity(vocab.embedding.shape[0])
@@ -49,8 +44,8 @@ def new_head(
     head.initialise(vocab, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02))
     if isinstance(head, Eagle3Head):
         head.set_vocabulary(vocabulary)
-    if section.kind == "eagle3" and isinstance(head, Eagle3Head) and section.lm_head_init == "target":
-        head.take_lm_head(vocab.lm_head, path)
+        if getattr(section, "lm_head_init", None) == "target":
+            head.take_lm_head(vocab.lm_head, path)
     return head
 
 
@@ -61,10 +56,7 @@ def config_for(
     after_blocks: tuple[int, ...] = (),
     draft_vocab_size: int = 0,
 ) -> AnyConfig:
-    """A new head's configuration: the recipe's sizes, and the target's own where the recipe leaves them open.
-
-    RoPE and its length are always spelt out.
-    """
+    """A new head's configuration: the recipe's sizes, and the target's own where the recipe leaves them open."""
     vocab_size, width = vocab.embedding.shape
     asked = {name: value for name, value in vars(section).items() if value is not None}
     heads = asked.get("num_attention_heads", text_config.num_attention_heads)
@@ -106,32 +98,31 @@ def config_for(
 
 
 def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_blocks: tuple[int, ...]) -> Head:
-    """The head in section.init_from, as the recipe asks for it; UserError for another shape than the recipe's."""
     place = str(section.init_from)
     head = load_head(place, vocab=vocab, after_blocks=after_blocks or None)
     if head.kind != section.kind:
         raise UserError(f"head.init_from: {place} is an {head.kind} head, the recipe asks for {section.kind}")
     check_sizes(head.config, vocab, place, path)
-    if isinstance(head, Eagle3Head) and head.config.after_blocks != after_blocks:
-        raise UserError(
-            f"head.init_from: {place} reads the taps {head.config.after_blocks}, the recipe gives {after_blocks}; "
-            f"set features.after_blocks to {list(head.config.after_blocks)}"
-        )
     is_eagle = isinstance(head, EagleHead)
-    for each in dataclasses.fields(section):
-        asked, there = getattr(section, each.name), getattr(head.config, each.name, None)
-        left_out = asked is None or (is_eagle and (asked == each.default or each.name in POSITIONS))
-        if each.name not in BEGINNINGS and not left_out and asked != there:
-            fix = "leave it out, or drop init_from" if is_eagle else "set it to that"
-            raise UserError(f"head.{each.name}: the recipe asks {asked}, {place} has {there}; {fix}")
+    asked: dict[str, Any] = {"features.after_blocks": after_blocks} if isinstance(head, Eagle3Head) else {}
+    for key in dataclasses.fields(section):
+        value = getattr(section, key.name)
+        is_open = value is None or (is_eagle and (value == key.default or key.name in POSITIONS))
+        if key.name not in BEGINNINGS and not is_open:
+            asked[f"head.{key.name}"] = value
+    for name, value in asked.items():
+        there = getattr(head.config, name.split(".")[1], None)
+        if value != there:
+            raise UserError(f"{name}: the recipe asks {value}, {place} has {there}; set it to that, or drop init_from")
     if isinstance(head, EagleHead):
-        theta, scaling = getattr(section, "rope_theta", None), None
-        if theta is None:
-            theta, scaling = head.config.rope_theta, head.config.rope_scaling
-        length = section.max_position_embeddings or head.config.max_position_embeddings
-        changes: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling, "max_position_embeddings": length}
+        changes: dict[str, Any] = {
+            name: getattr(section, name, None) or getattr(head.config, name) for name in POSITIONS
+        }
+        if getattr(section, "rope_theta", None) is not None:
+            changes["rope_scaling"] = None
         head.config = dataclasses.replace(head.config, **changes)
-        head.rotary = Rotary(theta, scaling, head.config.head_dim, length)
+        config = head.config
+        head.rotary = Rotary(config.rope_theta, config.rope_scaling, config.head_dim, config.max_position_embeddings)
     else:
         head.laws.vocab = None  # whoever trains gives them
     return head
@@ -148,39 +139,26 @@ def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
 
 
 def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
-    """A sentence for each way in which a head's positions are not its target's.
-
-    Base 10,000 and 2,048 positions, the defaults of a configuration that leaves them out, have ruined published heads.
-    """
+    """A sentence for each way in which a head's positions are not its target's; that has ruined published heads."""
     if getattr(config, "rope_theta", None) is None:  # a head without attention
         return []
-
-    def told(theta: float, scaling: dict[str, Any] | None) -> str:
-        by = f" by {scaling['factor']:g}" if scaling and "factor" in scaling else ""
-        return f"base {theta:,.0f} and {scaling['rope_type'] if scaling else 'no'} scaling{by}"
-
-    warnings = []
-    rope, target_rope = (config.rope_theta, config.rope_scaling), rope_of(text_config)
-    if rope != target_rope:
+    warnings, theirs = [], rope_of(text_config)
+    if (config.rope_theta, config.rope_scaling) != theirs:
         warnings.append(
-            f"{place}: the head's RoPE has {told(*rope)}, its target's {told(*target_rope)}; right only if the head "
-            f"was trained so: a new one follows its target where head.rope_theta is left out"
+            f"{place}: rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}, its target's "
+            f"{theirs[0]:,.0f} with {theirs[1]}; right only if the head was trained so"
         )
-    context = getattr(text_config, "max_position_embeddings", None)
-    if context is not None and config.max_position_embeddings < context:
+    length, context = config.max_position_embeddings, getattr(text_config, "max_position_embeddings", 0)
+    if length < context:
         warnings.append(
-            f"{place}: max_position_embeddings is {config.max_position_embeddings:,}, its target's {context:,}: prompt "
-            f"and answer together stop there; train with head.max_position_embeddings {context} for all of it"
+            f"{place}: max_position_embeddings is {length:,}, its target's {context:,}: prompt and answer together "
+            f"stop there"
         )
     return warnings
 
 
 def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = None, **facts: Any) -> None:
-    """Writes config.json and model.safetensors, each whole or absent.
-
-    weights: a gathered state dict where the module's own is sharded (ZeRO-3). facts go under "aerie" in config.json.
-    An EAGLE-3 head's embedding stays out where it is the target's own, as in the published files.
-    """
+    """Writes config.json (facts under "aerie") and model.safetensors, each whole or absent; weights: gathered ones."""
     state = dict(weights or head.state_dict())
     shares = isinstance(head, Eagle3Head) and head.shares_embedding
     if shares and not head.saves_embedding:
@@ -199,15 +177,11 @@ def load_head(
 ) -> Head:
     """The head in a directory or a Hub repository ("user/name", "user/name@revision"), in whichever known layout.
 
-    UserError names every missing, unexpected or misshapen key. vocab give the embedding that a file may leave out;
-    after_blocks are the taps of a published EAGLE-3 head whose config.json does not name them. What had to be guessed
-    is said on stderr.
+    vocab gives the embedding that a file may leave out, after_blocks the taps that a config.json does not name.
     """
     place = head_directory(directory)
     if not place.is_dir():
-        raise UserError(
-            f"{directory}: no such head directory; train one with: accelerate launch train/main.py --config ..."
-        )
+        raise UserError(f"{directory}: no such head directory; train one with train/main.py")
     _, files, content = read_content(place, after_blocks)
     for guess in content.guesses:
         warn(f"{files.config_place}: {guess}")
@@ -230,8 +204,6 @@ def empty_head(config: AnyConfig) -> Head:
 
 def kind_of(values: Any, place: Path) -> str:
     """The kind of head that a config.json at place and the weights beside it hold; UserError where they hold none."""
-    if not isinstance(values, dict):
-        raise UserError(f"{place}: not a head of this project: not a table of keys")
     return recognise(values, tensor_names(place.parent), place)[1]
 
 
@@ -248,8 +220,7 @@ def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_p
     for name, ours, theirs in (("hidden size", head_width, width), ("vocabulary", config.vocab_size, vocab_size)):
         if ours != theirs:
             raise UserError(
-                f"{head_path}: belongs to another target: its {name} is {ours}, that of {target_path} is {theirs}; "
-                f"give the target it was trained for, or train a head for this one"
+                f"{head_path}: belongs to another target: its {name} is {ours}, that of {target_path} is {theirs}"
             )
 
 
@@ -257,13 +228,12 @@ def check_content(content: HeadContent, place: Path) -> None:
     """UserError for a head that does not load; place names the file in errors."""
     check_state(content.tensors, expected_shapes(content.config), place, optional_of(content))
     for name, tensor in content.tensors.items():
-        if name in TABLES or tensor.isfinite().all():
-            continue
-        wrong = int((~tensor.isfinite()).sum())  # no answer of the target shows them, but every draft is wrong
-        raise UserError(
-            f"{place}: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite: the head's "
-            f"training diverged or the file is damaged; take an earlier checkpoint, or fetch the file anew"
-        )
+        wrong = tensor.numel() - int(tensor.isfinite().sum())  # answers stay right, so nobody would see them
+        if wrong:
+            raise UserError(
+                f"{place}: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite; take an "
+                f"earlier checkpoint, or fetch the file anew"
+            )
     vocabulary_of(content.tensors, str(place))
 
 
@@ -316,18 +286,13 @@ def check_state(
     state: dict[str, Tensor], expected: dict[str, tuple[int, ...]], place: Path, optional: set[str]
 ) -> None:
     """UserError that names the missing, unexpected or misshapen tensors of the file at place."""
-
-    def few(names: set[str]) -> str:
-        shown = ", ".join(repr(name) for name in sorted(names)[:4])
-        return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
-
-    missing, unexpected = expected.keys() - state.keys() - optional, state.keys() - expected.keys()
-    parts = [f"{word} {few(names)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names]
-    if parts:
-        raise UserError(f"{place}: {', '.join(parts)}")
+    differences = {"missing": expected.keys() - state.keys() - optional, "unexpected": state.keys() - expected.keys()}
+    for word, names in differences.items():
+        if names:
+            shown = ", ".join(repr(name) for name in sorted(names)[:4])
+            raise UserError(f"{place}: {word} {shown}{', ...' if len(names) > 4 else ''}")
     for name, tensor in state.items():
         if tuple(tensor.shape) != expected[name]:
             raise UserError(f"{place}: {name} has shape {list(tensor.shape)}, config.json says {list(expected[name])}")
         if name not in TABLES and tensor.dtype not in FLOATS:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(f"{place}: {name} holds {kind}: quantised heads are not read; get this head in bfloat16")
+            raise UserError(f"{place}: {name} holds {tensor.dtype}: quantised heads are not read")

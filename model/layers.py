@@ -1,23 +1,25 @@
 """The decoder layer that every trained head is built of: RMSNorm, RoPE, attention, SwiGLU.
 
-Parameter names are those of Llama in transformers, because published heads use them. Attention takes earlier keys and
-values from a memory: none while a whole sequence is trained, a preallocated buffer while drafting, the earlier steps in
-the unrolled forward. So all three share one set of weights and one forward.
+Parameter names are those of Llama in transformers, as in published heads. Attention takes earlier keys and values from
+a memory: none for a whole sequence, a buffer while drafting, the earlier steps in the unrolled forward.
 """
 
 import math
 from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from aerie.configs.errors import UserError
-from aerie.model.unroll import Documents, unrolled_attention
 
+QUERY_CHUNK = 256  # rows of scores that the dense form holds at once
+Documents = tuple[int, ...] | None  # lengths of the documents of a packed row; None: one document
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 Rope = tuple[Tensor, Tensor]  # cos and sin, broadcast over heads
 
@@ -42,11 +44,7 @@ class LayerSizes:
 
 
 class Rotary:
-    """RoPE's cosines and sines for any position below max_position_embeddings, tabulated as far as was asked.
-
-    The frequencies are transformers' own, so that a head follows its target's base and scaling. A plain object and no
-    module: its table is derived, never saved, and never cast to bf16.
-    """
+    """RoPE's cosines and sines for any position below max_position_embeddings, tabulated as far as was asked."""
 
     def __init__(self, theta: float, scaling: dict[str, Any] | None, head_dim: int, max_positions: int) -> None:
         parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
@@ -55,13 +53,8 @@ class Rotary:
                 f"rope_scaling: type {parameters['rope_type']!r} changes its frequencies with the length; heads know "
                 f"{', '.join(FIXED_ROPE_TYPES)}: set head.rope_theta to give the head a plain RoPE"
             )
-        config = LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rope_parameters=parameters,
-        )
+        sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "head_dim": head_dim}
+        config = LlamaConfig(**sizes, max_position_embeddings=max_positions, rope_parameters=parameters)
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(config)
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
@@ -140,9 +133,7 @@ Memory = KeyValueBuffer | UnrollMemory | None
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory) -> Tensor:
     """[B, T, H * hd] of rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]. mask None: causal.
 
-    With a buffer they see its rows too. With an UnrollMemory this is one unroll step for all slots at once: slot p's
-    chain at step k sees the step-0 keys of its document up to p and its own keys of steps 1..k, in one softmax: what
-    step-by-step drafting from prefix p would see. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
+    With an UnrollMemory, one unroll step for all slots. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
     """
     if isinstance(memory, UnrollMemory):
         memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
@@ -201,9 +192,8 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A pre-norm decoder layer, in three forms that differ in what its attention reads.
 
-    "normed": the normed hidden state, as in Llama. "raw": the state itself (EAGLE-1's first layer has no input norm).
-    "pair": [normed embedding; normed feature] (EAGLE-3's first layer); its residual is the feature, or with
-    norm_before_residual the normed feature.
+    "normed": the normed state, as in Llama. "raw": the state itself (EAGLE-1's first layer). "pair": [normed embedding;
+    normed feature] (EAGLE-3's first layer), whose residual is the feature (norm_before_residual: the normed one).
     """
 
     def __init__(
@@ -240,11 +230,7 @@ class DecoderLayer(nn.Module):
 
 
 class DraftLayer:
-    """A decoder layer's forward for drafting: one product for queries, keys and values, one for gate and up.
-
-    It holds tensors, because looking up and calling modules takes a sixth of a small head's forward. The layer's own
-    parameters become views of the merged ones, so both stay equal.
-    """
+    """A decoder layer's forward for drafting: one product for queries, keys and values, one for gate and up."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.read, attention, mlp, norm = layer.read, layer.self_attn, layer.mlp, layer.post_attention_layernorm
@@ -275,8 +261,119 @@ class DraftLayer:
 
 @torch.no_grad()
 def _stacked(parameters: list[Tensor]) -> Tensor:
-    """The parameters along their first axis; each becomes a view of its part."""
     stacked = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, stacked.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
     return stacked
+
+
+# The attention of one unroll step.
+
+
+def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents = None) -> Tensor:
+    """Attention [B, H, T, hd] of queries of step k, for keys and values [B, KV, T, hd] of steps 0..k."""
+    if q.device.type == "cpu":
+        out: Tensor = _MergedAttention.apply(q, spans(documents, q.shape[2]), *keys, *values)
+        return out
+    return dense_attention(q, keys, values, documents)
+
+
+def dense_attention(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents = None, chunk: int = QUERY_CHUNK
+) -> Tensor:
+    """The same by explicit scores, `chunk` queries at a time."""
+    length = q.shape[2]
+    owners = torch.zeros(length, dtype=torch.long, device=q.device)  # [T], the document of each slot
+    for number, (first, last) in enumerate(spans(documents, length)):
+        owners[first:last] = number
+    pieces = []
+    for first in range(0, length, chunk):
+        last = min(first + chunk, length)  # causal slots have no use for later keys than the last query's
+        later = [x[:, :, first:last] for x in (*keys[1:], *values[1:])]
+        given: Any = (first, owners[:last], q[:, :, first:last], keys[0][:, :, :last], values[0][:, :, :last], *later)
+        is_recomputed = length > chunk and torch.is_grad_enabled()
+        pieces.append(checkpoint(_rows, *given, use_reentrant=False) if is_recomputed else _rows(*given))
+    return torch.cat(pieces, dim=2)
+
+
+def spans(documents: Documents, length: int) -> tuple[tuple[int, int], ...]:
+    """First and last slot (excluded) of each document; the last ends with the row."""
+    stops = [min(stop, length) for stop in accumulate(documents or (length,))]
+    return tuple((first, stop) for first, stop in pairwise([0, *stops]) if first < stop)
+
+
+def _rows(first: int, owners: Tensor, q: Tensor, key: Tensor, value: Tensor, *later: Tensor) -> Tensor:
+    """Attention [B, H, n, hd] of the n queries that begin at slot `first`; owners [seen] are the slots' documents."""
+    count, kv, dim = q.shape[2], key.shape[1], q.shape[3]
+    groups, half = q.shape[1] // kv, len(later) // 2
+    slots = torch.arange(key.shape[2], device=q.device)
+    rows = slots[first : first + count]
+    allowed = (slots <= rows[:, None]) & (owners == owners[rows][:, None])  # [n, seen]
+    grouped = q.reshape(q.shape[0], kv, -1, dim)  # [B, KV, groups * n, hd]
+    scores = (grouped @ key.transpose(-1, -2)).view(*q.shape[:3], -1) / math.sqrt(dim)  # [B, H, n, seen]
+    own_keys, own_values = ([_repeated(x, groups) for x in part] for part in (later[:half], later[half:]))
+    columns = [(q * own).sum(-1, keepdim=True) / math.sqrt(dim) for own in own_keys]  # each [B, H, n, 1]
+    law = torch.cat([scores.masked_fill(~allowed, float("-inf")), *columns], dim=-1).float().softmax(-1).to(q.dtype)
+    shared = law[..., : key.shape[2]].reshape(q.shape[0], kv, groups * count, -1)
+    out = (shared @ value).view(q.shape)
+    for step, own in enumerate(own_values):
+        out = out + law[..., key.shape[2] + step, None] * own
+    return out
+
+
+class _MergedAttention(torch.autograd.Function):
+    """Flash attention over the first step's keys, and the slot's own columns, under one softmax.
+
+    The backward is given the merged output and log-sum-exp (as in arXiv 2310.01889), so memory grows with T alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, documents: tuple[tuple[int, int], ...], *pairs: Tensor) -> Tensor:
+        half = len(pairs) // 2
+        keys, values = pairs[:half], pairs[half:]
+        groups, scale = q.shape[1] // keys[0].shape[1], 1.0 / math.sqrt(q.shape[3])
+        first = (_repeated(keys[0], groups), _repeated(values[0], groups))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # causal, inside each document
+        parts = [flash(*(x[:, :, a:b] for x in (q, *first)), 0.0, True) for a, b in documents]
+        shared, normaliser = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))  # float32 [B, H, T]
+        own = [(q * _repeated(key, groups)).sum(-1, dtype=torch.float32) * scale for key in keys[1:]]  # [B, H, T]
+        scores = torch.stack([normaliser, *own])  # [1 + k, B, H, T], natural logarithms
+        total = scores.logsumexp(0)  # [B, H, T]
+        weights = (scores - total).exp()[..., None]  # [1 + k, B, H, T, 1]
+        out = shared * weights[0]
+        for weight, value in zip(weights[1:], values[1:], strict=True):
+            out = out + weight * _repeated(value, groups)
+        out = out.to(q.dtype)
+        ctx.documents, ctx.groups, ctx.scale = documents, groups, scale
+        ctx.save_for_backward(q, out, total, weights[1:], *pairs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, total, weights, *pairs = ctx.saved_tensors
+        half, groups, g = len(pairs) // 2, ctx.groups, gradients[0].contiguous()
+        keys, values = pairs[:half], pairs[half:]
+        first = (_repeated(keys[0], groups), _repeated(values[0], groups))
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        parts = []
+        for a, b in ctx.documents:
+            *inputs, whole = (x[:, :, a:b] for x in (q, *first, out, total))
+            parts.append(backward(g[:, :, a:b], *inputs, whole.contiguous(), 0.0, True))
+        for_q, for_key, for_value = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
+        for_keys, for_values = [_summed(for_key, groups)], [_summed(for_value, groups)]
+        delta = (g * out).sum(-1, keepdim=True, dtype=torch.float32)  # [B, H, T, 1]
+        for weight, key, value in zip(weights, keys[1:], values[1:], strict=True):
+            gain = (g * _repeated(value, groups)).sum(-1, keepdim=True, dtype=torch.float32)
+            score = weight * (gain - delta) * ctx.scale  # gradient of the own column's score
+            for_q = for_q + score * _repeated(key, groups)
+            for_keys.append(_summed(score * q, groups).to(key.dtype))
+            for_values.append(_summed(weight * g, groups).to(value.dtype))
+        return for_q.to(q.dtype), None, *for_keys, *for_values
+
+
+def _repeated(x: Tensor, groups: int) -> Tensor:  # [B, KV, T, hd] -> [B, H, T, hd]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def _summed(x: Tensor, groups: int) -> Tensor:  # [B, H, T, hd] -> [B, KV, T, hd], the transpose of _repeated
+    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2)

@@ -33,9 +33,6 @@ TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # 
 TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
 
-# ---------------------------------------------------------------------------------------------------------- writing
-
-
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Turns a full disk and missing permission, met while writing path, into a NotWritable; other errors pass."""
@@ -48,16 +45,12 @@ def explained(path: Path) -> Iterator[None]:
             number = errno.ENOSPC
         if number not in (*FULL, *REFUSED):
             raise
-        is_full = number in FULL
-        fix = "free some space" if is_full else "choose another --run, or change its permissions"
-        raise NotWritable(f"{path}: cannot be written ({os.strerror(number)}); {fix}", is_full) from error
+        fix = "free some space" if number in FULL else "choose another --run, or change its permissions"
+        raise NotWritable(f"{path}: cannot be written ({os.strerror(number)}); {fix}", number in FULL) from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls write(temporary path), then syncs and renames it to path, with the umask's usual permissions.
-
-    NotWritable when the disk is full or may not be written to.
-    """
+    """Calls write(temporary path), then syncs and renames it to path, with the umask's usual permissions."""
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # remove_temporaries knows the form
@@ -66,8 +59,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)  # safetensors writes mode 0600 whatever the umask
-            with temporary.open("rb") as handle:
-                os.fsync(handle.fileno())
+            sync_file(temporary)
             temporary.replace(path)
             sync_directory(path.parent)
         finally:
@@ -101,11 +93,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """Yields a temporary directory that becomes path when the block ends without an exception.
-
-    What lay at path before is gone only when the new directory is durable. Several processes can fill it together: each
-    gives its rank and a barrier over all. NotWritable when the disk is full; nothing of the new directory is left then.
-    """
+    """Yields a temporary directory that becomes path when the block ends without an exception."""
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     try:
         with explained(path):
@@ -134,8 +122,7 @@ def remove_directory(path: Path) -> None:
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.is_dir():
-        path.rename(old)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(path.rename(old), ignore_errors=True)
 
 
 def remove_temporaries(directory: Path) -> None:
@@ -145,6 +132,11 @@ def remove_temporaries(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as handle:
+        os.fsync(handle.fileno())
 
 
 def sync_directory(path: Path) -> None:
@@ -165,8 +157,7 @@ def sync_tree(directory: Path) -> None:
         if path.is_dir():
             sync_directory(path)
         else:
-            with path.open("rb") as handle:
-                os.fsync(handle.fileno())
+            sync_file(path)
 
 
 class Lock(AbstractContextManager["Lock"]):
@@ -177,10 +168,7 @@ class Lock(AbstractContextManager["Lock"]):
         self.path, self.file = path, path.open("ab")
 
     def acquire(self, shared: bool = False, wait: bool = True) -> bool | Literal["unknown"]:
-        """Whether this process has it now; "unknown", which is true as a condition, where there are no locks.
-
-        A caller that is told "unknown" removes nothing that may be another process's, and warns.
-        """
+        """Whether this process has it now; "unknown" (true as a condition) where there are no locks."""
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:
             try:
@@ -206,10 +194,8 @@ class Lock(AbstractContextManager["Lock"]):
         self.file.close()
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self.file.close()
 
-
-# --------------------------------------------------------------------------------------------------------- manifest
 
 FILE = "provenance.json"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors", "tokenizers")
@@ -261,19 +247,8 @@ class Foreign:
 class Manifest:
     """What a directory holds and what it was made from. It is written last, so it marks the directory as complete.
 
-    files has the size and digest of each file by its name relative to the directory, inputs is all that decides their
-    content (JSON-ready: two runs with equal inputs would write the same), facts is what else a reader may want.
-
-        with directory_atomically(folder) as temporary:
-            ...  # write the files
-            Manifest.of(temporary, inputs={"seed": 1}, facts={"rows": 700}).write(temporary)
-
-        match Manifest.check(folder, inputs={"seed": 1}):
-            case Whole(manifest): return manifest.facts["rows"]
-            case Damaged() as damage: warn(f"{damage}; it is made anew")
-            case Foreign(_, differences): raise UserError(f"{folder}: is another run's ({differences})")
-
-    In the file the facts stand beside "inputs", "inputs_digest", "files" and "seal", a digest of all the others.
+    files: size and digest of each file by its relative name. inputs: all that decides their content. facts: what else a
+    reader may want; in the file they stand beside "inputs", "inputs_digest", "files" and "seal", a digest of the rest.
     """
 
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -300,16 +275,9 @@ class Manifest:
     @classmethod
     def read(cls, directory: Path, name: str = FILE) -> "Manifest":
         """The manifest in a directory; UserError when it is missing or not as it was written."""
-        return cls.from_json(read_json(directory / name), directory / name)
-
-    @classmethod
-    def from_json(cls, values: Any, path: Path) -> "Manifest":
-        """The manifest in a parsed file; path names it in errors."""
-        table = dict(values) if isinstance(values, dict) else {}
-        seal = table.pop("seal", None)
-        if seal is None:
-            raise UserError(f"{path}: was written by another version of this code")
-        if seal != digest(table):
+        path = directory / name
+        table = read_json(path)
+        if not isinstance(table, dict) or table.pop("seal", None) != digest(table):
             raise UserError(f"{path}: is not what was written (its checksum differs)")
         del table["inputs_digest"]
         files = {file: (size, checksum) for file, (size, checksum) in table.pop("files").items()}
@@ -319,10 +287,7 @@ class Manifest:
     def check(
         cls, directory: Path, inputs: dict[str, Any] | None = None, content: bool = True, name: str = FILE
     ) -> Whole | Damaged | Foreign:
-        """Whether a directory holds what its manifest lists, and was made from inputs (None: from whatever).
-
-        content: read every byte; otherwise only sizes are compared.
-        """
+        """Whether a directory holds what its manifest lists, and was made from inputs (None: from whatever)."""
         try:
             manifest = cls.read(directory, name)
         except UserError as error:
@@ -337,10 +302,8 @@ class Manifest:
             path = directory / name
             if not path.is_file():
                 return Damaged(path, "missing")
-            if path.stat().st_size != size:
-                return Damaged(path, f"{path.stat().st_size:,} bytes long instead of {size:,}")
-            if content and file_digest(path) != checksum:
-                return Damaged(path, "is not what was written (its checksum differs)")
+            if path.stat().st_size != size or (content and file_digest(path) != checksum):
+                return Damaged(path, "is not what was written")
         return None
 
 
@@ -409,12 +372,7 @@ def environment() -> dict[str, Any]:
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return {"commit": commit(), "dirty": is_dirty(), "argv": argv, "versions": versions}
-
-
-def commit() -> str | None:
-    """The checkout's commit, or None outside a git checkout."""
-    return _git("rev-parse", "--short=12", "HEAD")
+    return {"commit": _git("rev-parse", "--short=12", "HEAD"), "dirty": is_dirty(), "argv": argv, "versions": versions}
 
 
 def is_dirty() -> bool | None:
@@ -452,18 +410,11 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
     return code
 
 
-# ------------------------------------------------------------------------------------------------------ known files
-
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 CALIBRATOR = "calibrator.json"  # what its confidence stood for on held-out prompts; decides nothing about the head
 MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # as Medusa and Hydra publish theirs
-ORDER = (  # the first that is there is read
-    WEIGHTS,
-    f"{WEIGHTS}.index.json",
-    PICKLE,
-    f"{PICKLE}.index.json",
-    *MULTI_TOKEN,
-)
+# The first that is there is read.
+ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json", *MULTI_TOKEN)
 
 
 def find_weights(directory: Path) -> Path | None:

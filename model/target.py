@@ -115,10 +115,7 @@ class Target:
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, after_blocks: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """One frozen forward over input_ids [B, T] (right-padded, attention_mask [B, T] with 1 for tokens).
-
-        after_blocks are the residual streams after k blocks, 0 <= k < n (hidden_states[k] of transformers).
-        """
+        """One frozen forward over input_ids [B, T] (right-padded, attention_mask [B, T] with 1 for tokens)."""
         check_taps(after_blocks, self.num_blocks, self.recipe.path)
         out = self.decoder(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(after_blocks)
@@ -132,7 +129,6 @@ class Target:
         return fingerprint(self.config, self.vocab)
 
     def _check_final_transform(self) -> None:
-        """Laws built from a bare LM head are wrong for Gemma, Cohere and Granite: compare ours with the model's own."""
         ids = torch.arange(1, 5, device=self.device).remainder(self.vocab.embedding.shape[0])[None]  # [1, 4]
         with torch.inference_mode():
             theirs = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -174,10 +170,7 @@ def load_config(config: TargetConfig) -> Any:
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
-    """The target's tokenizer, with target.chat_template put in when the recipe names one.
-
-    A directory with a tokenizer and no weights will do: a target that is trained from scratch begins with it.
-    """
+    """The target's tokenizer, with target.chat_template put in when the recipe names one."""
     with _readable(config, "load the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
@@ -196,11 +189,7 @@ def read_template(path: str) -> str:
 
 
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
-    """The text configuration, the embedding and the LM head, read from the safetensors files without the trunk.
-
-    Training on cached features needs no more: 2 GB instead of 140 for a 70B target. Targets whose files name their
-    tensors otherwise than their modules fall back to loading everything.
-    """
+    """The text configuration, the embedding and the LM head, read from the safetensors files without the trunk."""
     hf_config = load_config(config)
     text = hf_config.get_text_config()
     with torch.device("meta"):
@@ -252,10 +241,7 @@ def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
 
 
 def taps_of(kind: str, after_blocks: tuple[int, ...] | None, num_blocks: int, path: str) -> tuple[int, ...]:
-    """The taps that a head of this kind is given: the recipe's, or for null none, and the default ones for EAGLE-3.
-
-    UserError for a tap that the target does not have, and for an EAGLE-3 head without any.
-    """
+    """The taps that a head of this kind is given: the recipe's, or for null none, and the default ones for EAGLE-3."""
     if after_blocks is None:
         after_blocks = default_taps(num_blocks, path) if kind == "eagle3" else ()
     if kind == "eagle3" and not after_blocks:
@@ -277,12 +263,7 @@ def check_taps(after_blocks: tuple[int, ...], num_blocks: int, path: str) -> Non
 def require_same_token_ids(
     draft: Mapping[str, int], target: Mapping[str, int], num_rows: int, draft_name: str, name: str
 ) -> None:
-    """UserError unless the draft LM draft_name, with num_rows embeddings, reads token ids as the target `name` does.
-
-    draft and target are their tokenizers' get_vocab(). A token that both have must have one id, an id that both use
-    must be one token, and the draft LM must have a row for every token of the target. Rows that pad either vocabulary,
-    and added tokens of one side, are no difference.
-    """
+    """UserError unless the draft LM draft_name, with num_rows embeddings, reads token ids as the target `name` does."""
     tokens = {number: token for token, number in target.items()}
     for token, number in draft.items():
         other = target.get(token, number)
@@ -301,7 +282,6 @@ def require_same_token_ids(
 
 
 def _embedding_and_head(model: Any, path: str) -> tuple[Any, Any]:
-    """The modules of the embedding and of the LM head."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if first is None or last is None:
         raise UserError(f"{path}: {type(model).__name__} has no embedding or no LM head: it is no causal LM")
@@ -310,7 +290,6 @@ def _embedding_and_head(model: Any, path: str) -> tuple[Any, Any]:
 
 @contextmanager
 def _readable(config: TargetConfig, what: str) -> Iterator[None]:
-    """UserError for a target that is not there or that transformers cannot read."""
     path = Path(config.path)
     if not path.exists() and (path.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1):
         raise UserError(f"{config.path}: no such target directory")
@@ -321,7 +300,6 @@ def _readable(config: TargetConfig, what: str) -> Iterator[None]:
 
 
 def _read_tensors(config: TargetConfig, names: set[str]) -> dict[str, Tensor] | None:
-    """The named tensors from a local or Hub directory, or None when the files do not name them so."""
     options = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
     single = cached_file(config.path, WEIGHTS, **options)
     index = None if single else cached_file(config.path, f"{WEIGHTS}.index.json", **options)

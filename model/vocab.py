@@ -61,10 +61,7 @@ class DraftVocabulary:
 
     @classmethod
     def most_frequent(cls, counts: Counts, size: int, forced: Collection[int] = ()) -> "DraftVocabulary":
-        """The `size` most frequent ids by counts [V], the smaller id first where counts tie; forced ids always in.
-
-        UserError when size is larger than the target's vocabulary or smaller than the number of forced ids.
-        """
+        """The `size` most frequent ids by counts [V], the smaller id first where counts tie; forced ids always in."""
         vocab_size = len(counts)
         check_size(size, vocab_size)
         outside = [number for number in forced if not 0 <= number < vocab_size]

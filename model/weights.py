@@ -27,10 +27,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 
 def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file that was read (an index for shards) and its tensors, on the CPU.
-
-    UserError for a file that is missing, truncated or otherwise unreadable, and for a pickle of more than tensors.
-    """
+    """The file that was read (an index for shards) and its tensors, on the CPU."""
     path = find_weights(directory)
     if path is None:
         raise UserError(f"{directory}: holds no weights ({WEIGHTS} or {PICKLE}, whole or with an index of shards)")
@@ -69,7 +66,6 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
-    """The tensors of a file by name; of a pickle nothing but tensors is ever loaded."""
     if path.suffix not in PICKLED:
         try:
             if not names_only:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import UserError
@@ -131,17 +132,14 @@ class EagleHead(nn.Module):
                 parameter.data.zero_()
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Outputs [B, T, D] for tokens [B, T], features [B, T, D] and positions [B, T].
+        """Outputs [B, T, D] for shifted tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
 
-        tokens are already shifted (slot p holds t_{p+1}); mask None is causal, else boolean [B, 1, T, T].
+        mask None is causal, else boolean [B, 1, T, T].
         """
         return self._run(tokens, features, positions, mask, tokens.shape[1], [None] * len(self.blocks))
 
     def unroll(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[UnrollMemory]) -> Tensor:
-        """One step of the parallel unroll (training-time test): each slot's chain takes its next token.
-
-        features are the target's (EAGLE-3: fused) in the first step, then the last step's output.
-        """
+        """One step of the parallel unroll (training-time test): each slot's chain takes its next token."""
         return self._run(tokens, features, positions, None, self.config.max_position_embeddings, memories)
 
     def _run(
@@ -168,25 +166,32 @@ class EagleHead(nn.Module):
 
 
 class EagleDraft:
-    """One decoding forward of an EAGLE head, over buffers, with merged projections."""
+    """One decoding forward of an EAGLE head, over buffers, with merged projections.
+
+    It holds tensors, because looking up and calling modules takes a large part of a small head's forward.
+    """
 
     def __init__(self, head: EagleHead) -> None:
-        self.head = head
+        self._embedding, self._rotary, self._leave = head.embed_tokens.weight, head.rotary, head.leave
+        self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None  # EAGLE-3 has fused before
         self._layers = [DraftLayer(layer) for layer in head.blocks]
 
     def __call__(
         self, tokens: Tensor, features: Tensor, positions: tuple[int, int], mask: Tensor, buffers: list[KeyValueBuffer]
     ) -> Tensor:
-        """Outputs [1, n, D] of n slots with tokens [1, n] and features [1, n, D] (EAGLE-3: fused, or the last output).
+        """Outputs [1, n, D] of n slots with tokens [1, n] and features [1, n, D], as the head's forward.
 
-        positions are (first, stop): one position per slot, or (first, first + 1) for slots that all stand at first.
-        The additive mask [1, 1, n, S] says what they see of the buffers and of themselves.
+        positions are (first, stop): one per slot, or (first, first + 1) for slots that all stand at first. The additive
+        mask [1, 1, n, S] says what they see of the buffers and of themselves.
         """
-        x, embedded = self.head.enter(tokens, features)
-        rope = self.head.rotary.between(*positions, x)
+        embedded = F.embedding(tokens, self._embedding).to(features.dtype)
+        x = features
+        if self._fc is not None:
+            x = F.linear(torch.cat([embedded, features], dim=-1), *self._fc)  # [1, n, D]
+        rope = self._rotary.between(*positions, x)
         for layer, buffer in zip(self._layers, buffers, strict=True):
             x = layer(x, embedded, rope, mask, buffer)
-        return self.head.leave(x)
+        return self._leave(x)
 
 
 class Eagle1Head(EagleHead):
@@ -215,10 +220,7 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """fc over the taps, the double-width layer, further plain layers if any, and an LM head over the draft vocabulary.
-
-    The forwards return what is fed back as the next slot's feature; `logits` turns it into a law.
-    """
+    """fc over the taps, the double-width layer, further plain layers, and an LM head over the draft vocabulary."""
 
     kind = "eagle3"
     config: Eagle3Config

@@ -61,10 +61,7 @@ class HydraConfig(MultiTokenConfig):
 
 
 class ResidualBlock(nn.Module):
-    """residual(x) + SiLU(linear(x)) [..., D]; the residual of an input [..., W] that is wider is a projection.
-
-    Source: Medusa (arXiv 2401.10774), section 2.1.1; the projection is that of the published Hydra code.
-    """
+    """residual(x) + SiLU(linear(x)) [..., D]; the residual of an input [..., W] that is wider is a projection."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
@@ -132,16 +129,12 @@ class MultiTokenHead(nn.Module):
     """What both kinds have: a branch and an LM head for each future token."""
 
     def __init__(self, config: MultiTokenConfig, inputs: Iterable[int]) -> None:
-        """inputs: the width of what each branch reads."""
         super().__init__()
         self.branches = nn.ModuleList(Branch(each, config.hidden_size, config.num_layers) for each in inputs)
         self.laws = TokenLaws(config)
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Branches as ResidualBlock says, LM heads as the target's; Normal(0, initializer_range) for a prefix layer.
-
-        So the law of every future token of a Medusa head begins as the target's own law of the next one.
-        """
+        """Branches as ResidualBlock says, LM heads as the target's; Normal(0, initializer_range) for a prefix layer."""
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
                 parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))
@@ -170,10 +163,7 @@ class MedusaHead(MultiTokenHead):
 
 
 class HydraHead(MultiTokenHead):
-    """num_heads branches, each reading one embedding more than the one before, and perhaps a prefix layer.
-
-    The prefix layer is a Llama decoder layer and a norm after it.
-    """
+    """num_heads branches, each reading one embedding more than the one before, and perhaps a prefix layer."""
 
     kind = "hydra"
 
@@ -186,11 +176,6 @@ class HydraHead(MultiTokenHead):
             self.prefix_layer.norm = nn.RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
             self.rotary = Rotary(theta, config.rope_scaling, sizes.head_dim, config.max_position_embeddings)
 
-    @property
-    def num_buffers(self) -> int:
-        """How many key/value buffers `prefix` fills when drafting."""
-        return int(self.config.prefix_layer)
-
     def prefix(
         self,
         features: Tensor,
@@ -198,11 +183,7 @@ class HydraHead(MultiTokenHead):
         mask: Tensor | None = None,
         buffers: Sequence[KeyValueBuffer] = (),
     ) -> Tensor:
-        """h_t [B, T, D] for last_hidden [B, T, D] at positions span = (first, stop); the features without the layer.
-
-        Without buffers the T slots see each other causally, or as mask says. A buffer receives their keys and values
-        (the caller moves its length), and the additive mask [1, 1, T, S] says what they see of it and of themselves.
-        """
+        """h_t [B, T, D] for last_hidden [B, T, D] at positions span = (first, stop); the features without the layer."""
         if not self.config.prefix_layer:
             return features
         rope = self.rotary.between(*span, features)
@@ -214,8 +195,5 @@ class HydraHead(MultiTokenHead):
         return self.branches[index](torch.cat([state, embeddings.to(state.dtype)], dim=-1), drop)
 
     def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
-        """Logits [n, V] of the token at t + 2 + index from h_t [n, D] and e(x_{t+1}) ... e(x_{t+1+index}).
-
-        The embeddings [n, (index + 1) * D] are the target's, in this order.
-        """
+        """Logits [n, V] of the token at t + 2 + index from h_t [n, D] and e(x_{t+1}) ... e(x_{t+1+index})."""
         return self.laws(index, self.state(index, state, embeddings))

@@ -166,10 +166,10 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
     ("changes", "said"),
     [
         ({}, []),
-        ({"rope_scaling": None}, ["its target's base 500,000 and llama3 scaling by 8; right only if"]),
+        ({"rope_scaling": None}, ["its target's 500,000 with {'rope_type': 'llama3', "]),
         (
             {"rope_theta": 10000.0, "rope_scaling": None, "max_position_embeddings": 2048},
-            ["RoPE has base 10,000 and no scaling", "max_position_embeddings is 2,048, its target's 131,072"],
+            ["rope_theta is 10,000 with scaling None", "max_position_embeddings is 2,048, its target's 131,072"],
         ),
     ],
 )
@@ -193,14 +193,18 @@ def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(
     assert torch.equal(moved.rotary.at(at, 301, x)[0], Rotary(2e4, None, 8, 512).at(at, 301, x)[0])  # type: ignore[union-attr]
     three, hydra = {"init_from": str(tmp_path / "eagle3")}, {"init_from": str(tmp_path / "hydra"), "prefix_layer": True}
     for section, taps, said in (
-        (Eagle1Section(init_from=place, head_dim=16), (), "head.head_dim: the recipe asks 16, .* has 8; leave it out"),
+        (
+            Eagle1Section(init_from=place, head_dim=16),
+            (),
+            "head.head_dim: the recipe asks 16, .* has 8; set it",
+        ),
         (Eagle3Section(**three, draft_vocab_size=64), TAPS, "head.draft_vocab_size: the recipe asks 64, .* has 107"),
         (Eagle3Section(**three, norm_output=True), TAPS, "head.norm_output: the recipe asks True"),
         (Eagle3Section(**three, num_hidden_layers=2), TAPS, "head.num_hidden_layers: the recipe asks 2"),
         (
             Eagle3Section(**three),
             (1, 4, 5),
-            r"reads the taps \(2, 4, 5\), the recipe gives \(1, 4, 5\); set features.after",
+            r"features.after_blocks: the recipe asks \(1, 4, 5\), .* has \(2, 4, 5\)",
         ),
         (Eagle1Section(**three), (), "is an eagle3 head, the recipe asks for eagle1"),
         (HydraSection(**hydra, num_heads=3), (), "head.num_heads: the recipe asks 3, .* has 4; set it to that"),

@@ -14,7 +14,7 @@ from aerie.configs.schema.train import Eagle1Train, Eagle3Train
 from aerie.data.batches import collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
-from aerie.model.unroll import unrolled_attention
+from aerie.model.layers import unrolled_attention
 from aerie.train.log import means
 from aerie.train.objectives.base import Objective, held_out_sums
 from aerie.train.objectives.eagle import Eagle1Objective, Eagle3Objective
