@@ -13,7 +13,7 @@ from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
 from aerie.data.conversations import Message, UnusableRow
 
-TOO_LONG, FILTERED = "too long for the target's context", "the server's content filter"
+TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
 CONNECT_S = 10.0  # a server that takes no connection is away long before an answer with its thinking is late
 PAUSE_S = 1.0  # before a server that was away or busy is asked again; openai's client has waited, too
@@ -248,8 +248,6 @@ class ServedTarget:
         if not getattr(reply, "choices", None):
             raise ValueError("the reply has no choices")
         choice = reply.choices[0]
-        if choice.finish_reason == "content_filter":
-            raise Unanswered("skipped", FILTERED)
         if choice.finish_reason not in ("stop", "length"):
             raise ValueError(f"finish_reason {choice.finish_reason!r}")
         self.last_answer = asyncio.get_running_loop().time()

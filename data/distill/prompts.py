@@ -139,15 +139,13 @@ def _of_conversation(row: Mapping[str, Any]) -> tuple[str | None, list[str]]:
 def _of_prompt(row: Mapping[str, Any], field: str | None) -> tuple[str | None, list[str]]:
     """The row's own system prompt and its question, or its list under turns."""
     names = (field,) if field else ("turns", *QUESTION_FIELDS)
-    if not any(name in row for name in names):
+    if not row.keys() & set(names):
         where = " or ".join(names)
         raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; a prompt stands under {where}")
-    value = next((row[name] for name in names if row.get(name) is not None), "")
+    value = next((row[name] for name in names if row.get(name)), "")
     system, turns = row.get("system"), list(value) if isinstance(value, list | tuple) else [value]
-    if not isinstance(system, str | None) or not all(isinstance(turn, str) for turn in turns):
-        raise UnusableRow("a question or system prompt is not text", "")
-    if not turns or not all(turn.strip() for turn in turns):
-        raise UnusableRow("an empty question", "")
+    if not isinstance(system, str | None) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise UnusableRow("an empty question, or no text", "")
     return system, turns
 
 

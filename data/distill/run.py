@@ -235,19 +235,19 @@ def distilled(
     print(f"distill: {plan_line(prompts)}", flush=True)
     if not options.merge:
         asked: Target
-        if server is None:
-            asked = nullcontext(make_local(thinking))
-        else:
+        if server:
             asked = ServedTarget(server, server.model or target.path, config.sampling)
+        else:
+            asked = nullcontext(make_local(thinking))
         job.ask(prompts, share, options.retry_failed, asked, thinking, Overlap(questions, config.ngram))
         if share.count > 1:
             print(f"distill {share}: the share's rows have ended; when all jobs' have: distill --merge", flush=True)
             return 0
     summary = job.merge(prompts, thinking, target.path)
+    status = summary.status
+    ends = f"{summary.dropped:,} dropped by the gate, {status['skipped']:,} skipped, {status['failed']:,} failed"
     print(
-        f"distill: {summary.kept:,} of {len(prompts):,} rows kept ({summary.dropped:,} dropped by the gate, "
-        f"{summary.status['skipped']:,} skipped, {summary.status['failed']:,} failed; --retry-failed asks again), "
-        f"{summary.answer_tokens:,} tokens: {job.directory / 'summary.html'}",
+        f"distill: {summary.kept:,} of {len(prompts):,} rows kept ({ends}): {job.directory / 'summary.html'}",
         flush=True,
     )
     return 0

@@ -7,7 +7,7 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.distill.prompts import Prompt, make_prompts, plan_line, problem_in, words
+from aerie.data.distill.prompts import Prompt, make_prompts, plan_line, problem_in
 from tests.data.distill.answering import write_rows
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
@@ -49,8 +49,8 @@ def test_rows_that_cannot_be_asked_are_skipped_with_their_reason(tmp_path: Path)
     assert plan_line(prompts).startswith("6 rows, 1 to ask; 1 skipped: ")
     texts: list[Any] = ["Why?", {"prompt": None}, {"turns": []}, {"prompt": 5}, {"turns": ["a", None]}]
     texts += [{"turns": None, "question": "a?"}, {"prompt": "Why?", "system": 5}]
-    empty, no_text = "an empty question", "a question or system prompt is not text"
-    assert skips(tmp_path, texts) == [None, empty, empty, no_text, no_text, None, no_text]
+    bad = "an empty question, or no text"
+    assert skips(tmp_path, texts) == [None, bad, bad, bad, bad, None, bad]
 
 
 def test_no_prompt_shares_a_run_of_words_with_an_evaluation_question(tmp_path: Path) -> None:
@@ -71,8 +71,6 @@ def test_shared_instructions_are_no_overlap_and_short_questions_are_found_whole(
     assert skips(tmp_path, [f"Prove it. {LONG}"], shared) == [None]
     assert skips(tmp_path, [f"Prove it. {LONG}!", LONG[4:]], (*shared, LONG)) == [NEAR, None]
     assert skips(tmp_path, [f"Prove it. {LONG}", "Why?"], (LONG,) * 6) == [NEAR, None]  # named often, one question
-    texts = ["Go on!", "Go on with it.", "Now please simplify: sqrt 180?"]
-    assert skips(tmp_path, texts, ("Please simplify $\\sqrt{180}$.", "Go on.")) == [NEAR, None, NEAR]
     with pytest.raises(UserError, match="no row can be asked"):
         skips(tmp_path, [LONG], (LONG,))
 
@@ -81,7 +79,6 @@ def test_text_without_blanks_is_looked_through_by_its_characters(tmp_path: Path)
     questions = ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？")
     texts = [f"请仔细回答：{questions[0]}谢谢", "一列火车每天行驶三十公里", "天空为什么是蓝色的？", "为什么"]
     assert skips(tmp_path, texts, questions) == [NEAR, None, None, NEAR]
-    assert words("GPT4在2024年 ok ひらがな") == [*"gpt4 在 2024 年 ok ひ ら が な".split()]
 
 
 def test_the_seed_draws_the_rows_and_samples_have_ids_of_their_own(tmp_path: Path) -> None:
@@ -99,4 +96,3 @@ def test_personas_are_asked_for_a_problem_or_for_the_solution_of_theirs(tmp_path
     [invented] = made(tmp_path, [row], kind="personas", ask="problem")
     assert "A beekeeper in Crete" in (invented.invent or "") and invented.turns == ()
     assert problem_in("Sure!\n\n**Problem:** Two trains leave.\nWhen?") == "Two trains leave.\nWhen?"
-    assert problem_in("My problem: no marker at a line's start") == "My problem: no marker at a line's start"

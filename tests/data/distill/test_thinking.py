@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.conversations import Tally
 from aerie.data.distill.answer import Answer, Outcome, Thinking
@@ -80,8 +79,6 @@ def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
     blank = Answer("four", "stop", 2, reasoning="\n")  # none, unless the prompt has opened it
     assert plain.read(blank) == Answer("four", "stop", 2)
     assert opened.written(opened.read(blank)) == "\n</think>\n\nfour"
-    untold = opened.read(Answer("2 + 2\n</think>\n\nfour", "stop", 9, reasoning=""))
-    assert (untold.reasoning, opened.written(untold)) == ("2 + 2\n", "2 + 2\n</think>\n\nfour")
 
 
 def test_ids_that_came_with_the_answers_are_what_is_trained_on(tmp_path: Path) -> None:
@@ -99,9 +96,6 @@ def test_ids_that_came_with_the_answers_are_what_is_trained_on(tmp_path: Path) -
         assert supervised == [*odd, end, 9, end]
     moved = Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=(1, 2, 3))
     assert [row["input_ids"] for row in rows_of(reader, given, moved)] == [[*first, *odd, end], [1, 2, 3, 9, end]]
-    mixed = rows_of(reader, given, Answer("two", "stop", 2))
-    assert mixed[0]["input_ids"][: len(first) + len(odd) + 1] == [*first, *odd, end]
-    assert "".join(learnt(mixed, reader, tmp_path)) == "one<|end|>two<|end|>"
 
 
 def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(tmp_path: Path) -> None:
@@ -118,18 +112,3 @@ def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens
     rows = rows_of(less, *map(less.read, answers))
     texts = [f"<think>\n{n} + {n}\n</think>\n\n{text}<|im_end|>" for n, text in ((2, "four"), (3, "six"))]
     assert learnt(rows, less, tmp_path) == texts and "2 + 2" not in less.tokenizer.decode(rows[1]["input_ids"])
-
-
-def test_prompts_are_rendered_with_the_servers_arguments_and_rows_of_text_are_not(tmp_path: Path) -> None:
-    switched = IN_TAGS.replace("assistant\\n'", "assistant\\n' + ('' if thinks | default(true) else '<think></think>')")
-    plain, reader = of(switched), of(switched, thinks=False)
-    answer = Answer("four", "stop", 2)
-    assert "messages" in rows_of(plain, answer)[0]
-    rows = rows_of(reader, answer)
-    assert learnt(rows, reader, tmp_path) == ["four<|im_end|>"]
-    assert "<think></think>" in reader.tokenizer.decode(rows[0]["input_ids"])
-
-
-def test_a_tokenizer_without_a_template_is_refused() -> None:
-    with pytest.raises(UserError, match=r"no chat template; name one with target\.chat_template"):
-        thinking(None)
