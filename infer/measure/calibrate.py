@@ -176,7 +176,7 @@ def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) ->
     if len(laws):
         parts["laws"] = {
             "inequalities": bounds.token_inequalities(laws),
-            "deagle": bounds.deagle_bound(laws, bins),
+            "deagle": bounds.deagle_bound(laws),
             "bounds": [bounds.acceptance_bounds(laws, c) for c in bounds.PAPER_CS],
             **bounds.entropy_ratio(laws),
             "entropy": bounds.entropy_by_outcome(laws, recording.tasks),

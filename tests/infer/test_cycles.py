@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from aerie.configs.schema.decode import (
-    ChainConfig,
-    ConfidenceConfig,
-    DynamicConfig,
-    EntropyConfig,
-    LookaheadConfig,
-    MethodConfig,
-    PromptLookupConfig,
-    StaticConfig,
-    TreeConfig,
-)
+from aerie.configs.schema import decode as schema
+from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.eagle import EagleDrafter
@@ -41,11 +32,11 @@ from tests.infer.draws import tiny_vocabulary
 
 PROMPT = torch.tensor([[7, 9, 11, 23, 5]])
 WIDE = DynamicConfig(levels=5, k=6, nodes=24)
-CHAIN = ChainConfig(levels=4)
+CHAIN = schema.ChainConfig(levels=4)
 STATIC = StaticConfig(choices="eagle1")
 FORM = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1))
 RULES = {
-    "R1": ChainConfig(levels=3),
+    "R1": schema.ChainConfig(levels=3),
     "R2": StaticConfig(choices=FORM, children="best"),
     "R3": StaticConfig(choices=FORM, children="sampled"),
     "R4": StaticConfig(choices=FORM, children="replaced"),
@@ -184,8 +175,8 @@ def test_frontiers_hold_what_reranking_dropped_and_levels_beyond_the_text_are_le
 
 @pytest.mark.parametrize(
     ("tree", "reason"),
-    [(replace(WIDE, stop=EntropyConfig(c=1.0, h=0.01)), "entropy"),
-     (replace(CHAIN, stop=ConfidenceConfig(threshold=1.0)), "confidence"), (WIDE, "levels")],
+    [(replace(WIDE, stop=schema.EntropyConfig(c=1.0, h=0.01)), "entropy"),
+     (replace(CHAIN, stop=schema.ConfidenceConfig(threshold=1.0)), "confidence"), (WIDE, "levels")],
 )  # fmt: skip
 def test_the_rule_that_ends_a_tree_is_its_stop_reason(target: Target, tree: TreeConfig, reason: str) -> None:
     records = recorded(target, tree)[1]
@@ -206,7 +197,7 @@ def make_bench(target: Target, directory: Path, samplings: int, rows: tuple[Meth
     config = BenchConfig(prompts, rows, sampling, warmup_prompts=0, reference=False, cycles=True)
     head = tiny.head(target.vocab.embedding.float(), scale=8.0).eval()
     proposers: list[Any] = [row.tree and drafting(EagleDrafter(head, target), row.tree) for row in rows[:3]]
-    proposers += [PromptLookup(PromptLookupConfig()), Lookahead(LookaheadConfig())]
+    proposers += [PromptLookup(schema.PromptLookupConfig()), Lookahead(schema.LookaheadConfig())]
     decoders = [SpeculativeDecoder(target, proposer) for proposer in proposers[: len(rows)]]
     return Bench(target, tiny.tokenizer(), decoders, [None] * len(rows), config, directory)
 

@@ -11,14 +11,8 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import (
-    ChainConfig,
-    DynamicConfig,
-    MethodConfig,
-    StaticConfig,
-    TreeConfig,
-    ordered,
-)
+from aerie.configs.schema import decode as schema
+from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import TargetStep
@@ -43,7 +37,7 @@ from tests.infer.test_main import recipe, refused, run
 
 __all__ = ["recipe"]
 WIDE = DynamicConfig(levels=3, k=4, nodes=8)
-CHAIN = ChainConfig(levels=2)
+CHAIN = schema.ChainConfig(levels=2)
 MEDUSA = StaticConfig(choices=((0,), (1,), (0, 0)), children="best")
 QUESTIONS = [(torch.tensor([[7, 9, 11, 23, 5]]), "count"), (torch.tensor([[8, 30, 12]]), "sort")]
 SECTION = CalibrateConfig(PromptsConfig("none", max_new_tokens=14), ranks=6)
@@ -246,7 +240,7 @@ def test_a_rank_is_left_out_only_where_children_are_not_drawn() -> None:
     best = StaticConfig(choices=((0,), (1,), (2,)), children="best")
     assert calibrate.rebuilt(best, UNORDERED, nodes=4) == ((0,), (2,), (0, 0))
     drawn = calibrate.rebuilt(replace(best, children="sampled"), UNORDERED, nodes=6)
-    assert len(drawn) == 5 and ordered(drawn, "test", sampled=True) == drawn
+    assert len(drawn) == 5 and schema.ordered(drawn, "test", sampled=True) == drawn
 
 
 @pytest.mark.parametrize(("method", "kind"), [("hydra", "hydra"), ("eagle", "eagle3")])
