@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -323,13 +323,7 @@ class FeatureCache(Sequence[CachedRow]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @overload
-    def __getitem__(self, position: int) -> CachedRow: ...
-
-    @overload
-    def __getitem__(self, position: slice) -> "FeatureCache": ...
-
-    def __getitem__(self, position: int | slice) -> "CachedRow | FeatureCache":
+    def __getitem__(self, position: Any) -> Any:
         if isinstance(position, slice):
             return FeatureCache(self.directory, self.manifest, self.numbers[position])
         number = self.numbers[position]
