@@ -115,13 +115,10 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
         if value != there:
             raise UserError(f"{name}: the recipe asks {value}, {place} has {there}; set it to that, or drop init_from")
     if isinstance(head, EagleHead):
-        changes: dict[str, Any] = {
-            name: getattr(section, name, None) or getattr(head.config, name) for name in POSITIONS
-        }
-        if getattr(section, "rope_theta", None) is not None:
-            changes["rope_scaling"] = None
-        head.config = dataclasses.replace(head.config, **changes)
-        config = head.config
+        asked = {name: getattr(section, name) for name in POSITIONS if getattr(section, name, None) is not None}
+        if "rope_theta" in asked:
+            asked["rope_scaling"] = None
+        head.config = config = dataclasses.replace(head.config, **asked)
         head.rotary = Rotary(config.rope_theta, config.rope_scaling, config.head_dim, config.max_position_embeddings)
     else:
         head.laws.vocab = None  # whoever trains gives them
@@ -287,10 +284,9 @@ def check_state(
 ) -> None:
     """UserError that names the missing, unexpected or misshapen tensors of the file at place."""
     differences = {"missing": expected.keys() - state.keys() - optional, "unexpected": state.keys() - expected.keys()}
-    for word, names in differences.items():
-        if names:
-            shown = ", ".join(repr(name) for name in sorted(names)[:4])
-            raise UserError(f"{place}: {word} {shown}{', ...' if len(names) > 4 else ''}")
+    shown = [f"{word} {', '.join(map(repr, sorted(names)[:4]))}" for word, names in differences.items() if names]
+    if shown:
+        raise UserError(f"{place}: {', '.join(shown)}")
     for name, tensor in state.items():
         if tuple(tensor.shape) != expected[name]:
             raise UserError(f"{place}: {name} has shape {list(tensor.shape)}, config.json says {list(expected[name])}")

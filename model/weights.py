@@ -58,10 +58,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     """Tensor name -> shard; UserError for a file outside the directory."""
     index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-        raise UserError(f"{path}: has no weight_map from tensor names to files; fetch the head anew")
-    if outside := [name for name in table.values() if Path(name).name != name]:
-        raise UserError(f"{path}: weight_map names {outside[0]!r}, which is no file beside it; refused")
+    if not isinstance(table, dict) or any(Path(str(name)).name != name for name in table.values()):
+        raise UserError(f"{path}: has no weight_map from tensor names to files beside it; refused")
     return dict(table)
 
 
@@ -77,12 +75,8 @@ def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
     try:
         tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
     except BROKEN as error:  # the unpickler of a damaged file stumbles over anything
-        if "unsupported" in str(error).lower():
-            why = f"holds more than tensors, and loading it could run its code; get {WEIGHTS} of this head instead"
-        else:
-            size = f"{path.stat().st_size:,} bytes that are no whole pickle of tensors (truncated or damaged)"
-            why = f"cannot read the weights: {size}; fetch the file anew"
-        raise UserError(f"{path}: {why}") from error
+        why = f"truncated, damaged, or more than tensors, which is never loaded; fetch it anew, or get {WEIGHTS}"
+        raise UserError(f"{path}: cannot read the weights: {why}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise UserError(f"{path}: is no table of tensors by name; save the state dict alone")
     return {str(name): value for name, value in tensors.items()}

@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import as_dict, validate
-from aerie.configs.schema.recipe import Recipe
 from aerie.configs.schema.target_and_head import Eagle1Section, Eagle3Section, HydraSection, MedusaSection
 from aerie.model.checkpoint import (
     check_sizes,
@@ -212,35 +210,3 @@ def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(
     ):
         with pytest.raises(UserError, match=said):
             new_head(section, TEXT, VOCAB, 9, after_blocks=taps)
-
-
-def section_of(**head: Any) -> Any:
-    values = {"run": "r", "target": {"path": "t"}, "data": {"conversations": ["c.jsonl"]}, "head": head}
-    return validate(values, Recipe, "r.yaml", {}).head
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"num_heads": 5}, "r.yaml: head.num_heads: unknown key"),
-        ({"kind": "eagle1", "hidden_size": 32}, "head.hidden_size: unknown key"),
-        ({"kind": "eagle3", "bias": True}, "head.bias: unknown key"),
-        ({"kind": "eagle3", "draft_vocab_size": 0}, "head.draft_vocab_size: input should be greater than 0, not 0"),
-        ({"kind": "eagle3", "head_dim": 7}, "head.head_dim: input should be a multiple of 2, not 7"),
-        ({"kind": "eagle3", "init_from": "x", "lm_head_init": "target"}, "head: lm_head_init begins a new head"),
-        ({"kind": "medusa", "prefix_layer": True}, "head.prefix_layer: unknown key"),
-        ({"kind": "hydra", "head_dim": 8}, "head: head_dim belongs to the prefix layer; set prefix_layer: true"),
-        ({"kind": "draft_lm", "hidden_size": 8}, "head: a draft_lm trained from scratch needs intermediate_size, num_"),
-        ({"kind": "eagel3"}, "head: unknown kind 'eagel3'; did you mean 'eagle3'?"),
-    ],
-)
-def test_a_key_of_another_kind_and_a_size_of_no_head_are_one_line(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as refused:
-        section_of(**keys)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_head_without_a_kind_is_eagle1_and_is_written_out_with_it() -> None:
-    assert section_of() == Eagle1Section() and section_of(head_dim=8) == Eagle1Section(head_dim=8)
-    assert as_dict(section_of(kind="hydra", prefix_layer=True, head_dim=8))["kind"] == "hydra"
-    assert section_of(**as_dict(section_of(kind="medusa", num_heads=3))).num_heads == 3

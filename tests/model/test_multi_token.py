@@ -105,11 +105,6 @@ def test_the_prefix_layer_over_a_buffer_is_the_one_over_the_whole_sequence() -> 
         assert (head.prefix(features[:, 8:], (8, 9), mask[..., -1:, -1:], buffers) - whole[:, 8:]).abs().max() > 1e-2
 
 
-def test_without_a_prefix_layer_features_pass_through() -> None:
-    head, features = tiny.multi_token_head("hydra", VOCAB), _features(1, 9)
-    assert head.prefix(features, (0, 9)) is features
-
-
 def test_a_shared_lm_head_is_the_targets_after_loading(tmp_path: Path) -> None:
     save_head(tiny.multi_token_head("medusa", CAPPED, lm_head="target"), tmp_path)
     again, features = cast(MedusaHead, load_head(tmp_path, vocab=CAPPED)), _features(4)

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from aerie.configs.errors import NotWritable, UserError, exit_code, stop_on_signals
 from aerie.model.storage import (
     FILE,
-    ROOT,
     Damaged,
     Foreign,
     Lock,
@@ -19,7 +17,6 @@ from aerie.model.storage import (
     Stage,
     Whole,
     directory_atomically,
-    environment,
     remove_temporaries,
     with_status,
     write_json,
@@ -76,18 +73,6 @@ def test_a_commands_end_is_its_exit_code_and_its_status(
     assert json.loads(path.read_text()) == {"stage": "features", "state": state, "code": code}
     stopped = {"interrupted": [signal.SIGTERM], "requeue": [signal.SIGUSR1]}
     assert stopped.get(state, []) == CLEANED
-
-
-@pytest.mark.parametrize(
-    ("script", "told"),
-    [("train/main.py", "train/main.py"), (str(ROOT / "infer" / "main.py"), "infer/main.py"), ("/opt/bin/tool", "tool")],
-)
-def test_provenance_names_a_command_that_can_be_given_again_without_this_machines_directories(
-    monkeypatch: pytest.MonkeyPatch, script: str, told: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [script, "--config", "c.yaml"])
-    assert environment()["argv"] == [told, "--config", "c.yaml"]
 
 
 def written(directory: Path, seed: int = 1) -> Path:

@@ -64,7 +64,7 @@ class Planted:
 def test_a_pickle_with_code_in_it_is_refused_and_never_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     torch.save({"a": torch.zeros(2), "code": Planted(trace)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"holds more than tensors.*; get model.safetensors"):
+    with pytest.raises(UserError, match="more than tensors, which is never loaded"):
         read_tensors(tmp_path)
     assert not trace.exists()
     torch.save({"state": {"a": torch.zeros(2)}}, tmp_path / "pytorch_model.bin")
@@ -77,10 +77,9 @@ def test_a_pickle_with_code_in_it_is_refused_and_never_run(tmp_path: Path) -> No
 def test_a_truncated_file_is_one_sentence(tmp_path: Path, name: str, kept: int) -> None:
     place = write_tensors(tmp_path, state(), pickled=name.endswith("bin"))
     place.write_bytes(place.read_bytes()[:kept])
-    with pytest.raises(UserError, match=rf"{name}: cannot read the weights: .*; fetch the file anew") as caught:
+    with pytest.raises(UserError, match=rf"{name}: cannot read the weights: .*fetch (the file|it) anew") as caught:
         read_tensors(tmp_path)
     assert "\n" not in str(caught.value) and "Errno" not in str(caught.value)
-    assert name.endswith("safetensors") or "(truncated or damaged)" in str(caught.value)
 
 
 def test_shards_that_lie_elsewhere_are_missing_or_disagree_are_refused(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_shards_that_lie_elsewhere_are_missing_or_disagree_are_refused(tmp_path:
     values = json.loads(index.read_text())
     shard = values["weight_map"]["b"]
     cases = [
-        ({**values["weight_map"], "a": "../elsewhere.safetensors"}, "which is no file beside it; refused"),
+        ({**values["weight_map"], "a": "../elsewhere.safetensors"}, "files beside it; refused"),
         ({**values["weight_map"], "d": shard}, "disagree about 'd'"),
         ({"b": shard}, "disagree about 'c'"),
         ("model.safetensors", "has no weight_map"),
