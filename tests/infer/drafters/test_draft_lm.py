@@ -185,5 +185,5 @@ def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_r
     tiny.target(tmp_path / "other", num_blocks=2)
     text = (tmp_path / "other/tokenizer.json").read_text(encoding="utf-8")
     (tmp_path / "other/tokenizer.json").write_text(text.replace("<|system|>", "<|tool|>"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"token '<\|tool\|>' has id 2, in .*target that is '<\|system\|>'"):
+    with pytest.raises(UserError, match=r"token '<\|tool\|>' has id 2, in .*target another"):
         load_draft_lm(target, str(tmp_path / "other"))

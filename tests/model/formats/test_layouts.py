@@ -368,7 +368,7 @@ def damaged(directory: Path, damage: str) -> Path:
         ("shape", r"fc.weight has shape \[32, 64\], config.json says \[32, 96\]"),
         ("index table", "d2t holds offsets"),
         ("one table", "missing 't2d'"),
-        ("column", "d2t must be a list of whole token offsets"),
+        ("column", r"d2t has shape \[107, 1\]"),
         ("fractions", "d2t must be a list of whole token offsets"),
         ("threes", "t2d a list of marks"),
         ("quantised", "fc.weight holds torch.int8: quantised heads are not read"),
