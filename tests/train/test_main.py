@@ -309,14 +309,14 @@ def test_neither_cache_nor_draft_vocabulary_outlives_its_data_or_tokenizer(
     file, words = deep / changed, ("--config", deep / "eagle3.yaml", "--output", tmp_path / "head")
     online, before = (*words, "--plan", "--features.mode", "online"), (deep / changed).read_text()
     assert call(train_main, *words, "--plan") == 0 and call(train_main, *online) == 0
-    _, key = re.findall(r"\(key (\w+)\)", capsys.readouterr().out)
+    _, key = re.findall(r"'key': '(\w+)'", capsys.readouterr().out)
     file.write_text(before.replace("boats", "ships") if changed == "train.jsonl" else before.replace("{", "{ ", 1))
     try:
         assert call(train_main, *words, "--plan") == 2
         error = capsys.readouterr().err
         assert f"{file.name} changed; rebuild with: python data/main.py features" in error
         assert call(train_main, *words, "--is-whole") == 1 and call(train_main, *online) == 0
-        fresh = re.findall(r"\(key (\w+)\)", capsys.readouterr().out)
+        fresh = re.findall(r"'key': '(\w+)'", capsys.readouterr().out)
         assert (fresh != [key]) == (changed == "train.jsonl")  # the other edits change no token
     finally:
         file.write_text(before)
