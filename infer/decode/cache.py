@@ -67,8 +67,9 @@ class PreallocatedCache(Cache):
 
     def keep(self, path: list[int]) -> None:
         """Keeps the rows at these offsets (ascending) after `length` and forgets the others behind it."""
+        # rows of an accepted path that is no prefix of the tree move up; a chain's stand where they belong already
         count = len(path)
-        if path and path[-1] != count - 1:  # else the rows stand where they belong
+        if path and path[-1] != count - 1:
             for store in self._groups:
                 index = torch.tensor(path, device=store.device) + self.length
                 store.narrow(3, self.length, count).copy_(store.index_select(3, index))
@@ -107,6 +108,7 @@ class CachedLM:
         out = self.target.decoder(
             input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
         )
+        # the prompt goes through transformers' own cache and causal mask; its rows are then copied once
         self.cache = PreallocatedCache(cache, capacity)
         return self._step(out, last_only=True)
 
@@ -152,9 +154,11 @@ class CachedLM:
     def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive [1, 1, n, length + m + n], or one per kind of layer. (Each would convert a boolean one anew.)"""
         count, lowest = mask.shape[0], torch.finfo(self.target.dtype).min
+        # every node sees the kept rows, and of the pending and new ones those that `mask` names
         full = torch.zeros(count, self.length + mask.shape[1], dtype=self.target.dtype, device=mask.device)
         full[:, self.length :].masked_fill_(~mask, lowest)  # [n, length + m + n]
         masks = {"full_attention": full[None, None]}
+        # the cache is full-length, so a window is a matter of positions: a node stands at length + depth
         if "sliding_attention" in self._layer_kinds:
             rows = torch.arange(self.length, device=mask.device)
             positions = torch.cat([rows, depth + self.length])  # [length + m + n]

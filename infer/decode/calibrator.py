@@ -52,6 +52,7 @@ class Calibrator:
         return self._by_temperature if kind == "temperature" else _Isotonic(self)
 
     def _by_temperature(self, log_q: Tensor) -> Tensor:
+        # logit(c) = log c - log(1 - c)
         odds = log_q - torch.log1p(-log_q.exp().clamp(max=1.0))  # +inf at q = 1
         return F.logsigmoid(odds / self.temperature)
 
@@ -90,6 +91,7 @@ class _Isotonic:
             self._knots[log_q.device] = places, heights
         places, heights = self._knots[log_q.device]
         q = log_q.exp()
+        # the knots on both sides of each q; outside of them the two are the same knot
         right = torch.searchsorted(places, q.contiguous()).clamp(max=places.shape[0] - 1)
         left = (right - 1).clamp(min=0)
         width = (places[right] - places[left]).clamp(min=torch.finfo(places.dtype).tiny)

@@ -132,6 +132,7 @@ class SpeculativeDecoder:
         run = _Run(self, prompt, decoding, generator, timed)
         if streamer is not None:
             streamer.put(input_ids.cpu())
+        # the streamer gets the prompt, the prefill's token, and then what each cycle adds
         tokens = run.prefill()
         while True:
             if streamer is not None:
@@ -197,12 +198,14 @@ class _Run:
         if self.proposer is not None:
             self.proposer.reset(self.prompt, capacity, self.sampler)
             self.proposer.commit(torch.cat([self.prompt[1:], choice]), step.features, None)
+        # the prefill's token is nobody's draft: it is the first root
         self._root = choice
         self.clock.lap("prefill")
         return self._take([first])
 
     def cycle(self, on_cycle: Callable[[Cycle], None] | None) -> list[int]:
         """Drafts, verifies and commits once; the answer's new tokens."""
+        # (1) draft: the bonus token takes one place of what is left
         remaining, began = self.decoding.max_new_tokens - len(self.answer), self.clock.elapsed_ms
         if self.proposer is None or remaining < 2:
             tree = root_only(self._root)  # the bonus token alone fills what is left
@@ -210,6 +213,7 @@ class _Run:
             tree = self.proposer.propose(self._root, max_levels=remaining - 1)
         position = self.lm.length
         draft_ms = self.clock.lap("draft")
+        # (2) verify in one target forward
         step = self.lm.extend(tree)
         verdict = verify(tree, step.logits, self.sampler, self.typical)
         verify_ms = self.clock.lap("verify")
@@ -220,13 +224,14 @@ class _Run:
             self.clock.lap("commit")
             on_cycle(cycle)
             self.clock.skip()
-        # the target keeps the rows of the accepted path; the bonus token is the next root, and has no row yet
+        # (3) commit: the target keeps the rows of the accepted path; the bonus token is the next root and has none yet
         self.lm.keep(verdict.path)
         tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=self._root.device)
         if self.proposer is not None:
             path = torch.tensor(verdict.path, device=self._root.device)
             self.proposer.commit(tokens, step.features.index_select(0, path), cycle)
         self._root = tokens[-1:]
+        # (4) count; beyond the accepted length a forward was wasted
         statistics = self.statistics
         if len(tree) > 1:
             statistics.verify = rule
@@ -251,11 +256,9 @@ class _Run:
 
 
 class Clock:
-    """Milliseconds per phase. Given a device it synchronises it at each lap: a phase pays for its own kernels.
+    """Milliseconds per phase; the time of whoever watches the cycles belongs to none, nor to the wall time."""
 
-    The time of whoever watches the cycles belongs to no phase, nor to the wall time.
-    """
-
+    # given a device it synchronises at each lap, so that a phase pays for its own kernels
     def __init__(self, device: torch.device | None) -> None:
         self._waits = device is not None and device.type == "cuda"
         self._seconds: dict[str, float] = {}

@@ -52,6 +52,7 @@ def kind_at(head: Path | str) -> str:
     if not path.is_file():
         raise UserError(f"{path}: no such file; train the head with: accelerate launch train/main.py --config RECIPE")
     values: Any = read_json(path)
+    # a head of this project says its kind; published layouts are recognised by their keys and weights
     table = values if isinstance(values, dict) else {}
     if table.get("aerie_kind") in USUAL:
         return str(table["aerie_kind"])
@@ -79,6 +80,7 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
         return asked.head
     if given is not None and kind_at(given) in kinds:
         return str(given)
+    # a run's own heads; a given head of another kind is named only when there is none
     ordered = sorted(kinds, key=lambda kind: kind != preferred)
     for kind in ordered:
         if (heads / kind / CONFIG).is_file():

@@ -57,6 +57,7 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
 
     temperature, top_p, top_k = float(setting("temperature", 1.0)), float(setting("top_p", 1.0)), setting("top_k", 0)
     max_new_tokens = int(setting("max_new_tokens", MAX_NEW_TOKENS))
+    # as transformers' users expect: do_sample decides, else an explicit temperature, else the target's config
     given = asked.get("do_sample")
     do_sample = (bool(config.do_sample) or asked.get("temperature") is not None) if given is None else bool(given)
     do_sample = do_sample and temperature > 0.0
@@ -133,6 +134,7 @@ def race(law: Tensor, generator: torch.Generator) -> Tensor:
 
     A token without a chance has 0 and comes last. No synchronisation.
     """
+    # Gumbel's trick without logarithms: argmax of p / E, E ~ Exponential(1), is a draw from p
     return law / torch.empty_like(law).exponential_(generator=generator)
 
 

@@ -3,6 +3,7 @@
 Below the shapes: the proposer that a cycle of the engine asks for its tree.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -101,6 +102,7 @@ class Chain(Shape):
         laws: list[Tensor] = []  # [1, Vd] each
         pool: list[Level] = []
         for depth in range(1, levels + 1):
+            # q under the target's own processors: verification compares it with p under the same
             if sampled:
                 laws.append(sampler.law(log_q))
                 column = draw(laws[-1], sampler.generator)  # [1]
@@ -108,6 +110,7 @@ class Chain(Shape):
             else:
                 column = argmax(log_q)
                 confidence = log_q.gather(-1, column[:, None])[:, 0]
+            # the calibrated confidence decides how deep to draft, and never what is drawn or accepted
             confidence = self.calibrate(confidence)
             token = drafter.target_ids(column)
             survival = survival + confidence
@@ -120,24 +123,15 @@ class Chain(Shape):
             if depth == levels or ended:
                 break
             log_q = drafter.step(token, zero)
-        count = len(tokens)
-        line, proposal = line[:count], None
+        count, proposal = len(tokens), None
         if laws:  # the last node has no children, and its law is not read
             leaf = torch.zeros_like(laws[0])
             proposal = Proposal("R1", torch.cat([*laws, leaf]), draft_ids(drafter.target_ids, leaf))
-        confidence = torch.cat(confidences)
-        return Tree(
-            tokens=torch.cat(tokens),
-            parents=(line - 1).clamp_(min=0),
-            depth=line,
-            mask=torch.ones(count, count, dtype=torch.bool, device=root.device).tril_(),
-            confidence=confidence,
-            survival=confidence.cumsum(0),
-            levels=count - 1,
-            draft_forwards=count - 1,
-            proposal=proposal,
-            pool=self._pool(pool, line, drafter, ended) if keep else None,
-        )
+        line, confidence = line[:count], torch.cat(confidences)
+        mask = torch.ones(count, count, dtype=torch.bool, device=root.device).tril_()
+        parents, survival, last = (line - 1).clamp_(min=0), confidence.cumsum(0), count - 1
+        tree = Tree(torch.cat(tokens), parents, line, mask, confidence, survival, last, last, proposal)
+        return replace(tree, pool=self._pool(pool, line, drafter, ended)) if keep else tree
 
 
 class StaticTree(Shape):
@@ -158,7 +152,10 @@ class StaticTree(Shape):
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
         self.stop.begin()
         log_q = drafter.start()  # [rows, Vd], one row per node that is expanded
-        form = self._form(log_q.shape[-1], root.device)
+        key = (log_q.shape[-1], root.device)
+        if key not in self._forms:  # without the ranks that a draft vocabulary of this size has no tokens for
+            self._forms[key] = _form([choice for choice in self.choices if max(choice) < key[0]], root.device)
+        form = self._forms[key]
         sampled = self.children != "best" and sampler.decoding.do_sample
         zero = torch.zeros(1, device=root.device)
         tokens, confidences, survivals, above = [root], [zero], [zero], zero
@@ -180,6 +177,7 @@ class StaticTree(Shape):
             tokens.append(drafter.target_ids(columns[at.rows, at.ranks]))
             confidences.append(confidence)
             survivals.append(survival)
+            # the frontier: nodes that have children in the form, the best first, for the stop rule
             alive, order = survival[at.inner].sort(descending=True, stable=True)
             frontier = at.inner[order]
             level = Level(depth, log_q, at.parents, at.rows, tokens[-1], confidence, survival, frontier, alive)
@@ -191,40 +189,25 @@ class StaticTree(Shape):
             log_q = drafter.step(tokens[-1][at.inner], at.rows[at.inner])
             above = survival[at.inner]
         confidence, survival = torch.cat(confidences), torch.cat(survivals)
-        count, depth = confidence.shape[0], len(tokens) - 1
-        parents, mask, proposal, kept = form.parents[:count], form.mask[:count, :count], None, None
+        count, depth, proposal = confidence.shape[0], len(tokens) - 1, None
+        kept = torch.arange(count, device=root.device) if keep else None
         if sampled:
             rows = torch.cat(laws)
             places = form.law_rows[:count].clamp(max=rows.shape[0] - 1)  # a leaf's law is not read
             rule: Literal["R3", "R4"] = "R3" if self.children == "sampled" else "R4"
-            kept = (survival > float("-inf")).nonzero()[:, 0]  # the others had no token left to draw
+            # A law that the processors leave fewer tokens than a node has children gives it fewer children. Their
+            # places were drafted below, and are dropped here: the one synchronisation. No drawn token is ever dropped.
+            kept = (survival > float("-inf")).nonzero()[:, 0]
             proposal = Proposal(rule, rows[places[kept]], draft_ids(drafter.target_ids, rows))
-        tree = Tree(torch.cat(tokens), parents, form.depth[:count], mask, confidence, survival, depth, depth, proposal)
-        if keep:
-            places = torch.arange(count, device=root.device) if kept is None else kept
-            tree = replace(tree, pool=self._pool(pool, places, drafter, ended))
-        return tree if kept is None or kept.shape[0] == count else _part(tree, kept)
-
-    def _form(self, vocab_size: int, device: torch.device) -> "_Form":
-        """The form as tensors, without the ranks that a draft vocabulary of this size has no tokens for."""
-        key = (vocab_size, device)
-        if key not in self._forms:
-            self._forms[key] = _Form.of([c for c in self.choices if max(c) < vocab_size], device)
-        return self._forms[key]
-
-
-def _part(tree: Tree, kept: Tensor) -> Tree:
-    """The tree of the nodes kept [n], whose parents are among them; its proposal is theirs already."""
-    place = torch.zeros_like(tree.parents).scatter_(0, kept, torch.arange(kept.shape[0], device=kept.device))
-    return replace(
-        tree,
-        tokens=tree.tokens[kept],
-        parents=place[tree.parents[kept]],
-        depth=tree.depth[kept],
-        mask=tree.mask[kept][:, kept],
-        confidence=tree.confidence[kept],
-        survival=tree.survival[kept],
-    )
+        pool_of = self._pool(pool, kept, drafter, ended) if keep and kept is not None else None
+        parts = [torch.cat(tokens), form.parents[:count], form.depth[:count], form.mask[:count, :count]]
+        parts += [confidence, survival]
+        if kept is not None and kept.shape[0] < count:
+            place = torch.zeros_like(parts[1]).scatter_(0, kept, torch.arange(kept.shape[0], device=kept.device))
+            parts = [part[kept] for part in parts]
+            parts[1], parts[3] = place[parts[1]], parts[3][:, kept]
+        node_tokens, parents, depths, mask, confidence, survival = parts
+        return Tree(node_tokens, parents, depths, mask, confidence, survival, depth, depth, proposal, pool=pool_of)
 
 
 @dataclass(frozen=True)
@@ -248,33 +231,27 @@ class _Form:
     mask: Tensor  # [N, N]
     law_rows: Tensor  # [N] which of the laws, in the order of expansion, a node's children come from; 0 for a leaf
 
-    @classmethod
-    def of(cls, choices: list[Choice], device: torch.device) -> "_Form":
-        """The form of choices in level order."""
-        nodes: list[Choice] = [(), *choices]
-        number = {node: place for place, node in enumerate(nodes)}
-        with_children = {choice[:-1] for choice in choices}
-        expanded = [node for node in nodes if node in with_children]
 
-        def tensor(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.long, device=device)
+def _form(choices: list[Choice], device: torch.device) -> _Form:
+    """The form of choices in level order."""
+    nodes: list[Choice] = [(), *choices]
+    number = {node: place for place, node in enumerate(nodes)}
+    with_children = {choice[:-1] for choice in choices}
+    expanded = [node for node in nodes if node in with_children]
 
-        levels = []
-        for depth in range(1, 1 + max(map(len, nodes))):
-            here = [node for node in nodes if len(node) == depth]
-            above = [node for node in expanded if len(node) == depth - 1]
-            levels.append(
-                _FormLevel(
-                    parents=tensor([number[node] for node in above]),
-                    rows=tensor([above.index(node[:-1]) for node in here]),
-                    ranks=tensor([node[-1] for node in here]),
-                    inner=tensor([place for place, node in enumerate(here) if node in with_children]),
-                    width=1 + max(node[-1] for node in here),
-                )
-            )
-        parents = tensor([number[node[:-1]] for node in nodes])
-        law_rows = tensor([expanded.index(node) if node in with_children else 0 for node in nodes])
-        return cls(levels, parents, tensor([len(node) for node in nodes]), ancestors(parents, len(levels)), law_rows)
+    def tensor(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.long, device=device)
+
+    levels = []
+    for depth in range(1, 1 + max(map(len, nodes))):
+        here = [node for node in nodes if len(node) == depth]
+        above = [node for node in expanded if len(node) == depth - 1]
+        rows, ranks = tensor(above.index(node[:-1]) for node in here), [node[-1] for node in here]
+        inner = tensor(place for place, node in enumerate(here) if node in with_children)
+        levels.append(_FormLevel(tensor(number[node] for node in above), rows, tensor(ranks), inner, 1 + max(ranks)))
+    parents = tensor(number[node[:-1]] for node in nodes)
+    law_rows = tensor(expanded.index(node) if node in with_children else 0 for node in nodes)
+    return _Form(levels, parents, tensor(map(len, nodes)), ancestors(parents, len(levels)), law_rows)
 
 
 class DynamicTree(Shape):
@@ -305,10 +282,12 @@ class DynamicTree(Shape):
         firsts = [1]  # the number of each level's first candidate
         pool: list[Level] = []
         for depth in range(1, levels + 1):
+            # expansion (section 4.1): k children for each expanded node
             chances, columns = log_q.topk(k, dim=-1)  # [r, k]
             chances = self.calibrate(chances)
             grown = above[:, None] + chances
             confidence, survival, token = chances.flatten(), grown.flatten(), drafter.target_ids(columns).flatten()
+            # ranked by confidence, a node counts no more than the least sure node on its path: ancestors come along
             score = survival if self.by_survival else torch.minimum(lowest[:, None], chances).flatten()
             tokens.append(token)
             confidences.append(confidence)
@@ -316,6 +295,7 @@ class DynamicTree(Shape):
             scores.append(score)
             if depth == levels and self.rerank and not keep:
                 break  # nothing is left to be ranked level by level
+            # the k best of the level are expanded next
             best = (survival if self.by_survival else confidence).topk(k).indices
             alive, first = survival.index_select(0, best), firsts[-1]
             frontiers.append(best + first)
@@ -338,23 +318,21 @@ class DynamicTree(Shape):
             lowest = above if self.by_survival else score.index_select(0, best)
             expanded.append(parents)
             firsts.append(first + token.shape[0])
-        # reranking: the stable sort and the second one, by number, keep the shallow-first order
-        kept = torch.cat(scores).sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else None
-        kept = (torch.cat(frontiers) if kept is None else kept).sort().values  # [N]
+        # Reranking (section 4.2). Survival never grows along a path, so the best by survival are connected once ties go
+        # to the shallower node:
+        # candidates stand shallow-first, and the sort is stable.
+        ranked = torch.cat(scores).sort(descending=True, stable=True).indices[: self.nodes] if self.rerank else None
+        kept = (torch.cat(frontiers) if ranked is None else ranked).sort().values  # [N]
         # candidate c > 0 is one of k below the expanded node number (c - 1) // k; the root is its own parent
         number = torch.cat(expanded).index_select(0, (kept - 1).clamp_(min=0).floor_divide_(k))
-        of = torch.searchsorted(kept, number)  # [N]
-        return Tree(
-            tokens=torch.cat(tokens).index_select(0, kept),
-            parents=of,
-            depth=torch.bucketize(kept, torch.tensor(firsts, device=kept.device), right=True),
-            mask=ancestors(of, len(firsts)),
-            confidence=torch.cat(confidences).index_select(0, kept),
-            survival=torch.cat(survivals).index_select(0, kept),
-            levels=len(firsts),
-            draft_forwards=forwards,
-            pool=self._pool(pool, kept, drafter, ended, reranked=True) if keep else None,
+        of, count = torch.searchsorted(kept, number), len(firsts)  # [N]
+        depth_of = torch.bucketize(kept, torch.tensor(firsts, device=kept.device), right=True)
+        token, confidence, survival = (
+            torch.cat(column).index_select(0, kept) for column in (tokens, confidences, survivals)
         )
+        kept_pool = self._pool(pool, kept, drafter, ended, reranked=True) if keep else None
+        mask = ancestors(of, count)
+        return Tree(token, of, depth_of, mask, confidence, survival, count, forwards, pool=kept_pool)
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,13 @@ Path = tuple[int, ...]  # the target's ids below the root
 
 @dataclass(frozen=True)
 class Proposal:
-    """How sampled children were drawn, which is what makes them verifiable without bias.
+    """How sampled children were drawn, which is what makes them verifiable without bias."""
 
-    R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement.
-    """
-
-    rule: Rule
+    rule: Rule  # R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement
     laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
     ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; null: they are the target's own
 
+    # a draft LM's vocabulary may be shorter than the target's; an EAGLE-3 head's columns are scattered over it
     def over(self, vocab_size: int) -> Tensor:
         """q [N, V] over the target's vocabulary: zero where the draft has no word."""
         count, width = self.laws.shape
@@ -38,6 +36,7 @@ def draft_ids(target_ids: Callable[[Tensor], Tensor], laws: Tensor) -> Tensor | 
     return None if ids is columns else ids
 
 
+# A level and a pool are what is known before reranking: candidates are numbered through all levels, shallow first.
 @dataclass(frozen=True)
 class Level:
     """One drafted level: n candidates below r expanded nodes. Stop rules see it, and the pool keeps it."""
@@ -65,6 +64,7 @@ class Pool:
 
     def laws(self) -> dict[int, Tensor]:
         """log q [Vd] of the children of each node of the tree that was expanded, by the node, ascending."""
+        # an expanded node may have been cut by reranking: its law belongs to no node
         node_of = {candidate: node for node, candidate in enumerate(self.kept.tolist())}
         laws = [pair for level in self.levels for pair in zip(level.parents.tolist(), level.log_q, strict=True)]
         return {node_of[candidate]: law for candidate, law in sorted(laws, key=lambda p: p[0]) if candidate in node_of}
@@ -78,10 +78,8 @@ class Pool:
         return paths
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
-        """Per level the paths and log survivals of a dynamic tree's frontier before reranking, of all nodes in others.
-
-        The survivals [f] of level d sum to DEAGLE's S_d once they are exponentiated.
-        """
+        """Per level the paths and log survivals [f] of a dynamic tree's frontier (not reranked), else of all nodes."""
+        # exponentiated and summed, the survivals of level d are DEAGLE's S_d
         paths, first, frontiers = self.paths(), 1, []
         for level in self.levels:
             count = level.tokens.shape[0]
@@ -127,8 +125,9 @@ def root_only(token: Tensor) -> Tree:
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
     """The boolean [N, N] matrix of ancestors-or-self of nodes with these parents, at most `levels` deep."""
+    # column i of `above` is each node's ancestor i levels up; the root is its own parent, so that none runs off
     count = parents.shape[0]
-    above = [torch.arange(count, device=parents.device), parents]  # each node's ancestor 0, 1, 2, ... levels up
+    above = [torch.arange(count, device=parents.device), parents]
     for _ in range(1, levels):
         above.append(parents.index_select(0, above[-1]))
     reach = torch.zeros(count, count, dtype=torch.bool, device=parents.device)

@@ -1,8 +1,7 @@
 """A lossless choice among the drafted nodes (rules R0 to R4), and Medusa's typical acceptance, which is NOT lossless.
 
-R0: the target's argmax. R2: the target's own draw at every node, whatever was drafted. R1, R3 and R4: speculative
-sampling of children that were drawn from q, in a chain, as siblings without replacement, and with replacement.
-p are the target's laws, q the draft's, both after the processors.
+R0: the target's argmax. R2: its own draw at every node, whatever was drafted. R1, R3, R4: speculative sampling of
+children that were drawn from q. p are the target's laws, q the draft's, both after the processors.
 """
 
 from dataclasses import dataclass
@@ -33,10 +32,7 @@ class Verdict:
 
 
 def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
-    """The verdict for the target's logits [N, V] at every node, by the rule that the tree's children ask for.
-
-    typical, which is not lossless, replaces that rule where tokens are sampled.
-    """
+    """The verdict for the target's logits [N, V] by the tree's rule; typical replaces it where tokens are sampled."""
     rule = rule_of(tree.proposal, sampler, typical)
     if rule in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
@@ -55,10 +51,8 @@ def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig 
 
 
 def walk(tree: Tree, choice: Tensor) -> Verdict:
-    """R0 and R2: the verdict for the target's choice [N] at every node. Siblings must differ.
-
-    A node is reached when it and all its ancestors are what the target chose at their parents.
-    """
+    """R0 and R2: the verdict for the target's choice [N] at every node. Siblings must differ."""
+    # a node is reached when it and all its ancestors are what the target chose at their parents
     count = len(tree)
     columns = [tree.tokens, tree.parents, choice]
     if tree.passengers is not None:
@@ -82,7 +76,7 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
         uniform = torch.rand(len(tree) - 1, generator=generator, device=p.device)
         last, law = accept_chain(p, q[:-1], tree.tokens[1:], uniform)  # a chain's nodes are numbered by their depth
         return _ending_at(tree, last, draw(law[None], generator))
-    # every inner node is tried at once, and the path is read off afterwards: two synchronisations in all
+    # R3 and R4: every inner node is tried at once, and the path is read off afterwards: two synchronisations in all
     families: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
         families.setdefault(parent, []).append(node)
@@ -95,6 +89,7 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     uniform = torch.rand(len(parents), len(children), generator=generator, device=p.device)
     siblings = [tree.tokens[nodes] for nodes in children]
     chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
+    # a node is refused unless its parent chose its rank; parents that nothing reaches do no harm
     refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
     for rank, nodes in enumerate(children):
         refused[nodes] = chosen[: nodes.shape[0]] != rank
@@ -108,13 +103,14 @@ def accept_chain(p: Tensor, q: Tensor, tokens: Tensor, uniform: Tensor) -> tuple
     """R1: how many of gamma tokens are accepted [..], and the law [.., V] of the token after them.
 
     p [.., gamma + 1, V]; q [.., gamma, V]; tokens [.., gamma] drawn from q; uniform [.., gamma] in [0, 1).
-    Source: Leviathan et al. (arXiv 2211.17192), algorithm 1.
     """
+    # Leviathan et al. (arXiv 2211.17192), algorithm 1: x_i is accepted where r_i < p(x_i) / q(x_i), and n is the first
+    # refusal; the next token is drawn from norm(max(0, p_n+1 - q_n+1)), or from p_gamma+1 after no refusal.
     gamma = tokens.shape[-1]
-    taken = uniform * _of(q, tokens) < _of(p[..., :gamma, :], tokens)  # r < p(x) / q(x), without the division
+    taken = uniform * _of(q, tokens) < _of(p[..., :gamma, :], tokens)
     n = taken.long().cumprod(-1).sum(-1)  # [..]
     row = n[..., None, None].expand(*n.shape, 1, p.shape[-1])
-    refused = (n < gamma)[..., None]  # else every token was accepted, and nothing is to be subtracted
+    refused = (n < gamma)[..., None]
     law = residual(p.gather(-2, row).squeeze(-2), q.gather(-2, row.clamp(max=gamma - 1)).squeeze(-2) * refused)
     return n, law
 
@@ -125,11 +121,11 @@ def accept_sibling(
     """R3 and R4: the rank [M] of the child that each of M nodes accepts (-1: none), and what is left of p [M, V].
 
     p, q [M, V]; siblings[rank] [m] are the tokens drawn at that rank below the first m nodes, where m may fall from
-    rank to rank; uniform [M, K] in [0, 1). replaced: every sibling was drawn from q (R4), else without replacement
-    (R3), the token of rank i from q restricted to what ranks 0 .. i-1 left. What is left has a meaning only where no
-    child is accepted: it is the law of the token that follows.
-    Source: SpecInfer (arXiv 2305.09781) for R4; EAGLE-1's released code for R3.
+    rank to rank; uniform [M, K] in [0, 1). replaced: siblings were drawn with replacement (R4), else without (R3).
     """
+    # SpecInfer (arXiv 2305.09781) for R4, EAGLE-1's released code for R3: a refused x_i leaves norm(max(0, p - q)) of
+    # p, and without replacement norm(q without x_i) of q. Where no child is accepted, what is left of p is the law of
+    # the token that follows; elsewhere it has no meaning.
     p, q = p.clone(), q.clone()
     chosen = torch.full(p.shape[:1], -1, device=p.device)
     for rank, tokens in enumerate(siblings):
@@ -144,10 +140,8 @@ def accept_sibling(
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)) [.., V], what a refused draw from q leaves of p.
-
-    Where rounding leaves nothing (p = q, which refuses nothing but by a float's error) it is p.
-    """
+    """norm(max(0, p - q)) [.., V], what a refused draw from q leaves of p."""
+    # where rounding leaves nothing (p = q, which refuses nothing but by a float's error) it is p
     left = (p - q).clamp_(min=0.0)
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, p)
@@ -160,10 +154,9 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
-    """The chance [N] that `reject` goes on to each node once it stands at its parent; 0 for the root.
+    """The chance [N] that `reject` goes on to each node once it stands at its parent; 0 for the root. p [N, V].
 
-    Given the tokens that were drawn, over the uniform numbers alone: of siblings, that those before it are refused and
-    it is accepted. p [N, V] are the target's laws.
+    Given the tokens that were drawn: that its siblings before it are refused and it is accepted.
     """
     assert tree.proposal is not None, "children that were not sampled are accepted with p"
     q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens
@@ -181,13 +174,10 @@ def acceptance(tree: Tree, p: Tensor) -> Tensor:
 
 
 def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
-    """Typical acceptance for the target's laws p [N, V], NOT lossless: the longest path of typical tokens.
-
-    Token x is typical where p(x) > min(epsilon, delta exp(-H(p))), however it was drafted: nothing pays back for the
-    tokens that are kept too often. Of equally long paths the most probable is taken. The bonus token is the target's
-    argmax, as in the paper, where every cycle's first token is the greedy one and accepted unseen.
-    Source: Medusa (arXiv 2401.10774), section 2.3.1.
-    """
+    """NOT lossless: the longest path of tokens that the target's laws p [N, V] find typical (Medusa, section 2.3.1)."""
+    # Token x is typical where p(x) > min(epsilon, delta exp(-H(p))), however it was drafted: nothing pays back for the
+    # tokens that are kept too often. Of equally long paths the most probable is taken. The bonus token is the target's
+    # argmax, as in the paper, where every cycle's first token is the greedy one and accepted unseen.
     p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
     threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
     alive = _reached(tree, p_node <= threshold[tree.parents])

@@ -54,6 +54,7 @@ class DraftLMDrafter(Drafter):
         The first tokens after `reset` are the prompt's, without its first, and the answer's first.
         """
         tokens, self._num_repeated = tokens[self._num_repeated :], 0
+        # the bonus token was never drafted, so that no row holds it
         kept = self._rows_of(tokens[:-1])
         self._lm.keep(kept)
         self._unread = torch.cat([self._unread, tokens[len(kept) :]])
@@ -69,6 +70,7 @@ class DraftLMDrafter(Drafter):
             assert count, "reset, then commit at least the answer's first token"
             line = torch.arange(count, device=self._unread.device)
             below = line[:, None] >= line[None]  # [n, n]
+            # one forward reads all that is new, in order
             hidden = self._lm.append(self._readable(self._unread), line, below)
             self._lm.keep(line.tolist())
             self._unread = self._unread[:0]
@@ -78,6 +80,7 @@ class DraftLMDrafter(Drafter):
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """log q [n, V] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
         count = tokens.shape[0]
+        # a node sees the rows that its parent saw, and itself
         itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
         self._depth = torch.cat([self._depth, torch.full_like(tokens, len(self._steps))])
         self._seen = torch.cat([self._seen.index_select(0, parents), itself], dim=1)  # [n, m + n]

@@ -102,6 +102,7 @@ class Lookahead(Proposer):
         self._read(len(self._text))
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
+        # the window rides along as passengers; guesses are n-grams that once followed this token
         trie, token = Trie(), self._text[-1]
         newest: list[int] = []
         if len(self._text) + self._window.reach <= self._context:

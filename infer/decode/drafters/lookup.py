@@ -33,6 +33,7 @@ class Trie:
         node = 0
         self._guesses[0] += 1
         for token in tokens:
+            # what guesses share is one node: siblings differ, as rule R2 asks
             child = self._children.get((node, token))
             if child is None:
                 child = self._children[node, token] = self._append(token, node)
@@ -95,6 +96,7 @@ def continuation(text: Text, config: PromptLookupConfig, end_ids: frozenset[int]
     Source: PromptLookupCandidateGenerator of transformers 5, after prompt-lookup-decoding.
     """
     for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
+        # the longest n-gram decides; of its places the leftmost, as transformers takes it
         windows = sliding_window_view(text[:-1], size)  # [T - size, size], without the text's own end
         starts = np.flatnonzero((windows == text[-size:]).all(axis=1)) + size
         if len(starts):

@@ -28,6 +28,7 @@ class MedusaDrafter(Drafter):
         return ((self.head, "forward"),)
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
+        # row 0 of the head is for the token after the root
         self._feature = features[-1:]
 
     def start(self) -> Tensor:
@@ -77,6 +78,7 @@ class HydraDrafter(Drafter):
             mask = features.new_full((total - first, total), float("-inf")).triu_(first + 1)
             features = self.head.prefix(features[None], (first, total), mask[None, None], self._buffers)[0]
             self._buffers[0].length = total
+        # only the last feature is needed: what came before is in the prefix layer's keys and values
         self._state = features[-1:]
         self._root = F.embedding(tokens[-1:], self._embedding)
 
@@ -88,6 +90,7 @@ class HydraDrafter(Drafter):
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """log q [n, V] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
         self._level += 1
+        # a node's input is the root's embedding and those of its path, side by side
         above = self._embeddings.index_select(0, parents)
         self._embeddings = torch.cat([above, F.embedding(tokens, self._embedding)], dim=1)
         return self._log_q()
