@@ -205,7 +205,6 @@ def kind_of(values: Any, place: Path) -> str:
 
 
 def head_facts(directory: Path | str) -> dict[str, Any]:
-    """What was written under "aerie" in config.json when the head was saved."""
     facts = read_json(head_directory(directory) / CONFIG).get("aerie")
     return dict(facts) if isinstance(facts, dict) else {}
 

@@ -67,7 +67,6 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes text to path atomically (UTF-8)."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -87,7 +86,6 @@ def read_json(path: Path) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text that says something, or the error's name."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -118,7 +116,6 @@ def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = l
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory; a kill midway leaves no half of it under its name."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.is_dir():
@@ -152,7 +149,6 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Makes every file below a directory, and their names, survive a power cut."""
     for path in [*directory.rglob("*"), directory]:
         if path.is_dir():
             sync_directory(path)
@@ -187,7 +183,6 @@ class Lock(AbstractContextManager["Lock"]):
             self.file = self.path.open("ab")
 
     def forget(self) -> None:
-        """Removes the file: whoever takes a new one finds the work done."""
         self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -212,7 +207,6 @@ def content_digest(content: bytes) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """The first 16 hex digits of the SHA-256 of a file's bytes."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
 
@@ -269,7 +263,6 @@ class Manifest:
         return {**table, "seal": digest(table)}
 
     def write(self, directory: Path, name: str = FILE) -> None:
-        """Writes it to a file in the directory, atomically."""
         write_json(directory / name, self.as_json())
 
     @classmethod
@@ -317,7 +310,6 @@ class Stage:
     started: float = field(default_factory=time.time)
 
     def is_whole(self) -> bool:
-        """True when the output is finished and was made from these inputs."""
         return isinstance(Manifest.check(self.output, self.inputs), Whole)
 
     def require_own_directory(self, overwrite: bool) -> None:

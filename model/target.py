@@ -28,7 +28,6 @@ class VocabWeights:
     softcap: float | None  # cap * tanh(logits / cap) (Gemma)
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
-        """Logits [..., V] (or [..., len(rows)]) of states after the final norm [..., D], as the target has them."""
         weight, bias = self.lm_head, self.bias
         if rows is not None:
             weight, bias = weight[rows], None if bias is None else bias[rows]
@@ -106,7 +105,6 @@ class Target:
         return config
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
-        """See VocabWeights.logits."""
         return self.vocab.logits(last_hidden, rows)
 
     @torch.inference_mode()
@@ -156,7 +154,6 @@ def final_transform(text_config: Any) -> tuple[float, float | None]:
 
 
 def load_config(config: TargetConfig) -> Any:
-    """The target's transformers configuration."""
     with _readable(config, "read the target's configuration"):
         return AutoConfig.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code

@@ -27,7 +27,6 @@ class DraftVocabulary:
 
     @classmethod
     def identity(cls, vocab_size: int) -> "DraftVocabulary":
-        """The whole target vocabulary."""
         return cls(torch.zeros(vocab_size, dtype=torch.long), torch.ones(vocab_size, dtype=torch.bool))
 
     @classmethod
@@ -70,7 +69,6 @@ class DraftVocabulary:
 
     @property
     def vocab_size(self) -> int:
-        """The target's."""
         return self.t2d.shape[0]
 
     @property

@@ -55,7 +55,6 @@ def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = F
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor name -> shard; UserError for a file outside the directory."""
     index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or any(Path(str(name)).name != name for name in table.values()):

@@ -1,12 +1,9 @@
 """The EAGLE draft heads: EAGLE-1 (EAGLE-2 decodes with it too) and EAGLE-3.
 
-EAGLE-1: from the feature of t_p (the target's state after its final norm) and the token t_{p+1} it predicts the feature
-of t_{p+1}; the target's own LM head turns that into a law for t_{p+2}. Drafting feeds the predictions back. Source:
-EAGLE (arXiv 2401.15077), section 4.1; module names and the missing norms (no input norm on the first layer, no final
-norm) are those of the published weights.
-
-EAGLE-3: the feature is a fusion of the target's taps, the first layer reads [embedding; feature], and the head has an
-LM head of its own over a draft vocabulary. Source: EAGLE-3 (arXiv 2503.01840), section 3.
+EAGLE-1 (arXiv 2401.15077, section 4.1): from the feature of t_p (the target's state after its final norm) and the token
+t_{p+1} it predicts the feature of t_{p+1}, which the target's own LM head turns into a law for t_{p+2}.
+EAGLE-3 (arXiv 2503.01840, section 3): the feature is a fusion of the target's taps, the first layer reads [embedding;
+feature], and the head has an LM head of its own over a draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -105,7 +102,6 @@ class EagleHead(nn.Module):
 
     @property
     def blocks(self) -> list[DecoderLayer]:
-        """The decoder layers, first to last."""
         raise NotImplementedError
 
     @property
@@ -262,7 +258,6 @@ class Eagle3Head(EagleHead):
         return DraftVocabulary(cast(Tensor, self.d2t), cast(Tensor, self.t2d))
 
     def set_vocabulary(self, vocabulary: DraftVocabulary) -> None:
-        """Copies a vocabulary of the head's own sizes into its buffers."""
         cast(Tensor, self.d2t).copy_(vocabulary.d2t)
         cast(Tensor, self.t2d).copy_(vocabulary.t2d)
 

@@ -55,7 +55,6 @@ class HydraConfig(MultiTokenConfig):
         return {"architectures": ["HydraModel"], "aerie_kind": "hydra", **asdict(self)}
 
     def sizes(self) -> LayerSizes:
-        """Of the prefix layer."""
         assert self.prefix_layer, "this head has no prefix layer"
         return LayerSizes.of(self)
 
