@@ -71,7 +71,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes value as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -202,7 +201,6 @@ def digest(value: Any) -> str:
 
 
 def content_digest(content: bytes) -> str:
-    """The first 16 hex digits of the SHA-256 of some bytes."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -338,7 +338,7 @@ def test_a_warm_start_keeps_its_vocabulary_and_odd_positions_are_noticed(
     odd = ("--output", tmp_path / "odd", "--head.rope_theta", "5e5", "--head.max_position_embeddings", "200")
     assert call(train_main, *words, *odd, "--plan") == 0
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("warning: head: the head's RoPE has base 500,000 and no scaling, its target's base 10,000")
+    assert first.startswith("warning: head: rope_theta is 500,000 with scaling None, its target's 10,000")
     assert second.startswith("warning: head: max_position_embeddings is 200, its target's 256")
 
 
