@@ -157,22 +157,6 @@ def test_draft_ids_reach_the_target_through_d2t_and_a_lost_offset_shows(tree: st
     assert lost.new_ids == found.new_ids and lost.statistics.tau < 1.5
 
 
-def test_only_tokens_of_the_draft_vocabulary_are_drafted_with_their_own_confidence() -> None:
-    target, ids = make_target(), prompts(2)[-1]
-    speculative = decoder(target, TREES["small"])
-    assert isinstance(speculative.proposer, Drafting)
-    drafter = speculative.proposer.drafter
-    assert isinstance(drafter, EagleDrafter) and isinstance(drafter.head, Eagle3Head)
-    marks, trees = drafter.head.vocabulary.t2d, []
-
-    def watch(cycle: Cycle) -> None:
-        trees.append(cycle.tree)
-
-    speculative.generate(ids, do_sample=False, max_new_tokens=12, on_cycle=watch)
-    assert sum(len(tree) for tree in trees) > len(trees)
-    assert all(bool(marks[tree.tokens[1:]].all()) for tree in trees)
-
-
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     target = make_target()
     save_head(make_head(target, after_blocks=(1, 4)), tmp_path / "deep")

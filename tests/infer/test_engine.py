@@ -17,7 +17,6 @@ from aerie.infer.decode.shape import Drafting, make_shape
 from aerie.model.heads.eagle import Eagle1Head
 from aerie.model.target import Target
 from tests import tiny
-from tests.infer.draws import LEVEL, draw, tiny_vocabulary
 
 TREES = {
     "small": DynamicConfig(levels=3, k=3, nodes=8),
@@ -165,28 +164,6 @@ def test_drafting_a_tree_equals_drafting_each_path_alone() -> None:
             alone.step(torch.tensor([path[0]]), torch.tensor([0]))
             law = alone.step(torch.tensor([path[1]]), torch.tensor([0]))
             torch.testing.assert_close(both[row : row + 1], law, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", ["small", "chain"])
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8)])
-def test_sampled_text_has_the_targets_law(tree: str, temperature: float, top_p: float) -> None:
-    """5,000 draws of three tokens through a real tiny model."""
-    target = tiny_vocabulary()
-    proposer = decoder(target, TREES[tree]).proposer
-    assert proposer is not None
-    p, accepted = draw(target, proposer, torch.tensor([[1, 5, 3]]), 5000, 3, temperature, top_p)
-    assert p > LEVEL and accepted > 0.05
-
-
-def test_the_same_seed_gives_the_same_sampled_tokens() -> None:
-    target, ids = make_target(), prompts(2)[-1]
-    speculative = decoder(target, TREES["wide"])
-    texts = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        texts.append(speculative.generate(ids, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=16).new_ids)
-    assert texts[0] == texts[1] != texts[2]
 
 
 class Collector(BaseStreamer):

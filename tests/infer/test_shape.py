@@ -21,7 +21,7 @@ from aerie.configs.schema.decode import (
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import Chain, Children, StaticTree, make_shape
 from aerie.infer.decode.stop import Heuristic, Stop
-from aerie.infer.decode.tree import Level, Tree, ancestors, describe
+from aerie.infer.decode.tree import Level, Tree, ancestors
 from tests.infer.laws import SETTINGS, sampler
 
 VOCAB = 11
@@ -134,12 +134,6 @@ def test_ancestors_are_those_of_walking_up(levels: int) -> None:
             walker = parents[walker]
             expected.add(walker)
         assert set(mask[node].nonzero().flatten().tolist()) == expected
-
-
-def test_a_tree_prints_one_line_a_node() -> None:
-    tree = make_shape(DynamicConfig(levels=2, k=2, nodes=5)).grow(TableDrafter(0), torch.tensor([0]), 2, GREEDY)
-    lines = describe(tree, [str(t) for t in tree.tokens.tolist()]).splitlines()
-    assert len(lines) == 5 and lines[0].startswith("'0'") and "survival" in lines[1]
 
 
 KEPT = {
@@ -420,11 +414,6 @@ def test_fewer_survivors_than_children_are_fewer_children() -> None:
         assert bool(torch.isfinite(tree.survival).all())
         fewer += len(tree) < 26
     assert fewer > 6
-
-
-def test_a_small_draft_vocabulary_leaves_ranks_out() -> None:
-    tree = grow(TableDrafter(2), sampler(0.0, 1.0), tuple((rank,) for rank in range(VOCAB + 5)))
-    assert sorted(tree.tokens[1:].tolist()) == list(range(VOCAB))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -248,11 +248,6 @@ def node_paths(tree: Tree) -> list[tuple[int, ...]]:
     return found
 
 
-def test_the_released_code_stops_above_0_6_nats_and_the_papers_text_above_0_09() -> None:
-    assert EntropyConfig().max_entropy == pytest.approx(0.6)
-    assert EntropyConfig(c=1.0).max_entropy == pytest.approx(0.09)
-
-
 @pytest.mark.parametrize("bound", [0.4, 0.8, 1.2])
 def test_equation_7_a_chain_ends_with_the_token_of_the_first_uncertain_law(bound: float) -> None:
     config = EntropyConfig(c=0.15, h=math.sqrt(0.15 * bound))
@@ -420,12 +415,6 @@ def test_expectation_alone_ends_when_the_shortfall_has_reached_the_bonus(share: 
     """sum of (1 - S_t) >= bonus: at 0.8, for bonus 1, 0.2 + 0.36 + 0.488 >= 1 at depth 3."""
     for bonus, depth in zip((1.0, 2.0, 3.0), depths, strict=True):
         assert depth_of(vote(signals=("expectation",), bonus=bonus), steady(share)) == depth
-
-
-def test_probability_alone_ends_below_0_15() -> None:
-    rule = vote(signals=("probability",))
-    assert depth_of(rule, [[0.5, 0.4], [0.1, 0.06], [0.1, 0.04]]) == 3
-    assert depth_of(rule, [[0.5], [0.149]]) == 2 and depth_of(rule, [[0.5], [0.15001]]) is None
 
 
 def test_momentum_alone_ends_at_the_second_sharp_decline() -> None:

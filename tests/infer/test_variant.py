@@ -121,16 +121,3 @@ def test_heads_are_named_where_they_alone_differ() -> None:
     assert [tree_text(each).rpartition(", ")[2] for each in kinds] == ["eagle1 head", "eagle3 head"]
     alone = dicts([identity(each) for each in group(measured([rows[1]]))])
     assert tree_text(alone[1]) == "6 levels, k 10, 60 nodes"
-
-
-def test_typical_acceptance_is_said_to_be_not_lossless_wherever_the_row_is_named() -> None:
-    asked = MethodConfig("medusa", typical=TypicalConfig())
-    changes = {"temperature": 0.7, "verify": "typical (not lossless)", "identical": None}
-    records = [replace(each, **changes) for each in measured([asked, MethodConfig("medusa")])]
-    records[2] = replace(records[2], verify="R2")
-    failed = replace(records[1], row=3, status="error", message="too long", verify="none", ms=None)
-    rows = dicts([summary_row(members) for members in group([*records, failed])])
-    summary = rows
-    for text in (console_table(summary), markdown_table(summary)):
-        assert ["NOT lossless" in line for line in text.splitlines()[-3:]] == [True, False, True]
-    assert "NOT lossless" in names(records, [1]) and "NOT lossless" not in names(records, [2])

@@ -20,46 +20,17 @@ from aerie.infer.decode.verify import (
     accept_sibling,
     accept_typical,
     entropy,
-    reject,
     rule_of,
     verify,
     walk,
 )
 from tests.infer.laws import SETTINGS, VOCAB, World, sampler
 
-PARENTS = [0, 0, 0, 1, 1, 2]  # root; children 1 and 2; 3 and 4 under 1; 5 under 2
-TOKENS = [0, 3, 1, 2, 4, 0]
-
 
 def tree(tokens: list[int], parents: list[int], depth: list[int]) -> Tree:
     above, zero = torch.tensor(parents), torch.zeros(len(tokens))
     mask, levels = ancestors(above, max(*depth, 1)), max(depth)
     return Tree(torch.tensor(tokens), above, torch.tensor(depth), mask, zero, zero, levels, levels)
-
-
-def test_r2_equals_drawing_first_and_looking_up() -> None:
-    """The textbook loop (accept with p, strike out, renormalise) has exactly the law that `outcomes` enumerates."""
-    law = torch.randn(6, generator=torch.Generator().manual_seed(5)).double().softmax(-1)
-    children = [TOKENS[node] for node in (1, 2)]
-    left, chance, accepted = law.clone(), 1.0, {}
-    for token in children:
-        share = float(left[token] / left.sum())
-        accepted[token] = chance * share
-        chance *= 1.0 - share
-        left[token] = 0.0
-    bonus = {token: chance * float(left[token] / left.sum()) for token in range(6) if token not in children}
-    for token, value in {**accepted, **bonus}.items():
-        assert value == pytest.approx(float(law[token]), abs=1e-12)
-
-
-def test_greedy_follows_the_argmax_to_the_deepest_node() -> None:
-    verdict = walk(tree(TOKENS, PARENTS, [0, 1, 1, 2, 2, 2]), torch.tensor([3, 4, 0, 5, 2, 1]))
-    assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 1, 4], [3, 4], 2)
-
-
-def test_nothing_accepted_leaves_the_roots_choice() -> None:
-    verdict = walk(tree(TOKENS, PARENTS, [0, 1, 1, 2, 2, 2]), torch.tensor([5, 2, 0, 0, 0, 0]))
-    assert (verdict.path, verdict.tokens, verdict.bonus) == ([0], [], 5)
 
 
 @pytest.mark.parametrize("riding", [False, True])
@@ -258,21 +229,11 @@ def test_equal_laws_refuse_nothing() -> None:
     torch.testing.assert_close(bonus, law[:, 2])
 
 
-def test_a_deterministic_tree_is_not_rejection_sampled() -> None:
-    grown, logits = random_tree(torch.Generator().manual_seed(0), "R3")
-    with pytest.raises(AssertionError, match="drawn children"):
-        reject(Tree(**{**grown.__dict__, "proposal": None}), logits.softmax(-1), torch.Generator())
-
-
 PUBLISHED = TypicalConfig()
 
 
 def rows(*laws: list[float]) -> torch.Tensor:
     return torch.tensor(laws)
-
-
-def test_the_published_thresholds() -> None:
-    assert (PUBLISHED.epsilon, PUBLISHED.delta) == (0.09, 0.3)
 
 
 def test_a_sure_target_asks_for_epsilon_and_an_unsure_one_for_less() -> None:

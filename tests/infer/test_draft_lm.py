@@ -140,21 +140,6 @@ def test_one_forward_for_each_law_and_no_token_is_read_twice(accepted: int, read
     assert widths == [1, 1, 1, 1, read]
 
 
-def test_a_cycle_without_drafting_and_a_second_start_change_no_law() -> None:
-    draft = draft_of("llama")
-    drafter = drafter_of(draft)
-    text = ready(drafter)
-    drafter.commit(torch.tensor([51]))
-    first = drafter.start()
-    drafter.step(torch.tensor([60]), torch.tensor([0]))
-    assert_law(first[0], draft, [*text, 51])
-    assert drafter.start().equal(first)
-    law = drafter.step(torch.tensor([61]), torch.tensor([0]))
-    assert_law(law[0], draft, [*text, 51, 61])
-    assert ready(drafter) == text
-    assert_law(drafter.start()[0], draft, text)
-
-
 @pytest.mark.parametrize("vocab_size", [300, 320, 340])
 def test_the_logits_of_padded_vocabularies_are_cut_before_the_softmax(vocab_size: int) -> None:
     draft = draft_of("llama")
