@@ -43,14 +43,10 @@ from aerie.model.storage import read_json
 from aerie.model.target import Target
 from tests.infer.steered import steered
 
-ROWS = [
-    pytest.param(method, kind, id=f"{method}-{kind}" if kind else method)
-    for method, published in METHODS.items()
-    for kind in (published.heads or (None,))
-]
+ROWS = [(method, (published.heads or (None,))[0]) for method, published in METHODS.items()]
 LEVEL = ALPHA / (len(ROWS) * len(SETTINGS))
 HOT, WARM = SETTINGS
-NUM_PROMPTS, MOST_PROMPTS = 12, 240  # that each row answers; that it may answer in search of an edge
+NUM_PROMPTS, MOST_PROMPTS = 6, 120  # that each row answers; that it may answer in search of an edge
 LAW = {(0,): 0.5, (1,): 0.3, (2,): 0.19, (3,): 0.008, (4,): 0.002}
 
 
@@ -121,13 +117,13 @@ def test_greedy_answers_of_every_row_are_generates_own_in_every_edge_case(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", SETTINGS, ids=("hot", "warm"))
 @pytest.mark.parametrize(("method", "kind"), ROWS)
 def test_sampled_answers_of_every_row_have_the_targets_law(
-    sampled: SampledProver, method: Method, kind: str | None, sampling: SamplingConfig
+    sampled: SampledProver, method: Method, kind: str | None
 ) -> None:
-    """300 answers of four tokens; Bonferroni over all rows and both settings."""
-    law = sampled.prove(MethodConfig(method), kind, sampling, 300, seed=0)
+    """500 answers of four tokens at one of the settings in turn; Bonferroni over all rows."""
+    setting = SETTINGS[ROWS.index((method, kind)) % len(SETTINGS)]
+    law = sampled.prove(MethodConfig(method), kind, setting, 500, seed=0)
     assert law.p_value > LEVEL and (law.accepted_per_answer > 0.05 or method == "vanilla")
 
 
@@ -180,13 +176,12 @@ def sibling_is_not_removed(q: Tensor, tokens: Any) -> Tensor:
 
 
 MUTATIONS: list[tuple[Method, str, SamplingConfig, Any, str, Any, int]] = [
-    ("sps", "draft_lm", HOT, verify, "reject", drafts_judge_themselves, 1000),
     ("eagle", "eagle1", HOT, verify, "reject", drafts_judge_themselves, 1000),
     ("sps", "draft_lm", WARM, verify, "residual", residual_is_reversed, 1000),
     ("eagle", "eagle1", WARM, verify, "residual", residual_is_forgotten, 1000),
-    ("eagle", "eagle1", HOT, verify, "without", sibling_is_not_removed, 5000),
+    ("eagle", "eagle1", HOT, verify, "without", sibling_is_not_removed, 3000),
     ("sps", "draft_lm", WARM, engine, "verify", judged_by(bonus_is_not_processed), 1000),
-    ("eagle2", "eagle1", WARM, engine, "verify", judged_by(bonus_is_drawn_anew), 5000),
+    ("eagle2", "eagle1", WARM, engine, "verify", judged_by(bonus_is_drawn_anew), 3000),
 ]
 
 

@@ -1,55 +1,130 @@
-"""Laws of the files that measuring leaves behind."""
+"""Laws of a bench's files, and of how its rows are told apart wherever a row is named."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aerie.configs.errors import UserError
-from aerie.infer.measure.record import Reference, line_of, read_as, read_records
+from aerie.configs.schema.decode import (
+    METHODS,
+    EntropyConfig,
+    HeuristicConfig,
+    LookaheadConfig,
+    MethodConfig,
+    PromptLookupConfig,
+    TypicalConfig,
+    VoteConfig,
+)
+from aerie.infer.measure.record import Record, Reference, line_of, read_as, read_records, tree_shape
+from aerie.infer.measure.statistics import group, identity, summary_row, told_apart
+from aerie.infer.report.tables import console_table, csv_table, label, markdown_table, names, tree_text
 from tests.infer.made_up import drafted, record
 
 
-def test_records_survive_the_file(tmp_path: Path) -> None:
+def test_records_survive_the_file_and_a_cut_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     written = [record(), drafted((3, 1), text="two\nlines é", output_ids=(1, 2, 3, 4, 5))]
-    path.write_text("".join(line_of(item) for item in written), encoding="utf-8")
+    path.write_text("".join(map(line_of, written)) + line_of(drafted((3, 1), row=2))[:80])
     assert read_records(path) == written
-
-
-def test_a_cut_last_line_is_left_out_and_a_damaged_whole_line_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text(line_of(record()) + line_of(drafted((3, 1)))[:80])
-    assert read_records(path) == [record()]
-    path.write_text(line_of(record()) + line_of(drafted((3, 1)))[:80] + "\n")
-    with pytest.raises(UserError, match=r"records\.jsonl:2: .*delete the line"):
-        read_records(path)
-
-
-def test_one_answer_measured_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text(line_of(record()) + line_of(drafted((3, 1))) + line_of(record()))
-    with pytest.raises(UserError, match=r":3: row 0, prompt '0' of 'sums' was measured already"):
-        read_records(path)
-
-
-def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    for wrong, message in {
+        line_of(record()) + "{": r"records\.jsonl:2: .*delete the line",
+        line_of(record()) + line_of(record()).strip(): r":2: row 0, prompt '0' of 'sums' was measured already",
+        line_of(drafted((3, 1))).replace('"new_tokens":5', '"new_tokens":4').strip(): "one entry per cycle",
+    }.items():
+        path.write_text(wrong + "\n")
+        with pytest.raises(UserError, match=message):
+            read_records(path)
+    path.unlink()
     with pytest.raises(UserError, match=r"records\.jsonl: No such file.*infer/main\.py bench"):
-        read_records(tmp_path / "records.jsonl")
-
-
-def test_a_record_that_contradicts_itself_is_refused() -> None:
-    for changes in ({"new_tokens": 4}, {"accepted": (2,)}, {"ms": None}):
-        with pytest.raises(ValueError, match="one entry per cycle"):
-            replace(drafted((3, 1)), **changes)  # type: ignore[arg-type]
-
-
-def test_an_answer_may_end_inside_a_cycle_without_its_bonus_token() -> None:
-    assert replace(drafted((3, 2)), accepted=(2, 2)).new_tokens == 6
-
-
-def test_an_unknown_key_of_the_reference_times_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "reference.json"
+        read_records(path)
     path.write_text('{"vanilla_ms_per_token": 1, "bare_forward_ms_per_token": 1, "prompts": 1, "identical": 1}')
-    with pytest.raises(UserError, match=r"reference\.json: identical"):
+    with pytest.raises(UserError, match=r"records\.jsonl: identical"):
         read_as(path, Reference)
+
+
+DEEP = tuple((0,) * depth for depth in range(1, 6))
+ALIKE = [  # one method each, whose trees have one size
+    [MethodConfig.of("eagle-chain"), MethodConfig.of("eagle-chain", children="best")]
+    + [
+        MethodConfig.of("eagle-chain", stop=stop)
+        for stop in (EntropyConfig(), EntropyConfig(c=1.0), EntropyConfig(h=0.5), HeuristicConfig(), VoteConfig())
+    ],
+    [
+        MethodConfig.of("eagle2", nodes=61, **changes)
+        for changes in ({}, {"rank": "confidence"}, {"rerank": False}, {"stop": HeuristicConfig(start=2)})
+    ],
+    [
+        MethodConfig.of("eagle", **changes)
+        for changes in (
+            {},
+            {"children": "best"},
+            {"children": "replaced"},
+            {"choices": DEEP},
+            {"calibrated": "isotonic"},
+        )
+    ],
+    [
+        MethodConfig.of("deagle", stop=VoteConfig(**changes))
+        for changes in ({}, {"bonus": 0.5}, {"over": "selected"}, {"signals": ("momentum",)}, {"consecutive": True})
+    ],
+    [MethodConfig("medusa", typical=typical) for typical in (None, TypicalConfig(), TypicalConfig(delta=0.2))],
+    [MethodConfig("pld", lookup=lookup) for lookup in (None, PromptLookupConfig(match="last"), PromptLookupConfig(3))],
+    [MethodConfig("lookahead", lookahead=each) for each in (None, LookaheadConfig(pool_from_text=True))],
+]
+
+
+def measured(rows: list[MethodConfig], **changes: Any) -> list[Record]:
+    """A record of vanilla and of each row, every one with the same figures."""
+    records = [record()]
+    for number, asked in enumerate(rows, start=1):
+        kinds = METHODS[asked.method].heads
+        head = {"head": kinds[0] if kinds else None, "head_path": asked.head}
+        tree = tree_shape(asked)
+        records.append(drafted((3, 1), row=number, method=asked.method, tree=tree, **{**head, **changes}))
+    return records
+
+
+@pytest.mark.parametrize("rows", ALIKE, ids=lambda rows: rows[0].method)
+def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[MethodConfig]) -> None:
+    summary = told_apart([summary_row(members) for members in group(measured(rows))])
+    assert len({label(each, summary) for each in summary}) == len(summary)
+    for text in (console_table(summary), markdown_table(summary), csv_table(summary)):
+        assert len(set(text.splitlines()[-len(rows) :])) == len(rows)
+    apart = {names(measured(rows), [number]).partition(" (")[2] for number in range(1, len(rows) + 1)}
+    assert len(apart) == len(rows)
+
+
+def test_the_summary_holds_every_setting_of_a_row_and_what_is_as_published_is_not_said() -> None:
+    asked = replace(MethodConfig.of("eagle", children="best", stop=EntropyConfig(c=1.0)), typical=TypicalConfig())
+    tree = identity(group(measured([asked]))[1]).as_dict()["tree"]
+    assert (tree["choices"], tree["children"], tree["stop"]["c"], tree["stop"]["h"]) == ("eagle1", "best", 1.0, 0.3)
+    assert tree["typical"] == {"epsilon": 0.09, "delta": 0.3}
+    for method in METHODS:
+        shape = tree_shape(MethodConfig(method))
+        assert shape is None or shape.variant == ""
+    assert tree_shape(MethodConfig.of("eagle2", levels=6, rank="survival")) == tree_shape(MethodConfig("eagle2"))
+
+
+def test_heads_are_named_where_they_alone_differ() -> None:
+    rows = [MethodConfig("eagle2", head=head) for head in (None, "runs/a/heads/eagle1", "runs/b/heads/eagle1")]
+    texts = [tree_text(each) for each in told_apart([identity(each) for each in group(measured(rows))])[1:]]
+    wanted = ["of the run", "runs/a/heads/eagle1", "runs/b/heads/eagle1"]
+    assert texts == [f"6 levels, k 10, 60 nodes, head {head}" for head in wanted]
+    first, second = measured([MethodConfig("deagle"), MethodConfig("deagle")])[1:]
+    kinds = told_apart([identity(each) for each in group([first, replace(second, head="eagle3")])])
+    assert [tree_text(each).rpartition(", ")[2] for each in kinds] == ["eagle1 head", "eagle3 head"]
+    assert tree_text(told_apart([identity(group(measured([rows[1]]))[1])])[0]) == "6 levels, k 10, 60 nodes"
+
+
+def test_typical_acceptance_is_said_to_be_not_lossless_wherever_the_row_is_named() -> None:
+    asked = MethodConfig("medusa", typical=TypicalConfig())
+    changes = {"temperature": 0.7, "verify": "typical (not lossless)", "identical": None}
+    records = [replace(each, **changes) for each in measured([asked, MethodConfig("medusa")])]
+    records[2] = replace(records[2], verify="R2")
+    failed = replace(records[1], row=3, status="error", message="too long", verify="none", ms=None)
+    rows = told_apart([summary_row(members) for members in group([*records, failed])])
+    for text in (console_table(rows), markdown_table(rows)):
+        assert ["NOT lossless" in line for line in text.splitlines()[-3:]] == [True, False, True]
+    assert "NOT lossless" in names(records, [1]) and "NOT lossless" not in names(records, [2])

@@ -10,12 +10,12 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from aerie.configs.errors import UserError, exit_code
+from aerie.configs.errors import exit_code
 from aerie.configs.schema.decode import DynamicConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer import main as measuring
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import Drafters, load_head_for
+from aerie.infer.decode.methods import Drafters
 from aerie.model import main as travelling
 from aerie.model.checkpoint import save_head
 from aerie.model.export import TargetFacts, export
@@ -67,12 +67,16 @@ def decoded(target: Target, head: Path) -> tuple[list[list[int]], float, list[li
         published.specforge,
         published.angelslim,
         published.speculators,
+        published.medusa,
+        published.hydra,
     ],
 )
 def test_a_head_that_somebody_published_decodes_what_the_target_writes(
     tmp_path: Path, target: Target, make: Any
 ) -> None:
-    vanilla, (answers, _, trees) = SpeculativeDecoder(target), decoded(target, make(tmp_path / "head"))
+    made = make(tmp_path / "head")
+    head = made[1] if isinstance(made, tuple) else made  # a multi-token head comes with its state
+    vanilla, (answers, _, trees) = SpeculativeDecoder(target), decoded(target, head)
     for ids, answer in zip(prompts(), answers, strict=True):
         assert answer == vanilla.generate(ids, do_sample=False, max_new_tokens=10).sequences[0].tolist()
     assert len(trees[0]) == TREE.nodes  # it did draft
@@ -116,18 +120,6 @@ def test_a_published_head_drafts_the_very_same_trees_after_it_was_converted(
     expected = decoded(target, head)
     export(head, to, tmp_path / "out", TargetFacts.load(str(path)))
     assert decoded(target, tmp_path / "out") == expected and len(expected[2][0]) == TREE.nodes
-
-
-@pytest.mark.parametrize("make", [published.medusa, published.hydra])
-def test_published_medusa_and_hydra_heads_decode_what_the_target_writes(
-    tmp_path: Path, target: Target, make: Any
-) -> None:
-    vanilla, tree = SpeculativeDecoder(target), DynamicConfig(levels=4, k=2, nodes=10)
-    decoder = SpeculativeDecoder.from_pretrained(target, str(make(tmp_path / "head")[1]), tree=tree)
-    for ids in prompts():
-        found = decoder.generate(ids, do_sample=False, max_new_tokens=10)
-        assert torch.equal(found.sequences, vanilla.generate(ids, do_sample=False, max_new_tokens=10).sequences)
-        assert found.statistics.draft_nodes > 0
 
 
 @pytest.mark.parametrize(
@@ -199,9 +191,3 @@ def test_a_head_that_was_really_benched_is_pushed_with_its_figures_and_so_is_its
     save_file({**state, "fc.weight": state["fc.weight"] + 1}, head / "model.safetensors")
     assert commanded(monkeypatch, travelling.main, "push", head, *push) == 2
     assert "was measured with another head" in capsys.readouterr().err
-
-
-def test_a_head_for_another_target_is_refused(tmp_path: Path, target: Target) -> None:
-    save_head(tiny.head(tiny.vocab(hidden_size=64).embedding), tmp_path / "head")
-    with pytest.raises(UserError, match="belongs to another target: its hidden size is 64"):
-        load_head_for(target, str(tmp_path / "head"))
