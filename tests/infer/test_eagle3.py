@@ -179,4 +179,4 @@ def test_positions_that_are_not_the_targets_are_noticed_when_a_head_is_loaded(
     load_head_for(target, str(tmp_path / "other"))
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith(f"warning: {tmp_path / 'other'}: ") for line in lines] == [True, True]
-    assert "base 500,000" in lines[0] and "max_position_embeddings is 64, its target's 256" in lines[1]
+    assert "rope_theta is 500,000" in lines[0] and "max_position_embeddings is 64, its target's 256" in lines[1]
