@@ -156,8 +156,10 @@ class Order:
         batch_size: int,
         accumulation: int = 1,
         world_size: int = 1,
+        pools: "ShardPools | None" = None,
     ) -> None:
-        self.lengths, self.seed = lengths, seed
+        """pools: where the rows lie, so that an epoch reads some shards after the others; None: all at once."""
+        self.lengths, self.seed, self.pools = lengths, seed, pools
         self.accumulation, self.world_size = accumulation, world_size
         self.rows_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = -(-len(lengths) // self.rows_per_step)
@@ -182,16 +184,31 @@ class Order:
     def _steps_of(self, epoch: int) -> list[list[int]]:
         generator = keyed_generator(self.seed, epoch)
         count, steps = len(self.lengths), self.steps_per_epoch
-        shuffled = permuted(range(count), generator)
+        shuffled = permuted(range(count), generator) if self.pools is None else self.pools.shuffled(generator)
         cuts = [count * step // steps for step in range(steps + 1)]
         rows_of_steps: list[list[int]] = []
         for first in range(0, steps, WINDOW_STEPS):
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
-            rows_of_steps += [
-                window[cuts[step] - cuts[first] : cuts[step + 1] - cuts[first]] for step in range(first, last)
-            ]
-        return permuted(rows_of_steps, generator)  # long steps must not all come first
+            parts = [window[cuts[step] - cuts[first] : cuts[step + 1] - cuts[first]] for step in range(first, last)]
+            # Long steps must not all come first; with pools the steps of a window stay together.
+            rows_of_steps += parts if self.pools is None else permuted(parts, generator)
+        return permuted(rows_of_steps, generator) if self.pools is None else rows_of_steps
+
+
+@dataclass(frozen=True)
+class ShardPools:
+    """Rows drawn from `at_once` shards at a time: what is read lies together, and each shard is read once an epoch."""
+
+    shards: Sequence[range]  # of row numbers, all of them
+    at_once: int
+
+    def shuffled(self, generator: torch.Generator) -> list[int]:
+        """All rows: shards in a random order, and the rows of each `at_once` of them in a random order."""
+        order, rows = permuted(self.shards, generator), list[int]()
+        for first in range(0, len(order), self.at_once):
+            rows += permuted([row for shard in order[first : first + self.at_once] for row in shard], generator)
+        return rows
 
 
 def permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:

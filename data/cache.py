@@ -13,12 +13,12 @@ import shutil
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +37,9 @@ VALUES: dict[Form, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 TOKENS, STATES = ("input_ids", "turns"), ("last_hidden", "taps", "scales")  # tensors of a shard
 TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits a row, one row after the other
+OPEN_SHARDS = 128  # mapped at once by one process
+ROW_BYTES = 56  # of a row in its shard's record and in the index
+SHARD_BYTES = 2048  # more than a shard's header and the rest of its record take
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,17 @@ class Storage:
         """The dtype of the stored values."""
         return self.dtype if self.form is None else VALUES[self.form]
 
+    @property
+    def is_scaled(self) -> bool:
+        return self.values in LARGEST
+
     def token_bytes(self, hidden_size: int, num_taps: int) -> int:
         """Bytes of a token in a shard: its id and turn (int32 each), values and scales."""
-        return 8 + (1 + num_taps) * (hidden_size * self.values.itemsize + 4 * (self.values in LARGEST))
+        return 8 + (1 + num_taps) * (hidden_size * self.values.itemsize + 4 * self.is_scaled)
 
     def tensor_names(self, num_taps: int) -> tuple[str, ...]:
         """The names of a shard's tensors."""
-        used = {"taps": num_taps > 0, "scales": self.values in LARGEST}
-        return (*TOKENS, *(name for name in STATES if used.get(name, True)))
+        return (*TOKENS, "last_hidden", *(["taps"] if num_taps else []), *(["scales"] if self.is_scaled else []))
 
     def __str__(self) -> str:
         """'float32', 'int8 for bfloat16'."""
@@ -71,7 +77,7 @@ def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, T
 
     On the states' own device, so that less goes over the bus.
     """
-    if storage.values not in LARGEST:
+    if not storage.is_scaled:
         return states.to(storage.values), None
     split = states.float().unflatten(-1, (num_states, -1))  # [..., S, D]
     largest, smallest = LARGEST[storage.values], torch.finfo(torch.float32).tiny  # a state of zeros needs a scale, too
@@ -88,6 +94,31 @@ def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         return values.to(dtype)
     split = values.float().unflatten(-1, (scales.shape[-1], -1))  # [..., S, D]
     return (split * scales[..., None]).to(dtype).flatten(-2)
+
+
+def storage_error(
+    last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Callable[[Tensor], Tensor]
+) -> str:
+    """One line about what a form other than the target's own costs, measured on some tokens.
+
+    From last_hidden [T, D] and taps [T, L * D]; logits is the target's final transform. The error of a dimension is
+    relative to that dimension's own root mean square, so a few huge dimensions cannot hide the others.
+    """
+    errors, restored = [], {}
+    for name, states in (("last_hidden", last_hidden), ("taps", taps)):
+        if states is not None:
+            num_states = states.shape[-1] // last_hidden.shape[-1]
+            restored[name] = decode(*encode(states, num_states, storage), storage.dtype).to(states.dtype)
+            squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
+            error = (restored[name].double() - states.double()).square().sum(0)
+            errors += (error / squares).sqrt().unflatten(0, (num_states, -1)).mean(-1).tolist()
+    p, q = (torch.softmax(logits(states).float(), -1) for states in (last_hidden, restored["last_hidden"]))  # [T, V]
+    distance, same = (p - q).abs().sum(-1).mean() / 2, (p.argmax(-1) == q.argmax(-1)).float().mean()
+    last, *others = (f"{error:.2%}" for error in errors)
+    return (
+        f"{storage}: relative error of a dimension: last state {last}{', taps ' if others else ''}{', '.join(others)}; "
+        f"the target's law moves by {distance:.2%}, its likeliest token stays in {same:.1%} ({len(p):,} tokens)"
+    )
 
 
 def rows_digest(rows: Sequence[Row]) -> str:
@@ -150,8 +181,8 @@ class ShardBuffer:
 
         facts = {"lengths": self.lengths, TOKEN_SUMS: checksums(TOKENS), STATE_SUMS: checksums(STATES)}
         write_atomically(path, lambda temporary: save_file(self.tensors, temporary))
-        record = Manifest({path.name: (path.stat().st_size, file_digest(path))}, inputs, facts)
-        record.write(path.parent, path.with_suffix(".json").name)
+        files = {path.name: (path.stat().st_size, file_digest(path))}
+        Manifest(files, inputs, facts).write(path.parent, path.with_suffix(".json").name)
 
 
 def write_index(shards: Sequence[Path], fingerprint: dict[str, Any], facts: dict[str, Any]) -> Manifest:
@@ -182,6 +213,14 @@ class CachePlan:
     batch_tokens: int
     origin: str  # digest of what decides the states of given token ids (data.inputs.state_inputs, taps)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.input_ids) for row in self.rows)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.storage.token_bytes(self.hidden_size, len(self.after_blocks))
+
     @cached_property
     def rows_digests(self) -> tuple[str, ...]:
         """One digest per shard."""
@@ -192,6 +231,10 @@ class CachePlan:
 
     def tokens_of(self, shard: int) -> int:
         return sum(len(row.input_ids) for row in self.rows_of(shard))
+
+    def bytes_of(self, shard: int) -> int:
+        """Bytes of a shard, its record and its part of the index, rounded up by a few kilobytes."""
+        return self.tokens_of(shard) * self.token_bytes + len(self.shards[shard]) * ROW_BYTES + SHARD_BYTES
 
     def path_of(self, shard: int) -> Path:
         return self.directory / f"shard-{shard:05d}.safetensors"
@@ -211,13 +254,16 @@ class CachePlan:
     def foreign(self) -> list[Path]:
         """The records of shards that other rows or another target made, or that lie beyond this plan."""
         planned = {self.path_of(shard).stem: self.inputs_of(shard) for shard in range(len(self.shards))}
-        records = {path: planned.get(path.stem, {}) for path in sorted(self.directory.glob("shard-*.json"))}
-        checked = {path: Manifest.check(path.parent, made_of, False, path.name) for path, made_of in records.items()}
-        return [path for path, state in checked.items() if isinstance(state, Foreign)]
+
+        def check(path: Path) -> Whole | Damaged | Foreign:
+            return Manifest.check(self.directory, planned.get(path.stem, {}), content=False, name=path.name)
+
+        return [path for path in sorted(self.directory.glob("shard-*.json")) if isinstance(check(path), Foreign)]
 
     def stale(self) -> list[Path]:
         """What a writer removes before it begins: another recipe's shards, and what killed ones left half written."""
-        kept = {self.path_of(shard).stem for shard in range(len(self.shards))} - {path.stem for path in self.foreign()}
+        planned = {self.path_of(shard).stem for shard in range(len(self.shards))}
+        kept = planned - {path.stem for path in self.foreign()}
         shards = [path for path in self.directory.glob("shard-*") if path.stem not in kept]
         return [*shards, *self.directory.glob(".tmp*")]  # the latter are those of safetensors
 
@@ -229,27 +275,33 @@ class CachePlan:
                 f"with --overwrite"
             )
 
-    def require_space(self, share: Share) -> str:
-        """What is left to write of this share, in one line; UserError when the disk is too small for it."""
-        token_bytes = self.storage.token_bytes(self.hidden_size, len(self.after_blocks))
-        missing = self.missing(share.part(len(self.shards)))
-        needed = sum(map(self.tokens_of, missing)) * token_bytes
+    def free_bytes(self) -> int:
+        """On the disk, once the stale files are gone."""
         directory = self.directory.absolute()
         existing = next(path for path in (directory, *directory.parents) if path.exists())
-        free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in self.stale() if path.is_file())
-        if needed > free:
-            raise UserError(
-                f"{self.directory}: the cache needs {size(needed)} more and the disk has {size(free)} free; lower "
-                f"data.limit, set features.storage to fp8 or int8, or choose another --run"
-            )
-        return (
-            f"features: {len(self.rows):,} rows x {token_bytes:,} bytes a token ({self.storage}); to write: "
-            f"{size(needed)} in {len(missing):,} of {len(self.shards):,} shards; free on the disk: {size(free)}"
+        stale = [path.stat().st_size for path in (*self.stale(), *directory.glob(".*.tmp")) if path.is_file()]
+        return shutil.disk_usage(existing).free + sum(stale)
+
+    def estimate(self, share: Share) -> tuple[str, int]:
+        """The size of the cache and what is left to do of this share, in two lines; and the bytes of the latter."""
+        part = share.part(len(self.shards))
+        todo = self.missing(part)
+        needed, largest = sum(map(self.bytes_of, todo)), max(map(self.bytes_of, range(len(self.shards))))
+        whose = "them" if share.count == 1 else f"the {len(part):,} of share {share}"
+        text = (
+            f"features: {len(self.rows):,} rows, {self.num_tokens:,} tokens x {self.token_bytes:,} bytes "
+            f"({self.storage}) = {size(self.num_tokens * self.token_bytes)}; shards: {len(self.shards):,} of at most "
+            f"{size(largest)}, two at a time in memory\n"
+            f"features: to write: {size(needed)} in {len(todo):,} of {whose}; free on the disk: "
+            f"{size(self.free_bytes())}"
         )
+        return text, needed
 
 
 def size(num_bytes: float) -> str:
-    """'12.3 MiB', '1,200.0 GiB'."""
+    """'12.3 MiB', '1.2 TiB'."""
+    if num_bytes >= 2**40:
+        return f"{num_bytes / 2**40:,.2f} TiB"
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
@@ -314,6 +366,14 @@ class FeatureCache(Sequence[CachedRow]):
         """The number of tokens of each row of this view."""
         return [self.manifest.facts["lengths"][number] for number in self.numbers]
 
+    @property
+    def shards(self) -> list[range]:
+        """The positions in this view, which must be a split or the whole, that lie in one file together."""
+        first, last = self.numbers.start, self.numbers.stop
+        pairs = zip(self._first_rows, self._first_rows[1:], strict=False)
+        clipped = [(max(start, first), min(end, last)) for start, end in pairs]
+        return [range(start - first, end - first) for start, end in clipped if start < end]
+
     def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(input_ids, turns) of each row of this view, in order, without reading its states."""
         for number in self.numbers:
@@ -323,7 +383,13 @@ class FeatureCache(Sequence[CachedRow]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, position: Any) -> Any:
+    @overload
+    def __getitem__(self, position: int) -> CachedRow: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> "FeatureCache": ...
+
+    def __getitem__(self, position: int | slice) -> "CachedRow | FeatureCache":
         if isinstance(position, slice):
             return FeatureCache(self.directory, self.manifest, self.numbers[position])
         number = self.numbers[position]
@@ -343,6 +409,8 @@ class FeatureCache(Sequence[CachedRow]):
         path = self.directory / self.manifest.facts["shards"][shard][0]
         try:
             if shard not in self._open:
+                if len(self._open) >= OPEN_SHARDS:
+                    del self._open[next(iter(self._open))]
                 self._open[shard] = safe_open(path, framework="pt"), set()
             file, sound = self._open[shard]
             tensors = [file.get_slice(name)[span].clone() for name in names]

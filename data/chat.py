@@ -23,8 +23,9 @@ from tokenizers import Encoding, Tokenizer
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
-from aerie.model.storage import SHIPPED_TEMPLATE, first_line
+from aerie.model.storage import SHIPPED_TEMPLATE
 
+ATTEMPTS = 3  # renders of one conversation before a template that writes the time counts as unstable
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -64,26 +65,37 @@ def shared_start(first: str, second: str) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
+def end_of_turn_ids(tokenizer: Any, generation_eos: int | Sequence[int] | None) -> set[int]:
+    """The ids at which the target stops: the tokenizer's EOS and eos_token_id of the generation config."""
+    listed = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
+    return {*listed, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+
+
 def target_end_ids(config: TargetConfig, tokenizer: Any) -> set[int]:
-    """The ids at which the target stops: the tokenizer's EOS and eos_token_id of the generation config, if any."""
+    """end_of_turn_ids of a target's tokenizer and its generation config, which is optional."""
     from transformers import GenerationConfig
 
     try:
         stops = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
     except OSError:
         stops = None
-    listed = stops if isinstance(stops, list) else [stops]
-    return {number for number in (*listed, tokenizer.eos_token_id) if number is not None}
+    return end_of_turn_ids(tokenizer, stops)
 
 
 class Chat:
-    """Renders conversations and tokenises the renders; end_ids are the target's end-of-turn tokens."""
+    """Renders conversations and tokenises the renders; end_ids are the target's end-of-turn tokens.
+
+    Raises UserError for a tokenizer without character offsets.
+    """
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int], tally: Tally) -> None:
         self.tokenizer, self.end_ids, self.tally = tokenizer, frozenset(end_ids), tally
         self.name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         if not getattr(tokenizer, "is_fast", False):
-            raise UserError(f"{self.name}: a slow tokenizer has no character offsets; use one with tokenizer.json")
+            raise UserError(
+                f"{self.name}: {type(tokenizer).__name__} is a slow tokenizer, which cannot say which characters a "
+                f"token covers; use a checkpoint with tokenizer.json"
+            )
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         # A copy without the last step of tokenisation, which only adds special tokens and trims blanks off the offsets.
@@ -96,7 +108,7 @@ class Chat:
         """The conversation's rows: one, or one per assistant turn when the template rewrites earlier text.
 
         supervise_all gives one row whose only span is the whole text. Raises UnusableRow with the template's own
-        message when the template refuses the conversation, UserError without a sound template.
+        message when the template refuses the conversation, UserError when there is no template or it is broken.
         """
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -108,10 +120,22 @@ class Chat:
             whole = self._text(conversation, len(messages), False)
             return [self._rendered(whole, [(0, len(whole))], source)]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        texts = [self._text(conversation, index + 1, False) for index in answers]
-        spans = [(self._answer_start(conversation, *pair), len(pair[1])) for pair in zip(answers, texts, strict=True)]
-        if all(texts[-1].startswith(text) for text in texts):
-            return [self._rendered(texts[-1], spans, source)]
+        for _ in range(ATTEMPTS):
+            prompts = [self._text(conversation, index, True) for index in answers]
+            texts = [self._text(conversation, index + 1, False) for index in answers]
+            whole, pairs = texts[-1], list(zip(texts, prompts, strict=True))
+            is_plain = all(text.startswith(prompt) and whole.startswith(text) for text, prompt in pairs)
+            # Where it is not, the clock of a template that writes the time may have moved between two renders.
+            if is_plain or self._text(conversation, answers[0], True) == prompts[0]:
+                break
+        else:
+            raise UnusableRow("the template renders differently on each call", "two renders of one conversation differ")
+        spans = [
+            (self._answer_start(conversation, index, text, prompt), len(text))
+            for index, (text, prompt) in zip(answers, pairs, strict=True)
+        ]
+        if all(whole.startswith(text) for text in texts):
+            return [self._rendered(whole, spans, source)]
         rows = enumerate(zip(texts, spans, strict=True), start=1)
         return [self._rendered(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
 
@@ -138,17 +162,17 @@ class Chat:
             turns[first : end_token + 1] = array("i", [number]) * (end_token + 1 - first)
         return Row(ids, turns, rendered.source)
 
-    def _answer_start(self, conversation: Conversation, index: int, text: str) -> int:
+    def _answer_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int:
         """Where the answer begins in text: behind the prompt, or behind what both share of the generation prompt.
 
         A generation prompt that opens '<think>' is no prefix of an answer that was stored without thinking.
         """
-        prompt = self._text(conversation, index, True)
         if text.startswith(prompt):
             return len(prompt)
         shared = shared_start(prompt, text)
         if shared <= len(self._text(conversation, index, False)):
-            raise UnusableRow("the template rewrites what stands before an answer", f"turn {index + 1}")
+            sentence = f"turn {index + 1}: the text before the answer is another one once the answer is there"
+            raise UnusableRow("the template rewrites what stands before an answer", sentence)
         reason = "the generation prompt's last part is not in the render of the answer"
         self.tally.add("left out", reason, conversation.place)
         return shared
@@ -157,12 +181,13 @@ class Chat:
         messages: list[Message] = list(conversation.messages[:end])
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages, tools=conversation.tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except TemplateSyntaxError as error:
             raise UserError(f"{self.name}: chat template: line {error.lineno}: {error.message}") from error
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise UnusableRow("the chat template refuses it", first_line(error)[:120]) from error
+            message = (str(error) or type(error).__name__).splitlines()[0]
+            raise UnusableRow(f"the chat template refuses it: {message[:120]}", "") from error
         return str(text)
 
     def _rendered(self, text: str, spans: list[tuple[int, int]], source: str) -> Rendered:

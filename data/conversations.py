@@ -1,179 +1,72 @@
-"""Rows out of files and Hub data sets, and the conversations in them: kept, mended or skipped, each change counted.
+"""Conversations out of published rows: kept, mended or skipped, each change with a counted reason.
 
 Known shapes: ShareGPT turns ({from, value}), messages ({role, content}), pairs such as prompt and completion, and rows
-that come as tokens (input_ids, loss_mask). JSON is read with the standard library: rows of conversations differ in
-their keys, which Arrow tables cannot hold, and an error can then name its line.
+that come as tokens (input_ids, loss_mask).
 """
 
+import difflib
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, Literal
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.model.hub import readable_errors
-from aerie.model.storage import FILE, digest, first_line
-
-# ------------------------------------------------------------------------------------------------------------- rows
-
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
-
-
-@dataclass(frozen=True)
-class RawRow:
-    """One row of a source as it stands; number counts from 1 (in a JSONL file it is the line)."""
-
-    source: str
-    number: int
-    value: Any
-
-    @property
-    def place(self) -> str:
-        return f"{self.source}: row {self.number:,}"
-
-
-def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
-    """The rows of a file, of every file below a directory (by name), or of a Hub data set, in their order.
-
-    A Hub name is 'owner/name', 'owner/name:split' or 'owner/name:subset:split'; the split is 'train' unless given. Its
-    revision is a branch, tag or commit; files have none.
-    Raises UserError for what is missing, unreadable or not the format that its suffix promises.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.suffix in READERS and file.is_file()]
-        files = [file for file in files if file.name != FILE and not file.name.startswith(".")]
-        if not files:
-            raise UserError(f"{path}: holds no {', '.join(READERS)} file")
-    elif path.exists():
-        files = [path]
-    elif not HUB_NAME.fullmatch(name) or path.suffix in READERS:
-        raise UserError(f"{name}: no such file or directory; name local files or Hub data sets (owner/name:split)")
-    else:
-        for number, value in enumerate(_hub_rows(name, revision), start=1):
-            yield RawRow(name, number, value)
-        return
-    for file in files:
-        if file.suffix not in READERS:
-            raise UserError(f"{file}: cannot read {file.suffix or 'a file without suffix'}; expected {list(READERS)}")
-        try:
-            for number, value in READERS[file.suffix](file):
-                yield RawRow(str(file), number, value)
-        except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
-            raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
-
-
-def is_local(name: str) -> bool:
-    """Whether a name of rows is a file or directory that is there."""
-    return Path(name).expanduser().exists()
-
-
-def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """The commit that a Hub data set's revision (null: its main branch) is now; null where the Hub cannot be asked."""
-    from huggingface_hub import HfApi
-
-    repo = name.split(":")[0]
-    try:
-        with readable_errors(repo):
-            commit = HfApi().dataset_info(repo, revision=revision).sha
-    except UserError:
-        return None
-    return None if commit is None else str(commit)
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
-
-
-def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """The items of an array, or the lines of JSONL that is named .json, as data sets of the Hub often are."""
-    text = path.read_text(encoding="utf-8-sig")
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        if text.lstrip().startswith("["):
-            raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); expected an array of rows") from error
-        yield from _read_jsonl(path)
-    else:
-        yield from enumerate(values if isinstance(values, list) else [values], start=1)
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    from pyarrow import parquet  # type: ignore[import-untyped]
-
-    batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
-    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-
-
-def _hub_rows(name: str, revision: str | None) -> Any:
-    import datasets
-
-    identifier, *parts = name.split(":")
-    subset, split = parts[0] if len(parts) == 2 else None, parts[-1] if parts else "train"
-    try:
-        return datasets.load_dataset(identifier, subset, split=split, revision=revision)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{name}: no such file, and the Hub data set cannot be loaded: {first_line(error)} "
-            f"(write owner/name, owner/name:split or owner/name:subset:split; of a gated one: hf auth login)"
-        ) from error
-
-
-READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-
-# ---------------------------------------------------------------------------------------------------- conversations
+from aerie.data.sources import RawRow, read_rows
+from aerie.model.storage import digest
 
 Message = dict[str, Any]
 Kind = Literal["skipped", "mended", "left out"]
+MAX_REASONS = 40  # a template may put the text itself into its refusals; the rest is counted together
 UNKNOWN_KEYS = "keys of no known shape"
 ROLES = {
     **dict.fromkeys("human user prompter".split(), "user"),
     **dict.fromkeys("gpt assistant chatgpt gpt4 gpt-4 bing bard claude model bot ai".split(), "assistant"),
     **dict.fromkeys("system developer".split(), "system"),
+    **dict.fromkeys("tool observation function function_response tool_response".split(), "tool"),
 }
 LISTS = ("conversations", "messages", "conversation")
 PAIRS = [
-    tuple(pair.split("/"))
-    for pair in "prompt/completion prompt/response question/answer instruction/output instruction/response "
-    "problem/solution query/response input/output".split()
+    (prompt, completion)
+    for prompt, completion in (
+        pair.split("/")
+        for pair in "prompt/completion prompt/response question/answer instruction/output instruction/response "
+        "problem/solution query/response input/output".split()
+    )
 ]
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a turn that has one need not have text
+EXTRA_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "name")
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages that begin with (system and) user and end with the assistant; place is 'file: row n'.
 
-    digest names the content alone, so a duplicate has the same one wherever it stands. tokens are (input_ids,
-    loss_mask) of a row that came as tokens, without messages: 1 where the assistant must produce the token.
+    digest names the content alone, so a duplicate has the same one wherever it stands.
     """
 
     place: str
     digest: str
     messages: tuple[Message, ...]
-    tokens: tuple[list[int], list[int]] | None = None
+    tools: Any | None = None
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row that came as tokens: loss_mask[t] is 1 where the assistant must produce token t."""
+
+    place: str
+    digest: str
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
 
 
 class UnusableRow(Exception):
     """A row that cannot be used: the reason (countable) and a sentence about this very row."""
 
-    def __init__(self, reason: str, sentence: str = "") -> None:
-        super().__init__(f"{reason}: {sentence}")
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
         self.reason = reason
         self.sentence = sentence
 
@@ -192,18 +85,34 @@ class Tally:
 
     def add(self, kind: Kind, reason: str, place: str, sentence: str = "") -> None:
         """Counts one; place is 'file: row n', sentence what is special about this row."""
-        self.counts[kind, reason] += 1
-        self.examples.setdefault((kind, reason), f"{place}: {sentence}" if sentence else place)
+        key = (kind, reason)
+        if key not in self.counts and len(self.counts) >= MAX_REASONS:
+            key = (kind, "other reasons")
+        self.counts[key] += 1
+        self.examples.setdefault(key, f"{place}: {sentence}" if sentence else place)
+
+    @property
+    def skipped(self) -> int:
+        return sum(count for (kind, _), count in self.counts.items() if kind == "skipped")
 
     @property
     def kept(self) -> int:
         """Conversations read and not skipped."""
-        return self.rows - sum(count for (kind, _), count in self.counts.items() if kind == "skipped")
+        return self.rows - self.skipped
 
-    def lines(self) -> list[str]:
-        """The totals, then one line per reason, the most frequent first."""
-        reasons = [f"{key[0]} {count:,}: {key[1]} ({self.examples[key]})" for key, count in self.counts.most_common()]
-        return [f"conversations: {self.rows:,} read, {self.kept:,} kept", *reasons]
+    def table(self) -> str:
+        """The lines printed at the end: totals, then one line per reason, the most frequent first."""
+        lines = [f"conversations: {self.rows:,} read, {self.kept:,} kept, {self.skipped:,} skipped"]
+        for kind in ("skipped", "mended", "left out"):
+            rows = [(reason, count) for (other, reason), count in self.counts.most_common() if other == kind]
+            lines += [f"  {kind:<8} {count:>9,}  {reason} ({self.examples[kind, reason]})" for reason, count in rows]
+        return "\n".join(lines)
+
+    def sentence(self) -> str:
+        """The skipped reasons on one line, for an error."""
+        rows = [(key, count) for key, count in self.counts.most_common() if key[0] == "skipped"]
+        reasons = [f"{count:,} x {key[1]} ({self.examples[key]})" for key, count in rows]
+        return "; ".join([f"{self.rows:,} read, {self.kept:,} kept", *reasons])
 
 
 def split_by_hash(content_digest: str, share: float) -> bool:
@@ -212,47 +121,58 @@ def split_by_hash(content_digest: str, share: float) -> bool:
     return value < share * 2**64
 
 
-def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
+def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation | TokenRow]:
     """The usable conversations of every source in the recipe's order, streamed; the tally counts all the others.
 
     Raises UserError when a source cannot be read, when the first row of a file has keys of no known shape, and when
     nothing is left at the end.
     """
+    opened: set[str] = set()
     for name in config.conversations:
         for row in read_rows(name):
             tally.rows += 1
             try:
-                yield _read(row, config, tally)
+                conversation = _read(row, config, tally)
             except UnusableRow as error:
-                if error.reason == UNKNOWN_KEYS and row.number == 1:
+                if error.reason == UNKNOWN_KEYS and row.source not in opened:
                     raise UserError(f"{row.place} {error.sentence}") from error
                 tally.add("skipped", error.reason, row.place, error.sentence)
+            else:
+                yield conversation
+            opened.add(row.source)
     if tally.kept == 0:
-        raise UserError(f"{', '.join(config.conversations)}: no usable {'; '.join(tally.lines())}")
+        raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {tally.sentence()}")
 
 
-def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
+def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation | TokenRow:
     value = row.value
     if not isinstance(value, dict):
         raise UnusableRow("row is no object", f"is {type(value).__name__}; expected an object with named fields")
-    ids, mask = value.get("input_ids"), value.get("loss_mask")
-    if ids is not None and mask is not None:
-        if not (len(ids) == len(mask) and all(isinstance(number, int) for number in ids) and {*mask} <= {0, 1}):
-            raise UnusableRow("token ids and their mask do not fit", "expected as many integers as 0s and 1s")
-        return Conversation(row.place, digest([ids, mask]), (), (ids, mask))
+    if value.get("input_ids") is not None and value.get("loss_mask") is not None:
+        return _token_row(row)
     fields = None
     if config.prompt_field is not None and config.completion_field is not None:
         fields = (config.prompt_field, config.completion_field)
     raw = to_messages(value, fields)
     if raw is None:
         raise UnusableRow(UNKNOWN_KEYS, explain_keys(value, fields))
+    tools = _tools(value)
     messages, changes = mend(raw)
-    for reason in changes:
-        tally.add("mended", reason, row.place)
-    content = digest([messages, None])
+    for reason, sentence in changes.items():
+        tally.add("mended", reason, row.place, sentence)
+    content = digest([messages, tools])
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return Conversation(row.place, content, tuple(messages))
+    return Conversation(row.place, content, tuple(messages), tools)
+
+
+def _token_row(row: RawRow) -> TokenRow:
+    ids, mask = row.value["input_ids"], row.value["loss_mask"]
+    are_lists = isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)
+    if not (are_lists and all(isinstance(number, int) for number in ids) and all(value in (0, 1) for value in mask)):
+        sentence = "input_ids and loss_mask must be lists of one length, of integers and of 0 and 1"
+        raise UnusableRow("token ids and their mask do not fit", sentence)
+    return TokenRow(row.place, digest([ids, mask]), tuple(ids), tuple(int(value) for value in mask))
 
 
 def to_messages(row: Mapping[str, Any], fields: tuple[str, str] | None) -> list[Message] | None:
@@ -287,58 +207,94 @@ def _message(turn: Any, number: int) -> Message:
     speaker = turn.get("from") or turn.get("role")
     role = ROLES.get(str(speaker).strip().lower())
     if role is None:
-        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r}; expected human, gpt or system")
+        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r}; expected human, gpt, system or tool")
     content = turn.get("value") if turn.get("value") is not None else turn.get("content")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
-        content = "".join(part["text"] for part in content)  # parts: {type: text, text}
+    if isinstance(content, list):  # parts: {type: text, text}
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else content
     if content is not None and not isinstance(content, str):
-        raise UnusableRow("turn is not text", f"turn {number} holds {type(content).__name__}; images are not read")
-    extra = {key: turn[key] for key in (*THOUGHTS, "name") if turn.get(key) is not None}
+        sentence = f"turn {number} holds {type(content).__name__}, not text; images are not read"
+        raise UnusableRow("turn is not text", sentence)
+    extra = {key: turn[key] for key in EXTRA_KEYS if turn.get(key) is not None}
+    if isinstance(extra.get("tool_calls"), list):
+        extra["tool_calls"] = [_tool_call(call) for call in extra["tool_calls"]]
     return {"role": role, "content": content or "", **extra}
 
 
+def _tool_call(call: Any) -> Any:
+    """The call with its arguments as an object: templates print them, and JSON text would be quoted twice."""
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (TypeError, KeyError, ValueError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _tools(row: Mapping[str, Any]) -> Any | None:
+    """The row's tool descriptions: a list, also when it is stored as JSON text; None without any."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise UnusableRow("tools are not JSON", f"'tools' is text and not JSON ({error.msg})") from error
+    if tools and not isinstance(tools, list):
+        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}; expected a list or its JSON")
+    return tools or None
+
+
 def explain_keys(row: Mapping[str, Any], fields: tuple[str, str] | None) -> str:
-    """The sentence for a row of no known shape: its keys and what is expected."""
+    """The sentence for a row of no known shape: its keys, what is expected, and the closest name."""
+    keys = [str(key) for key in row]
     expected = (
         f"{' and '.join(fields)}, as the recipe's prompt and completion fields say"
         if fields
-        else f"{', '.join(LISTS)}, a pair such as prompt and completion or question and answer, or input_ids and "
+        else "conversations, messages, a pair such as prompt and completion or question and answer, or input_ids and "
         "loss_mask; or set data.prompt_field and data.completion_field"
     )
-    return f"has keys {', '.join(map(str, row))}; expected {expected}"
+    known = fields or [*LISTS, *dict.fromkeys(name for pair in PAIRS for name in pair), "input_ids", "loss_mask"]
+    matches = {key: difflib.get_close_matches(key, known, n=1, cutoff=0.5) for key in keys if key not in known}
+    hint = next((f"; did you mean {names[0]!r} instead of {key!r}?" for key, names in matches.items() if names), "")
+    return f"has keys {', '.join(keys)}; expected {expected}{hint}"
 
 
-def mend(messages: list[Message]) -> tuple[list[Message], list[str]]:
-    """Messages that a template can render, and each kind of change that this took.
+def mend(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
+    """Messages that a template can render, and for each kind of change that this took a sentence about the first.
 
     Raises UnusableRow when no answer to a user's turn is left.
     """
-    changes: list[str] = []
+    changes: dict[str, str] = {}
     kept: list[Message] = []
-    for message in messages:
-        if message["content"].strip() or any(message.get(key) for key in THOUGHTS):
-            kept.append(message)
-        elif message["role"] == "system":
-            changes.append("empty system turn dropped")
+    for number, message in enumerate(messages, start=1):
+        role, thoughts = message["role"], ("reasoning_content", "reasoning", "thinking", "tool_calls")
+        if message["content"].strip() or role == "tool" or any(message.get(key) for key in thoughts):
+            kept.append(message)  # a tool may well return nothing
+        elif role == "system":
+            changes.setdefault("empty system turn dropped", f"turn {number} is empty")
         else:  # what follows an empty turn has lost its context
-            changes.append("cut before an empty turn")
+            changes["cut before an empty turn"] = f"turn {number} ({role}) is empty"
             break
     first_user = next((index for index, message in enumerate(kept) if message["role"] == "user"), len(kept))
     leading = [message for message in kept[:first_user] if message["role"] == "system"]
     if len(leading) < first_user:
-        changes.append("began with the assistant; that turn dropped")
+        changes["began with the assistant; that turn dropped"] = f"turn 1 is the {kept[0]['role']}'s"
     joined: list[Message] = []
     for message in [*leading, *kept[first_user:]]:
         role = message["role"]
-        if joined and joined[-1]["role"] == role and {*joined[-1], *message} == {"role", "content"}:
+        is_text = role != "tool" and set(message) == {"role", "content"}  # turns that carry more stay as they are
+        if joined and is_text and joined[-1]["role"] == role and set(joined[-1]) == {"role", "content"}:
             joined[-1] = {"role": role, "content": joined[-1]["content"] + "\n\n" + message["content"]}
-            changes.append(f"two turns of the {role} in a row joined")
+            reason = f"two turns of the {role} in a row joined"
+            changes.setdefault(reason, f"turn {len(joined)} has a second part")
         else:
             joined.append(message)
     answers = [index for index, message in enumerate(joined) if message["role"] == "assistant"]
     if not answers:
-        roles = ", ".join(message["role"] for message in messages)
-        raise UnusableRow("no answer to a user's turn", f"its turns are {roles or 'none'}")
+        roles = [message["role"] for message in messages]
+        why = next((f" ({sentence})" for sentence in changes.values()), "")
+        reason = "no assistant turn" if "assistant" not in roles else "no answer to a user's turn"
+        raise UnusableRow(reason, f"its turns are {', '.join(roles) or 'none'}{why}")
     if answers[-1] + 1 < len(joined):
-        changes.append("turns after the last answer cut")
-    return joined[: answers[-1] + 1], list(dict.fromkeys(changes))
+        changes["turns after the last answer cut"] = f"ends with a turn of the {joined[-1]['role']}"
+    return joined[: answers[-1] + 1], changes

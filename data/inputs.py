@@ -44,6 +44,11 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     return inputs
 
 
+def conversation_inputs(config: DataConfig) -> dict[str, str]:
+    """A digest for each local conversation file."""
+    return named_inputs(config.conversations)
+
+
 def named_inputs(names: Iterable[str]) -> dict[str, str]:
     """A digest for each local file of rows that is named, or lies below a named directory; Hub names have none."""
     digests = {}
@@ -61,14 +66,14 @@ def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesCon
     """Everything that the feature cache depends on.
 
     features.batch_tokens is left out: it moves a state by rounding only, and a run that met a full memory goes on with
-    a smaller one. So is features.mode, which concerns whoever reads the cache.
+    a smaller one. So are features.mode and shuffle_shards, which concern whoever reads the cache.
     """
     section = as_dict(features)
-    del section["batch_tokens"], section["mode"]
+    del section["batch_tokens"], section["mode"], section["shuffle_shards"]
     return {
         "target": target_inputs(target),
         "data": as_dict(data),
-        "conversations": named_inputs(data.conversations),
+        "conversations": conversation_inputs(data),
         "features": section,
     }
 
@@ -91,7 +96,7 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
     """The name of a file that changed after a cache was made of `made_of` (feature_inputs then), or None.
 
-    target and conversations are target_inputs and named_inputs now. Files that are not here now count as
+    target and conversations are target_inputs and conversation_inputs now. Files that are not here now count as
     unchanged: the cache may have been made on another machine. Another target's files are not compared: opening the
     cache refuses another target.
     """

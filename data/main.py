@@ -13,6 +13,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -25,34 +26,50 @@ from aerie.data.progress import Share
 from aerie.model.storage import Manifest, Stage, Whole, with_status, write_status
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
+Command = Callable[[argparse.Namespace, Recipe], int]
 
 
 def main() -> int:
     """The exit code of the command in sys.argv."""
     parser = argparse.ArgumentParser(description="Conversations, loss masks and the feature cache.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (summary, command, options) in COMMANDS.items():
-        subparser = commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
-        add_arguments(subparser)
-        for option, settings in options.items():
-            subparser.add_argument(option, **settings)
-        subparser.set_defaults(run_command=command)
+
+    def add(command: Command, summary: str) -> argparse.ArgumentParser:
+        name = command.__name__
+        options = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
+        add_arguments(options)
+        options.set_defaults(run_command=command)
+        return options
+
+    add(synthetic, "write the embedded corpus and train its tokenizer")
+    options = add(distill, "have the target answer prompts")
+    options.add_argument("--shard", default="1/1", metavar="I/N", help="this job's share of the rows (1/1)")
+    options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
+    again = "ask failed rows, and those a server skipped, again; with --shard those of this job's share alone"
+    options.add_argument("--retry-failed", action="store_true", help=again)
+    options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
+    options = add(show, "print conversations with the loss mask")
+    options.add_argument("--limit", type=int, default=3, help="how many rows (3)")
+    options.add_argument("--plain", action="store_true", help="brackets instead of colour")
+    options = add(features, "run the target over the conversations and cache its states")
+    options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
+    share = "make the I-th of N shares (1/N to N/N), as an array job does"
+    options.add_argument("--shard", default="1/1", metavar="I/N", help=share)
+    options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend what is broken in it")
+    options.add_argument("--estimate", action="store_true", help="like --plan, with hours from a few timed forwards")
+    add(check, "read every byte of the feature cache and say what is wrong where; exit code 1 if anything is")
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
-    recipe = load(arguments, unknown)
-    try:
-        return int(arguments.run_command(arguments, recipe))
-    except UserError:
-        if getattr(arguments, "is_whole", False):
-            return 1  # the stage before has not written the target, or the evaluation's questions, yet
-        raise
+    return int(arguments.run_command(arguments, load(arguments, unknown)))
 
 
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Writes RUN/conversations and RUN/tokenizer, or reuses them."""
     config, paths = recipe.synthetic, RunPaths(Path(recipe.run))
     if config is None:
-        raise UserError(f"{arguments.config}: no section 'synthetic' (configs/embedded.yaml has one)")
+        raise UserError(
+            f"{arguments.config}: no section 'synthetic'; the embedded corpus needs one (configs/embedded.yaml)"
+        )
     inputs = {"synthetic": as_dict(config)}
     corpus = Stage("corpus", paths.conversations, inputs)
     tokenizer = Stage("tokenizer", paths.root / "tokenizer", inputs)
@@ -60,29 +77,33 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return _reuse("synthetic", corpus, None if arguments.plan else paths.status)
     for stage in (corpus, tokenizer):
         stage.require_own_directory(arguments.overwrite)
-        if not arguments.overwrite and not stage.is_whole() and any(stage.output.glob("*")):
+        is_used = stage.output.is_dir() and any(stage.output.iterdir())
+        if is_used and not arguments.overwrite and not stage.is_whole():
             raise UserError(
                 f"{stage.output}: holds files that this stage did not write; choose another --run, or use --overwrite"
             )
     if arguments.plan:
-        print(f"synthetic: {config.num_conversations:,} conversations to {corpus.output}")
+        counts = f"{config.num_conversations:,} conversations, 2 x {config.num_prompts:,} prompts"
+        print(f"synthetic: {counts} to {corpus.output}")
         return 0
 
     def write() -> tuple[str, int]:
         _be_quiet()
-        from aerie.data.conversations import read_rows
+        import json
+
         from aerie.data.corpus.synthetic import train_tokenizer, write_corpus
         from aerie.model.storage import directory_atomically
 
         with directory_atomically(corpus.output) as conversations, directory_atomically(tokenizer.output) as directory:
             counts = write_corpus(config, conversations)
-            rows = read_rows(str(conversations / "train.jsonl"))
-            texts = (turn["value"] for row in rows for turn in row.value["conversations"])
+            lines = (conversations / "train.jsonl").read_text(encoding="utf-8").splitlines()
+            texts = (turn["value"] for line in lines for turn in json.loads(line)["conversations"])
             trained = train_tokenizer(texts, config.vocab_size)
             trained.save_pretrained(directory)
             replace(tokenizer, output=directory).finish(vocab_size=len(trained))
             replace(corpus, output=conversations).finish(rows=counts)
-        print(f"synthetic: rows {counts} in {corpus.output}; {len(trained):,} tokens in {tokenizer.output}", flush=True)
+        written = ", ".join(f"{count:,} rows in {name}" for name, count in counts.items())
+        print(f"synthetic: {written} ({corpus.output}); {len(trained):,} tokens in {tokenizer.output}", flush=True)
         return "done", 0
 
     return with_status(paths.status, "synthetic", write)
@@ -98,7 +119,12 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     shard = Share.of(arguments.shard)
     _be_quiet()
     status = _status(recipe, "distill", shard)
-    target, questions = target_inputs(recipe.target), _evaluation_questions(recipe)
+    try:
+        target, questions = target_inputs(recipe.target), _evaluation_questions(recipe)
+    except UserError:
+        if arguments.is_whole:
+            return 1  # the stage before has not written the target, or the evaluation's questions, yet
+        raise
     job = Job.of(RunPaths(Path(recipe.run)).distilled, recipe.distill, target, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
         return 0 if arguments.is_whole else _reuse("distill", job.stage, None if arguments.plan else status)
@@ -114,6 +140,11 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Prints the first rows with the supervised tokens in green (bracketed with --plain)."""
+    if arguments.limit < 1:
+        raise UserError(f"--limit: must be at least 1, not {arguments.limit}")
+    if arguments.plan:
+        print(f"show: {arguments.limit:,} rows of {', '.join(recipe.data.conversations)} through {recipe.target.path}")
+        return 0
     _be_quiet()
     from aerie.data.tokens import show as preview
     from aerie.data.tokens import tokenised
@@ -121,7 +152,7 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
     limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
     data, tokenizer, tally = tokenised(recipe.target, replace(recipe.data, limit=limit))
     print(preview([*data.train, *data.held_out], tokenizer, arguments.limit, color=not arguments.plain))
-    print("\n".join(["", *tally.lines()]))
+    print(f"\n{tally.table()}")
     return 0
 
 
@@ -135,29 +166,41 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return 0
     if recipe.features.after_blocks is None and recipe.head.kind != "eagle3":
         recipe = replace(recipe, features=replace(recipe.features, after_blocks=()))
-    inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
+    try:
+        inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
+    except UserError:
+        if arguments.is_whole:
+            return 1  # the stage before has not written the target yet
+        raise
     stage = Stage("features", RunPaths(Path(recipe.run)).features, inputs)
     # The sizes of the shards tell at once whether the cache is there; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
+    only_plan = arguments.plan or arguments.estimate
     if is_there and stage.is_whole() and not arguments.verify:
-        return 0 if arguments.is_whole else _reuse("features", stage, None if arguments.plan else status)
+        return 0 if arguments.is_whole else _reuse("features", stage, None if only_plan else status)
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
     _be_quiet()
-    from aerie.data.features import prepare, write
+    from aerie.data.features import prepare, time_forwards, write
 
-    if arguments.plan:
-        prepare(recipe, stage, share, arguments.overwrite)
+    if only_plan:
+        plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
+        if arguments.estimate:
+            time_forwards(recipe, plan, share, _device(recipe))
         return 0
     return with_status(status, "features", lambda: write(recipe, stage, share, arguments.overwrite, _processes(recipe)))
 
 
 def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Says what is wrong with RUN/features, and 0 or 1."""
+    directory = RunPaths(Path(recipe.run)).features
+    if arguments.plan:
+        print(f"check: {directory}")
+        return 0
     from aerie.data.features import check as check_cache
 
-    return check_cache(RunPaths(Path(recipe.run)).features)
+    return check_cache(directory)
 
 
 def _status(recipe: Recipe, stage: str, share: Share) -> Path:
@@ -192,20 +235,32 @@ def _device(recipe: Recipe) -> str:
 
 
 def _processes(recipe: Recipe) -> Any:
-    """accelerate's PartialState."""
+    """accelerate's PartialState; UserError when the launcher started other processes than this one sees."""
     import torch
     from accelerate import PartialState
 
     _device(recipe)
-    is_launched = "LOCAL_RANK" in os.environ
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER) if is_launched else PartialState()
+    launched = "LOCAL_RANK" in os.environ
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER) if launched else PartialState()
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != state.num_processes:
+        raise UserError(
+            f"WORLD_SIZE: the launcher asked for {asked} processes and {state.num_processes} answer; two processes on "
+            f"a CPU go through configs/accelerate/zero1.yaml or torchrun"
+        )
     if recipe.target.device_map is not None and state.num_processes > 1:
-        raise UserError("target.device_map: several processes cannot share a target on all GPUs; start one process")
+        raise UserError(
+            f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
+            f"{state.num_processes} processes cannot share; start one process"
+        )
     return state
 
 
 def _evaluation_questions(recipe: Recipe) -> list[str]:
-    """All turns of the whole question sets that the recipe measures with, and of distill.exclude."""
+    """All turns of the evaluation questions: of the sets that the recipe measures with, and of distill.exclude.
+
+    They are whole sets, whatever part of them is measured, how far the answers go and what system prompt they have.
+    """
     from aerie.configs.schema.measure import PromptsConfig, TaskConfig
     from aerie.infer.measure.tasks import load_prompts
 
@@ -253,25 +308,6 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     context = min((limit for limit in limits if limit is not None), default=None)
     return local_target(decode, thinking, None if context is None else context - sampling.max_tokens)
 
-
-WHOLE = {"--is-whole": {"action": "store_true", "help": "exit code 0 if nothing is left to do, else 1"}}
-SHARD = {"--shard": {"default": "1/1", "metavar": "I/N", "help": "this job's share, as of an array job (1/1)"}}
-VERIFY = {"--verify": {"action": "store_true", "help": "read a whole cache too, and mend what is broken in it"}}
-ANSWERS = {
-    "--merge": {"action": "store_true", "help": "ask nothing; put the jobs' answers together"},
-    "--retry-failed": {"action": "store_true", "help": "ask failed rows, and those a server skipped, again"},
-}
-ROWS: dict[str, dict[str, Any]] = {
-    "--limit": {"type": int, "default": 3, "help": "how many rows (3)"},
-    "--plain": {"action": "store_true", "help": "brackets instead of colour"},
-}
-COMMANDS: dict[str, tuple[str, Any, dict[str, dict[str, Any]]]] = {
-    "synthetic": ("Write the embedded corpus and train its tokenizer", synthetic, {}),
-    "distill": ("Have the target answer prompts", distill, {**SHARD, **ANSWERS, **WHOLE}),
-    "show": ("Print conversations with the loss mask", show, ROWS),
-    "features": ("Run the target over the conversations and cache its states", features, {**SHARD, **VERIFY, **WHOLE}),
-    "check": ("Read every byte of the feature cache; exit code 1 if anything is wrong", check, {}),
-}
 
 if __name__ == "__main__":
     sys.exit(exit_code(main))

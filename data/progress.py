@@ -10,6 +10,7 @@ from aerie.configs.errors import UserError
 
 LINE_SECONDS = 10.0  # between two lines of a log file
 FORMAT = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining} left{postfix}"
+OPEN_FORMAT = "{desc}: {n_fmt}{unit}, {rate_fmt}{postfix}"  # where the total is not known
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class _Lines:
 
 
 def bar(
-    total: int, unit: str, description: str, rank: int = 0, stream: TextIO | None = None, done: int = 0
+    total: int | None, unit: str, description: str, rank: int = 0, stream: TextIO | None = None, done: int = 0
 ) -> "tqdm[Any]":
     """A tqdm bar on stream (standard error), silent off rank 0; close it, or use it as a context.
 
@@ -67,5 +68,6 @@ def bar(
     if stream.isatty():
         options |= {"file": stream, "dynamic_ncols": True}
     else:
-        options |= {"file": _Lines(stream), "bar_format": FORMAT, "mininterval": LINE_SECONDS, "delay": 1e-9}
+        layout = FORMAT if total else OPEN_FORMAT
+        options |= {"file": _Lines(stream), "bar_format": layout, "mininterval": LINE_SECONDS, "delay": 1e-9}
     return tqdm(desc=description, disable=rank != 0, **options)

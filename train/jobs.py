@@ -10,7 +10,7 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths
 from aerie.configs.schema.target_and_head import MULTI_TOKEN, DraftLMSection, Eagle3Section
 from aerie.data import tokens
-from aerie.data.batches import OnlineFeatures, Order
+from aerie.data.batches import OnlineFeatures, Order, ShardPools
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Tally
@@ -91,9 +91,11 @@ def _rows(
         asked = {"data": as_dict(recipe.data), "after_blocks": list(taps), "storage": recipe.features.storage}
         expected = {"target": fingerprint(text_config, vocab), **asked}
         cache = FeatureCache.open(RunPaths(Path(recipe.run)).features, expected)
-        train = cache.split("train")
+        train, at_once = cache.split("train"), recipe.features.shuffle_shards
+        # Rows are then drawn from some shards of the cache at a time, so that reading stays in one place of the disk.
+        pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
-        return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin)
+        return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
     data = tokens.tokenize(recipe.data, tokenizer, end_ids, Tally(), rank() == 0)
     if text_config is not None:
         check_rows([*data.train, *data.held_out], text_config, recipe.target.path)
@@ -108,18 +110,18 @@ def _new_head(
     recipe: Recipe, rows: Rows, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
 ) -> tuple[Any, dict[str, Any]]:
     """A draft head, and the facts of its draft vocabulary as it was counted on the training rows."""
-    section, vocabulary, counted = recipe.head, None, None
+    section, counted = recipe.head, None
     if isinstance(section, Eagle3Section) and section.init_from is None:
         vocab_size = int(vocab.embedding.shape[0])
         forced = tokens.forced_ids(tokenizer, end_ids, vocab_size)
-        size = section.draft_vocab_size
-        vocabulary, counted = tokens.draft_vocabulary(rows.tokens, size, vocab_size, forced, rows.origin)
+        counted = tokens.draft_vocabulary(rows.tokens, section.draft_vocab_size, vocab_size, forced, rows.origin)
+    vocabulary = None if counted is None else counted.vocabulary
     path = recipe.target.path
     head: Any = new_head(section, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
     # A warm start keeps its own vocabulary, which must be able to end a turn of this target.
     if isinstance(section, Eagle3Section) and counted is None:
         head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
-        counted = tokens.facts_of(head.vocabulary, rows.tokens, rows.origin)
+        counted = tokens.given_vocabulary(head.vocabulary, rows.tokens, rows.origin)
     assert recipe.tree is not None
     depths = (recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
     # Medusa and Hydra heads have no positions, or none below the last token that is kept.
@@ -128,8 +130,8 @@ def _new_head(
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
             warn(sentence)
         if counted is not None:
-            print(f"draft vocabulary: {counted}", flush=True)
-    return head, {} if counted is None else {"draft_vocabulary": counted}
+            print(counted.line(), flush=True)
+    return head, {} if counted is None else {"draft_vocabulary": counted.facts()}
 
 
 def _require_positions(recipe: Recipe, config: Any, drafted: int) -> None:

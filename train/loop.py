@@ -17,7 +17,7 @@ from torch.profiler import profile, schedule
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.train import TrainConfig
-from aerie.data.batches import Batch, Order, TokenisedRow, collate, prefetched
+from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, collate, prefetched
 from aerie.data.progress import bar
 from aerie.model.storage import digest
 from aerie.model.target import Target
@@ -40,6 +40,7 @@ class Rows:
     lengths: Sequence[int]  # of the training rows, in tokens
     tokens: Iterable[tuple[Any, Any]]  # (input_ids, turns) of the training rows
     origin: dict[str, Any]  # what the tokens were made from; "rows" is a digest of the training rows' ids
+    pools: ShardPools | None = None  # where rows are drawn from some shards of the cache at a time
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Loop:
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
         config = self.config
         rows, parts = job.rows, config.accumulation
-        self.order = Order(rows.lengths, config.seed, config.batch_size, parts, self.world)
+        self.order = Order(rows.lengths, config.seed, config.batch_size, parts, self.world, rows.pools)
         self.total = total_steps(config, self.order.steps_per_epoch)
         made_of = {**made_of, "rows": rows.origin["rows"]}
         fresh = resume.Progress(made_of, self.world, engine_of(accelerator), machine_of(self.device))

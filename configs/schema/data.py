@@ -62,6 +62,7 @@ class FeaturesConfig:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     # Of the states on the disk; null: dtype. fp8 (E4M3) and int8: a byte a value, a float32 scale per token and state.
     storage: Literal["bf16", "fp8", "int8"] | None = None
+    shuffle_shards: int | None = None  # training draws rows from so many shards at a time; null: from all of them
 
     def __post_init__(self) -> None:
         if self.after_blocks is not None and list(self.after_blocks) != sorted(set(self.after_blocks)):
@@ -69,8 +70,10 @@ class FeaturesConfig:
             raise ValueError(f"after_blocks must ascend without repeats, not {found}; did you mean {sorted_once}?")
         if min(self.batch_tokens, self.shard_tokens) < 1:
             raise ValueError("batch_tokens and shard_tokens must be positive")
-        if self.mode == "online" and self.storage is not None:
-            raise ValueError("storage is of a cache: leave it out with mode: online")
+        if self.mode == "online" and (self.storage is not None or self.shuffle_shards is not None):
+            raise ValueError("storage and shuffle_shards are of a cache: leave them out with mode: online")
+        if self.shuffle_shards is not None and self.shuffle_shards < 1:
+            raise ValueError("shuffle_shards must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import LONE_SURROGATE
-from aerie.data.conversations import LISTS, UNKNOWN_KEYS, RawRow, UnusableRow, explain_keys, read_rows, to_messages
+from aerie.data.conversations import LISTS, UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
+from aerie.data.sources import RawRow, read_rows
 from aerie.model.storage import digest
 
 QUESTION_FIELDS = ("prompt", "question", "problem", "instruction", "query", "input", "text")
@@ -121,7 +122,7 @@ def _of_conversation(row: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     messages = to_messages(row, None)
     if messages is None and not row.keys() & LISTS:
         raise UnusableRow(UNKNOWN_KEYS, explain_keys(row, None))
-    if row.get("tools"):
+    if row.get("tools") or any(message["role"] == "tool" for message in messages or []):
         raise UnusableRow("the conversation calls tools", "")
     system, turns, before = None, list[str](), ""
     for message in messages or []:

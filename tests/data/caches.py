@@ -42,7 +42,7 @@ def plan(directory: Path, target: Target, data: TokenisedData, **features: Any) 
 
 def write(target: Target, plan: CachePlan, **options: Any) -> Any:
     """The index of the cache as this process writes it."""
-    return extract(target, plan, PartialState(), {"data": {"max_length": 40}}, **options)
+    return extract(target, plan, PartialState(), {"data": {"max_length": 40}}, **options)[0]
 
 
 def cache(directory: Path, target: Target, data: TokenisedData, **features: Any) -> FeatureCache:

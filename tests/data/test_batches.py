@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aerie.data.batches import Batch, Order, collate, keyed_generator, prefetched
+from aerie.data.batches import Batch, Order, ShardPools, collate, keyed_generator, prefetched
 from tests import tiny
 
 
@@ -75,6 +75,23 @@ def test_a_step_takes_the_same_rows_however_it_is_cut_and_an_epoch_takes_each_on
     later = whole.steps_per_epoch + 2
     assert whole.rows(2) != whole.rows(later) != Order(LENGTHS, 1, 8).rows(later)
     assert sorted(Order(LENGTHS, 3, 8).rows(later)) == sorted(whole.rows(later))  # needs no history
+
+
+def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each_once() -> None:
+    lengths = [5 + (7 * row) % 40 for row in range(1000)]
+    shards = [range(first, first + 50) for first in range(0, 1000, 50)]
+    order = Order(lengths, 3, 10, pools=ShardPools(shards, 2))
+    for epoch in (0, 1):
+        steps = [order.rows(step) for step in range(epoch * 100, epoch * 100 + 100)]
+        assert sorted(itertools.chain(*steps)) == list(range(1000))
+        seen = [{row // 50 for row in rows} for rows in steps]
+        for first in range(0, 100, 16):  # 16 steps are sorted by length together, and touch three pools of ten at most
+            assert 2 <= len(set.union(*seen[first : first + 16])) <= 6
+    longest = [max(lengths[row] for row in order.rows(step)) for step in range(16)]
+    assert longest != sorted(longest, reverse=True)  # long steps do not come first
+    assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)
+    padded = sum(max(lengths[row] for row in rows) * len(rows) for rows in map(order.rows, range(100)))
+    assert padded < 1.1 * sum(lengths)
 
 
 def test_prefetching_keeps_the_order_and_passes_on_errors() -> None:

@@ -1,6 +1,7 @@
 """Laws of the feature cache: what is read is what was written, however it is stored, and damage is never read."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ from safetensors.torch import save_file
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.batches import collate
-from aerie.data.cache import FeatureCache, Form, Storage, decode, encode, rows_digest
+from aerie.data.cache import FeatureCache, Form, Storage, decode, encode, rows_digest, storage_error
 from aerie.data.chat import Row
 from aerie.data.features import check
-from aerie.data.tokens import TokenisedData
+from aerie.data.tokens import TokenisedData, count_tokens
 from aerie.model.target import Target, fingerprint, load_vocab
+from tests import tiny
 from tests.data import caches
 
 FORMS: list[Form] = ["bf16", "fp8", "int8"]
@@ -38,17 +40,22 @@ def cache(target: Target, tmp_path_factory: pytest.TempPathFactory) -> FeatureCa
 
 def test_splits_and_slices_are_views_in_order_with_each_row_under_its_number(cache: FeatureCache) -> None:
     train, held_out = cache.split("train"), cache.split("held_out")
-    assert len(cache.manifest.facts["shards"]) > 2
-    assert [row.input_ids.tolist() for row in cache] == [row.input_ids for row in ROWS]
+    assert len(cache.shards) > 2 and [row.input_ids.tolist() for row in cache] == [row.input_ids for row in ROWS]
     assert [row.turns.tolist() for row in held_out] == [row.turns for row in DATA.held_out]
     assert train.lengths + held_out.lengths == cache.lengths == [len(row.input_ids) for row in ROWS]
     assert [row.number for row in held_out] == [11, 12, 13, 14] and [row.number for row in cache[3:9:2]] == [3, 5, 7]
     with pytest.raises(IndexError):
         train[11]
-    tokens = [(ids.tolist(), turns.tolist()) for ids, turns in train.tokens()]
-    assert tokens == [(row.input_ids, row.turns) for row in DATA.train]
+    for view in (cache, train, held_out):
+        assert [row for shard in view.shards for row in shard] == list(range(len(view)))
     cache[1].last_hidden.zero_()  # a copy
     assert cache[1].last_hidden.abs().sum() > 0
+
+
+def test_tokens_are_counted_without_reading_states(cache: FeatureCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = count_tokens(((row.input_ids, row.turns) for row in DATA.train), 320)
+    monkeypatch.setattr("aerie.data.cache.STATES", None)  # reading a state would fail
+    assert count_tokens(cache.split("train").tokens(), 320).tolist() == expected.tolist()
 
 
 def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the_command(
@@ -100,6 +107,16 @@ def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_i
         louder[7, 1] *= 1e6
         changed = restored(form, louder.flatten(1)) != restored(form, made)
         assert changed.unflatten(1, (3, -1)).any(-1).nonzero().tolist() == [[7, 1]]
+
+
+def test_the_measured_error_weighs_every_dimension_alike() -> None:
+    made, ends = states(num_states=1), tiny.vocab(hidden_size=64)
+    lines = [storage_error(made, made, Storage(torch.float32, form), ends.logits) for form in (None, *FORMS)]
+    errors = [[float(number) for number in re.findall(r"([\d.]+)%", line)] for line in lines]
+    assert errors[0] == [0.0, 0.0, 0.0, 100.0] and "200 tokens" in lines[0] and "int8 for float32" in lines[3]
+    bf16, fp8, int8 = errors[1:]
+    assert bf16[0] == bf16[1] < 0.3 < fp8[0] < 5 < int8[0]  # int8's step is that of a state's largest dimension
+    assert bf16[2] < fp8[2] and bf16[3] > 98
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,15 +1,12 @@
 """Laws of the loss mask: what is learnt is the answer and its end, whatever the template does around it."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.chat import Chat, Row, target_end_ids
+from aerie.data.chat import Chat, Row, end_of_turn_ids
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.target import read_template
 from tests.data import chat_targets as targets
@@ -40,7 +37,7 @@ def rows_of(
     template: str | None, eos: str, messages: Any = TURNS, trim_offsets: bool = True
 ) -> tuple[Any, list[Row], Tally]:
     tokenizer, tally = targets.build_tokenizer(template, eos, trim_offsets), Tally(rows=1)
-    chat = Chat(tokenizer, {tokenizer.eos_token_id}, tally)
+    chat = Chat(tokenizer, end_of_turn_ids(tokenizer, None), tally)
     return tokenizer, chat.encode(chat.render(Conversation("here: row 1", "digest", tuple(messages)))), tally
 
 
@@ -124,10 +121,11 @@ def test_the_borders_of_an_answer(template: str, eos: str, answer: Any, text: st
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        pytest.param(targets.NO_SYSTEM, "the chat template refuses it", id="no system role"),
+        pytest.param(targets.NO_SYSTEM, "the chat template refuses it: System role not supported", id="no system role"),
+        pytest.param(targets.RANDOM, "the template renders differently on each call", id="random text"),
         pytest.param(targets.COUNTING, "the template rewrites what stands before an answer", id="rewritten history"),
         pytest.param(targets.RENAMING, "the template rewrites what stands before an answer", id="another name"),
-        pytest.param("{{ messages[0].content + 1 }}", "the chat template refuses it", id="type error"),
+        pytest.param("{{ messages[0].content + 1 }}", "the chat template refuses it: ", id="type error"),
     ],
 )
 def test_a_conversation_that_a_template_cannot_carry_is_unusable(template: str, reason: str) -> None:
@@ -136,18 +134,36 @@ def test_a_conversation_that_a_template_cannot_carry_is_unusable(template: str, 
     assert caught.value.reason.startswith(reason)
 
 
+def test_midnight_between_two_renders_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
+    render = tokenizer.apply_chat_template
+    days = iter(["Monday", "Monday", "Tuesday"])
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: next(days, "Tuesday") + render(*a, **k))
+    chat = Chat(tokenizer, {tokenizer.eos_token_id}, Tally())
+    (rendered,) = chat.render(Conversation("here: row 1", "digest", TURNS))
+    assert rendered.text.startswith("Tuesday")
+    assert [rendered.text[start:end] for start, end in rendered.spans] == [
+        "I am fine, thank you.<|im_end|>\n",
+        "The answer is four \N{OWL}, naïvely.<|im_end|>\n",
+    ]
+
+
 def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
     with pytest.raises(UserError, match=r"has no chat template; name one with target\.chat_template"):
         rows_of(None, "</s>")
     with pytest.raises(UserError, match=r"chat template: line 2:"):
         rows_of("{{ 1 }}\n{% for %}", "</s>")
 
+    class Slow:
+        name_or_path = "somewhere"
+        is_fast = False
 
-def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"somewhere: Slow is a slow tokenizer"):
+        Chat(Slow(), set(), Tally())
+
+
+def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config() -> None:
     tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
-    own, config = tokenizer.eos_token_id, TargetConfig(path=str(tmp_path))
-    ends = [target_end_ids(config, tokenizer)]
-    for listed in (3, [3, 4]):
-        GenerationConfig(eos_token_id=listed).save_pretrained(tmp_path)
-        ends.append(target_end_ids(config, tokenizer))
+    own = tokenizer.eos_token_id
+    ends = [end_of_turn_ids(tokenizer, listed) for listed in (None, 3, [3, 4])]
     assert ends == [{own}, {own, 3}, {own, 3, 4}]

@@ -1,64 +1,16 @@
-"""Laws of rows and the conversations in them: every format and shape is read, every change and skip is counted."""
+"""Laws of conversations out of rows: every known shape is read, every change and every skipped row is counted."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as arrow  # type: ignore[import-untyped]
 import pytest
-from pyarrow import parquet
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.conversations import Tally, load_conversations, read_rows, split_by_hash
+from aerie.data.conversations import MAX_REASONS, Conversation, Tally, TokenRow, load_conversations, split_by_hash
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
-ROWS: list[dict[str, Any]] = [{"question": "one", "answer": "eins"}, {"question": "two", "answer": "zwei \N{OWL}"}]
-
-
-def written(path: Path, text: str) -> str:
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
-    parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    lines = "\n".join(json.dumps(row) for row in ROWS)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    written(folder / "b.jsonl", json.dumps(ROWS[1]))
-    written(folder / "a.json", json.dumps(ROWS[:1]))
-    written(folder / "provenance.json", "{}")
-    names = [
-        str(tmp_path / "a.parquet"),
-        written(tmp_path / "a.json", json.dumps(ROWS, indent=1)),
-        written(tmp_path / "lines.json", lines),  # JSONL named .json, as data sets of the Hub often are
-        written(tmp_path / "mark.jsonl", "\N{ZERO WIDTH NO-BREAK SPACE}" + lines + "\n"),
-        str(folder),  # its files by name, without the provenance
-    ]
-    assert [[row.value for row in read_rows(name)] for name in names] == [ROWS] * len(names)
-    name = written(tmp_path / "gap.jsonl", json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1]))
-    assert [row.place for row in read_rows(name)] == [f"{name}: row 1", f"{name}: row 3"]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl:2: not JSON"),
-        ("a.json", '[{"a": 1},\n{"a" 2}]', r"a\.json:2: not JSON"),
-        ("a.parquet", "no parquet at all", r"a\.parquet: cannot be read \(Parquet"),
-        ("a.jsonl", b'{"a": "\xe9"}', r"a\.jsonl: cannot be read \('utf-8' codec"),
-        ("a.csv", "a,b", r"a\.csv: cannot read \.csv; expected "),
-        ("", None, r"holds no \.json, \.jsonl, \.parquet file"),
-        ("nowhere.jsonl", None, "nowhere.jsonl: no such file or directory"),  # and no name of the Hub
-    ],
-)
-def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str | bytes | None, message: str) -> None:
-    if text is not None:
-        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=message) as caught:
-        list(read_rows(str(tmp_path / name)))
-    assert "\n" not in str(caught.value)
 
 
 def turns(text: str) -> list[dict[str, str]]:
@@ -67,9 +19,16 @@ def turns(text: str) -> list[dict[str, str]]:
 
 
 def load(tmp_path: Path, *rows: Any, **options: Any) -> tuple[list[Any], Tally]:
-    path = written(tmp_path / "rows.jsonl", "\n".join(json.dumps(row) for row in rows))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     tally = Tally()
-    return list(load_conversations(DataConfig((path,), **options), tally)), tally
+    return list(load_conversations(DataConfig((str(path),), **options), tally)), tally
+
+
+def messages(tmp_path: Path, row: Any, **options: Any) -> list[dict[str, Any]]:
+    (conversation,), _ = load(tmp_path, row, **options)
+    assert isinstance(conversation, Conversation)
+    return list(conversation.messages)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +53,33 @@ def test_every_shape_gives_the_same_conversation(tmp_path: Path, row: dict[str, 
     assert list(conversation.messages) == HELLO and conversation.digest == same.digest and not tally.counts
 
 
-def test_thinking_context_tokens_and_system_prompts_are_kept(tmp_path: Path) -> None:
-    thinking = {"role": "assistant", "content": "one", "reasoning_content": "easy"}
-    rows = [
-        {"messages": [HELLO[0], thinking]},
-        {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
-        {"system": "be short", "conversations": turns("human=hello|gpt=fine")},
-        {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]},
-    ]
-    (first, second, third, tokens), _ = load(tmp_path, *rows, system_prompt="ours")
-    assert first.messages[0] == {"role": "system", "content": "ours"} and first.messages[2] == thinking
-    assert second.messages[1]["content"] == "Sort.\n\n3 1"
-    assert third.messages[0] == {"role": "system", "content": "be short"}
-    assert tokens.tokens == ([1, 2, 3], [0, 1, 1]) and not tokens.messages
+def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    row = {
+        "messages": [
+            HELLO[0],
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "1"},
+            {"role": "tool", "content": ""},
+            {"role": "assistant", "content": "one", "reasoning_content": "easy"},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+    }
+    (conversation,), tally = load(tmp_path, row)
+    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}] and not tally.counts
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert conversation.messages[4]["reasoning_content"] == "easy"
+    row = {"instruction": "Sort.", "input": "3 1", "output": "1 3"}
+    assert messages(tmp_path, row)[0]["content"] == "Sort.\n\n3 1"
+    (tokens,), _ = load(tmp_path, {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]})
+    assert isinstance(tokens, TokenRow) and (tokens.input_ids, tokens.loss_mask) == ((1, 2, 3), (0, 1, 1))
+
+
+def test_the_system_prompt_goes_before_conversations_without_one(tmp_path: Path) -> None:
+    own = {"system": "be short", "conversations": turns("human=hello|gpt=fine")}
+    kept, _ = load(tmp_path, {"messages": HELLO}, own, system_prompt="ours")
+    assert [row.messages[0] for row in kept] == [{"role": "system", "content": text} for text in ("ours", "be short")]
 
 
 @pytest.mark.parametrize(
@@ -117,13 +90,15 @@ def test_thinking_context_tokens_and_system_prompts_are_kept(tmp_path: Path) -> 
         ("human=hello|gpt=fine|human= |gpt=what", "user assistant", "cut before an empty turn"),
         ("human=hello|gpt=fine|human=more", "user assistant", "turns after the last answer cut"),
         ("human=hello|human=there|gpt=fine", "user assistant", "two turns of the user in a row joined"),
+        ("system=a|human=b|gpt=c|gpt=d", "system user assistant", "two turns of the assistant in a row joined"),
     ],
 )
 def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kept: str, reason: str) -> None:
     (conversation,), tally = load(tmp_path, {"conversations": turns(text)})
     assert " ".join(message["role"] for message in conversation.messages) == kept
     assert list(tally.counts) == [("mended", reason)]
-    assert ("\n\n" in conversation.messages[0]["content"]) == ("joined" in reason)
+    if "joined" in reason:
+        assert "\n\n" in "".join(message["content"] for message in conversation.messages)
 
 
 @pytest.mark.parametrize(
@@ -131,34 +106,56 @@ def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kep
     [
         ({"conversations": turns("human=hello|gtp=fine")}, "unknown role"),
         ({"conversations": turns("human=hello|gpt=")}, "no answer to a user's turn"),
-        ({"conversations": []}, "no answer to a user's turn"),
+        ({"conversations": turns("gpt=fine")}, "no answer to a user's turn"),
+        ({"conversations": []}, "no assistant turn"),
         ({"conversations": ["hello"]}, "turn is no object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]}, "turn is not text"),
+        ({"messages": HELLO, "tools": "[oops"}, "tools are not JSON"),
+        ({"prompt": 3, "completion": "three"}, "turn is not text"),
         ({"stranger": 1}, "keys of no known shape"),
         (["hello"], "row is no object"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "token ids and their mask do not fit"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "token ids and their mask do not fit"),
         ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "token ids and their mask do not fit"),
     ],
 )
-def test_unusable_rows_are_skipped_and_counted_with_their_place(tmp_path: Path, row: Any, reason: str) -> None:
-    kept, tally = load(tmp_path, {"messages": HELLO}, row, row)
-    assert len(kept) == tally.kept == 1 and tally.rows == 3
-    total, line = tally.lines()
-    assert total == "conversations: 3 read, 1 kept" and line.startswith(f"skipped 2: {reason} (")
-    assert "rows.jsonl: row 2: " in line
+def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason: str) -> None:
+    kept, tally = load(tmp_path, {"messages": HELLO}, row)
+    assert len(kept) == tally.kept == 1 and tally.rows == 2
+    ((key, example),) = tally.examples.items()
+    assert key == ("skipped", reason) and "rows.jsonl: row 2: " in example
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "fields", "said"),
     [
-        ({"a": "a", "b": "b"}, r"row 1 has keys a, b; expected conversations.*set data\.prompt_field"),
-        ({"messages": HELLO[:1]}, r"no usable conversations: 1 read, 0 kept; skipped 1: no answer .*row 1"),
+        ({"question": "a", "anwser": "b"}, (), r"row 1 has keys question, anwser; .*did you mean 'answer'"),
+        ({"a": "a", "b": "b"}, (), r"has keys a, b; expected conversations.*set data\.prompt_field"),
+        ({"question": "a", "text": "b"}, ("questoin", "text"), r"did you mean 'questoin' instead of 'question'"),
+        ({"messages": HELLO[:1]}, (), r"no usable conversation: 1 read, 0 kept; 1 x no assistant turn .*row 1"),
     ],
 )
-def test_a_file_without_usable_rows_is_an_error(tmp_path: Path, row: Any, said: str) -> None:
+def test_a_file_without_usable_rows_is_an_error_with_a_suggestion(
+    tmp_path: Path, row: Any, fields: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(UserError, match=said) as caught:
-        load(tmp_path, row)
+        load(tmp_path, row, **dict(zip(("prompt_field", "completion_field"), fields, strict=False)))
     assert "\n" not in str(caught.value)
+
+
+def test_the_tally_counts_each_reason_with_its_first_place_and_endless_reasons_together() -> None:
+    tally = Tally(rows=5)
+    tally.add("skipped", "unknown role", "a.json: row 2", "turn 1 is from 'gtp'")
+    tally.add("skipped", "unknown role", "a.json: row 4", "turn 3 is from 'gtp'")
+    tally.add("mended", "joined", "a.json: row 1")
+    assert tally.table().splitlines() == [
+        "conversations: 5 read, 3 kept, 2 skipped",
+        "  skipped          2  unknown role (a.json: row 2: turn 1 is from 'gtp')",
+        "  mended           1  joined (a.json: row 1)",
+    ]
+    for number in range(1000):
+        tally.add("skipped", f"reason {number}", "a.json: row 1")
+    assert len(tally.counts) == MAX_REASONS + 1 and tally.skipped == 1002
 
 
 def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Laws of the extraction: the cache is the target's own states, whoever made it, and whatever interrupted it."""
 
+import errno
+import fcntl
 import random
 import shutil
 import subprocess
@@ -17,12 +19,12 @@ from transformers import LlamaConfig
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.data.batches import OnlineFeatures, collate, grouped
-from aerie.data.cache import CachePlan, pack
+from aerie.data.cache import SHARD_BYTES, CachePlan, FeatureCache, pack
 from aerie.data.chat import Row
 from aerie.data.features import WRITING, extract, plan_cache
 from aerie.data.progress import Share
 from aerie.data.tokens import TokenisedData
-from aerie.model.storage import Lock
+from aerie.model.storage import Lock, write_text
 from aerie.model.target import Target
 from tests.data import caches
 from tests.disks import mounted
@@ -64,9 +66,10 @@ def plan_of(directory: Path, data: TokenisedData = DATA, dtype: str = "auto", **
     return plan_cache(directory, data, FeaturesConfig(**features), "owner/target", config, {"target": {"dtype": dtype}})
 
 
-def test_the_plan_counts_bytes_and_writes_nothing(tmp_path: Path) -> None:
-    text = plan_of(tmp_path / "features", after_blocks=(0, 3)).require_space(Share())
-    assert "27 rows x 200 bytes a token (bfloat16); to write: 0.1 MiB in 1 of 1 shards" in text
+def test_the_estimate_counts_tokens_taps_and_bytes_and_writes_nothing(tmp_path: Path) -> None:
+    made, tokens = plan_of(tmp_path / "features", after_blocks=(0, 3)), sum(len(row.input_ids) for row in ROWS)
+    text, needed = made.estimate(Share())
+    assert f"27 rows, {tokens:,} tokens x 200 bytes (bfloat16)" in text and needed > 200 * tokens
     assert not (tmp_path / "features").exists()
     assert plan_of(tmp_path, dtype="float32").storage.dtype == torch.float32
 
@@ -74,12 +77,8 @@ def test_the_plan_counts_bytes_and_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "taps", "said"),
     [
-        (Row([1] * 65, [0] + [1] * 64, "a: row 7"), (), "a: row 7: 65 tokens .* owner/target has a context of 64"),
-        (
-            Row([1, 320, 2], [0, 1, 1], "a: row 7"),
-            (),
-            "a: row 7: 3 tokens with ids up to 320, but owner/target .* 320 ids",
-        ),
+        (Row([1] * 65, [0] + [1] * 64, "a: row 7"), (), "a: row 7: 65 tokens, but the context of owner/target is 64"),
+        (Row([1, 320, 2], [0, 1, 1], "a: row 7"), (), "a: row 7: token id 320 is outside the vocabulary of owner/"),
         (ROWS[0], (1, 4), "features.after_blocks: 4 is no tap of owner/target, which has 4 blocks"),
     ],
 )
@@ -212,11 +211,12 @@ def test_each_process_makes_its_own_shards_and_the_first_writes_the_index_when_a
     target: Target, whole: dict[str, bytes], plan: CachePlan
 ) -> None:
     fingerprint = {"data": {"max_length": 40}}
-    assert extract(target, plan, Process(0, 2), fingerprint) is None
+    with pytest.raises(UserError, match=r"shard-00001.safetensors: not whole after the extraction"):
+        extract(target, plan, Process(0, 2), fingerprint)
     numbers = range(len(plan.shards))
     assert plan.missing(numbers) == list(numbers[1::2])
-    assert extract(target, plan, Process(1, 2), fingerprint) is None
-    assert extract(target, plan, Process(0, 2), fingerprint) is not None and is_done(plan, whole)
+    assert extract(target, plan, Process(1, 2), fingerprint)[0] is None
+    assert extract(target, plan, Process(0, 2), fingerprint)[0] is not None and is_done(plan, whole)
 
 
 def test_an_interrupted_extraction_keeps_whole_shards_and_goes_on(
@@ -291,6 +291,23 @@ def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
     assert is_done(fewer, caches.contents(alone.directory))  # no surplus shard, no lock is left
 
 
+def test_without_locks_no_temporary_file_is_removed_and_one_warning_says_so(
+    target: Target, plan: CachePlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    others = plan.directory / ".shard-00002.safetensors.00000000.tmp"
+    write_text(others, "under way on another node")
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", unsupported)
+        caches.write(target, plan)
+    assert others.is_file() and len(FeatureCache.open(plan.directory)) == len(ROWS)
+    assert capsys.readouterr().err.count("warning: ") == 1
+    caches.write(target, plan)
+    assert not others.exists() and capsys.readouterr().err.count("warning: ") == 0
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB in memory."""
@@ -301,16 +318,19 @@ def test_a_full_or_read_only_disk_says_what_is_missing_and_loses_nothing(
     small_disk: Path, target: Target, whole: dict[str, bytes], plan: CachePlan
 ) -> None:
     tight, filler = replace(plan, directory=small_disk / "features"), small_disk / "filler"
-    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - 60_000))
-    with pytest.raises(NotWritable, match=r"cannot be written .No space left on device."):
+    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - tight.bytes_of(0) - tight.bytes_of(1) - 30_000))
+    with pytest.raises(NotWritable, match=r"No space left on device.*: [\d,]+ bytes in \d shards are still to be"):
         caches.write(target, tight)
     assert 0 < len(tight.missing(range(len(tight.shards)))) < len(tight.shards)
     assert not [path for path in small_disk.rglob("*") if "tmp" in path.name]
-    with pytest.raises(UserError, match=r"the cache needs .* more and the disk has .* free"):
-        tight.require_space(Share())
+    assert tight.estimate(Share())[1] > tight.free_bytes()
     filler.unlink()
     caches.write(target, tight)
     assert is_done(tight, whole)
+    sizes = [
+        sum(path.stat().st_size for path in small_disk.glob(f"features/{tight.path_of(n).stem}*")) for n in range(5)
+    ]
+    assert all(0 <= tight.bytes_of(n) - taken < SHARD_BYTES + 400 for n, taken in enumerate(sizes))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(NotWritable, match=r"cannot be written .Read-only file system.; choose another --run"):
         caches.write(target, tight)

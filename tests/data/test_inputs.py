@@ -36,7 +36,7 @@ def test_weights_taps_and_dtypes_decide_the_states_and_texts_only_the_rows(
     target: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     before = inputs()
-    assert digest(inputs(batch_tokens=64)) == digest(before)
+    assert digest(inputs(batch_tokens=64, shuffle_shards=2)) == digest(before)
     for change in ({"after_blocks": (1,)}, {"dtype": "bfloat16"}, {"storage": "int8"}):
         assert digest(state_inputs(inputs(**change))) != digest(state_inputs(before))
     texts = (target / "chat_template.jinja", tmp_path / "rows/one.jsonl", tmp_path / "rows/two.jsonl")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -105,16 +106,21 @@ def test_features_are_written_once_and_then_reused_without_torch(
     assert (done.returncode, done.stdout, done.stderr) == (0, f"features: whole, reused ({features})\n", "")
 
 
-def test_a_plan_reads_no_more_than_they_need_and_write_nothing(
+def test_plan_and_estimate_read_no_more_than_they_need_and_write_nothing(
     recipe: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ("--run", tmp_path / "other")
+    assert call(main, "features", "--config", recipe, *run, "--estimate", "--features.storage", "int8") == 0
+    out = capsys.readouterr().out
+    assert " tokens x 44 bytes (int8 for float32)" in out and re.search(r"tok/s \(measured now.* take \d.* h;", out)
     shutil.copytree(made / "target", tmp_path / "target")
     (tmp_path / "target/model.safetensors").write_bytes(b"weights are not read")
     words = ("--target", tmp_path / "target", "--features.after_blocks", "[1]")
     assert call(main, "features", "--config", recipe, *run, "--plan", *words) == 0
     out = capsys.readouterr().out
-    assert "features: 24 rows x 264 bytes a token (float32)" in out
+    assert "features: 24 rows, " in out and " tokens x 264 bytes (float32)" in out
+    for command in ("check", "show"):
+        assert call(main, command, "--config", recipe, *run, "--plan") == 0
     assert not (tmp_path / "other").exists()
     deep = ("--config", recipe, *run, "--target", tiny.target(tmp_path / "deep", num_blocks=8), "--head.kind", "eagle3")
     assert call(main, "features", *deep) == 0  # an eagle3 head has default taps, and the cache says which
@@ -130,7 +136,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("--features.after_blocks [2,1]", "after_blocks must ascend"),
     ("--features.dtype float8", "--features.dtype: "),
     ("--features.batch_token 4", "did you mean 'features.batch_tokens'?"),
-    ("--features.mode online --features.storage fp8", "storage is of a cache"),
+    ("--features.mode online --features.storage fp8", "storage and shuffle_shards are of a cache"),
     ("--data.limit many", "--data.limit: "),
     ("--shard 3/2", "--shard: 3/2 is no share; write i/n"),
     ("--head.kind eagle3", "has 4 blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps"),
@@ -166,6 +172,7 @@ def test_another_recipes_cache_is_refused_whole_or_not_and_replaced_only_with_ov
     assert "was made from other rows or by another target" in refusal(capsys)
     assert {**contents(features), "index.json": b""} == {**before, "index.json": b""}
     assert call(main, "features", *changed, "--overwrite") == 0
+    assert re.search(r"fp8 for float32: relative error of a dimension: last state \d", capsys.readouterr().out)
     assert FeatureCache.open(features, {"storage": "fp8"})[0].scales is not None
 
 
@@ -220,6 +227,7 @@ def test_show_marks_the_answers(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert call(main, "show", "--config", recipe, "--limit", "1", "--plain") == 0
     answer = tiny.conversations(1)[0]["conversations"][1]["value"]
     assert f"[1:{answer}<|end|>]" in capsys.readouterr().out
+    assert call(main, "show", "--config", recipe, "--limit", "0") == 2
 
 
 def test_the_corpus_and_its_tokenizer_are_written_whole_and_reused(

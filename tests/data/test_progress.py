@@ -24,11 +24,15 @@ def test_a_log_file_gets_whole_lines_and_a_terminal_one_that_is_redrawn() -> Non
     assert terminal.getvalue().count("\n") == 1 and "\r" in terminal.getvalue() and silent.getvalue() == ""
 
 
-def test_what_was_done_before_is_no_part_of_the_rate() -> None:
-    log = io.StringIO()
-    with bar(1000, "row", "distill", stream=log, done=900) as progress:
+def test_what_was_done_before_is_no_part_of_the_rate_and_an_unknown_total_still_counts() -> None:
+    log, open_end = io.StringIO(), io.StringIO()
+    with (
+        bar(1000, "row", "distill", stream=log, done=900) as progress,
+        bar(None, "row", "read", stream=open_end) as other,
+    ):
         time.sleep(0.02)
-        progress.update(1)
-        progress.refresh()
+        for shown in (progress, other):
+            shown.update(1)
+            shown.refresh()
     rates = re.findall(r"distill:  90% of 1\.00k row, +([\d.]+) row/s", log.getvalue())
-    assert rates and all(float(rate) <= 50 for rate in rates)
+    assert rates and all(float(rate) <= 50 for rate in rates) and "read: 1.00 row" in open_end.getvalue()

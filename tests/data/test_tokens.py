@@ -10,7 +10,7 @@ import torch
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.chat import Row
+from aerie.data.chat import Row, end_of_turn_ids
 from aerie.data.conversations import Tally
 from aerie.data.tokens import (
     GREEN,
@@ -18,6 +18,7 @@ from aerie.data.tokens import (
     TokenisedData,
     count_tokens,
     draft_vocabulary,
+    excerpt,
     forced_ids,
     show,
     statistics,
@@ -49,9 +50,6 @@ def talk(count: int, *roles: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": "hello there fine"} for _ in range(count) for role in roles]}
 
 
-CUT: Any = ("left out", "tokens behind max_length cut")
-
-
 def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_training(tmp_path: Path) -> None:
     path = written(tmp_path, questions(300))
     data, _ = tokenised(path, held_out=0.2)
@@ -67,12 +65,15 @@ def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt
     (whole,) = tokenised(path)[0].train
     (cut,) = tokenised(path, max_length=30, tally=tally)[0].train
     assert len(whole.input_ids) > 30 and (cut.input_ids, cut.turns) == (whole.input_ids[:30], whole.turns[:30])
-    assert tally.counts[CUT] == 1
+    assert tally.counts["left out", "tokens behind max_length cut"] == 1
     masks = [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 18 + [1] * 2]
     rows, tally = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks], Tally()
     data, _ = tokenised(written(tmp_path, rows), tally=tally, max_length=10)
     assert [list(row.turns) for row in data.train] == [[0, 0, 1, 1]] and tally.kept == 1
-    assert tally.counts == {("skipped", "no answer of two tokens within max_length"): 2, CUT: 1}
+    assert [reason for kind, reason in tally.counts if kind == "skipped"] == [
+        "no answer of at least two tokens",
+        "the answer begins after max_length (10 tokens)",
+    ]
 
 
 def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_conversation_counts_once_whether_it_fans_out_or_is_refused(tmp_path: 
     rows = [talk(1, "system", "user", "assistant"), *questions(3)]
     data, _ = tokenised(written(tmp_path, rows), targets.NO_SYSTEM, tally)
     assert len(data.train) == tally.kept == 3
-    assert "the chat template refuses it (" in tally.lines()[1] and "System role not supported" in tally.lines()[1]
+    assert "the chat template refuses it: System role not supported" in tally.table()
 
 
 def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> None:
@@ -102,11 +103,11 @@ def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> Non
     assert list(whole.input_ids) == tokenizer.apply_chat_template(row["messages"], return_dict=False)
 
 
-def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_on_is_refused_with_the_reasons_and_a_preview(tmp_path: Path) -> None:
     refusals: list[tuple[list[Any], dict[str, float], str]] = [
-        (questions(20), {"min_supervised_share": 0.95}, r"\d+\.\d+% of .*share 95\.00%; check the chat template"),
-        ([{"input_ids": [65, 66], "loss_mask": [0, 0]}], {}, r"none to train on: .*no answer of two tokens"),
-        (questions(3), {"held_out": 0.999999}, r"3 held out, none to train on"),
+        (questions(20), {"min_supervised_share": 0.95}, r"\d+\.\d+% of .*share 95\.00%.*\[1:the answer is 0 fine"),
+        ([{"input_ids": [65, 66], "loss_mask": [0, 0]}], {}, r"no conversation to train on: .*two tokens.*reads: '"),
+        (questions(3), {"held_out": 0.999999}, r"all 3 conversations are held out; lower data\.held_out"),
     ]
     for rows, options, said in refusals:
         with pytest.raises(UserError, match=said) as caught:
@@ -141,9 +142,15 @@ def test_the_preview_shows_learnt_text_in_brackets_or_in_green_and_cannot_steer_
     tokenizer, row = row_of("<|user|>hello \x1b[2J<|assistant|> fine \N{OWL}.<|end|> more", " fine \N{OWL}.<|end|>")
     header, text = show([row], tokenizer, limit=1, color=False).split("\n")
     assert text == "<|user|>hello \\x1b[2J<|assistant|>[1: fine \N{OWL}.<|end|>] more"
-    assert header.startswith("here: row 1 | ") and "| 1 turns |" in header
+    assert header.startswith("here: row 1 | ") and header.endswith("| 1 turns")
     assert f"{GREEN} fine \N{OWL}.<|end|>{RESET}" in show([row], tokenizer, limit=1)
     assert show([row] * 5, tokenizer, limit=2).count("here: row 1") == 2
+
+
+def test_an_excerpt_is_one_short_line_around_the_first_learnt_token() -> None:
+    tokenizer, row = row_of("hello\n" * 200 + "<|assistant|>fine\nfine<|end|>" + "hello\n" * 200, "fine\nfine<|end|>")
+    line = excerpt(row, tokenizer, num_characters=400)
+    assert "<|assistant|>[1:fine\\nfine<|end|>]" in line and "\n" not in line and len(line) < 410
 
 
 # -------------------------------------------------------------------------------------------------- draft vocabulary
@@ -158,27 +165,28 @@ def test_only_supervised_tokens_count_whatever_their_array_type() -> None:
     arrays = [(array("i", ids), array("i", turns)) for ids, turns in ROWS]
     tensors = [(torch.tensor(ids), torch.tensor(turns)) for ids, turns in ROWS]
     assert count_tokens(arrays, 10).tolist() == count_tokens(tensors, 10).tolist() == count_tokens(ROWS, 10).tolist()
-    with pytest.raises(UserError, match=r"token id 9 is outside the target's vocabulary .8"):
+    with pytest.raises(UserError, match="the data hold token id 9, the target's vocabulary has 8"):
         count_tokens(ROWS, 8)
 
 
 def test_special_and_end_of_turn_tokens_are_always_drafted() -> None:
     tokenizer = tiny.tokenizer()
     special = set(range(len(tiny.SPECIAL)))
-    forced = forced_ids(tokenizer, {tokenizer.eos_token_id, 300}, 320)
+    forced = forced_ids(tokenizer, end_of_turn_ids(tokenizer, 300), 320)
     assert forced == {*special, 300}
     assert forced_ids(tokenizer, {4000}, 320) == special  # the LM head has no row for it
-    vocabulary, _ = draft_vocabulary(ROWS, 8, 320, forced, ORIGIN)
+    counted = draft_vocabulary(ROWS, 8, 320, forced, ORIGIN)
     # 3 is special and frequent; 5 is the first of the rest
-    assert set(vocabulary.ids.tolist()) == {*forced, 9, 5}
+    assert set(counted.vocabulary.ids.tolist()) == {*forced, 9, 5}
 
 
 def test_coverage_is_that_of_the_counted_tokens_and_the_key_follows_what_was_counted() -> None:
-    vocabulary, facts = draft_vocabulary(ROWS, 1, 10, [], ORIGIN)
-    assert vocabulary.ids.tolist() == [3]
-    assert facts == {"key": facts["key"], "size": 1, "coverage": 0.75, "counted_tokens": 4}
+    counted = draft_vocabulary(ROWS, 1, 10, [], ORIGIN)
+    assert counted.vocabulary.ids.tolist() == [3]
+    assert counted.facts() == {"key": counted.key, "size": 1, "coverage": 0.75, "counted_tokens": 4}
+    assert "1 of 10 tokens cover 75.00% of 4 supervised tokens" in counted.line()
     others = [(4, [1], ORIGIN), (5, [1], ORIGIN), (4, [2], ORIGIN), (4, [1], {**ORIGIN, "rows": "c"})]
-    assert len({draft_vocabulary(ROWS, size, 10, forced, origin)[1]["key"] for size, forced, origin in others}) == 4
-    assert draft_vocabulary(ROWS, 4, 10, {1}, ORIGIN)[1]["key"] == draft_vocabulary(ROWS, 4, 10, [1], ORIGIN)[1]["key"]
-    assert draft_vocabulary(ROWS, None, 10, [], ORIGIN)[0].size == 10
-    assert draft_vocabulary(ROWS, None, 40_000, [], ORIGIN)[0].size == 32_000
+    assert len({draft_vocabulary(ROWS, size, 10, forced, origin).key for size, forced, origin in others}) == 4
+    assert draft_vocabulary(ROWS, 4, 10, {1}, ORIGIN).key == draft_vocabulary(ROWS, 4, 10, [1], ORIGIN).key
+    assert draft_vocabulary(ROWS, None, 10, [], ORIGIN).vocabulary.size == 10
+    assert draft_vocabulary(ROWS, None, 40_000, [], ORIGIN).vocabulary.size == 32_000

@@ -261,7 +261,7 @@ def test_an_eagle3_head_is_trained_from_the_cache_and_alike_online_or_packed(
     words = ("--config", deep / "eagle3.yaml")
     assert call(train_main, *words) == 0
     out = capsys.readouterr().out
-    assert "draft vocabulary: {" in out and "'size': 160" in out and "loss @1 " in out and "accuracy @1 " in out
+    assert "draft vocabulary: 160 of 320 tokens cover" in out and "loss @1 " in out and "accuracy @1 " in out
     facts = head_facts(deep / "run/heads/eagle3")
     assert facts["draft_vocabulary"]["size"] == 160 and facts["step"] in (3, 6)
     head = load_head(deep / "run/heads/eagle3", vocab=ends_of(deep))
@@ -309,14 +309,14 @@ def test_neither_cache_nor_draft_vocabulary_outlives_its_data_or_tokenizer(
     file, words = deep / changed, ("--config", deep / "eagle3.yaml", "--output", tmp_path / "head")
     online, before = (*words, "--plan", "--features.mode", "online"), (deep / changed).read_text()
     assert call(train_main, *words, "--plan") == 0 and call(train_main, *online) == 0
-    _, key = re.findall(r"'key': '(\w+)'", capsys.readouterr().out)
+    _, key = re.findall(r"\(key (\w+)\)", capsys.readouterr().out)
     file.write_text(before.replace("boats", "ships") if changed == "train.jsonl" else before.replace("{", "{ ", 1))
     try:
         assert call(train_main, *words, "--plan") == 2
         error = capsys.readouterr().err
         assert f"{file.name} changed; rebuild with: python data/main.py features" in error
         assert call(train_main, *words, "--is-whole") == 1 and call(train_main, *online) == 0
-        fresh = re.findall(r"'key': '(\w+)'", capsys.readouterr().out)
+        fresh = re.findall(r"\(key (\w+)\)", capsys.readouterr().out)
         assert (fresh != [key]) == (changed == "train.jsonl")  # the other edits change no token
     finally:
         file.write_text(before)
@@ -332,7 +332,7 @@ def test_a_warm_start_keeps_its_vocabulary_and_odd_positions_are_noticed(
     error = capsys.readouterr().err
     assert f"head.init_from: {tmp_path / 'endless'}: none of the target's end-of-turn tokens [3]" in error
     assert call(train_main, *words, "--head.init_from", tmp_path / "good", "--train.max_steps", "1") == 0
-    assert "'size': 100, 'coverage': " in capsys.readouterr().out
+    assert "draft vocabulary: 100 of 320 tokens cover" in capsys.readouterr().out
     stored = head_facts(tmp_path / "new")["draft_vocabulary"]
     assert stored["size"] == 100 and 0.0 < stored["coverage"] < 1.0
     odd = ("--output", tmp_path / "odd", "--head.rope_theta", "5e5", "--head.max_position_embeddings", "200")

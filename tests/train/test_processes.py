@@ -10,8 +10,6 @@ import signal
 import struct
 import subprocess
 import sys
-from bisect import bisect_right
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +183,8 @@ def test_a_row_that_one_process_cannot_read_ends_both_with_the_same_code(root: P
 def damage(directory: Path, number: int) -> None:
     """Flips a bit in the states of a row."""
     cache = FeatureCache.open(directory)
-    firsts = [0, *accumulate(count for _, count in cache.manifest.facts["shards"])]
-    shard = bisect_right(firsts, number) - 1
-    path, before = directory / f"shard-{shard:05d}.safetensors", sum(cache.lengths[firsts[shard] : number])
+    shard, span = next((shard, span) for shard, span in enumerate(cache.shards) if number in span)
+    path, before = directory / f"shard-{shard:05d}.safetensors", sum(cache.lengths[span.start : number])
     content = bytearray(path.read_bytes())
     (size,) = struct.unpack("<Q", content[:8])
     states = json.loads(content[8 : 8 + size])["last_hidden"]

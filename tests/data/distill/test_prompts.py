@@ -40,7 +40,7 @@ def test_rows_that_cannot_be_asked_are_skipped_with_their_reason(tmp_path: Path)
         None: {"messages": [{"role": "user", "content": "Why?"}]},
         "no user turn": {"messages": [{"role": "assistant", "content": "Because."}]},
         "the same prompt as an earlier row": {"messages": [{"role": "user", "content": " WHY? "}]},
-        "the conversation calls tools": {"messages": [{"role": "user", "content": "x"}], "tools": ["add"]},
+        "the conversation calls tools": {"messages": [{"role": "user", "content": "x"}, {"role": "tool"}]},
         "unknown role": {"messages": [{"role": "narrator", "content": "x"}]},
         "row is no object": "text",
     }
