@@ -1,4 +1,4 @@
-"""Which tasks a suite asks: published evaluation sets by name, or files of questions of one's own."""
+"""What is measured: prompts and tasks, the rows and sweeps of a bench, calibration and tuning."""
 
 from dataclasses import dataclass
 from math import inf
@@ -10,7 +10,7 @@ from aerie.configs.schema.decode import Method, MethodConfig, TreeConfig
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """One task; a file's rows and the Hub's become prompts alike (infer/published_tasks.py).
+    """One task; a file's rows and the Hub's become prompts alike (infer/measure/tasks.py).
 
     A row with `turns` (Spec-Bench, EAGLE's eagle/data) is a question as it stands.
     """
@@ -107,7 +107,7 @@ class BenchConfig:
     sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)
     warmup_prompts: int = 2
     reference: bool = True  # also time transformers' generate and the bare forwards
-    overhead: bool = False  # also time each row's model forwards replayed bare, on a few prompts (overhead.json)
+    overhead: bool = False  # also time each row's model forwards alone, on a few prompts (overhead.json)
     cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl); speeds stay comparable
     by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled (details.json has each)
     sweeps: tuple[SweepConfig, ...] = ()

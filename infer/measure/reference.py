@@ -1,10 +1,10 @@
-"""What decoding is held against: transformers' generate, and a row's model forwards replayed with nothing between."""
+"""What decoding is held against: transformers' generate, and the time that a row spends in model forwards."""
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -14,14 +14,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError, warn
 from aerie.data.progress import bar
-from aerie.infer.decode.cache import PreallocatedCache
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure.bench import Bench
 from aerie.infer.measure.record import OVERHEAD, REFERENCE, Overhead, PromptKey, Record, Reference, read_as
 from aerie.infer.measure.tasks import Prompt, encode_turn
-from aerie.model.layers import KeyValueBuffer
 from aerie.model.storage import write_json
 
 REFERENCE_PROMPTS = 12  # that are timed in all three ways
@@ -105,131 +103,91 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-@dataclass(frozen=True)
-class Call:
-    """One forward: a function of a model, its arguments, and where the caches among them stood."""
+class Stopwatch(BaseStreamer):
+    """The seconds that an answer's cycles spend in model forwards: pass it as streamer inside `with watch.on(decoder)`.
 
-    part: Part
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    lengths: tuple[tuple[Any, int, int], ...]  # (cache, length, pending)
-
-
-class Tape(BaseStreamer):
-    """The model forwards of the cycles of one answer, in order: pass it as streamer inside `with tape.noting(decoder)`.
-
-    Calls count from the second `put` on: the engine hands out the prompt, prefills, and hands out the first token.
+    It begins with the second `put`: the engine hands out the prompt, prefills, and hands out the first token.
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.seconds: dict[Part, float] = {"target": 0.0, "draft": 0.0}
+        self.calls: dict[Part, int] = {"target": 0, "draft": 0}
         self._puts = 0
 
     def put(self, value: Tensor) -> None:
         self._puts += 1
+        if self._puts == 2:
+            self.seconds, self.calls = {"target": 0.0, "draft": 0.0}, {"target": 0, "draft": 0}
 
     def end(self) -> None:
         return
 
-    def noting(self, decoder: SpeculativeDecoder) -> ExitStack:
-        """Notes the calls of the target and of the drafter's models while the block runs."""
-        target = decoder.target
+    def on(self, decoder: SpeculativeDecoder) -> ExitStack:
+        """Times the calls of the target and of the drafter's models, LM heads included, while the block runs."""
+        target, stack = decoder.target, ExitStack()
         places: list[tuple[Part, Any, str]] = [("target", target.decoder, "forward"), ("target", target, "logits")]
         if isinstance(decoder.proposer, Drafting):
             places += [("draft", owner, name) for owner, name in decoder.proposer.drafter.forwards()]
-        stack = ExitStack()
         for part, owner, name in places:
-            stack.enter_context(patch.object(owner, name, self._noted(part, getattr(owner, name))))
+            timed = self._timed(part, getattr(owner, name), target.device)
+            stack.enter_context(patch.object(owner, name, timed))
         return stack
 
-    def _noted(self, part: Part, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **keywords: Any) -> Any:
-            if self._puts >= 2:
-                lengths = tuple(_lengths([*arguments, *keywords.values()]))
-                self.calls.append(Call(part, function, arguments, keywords, lengths))
-            return function(*arguments, **keywords)
+    def _timed(self, part: Part, function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            started = _now(device)
+            output = function(*arguments, **keywords)
+            self.seconds[part] += _now(device) - started
+            self.calls[part] += 1
+            return output
 
-        return noted
-
-    @torch.inference_mode()
-    def replay(self, device: torch.device) -> dict[Part, float]:
-        """Seconds of the target's and of the draft's forwards, made again in their order with nothing in between.
-
-        Nothing gathers an accepted path's rows: once a branch was taken, later forwards read other numbers of the same
-        shapes. A GPU is waited for where the engine waits too: between drafting and verifying.
-        """
-        seconds: dict[Part, float] = {"target": 0.0, "draft": 0.0}
-        part, since = self.calls[0].part, _now(device)
-        for call in self.calls:
-            if call.part != part:
-                now = _now(device)
-                seconds[part] += now - since
-                part, since = call.part, now
-            for cache, length, pending in call.lengths:
-                cache.length = length
-                if isinstance(cache, PreallocatedCache):
-                    cache.pending = pending
-            call.function(*call.arguments, **call.keywords)
-        seconds[part] += _now(device) - since
-        return seconds
-
-
-def _lengths(values: list[Any]) -> Iterator[tuple[Any, int, int]]:
-    for value in values:
-        if isinstance(value, PreallocatedCache):
-            yield value, value.length, value.pending
-        elif isinstance(value, KeyValueBuffer):
-            yield value, value.length, 0
-        elif isinstance(value, list):
-            yield from _lengths(value)
+        return timed
 
 
 def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
     """The overhead of each row on the first few prompts; writes overhead.json, and leaves one that is there alone.
 
-    Decoding and replaying take turns, row by row and again, so that a drift of the machine's speed falls on all alike.
-    A row that fails is left out, with a warning.
+    An answer is decoded twice: as ever, and with its forwards timed one by one. Rows take turns, so that a drift of the
+    machine's speed falls on all alike. A row that fails is left out, with a warning.
     """
-    path, device = bench.directory / OVERHEAD, bench.target.device
+    path, used = bench.directory / OVERHEAD, prompts[:NUM_PROMPTS]
     if path.is_file():
         return read_as(path, list[Overhead])
-    used = prompts[:NUM_PROMPTS]
-    times: dict[int, list[dict[str, float]]] = {}
+    times: dict[int, list[dict[str, float]]] = {row: [] for row in range(len(bench.config.rows))}
     with bar(len(used) * REPETITIONS, "turns", "overhead") as progress:
         for prompt in used:
             ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
             settings: dict[str, Any] = {"max_new_tokens": bench.max_new_tokens(ids.shape[1]), "do_sample": False}
-            tapes = {}
-            for row, decoder in enumerate(bench.decoders[: len(bench.config.rows)]):
-                tape = Tape()
-                try:
-                    with tape.noting(decoder):
-                        decoder.generate(ids, streamer=tape, **settings)
-                except (UserError, RuntimeError) as error:
-                    warn(f"bench.rows.{row}: its overhead is not measured: {str(error).splitlines()[0]}")
-                    continue
-                if tape.calls:  # an answer of one token has no cycle
-                    tapes[row] = tape
-            for repetition in range(REPETITIONS):
-                for row, tape in tapes.items():
-                    # which of them comes first changes: the second one finds the processor's caches warm
-                    bare = tape.replay(device) if repetition % 2 else None
-                    counted = bench.decoders[row].generate(ids, timed=True, **settings).statistics
-                    bare = bare or tape.replay(device)
-                    ms, cycles = counted.ms, counted.target_forwards
-                    decoding, forwards = ms["wall"] - ms["prefill"], 1000 * sum(bare.values())
-                    taken = {"overhead": (decoding - forwards) / forwards, "cycle": decoding / cycles}
-                    taken |= {phase: ms[phase] / cycles for phase in PHASES}
-                    taken |= {f"bare_{part}": 1000 * seconds / cycles for part, seconds in bare.items()}
-                    times.setdefault(row, []).append(taken)
+            for _ in range(REPETITIONS):
+                for row in list(times):
+                    try:
+                        times[row] += _turn(bench.decoders[row], ids, settings)
+                    except (UserError, RuntimeError) as error:
+                        warn(f"bench.rows.{row}: its overhead is not measured: {str(error).splitlines()[0]}")
+                        del times[row]
                 progress.update()
     measured = []
-    for row, turns in sorted(times.items()):
+    for row, turns in times.items():
+        if not turns:
+            continue
         medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
         measured.append(Overhead(row, bench.config.rows[row].method, len(used), REPETITIONS, **medians))
     write_json(path, [asdict(row) for row in measured])
     return measured
+
+
+def _turn(decoder: SpeculativeDecoder, ids: Tensor, settings: dict[str, Any]) -> list[dict[str, float]]:
+    """The times of Overhead, in a list; an empty one for an answer of one token, which has no cycle."""
+    watch, counted = Stopwatch(), decoder.generate(ids, timed=True, **settings).statistics
+    with watch.on(decoder):
+        decoder.generate(ids, streamer=watch, **settings)
+    ms, cycles = counted.ms, counted.target_forwards
+    if not cycles:
+        return []
+    decoding, forwards = ms["wall"] - ms["prefill"], 1000 * sum(watch.seconds.values())
+    taken = {"overhead": (decoding - forwards) / forwards, "cycle": decoding / cycles}
+    taken |= {phase: ms[phase] / cycles for phase in PHASES}
+    return [taken | {f"bare_{part}": 1000 * seconds / cycles for part, seconds in watch.seconds.items()}]
 
 
 def overhead_text(row: Overhead) -> str:

@@ -1,4 +1,4 @@
-"""A row's model forwards, noted and made again: the same numbers, as many as the statistics count, and no trace."""
+"""A row's model forwards, timed: as many as the statistics count, and no trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from aerie.configs.schema.decode import Method, MethodConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig
@@ -16,7 +15,7 @@ from aerie.infer.measure import reference as module
 from aerie.infer.measure.bench import Bench
 from aerie.infer.measure.miniature import write_miniature
 from aerie.infer.measure.record import OVERHEAD, Overhead, read_as
-from aerie.infer.measure.reference import PHASES, Part, Tape, measure_overhead, overhead_text
+from aerie.infer.measure.reference import PHASES, Stopwatch, measure_overhead, overhead_text
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.target import Target
 from tests import tiny
@@ -46,33 +45,6 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return make
 
 
-class Keeping(Tape):
-    """A tape that keeps what the noted forwards returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[list[Tensor]] = []
-
-    def _noted(self, part: Part, function: Callable[..., Any]) -> Callable[..., Any]:
-        noted = super()._noted(part, function)
-
-        def kept(*arguments: Any, **keywords: Any) -> Any:
-            before = len(self.calls)
-            output = noted(*arguments, **keywords)
-            if len(self.calls) > before:
-                self.outputs.append(tensors(output))
-            return output
-
-        return kept
-
-
-def tensors(output: Any) -> list[Tensor]:
-    """A model's states, or a function's tensor, as they are now."""
-    if isinstance(output, Tensor):
-        return [output.clone()]
-    return [each.clone() for each in (output.last_hidden_state, *(output.hidden_states or ()))]
-
-
 @pytest.mark.parametrize(("method", "kind"), ROWS)
 def test_there_are_as_many_forwards_as_the_statistics_count_and_the_decoder_is_unchanged(
     decoder: Decoder, method: Method, kind: str | None
@@ -82,10 +54,10 @@ def test_there_are_as_many_forwards_as_the_statistics_count_and_the_decoder_is_u
     speculative = decoder(method, kind)
     plain = speculative.generate(IDS, **SETTINGS)
     before = [set(vars(owner)) for owner in (speculative.target, speculative.target.decoder)]
-    tape = Tape()
-    with tape.noting(speculative):
+    watch = Stopwatch()
+    with watch.on(speculative):
         out = speculative.generate(
-            IDS, streamer=tape, on_cycle=lambda cycle: drafted.append(cycle.tree.draft_forwards > 0), **SETTINGS
+            IDS, streamer=watch, on_cycle=lambda cycle: drafted.append(cycle.tree.draft_forwards > 0), **SETTINGS
         )
     laws, cycles, trees = out.statistics.draft_forwards, out.statistics.target_forwards, sum(drafted)
     assert cycles == len(drafted) > 2 and (trees > 2 or kind is None)
@@ -97,34 +69,11 @@ def test_there_are_as_many_forwards_as_the_statistics_count_and_the_decoder_is_u
         "eagle1": laws + (laws - trees) + cycles,  # LM heads; the head below the root; the head's true features
         "eagle3": laws + (laws - trees) + 2 * cycles,  # and their fusion
     }
-    parts = [call.part for call in tape.calls]
-    assert parts.count("target") == 2 * cycles and parts.count("draft") == wanted[kind]
-    seconds = tape.replay(torch.device("cpu"))
-    assert seconds["target"] > 0 and (seconds["draft"] > 0) == (kind is not None)
+    assert watch.calls == {"target": 2 * cycles, "draft": wanted[kind]}
+    assert watch.seconds["target"] > 0 and (watch.seconds["draft"] > 0) == (kind is not None)
     assert [set(vars(owner)) for owner in (speculative.target, speculative.target.decoder)] == before
     assert out.new_ids == plain.new_ids == speculative.generate(IDS, **SETTINGS).new_ids
-    assert len(tape.calls) == len(parts)
-
-
-@pytest.mark.parametrize(("method", "kind"), [("vanilla", None), ("sps", "draft_lm")])
-def test_a_replay_without_branches_returns_the_same_bit_for_bit(
-    decoder: Decoder, method: Method, kind: str | None
-) -> None:
-    tape, speculative = Keeping(), decoder(method, kind)
-    with tape.noting(speculative):
-        speculative.generate(IDS, streamer=tape, **SETTINGS)
-    again: list[list[Tensor]] = []
-    for at, call in enumerate(tape.calls):
-
-        def kept(*given: Any, function: Callable[..., Any] = call.function, **words: Any) -> Any:
-            output = function(*given, **words)
-            again.append(tensors(output))
-            return output
-
-        tape.calls[at] = module.Call(call.part, kept, call.arguments, call.keywords, call.lengths)
-    tape.replay(torch.device("cpu"))
-    assert len(again) == len(tape.outputs) > 4
-    assert all(map(torch.equal, one, other) for one, other in zip(again, tape.outputs, strict=True))
+    assert watch.calls["target"] == 2 * cycles
 
 
 @pytest.fixture
@@ -144,10 +93,12 @@ PROMPTS = [Prompt(str(number), "count", f"Please count {number + 2} boats.") for
 def test_the_overhead_is_the_ratio_of_the_times_and_is_measured_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a replay that takes a known time, everything is a ratio of what the engine counted."""
+    """With forwards that take a known time, everything is a ratio of what the engine counted."""
     monkeypatch.setattr(module, "NUM_PROMPTS", 1)
     monkeypatch.setattr(module, "REPETITIONS", 1)
-    monkeypatch.setattr(Tape, "replay", lambda tape, device: {"target": 0.002, "draft": 0.001})
+    monkeypatch.setattr(
+        Stopwatch, "seconds", property(lambda _: {"target": 0.002, "draft": 0.001}, lambda *_: None), False
+    )
     counted, generate = [], SpeculativeDecoder.generate
 
     def kept(self: SpeculativeDecoder, *arguments: Any, **settings: Any) -> Any:
