@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation import candidate_generator
 
-from aerie.configs.schema.decode import METHODS, Method
+from aerie.configs.schema.decode import Method, published_tree
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.drafters.lm import DraftLMDrafter
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder
@@ -76,7 +76,7 @@ def test_answers_and_forwards_are_those_of_transformers(
     """It is given the prompt and our first token, which the prefill wrote, and may not adapt its threshold."""
     monkeypatch.setattr(candidate_generator, "is_sklearn_available", lambda: False)
     target, draft = models()
-    tree = METHODS[method].tree
+    tree = published_tree(method)
     assert tree is not None
     decoder = SpeculativeDecoder(target, drafting(DraftLMDrafter(draft, target), tree))
     generator, lengths, refused = torch.Generator().manual_seed(7), set(), 0
