@@ -59,9 +59,16 @@ def texts(place: Path) -> list[tuple[str, tuple[str, ...]]]:
 
 @pytest.fixture(scope="module")
 def own(server: TargetServer, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, tuple[str, ...]]]:
-    """What the target writes in process."""
+    """What the target writes in process, which is what transformers decodes and what is trained on."""
     place = tmp_path_factory.mktemp("own")
     assert distill(recipe(place, server, None)) == 0
+    model, tokenizer = tiny.llama(), tiny.tokenizer()
+    for number, row in enumerate(read_rows(place / "run/distilled/conversations.jsonl")[:4]):
+        messages = [{"role": "user", "content": f"Please count {number} boats."}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        written = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0].tolist()
+        assert row["input_ids"][: len(written)] == written
+        assert row["loss_mask"][: len(written)] == [0] * ids.shape[1] + [1] * (len(written) - ids.shape[1])
     found = texts(place)
     assert len(found) == ROWS and any(len(answers) == 2 for _, answers in found)
     return found
