@@ -91,7 +91,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         _be_quiet()
         import json
 
-        from aerie.data.corpus.synthetic import train_tokenizer, write_corpus
+        from aerie.data.synthetic import train_tokenizer, write_corpus
         from aerie.model.storage import directory_atomically
 
         with directory_atomically(corpus.output) as conversations, directory_atomically(tokenizer.output) as directory:

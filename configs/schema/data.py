@@ -8,7 +8,7 @@ from aerie.configs.read import STRICT
 
 @dataclass(frozen=True)
 class SyntheticConfig:
-    """The embedded corpus: written by data/corpus, the same bytes for the same seed."""
+    """The embedded corpus: written by data/synthetic.py, the same bytes for the same seed."""
 
     __pydantic_config__ = STRICT
     num_conversations: int = 12000

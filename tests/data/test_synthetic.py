@@ -1,11 +1,10 @@
-"""Laws of the embedded corpus: the same bytes, disjoint questions, right answers."""
+"""Laws of the embedded corpus and its tokenizer: the same bytes, disjoint questions, right answers, exact masks."""
 
 import hashlib
 import json
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import SyntheticConfig
-from aerie.data.corpus.families import FAMILIES, Turn
-from aerie.data.corpus.synthetic import opening_key, write_corpus
+from aerie.data import synthetic
+from aerie.data.synthetic import FAMILIES, Turn, draw_task, opening_key, train_tokenizer, write_corpus
 
-SMALL = SyntheticConfig(num_conversations=400, num_prompts=28)
 DIGESTS = {
     "train.jsonl": "2459b486478b868e",
     "prompts.jsonl": "c56d3b887c2c66fa",
@@ -27,10 +25,6 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-def drawn(family: str, count: int) -> Iterator[list[Turn]]:
-    return (FAMILIES[family](Random(f"{family}/{index}")) for index in range(count))
-
-
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -38,7 +32,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("corpus")
-    assert write_corpus(SMALL, directory) == {"train.jsonl": 400, "prompts.jsonl": 28, "calibration.jsonl": 28}
+    counts = write_corpus(SyntheticConfig(num_conversations=400, num_prompts=28), directory)
+    assert counts == {"train.jsonl": 400, "prompts.jsonl": 28, "calibration.jsonl": 28}
     return directory
 
 
@@ -49,47 +44,56 @@ def test_a_seed_gives_the_bytes_that_it_always_gave_and_another_seed_others(corp
         assert (tmp_path / name).read_bytes() != (corpus / name).read_bytes()
 
 
-def test_no_question_is_in_two_of_the_three_files(corpus: Path) -> None:
-    opened = {
-        opening_key(next(turn["value"] for turn in row["conversations"] if turn["from"] == "human"))
-        for row in rows(corpus / "train.jsonl")
+def test_no_question_is_in_two_files_and_conversations_alternate(corpus: Path) -> None:
+    spoken = [row["conversations"] for row in rows(corpus / "train.jsonl")]
+    opened = {opening_key(next(turn["value"] for turn in turns if turn["from"] == "human")) for turns in spoken}
+    measuring = [row["turns"][0] for name in ("prompts", "calibration") for row in rows(corpus / f"{name}.jsonl")]
+    assert Counter(map(opening_key, measuring)).most_common(1)[0][1] == 1
+    assert opened.isdisjoint(map(opening_key, measuring))
+    assert {tuple(turn["from"] for turn in turns) for turns in spoken} == {
+        (*system, *("human", "gpt") * count) for system in ((), ("system",)) for count in (1, 2, 3)
     }
-    measuring = [opening_key(row["turns"][0]) for row in rows(corpus / "prompts.jsonl")]
-    calibration = [opening_key(row["turns"][0]) for row in rows(corpus / "calibration.jsonl")]
-    assert Counter(measuring + calibration).most_common(1)[0][1] == 1
-    assert not opened & {*measuring, *calibration}
 
 
-def test_more_prompts_than_a_family_has_are_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FAMILIES, "letter", lambda generator: [Turn(f"Say {generator.randint(0, 1)}", "No.")])
+def test_more_prompts_than_a_family_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [Turn("Say a", "A."), Turn("And b?", "B.")]
+    monkeypatch.setattr(synthetic, "draw_task", lambda *drawn: few if drawn[0] == "letter" else draw_task(*drawn))
     with pytest.raises(UserError, match="num_prompts: no new letter question"):
         write_corpus(SyntheticConfig(10, 60), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_conversations_alternate_and_vary_in_length_and_system_turn(corpus: Path) -> None:
-    spoken = [[turn["from"] for turn in row["conversations"]] for row in rows(corpus / "train.jsonl")]
-    assert {tuple(roles) for roles in spoken} == {
-        (*system, *("human", "gpt") * count) for system in ((), ("system",)) for count in (1, 2, 3)
-    }
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_every_family_gives_many_questions_without_open_slots(family: str) -> None:
-    for turns in drawn(family, 300):
-        texts = [text for turn in turns for text in (turn.question, turn.answer)]
-        assert len(turns) >= 2 and len(set(texts)) == len(texts)
-        assert not any(re.search(r"\{\w*\}|  [a-z]|\(\)", text.partition("```")[0]) for text in texts), texts
-    assert len({opening_key(turns[0].question) for turns in drawn(family, 500)}) > 400
-
-
-def test_every_equation_in_an_answer_holds() -> None:
-    counted = 0
+def test_every_family_gives_many_questions_without_open_slots_and_every_equation_holds() -> None:
+    equations = []
     for family in FAMILIES:
-        for turns in drawn(family, 400):
-            for left, sign, right, result in (e for turn in turns for e in EQUATION.findall(turn.answer)):
-                assert OPERATIONS[sign](int(left), int(right)) == int(result), (family, left, sign, right, result)
-                counted += 1
-    assert counted > 2500
+        drawn = [draw_task(family, Random(f"{family}/{index}")) for index in range(500)]
+        assert len({opening_key(turns[0].question) for turns in drawn}) > 400
+        for turns in drawn:
+            texts = [text for turn in turns for text in turn]
+            assert len(turns) >= 2 and len(set(texts)) == len(texts)
+            assert not any(re.search(r"\{\w*\}|  [a-z]|\(\)", text.partition("```")[0]) for text in texts), texts
+            equations += [found for turn in turns for found in EQUATION.findall(turn.answer)]
+    assert len(equations) > 2500
+    for left, sign, right, result in equations:
+        assert OPERATIONS[sign](int(left), int(right)) == int(result), (left, sign, right, result)
+
+
+def test_the_tokenizer_keeps_any_text_and_its_template_masks_exactly_what_the_assistant_writes() -> None:
+    draws = (draw_task(name, Random(f"{name}/{index}")) for name in FAMILIES for index in range(40))
+    texts = [text for turns in draws for turn in turns for text in turn]
+    tokenizer = train_tokenizer(texts, 700)
+    again = train_tokenizer(iter(texts), 700).backend_tokenizer.to_str()
+    assert again == tokenizer.backend_tokenizer.to_str() and len(tokenizer) == 700
+    assert len(tokenizer("12345")["input_ids"]) == 5  # a token for each digit
+    odd = ("for i in x:\n\n        y += 1\n", "  two  spaces ", "Grüße, 3.5 °C, 日本 🦅", "a\tb\r\n")
+    for text in (*odd, *texts[:50]):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    turns = [("system", "Be brief."), ("user", "4 times 12?"), ("assistant", "It is 48.\n\n  More?"), ("user", "No.")]
+    chat = [{"role": role, "content": text} for role, text in (*turns, ("assistant", "Bye!"))]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == (
+        "<|system|>Be brief.<|end|><|user|>4 times 12?<|end|><|assistant|>It is 48.\n\n  More?<|end|>"
+        "<|user|>No.<|end|><|assistant|>Bye!<|end|>"
+    )
+    encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    written = [t for t, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if own]
+    assert tokenizer.decode(written) == "It is 48.\n\n  More?<|end|>Bye!<|end|>"

@@ -1,0 +1,220 @@
+"""The embedded corpus: conversations in ShareGPT format, questions in Spec-Bench's, and the tokenizer trained on them.
+
+A family of tasks is a YAML file in data/corpus: `draw` says what is drawn, in this order, `turns` which texts make the
+conversation, and the rest are texts and tables. Rules and slots are Jinja expressions over what was drawn before. The
+order of the draws decides the bytes of the corpus: a rule that moves changes every conversation.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.data import SyntheticConfig
+from aerie.model.storage import write_text
+
+# Spec-Bench style files call them categories. Their order is that of the measuring questions.
+FAMILIES = ("arithmetic", "conversion", "code", "table", "passage", "letter", "schedule")
+# How often the opening asks two questions at once; letters and schedules have follow-ups that need their answer first.
+MERGED_SHARE = {"arithmetic": 0.5, "conversion": 0.4, "code": 0.4, "table": 0.6, "passage": 1.0}
+SYSTEM_PROMPTS = (  # what the system turn asks for and how the first answer then begins
+    ("You are a helpful assistant.", ""),
+    ("You are a cheerful helper who starts every answer with a friendly word.", "With pleasure! "),
+    ("Be polite and formal.", "Certainly. "),
+    ("You support busy people. Begin by saying that you have understood.", "Understood. "),
+    ("You are a patient teacher.", "Good question. "),
+)
+SYSTEM_SHARE = 0.2  # of the conversations
+NUM_TURNS = (1, 1, 2, 2, 3)  # drawn uniformly
+ATTEMPTS = 100  # draws of one row before the families count as exhausted
+SMALL_NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+SHE, HE = {"he": "she", "his": "her", "him": "her"}, {"he": "he", "his": "his", "him": "him"}
+
+
+class Turn(NamedTuple):
+    """What the user asks and what the assistant answers."""
+
+    question: str
+    answer: str
+
+
+def result_of(code: str, name: str, argument: str) -> str:
+    """What the function `name`, which code defines, returns for an argument; all of them are our own texts."""
+    scope: dict[str, Any] = {}
+    exec(f"{code}\nresult = {name}({argument})", scope)
+    return repr(scope["result"])
+
+
+ENVIRONMENT = Environment(  # noqa: S701 (plain text, no HTML)
+    variable_start_string="{", variable_end_string="}", undefined=StrictUndefined
+)
+ENVIRONMENT.filters |= {
+    "in_words": lambda number: SMALL_NUMBERS[number] if number < len(SMALL_NUMBERS) else str(number),
+    "listing": lambda parts: " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts),
+    "clock": lambda minutes: f"{minutes // 60}:{minutes % 60:02d}",  # 545 minutes after midnight: 9:05
+}
+FUNCTIONS = {"accumulate": accumulate, "range": range, "repr": repr, "result_of": result_of, "zip": zip}
+template_of = cache(ENVIRONMENT.from_string)
+
+
+@cache
+def _book(name: str) -> dict[str, Any]:
+    """The content of a YAML file, its word lists split."""
+    path = Path(__file__).with_name("corpus") / f"{name}.yaml"
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {**content, **{key: words.split() for key, words in content.pop("words", {}).items()}}
+
+
+def draw_task(family: str, generator: Random) -> list[Turn]:
+    """The opening turn of one task of a family, and the follow-ups that build on it."""
+
+    def draw(rule: Any) -> Any:
+        """One of a list; the value of an expression; of a mapping's rules each in turn, kept by name, the last's."""
+        if isinstance(rule, list):
+            return generator.choice(rule)
+        if not isinstance(rule, Mapping):
+            text(f"{{% set result = {rule} %}}")
+            return context.vars["result"]
+        value = None
+        for name, part in rule.items():
+            value = values[name] = draw(part)
+        return value
+
+    def text(template: str) -> str:
+        return "".join(template_of(template).root_render_func(context))
+
+    def people(count: int) -> list[dict[str, str]]:
+        """Distinct people, women and men mixed, with their pronouns."""
+        names = generator.sample([*values["women"], *values["men"]], count)
+        return [{"name": name, **(SHE if name in values["women"] else HE)} for name in names]
+
+    book = _book(family)
+    values: dict[str, Any] = {
+        **FUNCTIONS,
+        **_book("words"),
+        **book,
+        "choice": generator.choice,
+        "sample": generator.sample,
+        "random": generator.random,
+        "integer": lambda low, high, step=1: generator.randrange(low, high + 1, step),
+        "several": lambda count, options: [generator.choice(options) for _ in range(count)],
+        "people": people,
+        "draw": draw,
+        "text": text,
+    }
+    # One context that reads values: a new one for each rule would take most of the time.
+    context = template_of("").new_context(values, shared=True)
+    draw(book["draw"])
+    return [Turn(text(question), text(answer)) for question, answer in draw(book["turns"])]
+
+
+def opening_key(question: str) -> str:
+    """The question in lower case without punctuation: equal keys are the same question."""
+    return " ".join(re.findall(r"\w+", question.lower()))
+
+
+def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
+    """Rows per file of train.jsonl, prompts.jsonl and calibration.jsonl, written to directory.
+
+    The same seed gives the same bytes; no measuring question opens a conversation. UserError when more distinct
+    questions are asked for than the families can give.
+    """
+    taken: set[str] = set()  # opening questions of rows that must not occur again
+    files: dict[str, list[dict[str, Any]]] = {"train.jsonl": [], "prompts.jsonl": [], "calibration.jsonl": []}
+
+    def fresh(generator: Random, category: str) -> list[Turn]:
+        for _ in range(ATTEMPTS):
+            turns = draw_task(category, generator)
+            if opening_key(turns[0].question) not in taken:
+                return turns
+        raise UserError(
+            f"synthetic: num_prompts: no new {category} question in {ATTEMPTS} draws; ask for fewer prompts"
+        )
+
+    def merged(generator: Random, category: str, turns: list[Turn]) -> list[Turn]:
+        """The turns, or in a share of the draws the first two as one, each answer in a paragraph of its own."""
+        if generator.random() >= MERGED_SHARE.get(category, 0.0):
+            return turns
+        first, second, *rest = turns
+        gap = "\n\n" if "\n" in first.question else " "
+        return [Turn(f"{first.question}{gap}{second.question}", f"{first.answer}\n\n{second.answer}"), *rest]
+
+    for name in ("prompts", "calibration"):
+        for index in range(config.num_prompts):
+            generator, category = Random(f"{config.seed}/{name}/{index}"), FAMILIES[index % len(FAMILIES)]
+            turns = fresh(generator, category)
+            taken.add(opening_key(turns[0].question))
+            turns = merged(generator, category, turns)[: generator.choice((1, 1, 2))]
+            taken.add(opening_key(turns[0].question))
+            questions, answers = zip(*turns, strict=True)
+            row = {"question_id": index, "category": category, "turns": questions, "reference": answers}
+            files[f"{name}.jsonl"].append(row)
+    for index in range(config.num_conversations):
+        generator = Random(f"{config.seed}/train/{index}")
+        category = generator.choice(FAMILIES)
+        turns = merged(generator, category, fresh(generator, category))
+        num_turns = generator.choice(NUM_TURNS)
+        while len(turns) < num_turns:  # the family has no more to say: go on with another topic
+            turns = [*turns, fresh(generator, generator.choice(FAMILIES))[0]]
+        messages, opening = [], ""
+        if generator.random() < SYSTEM_SHARE:
+            prompt, opening = generator.choice(SYSTEM_PROMPTS)
+            messages.append({"from": "system", "value": prompt})
+        for question, answer in turns[:num_turns]:
+            messages += [{"from": "human", "value": question}, {"from": "gpt", "value": opening + answer}]
+            opening = ""
+        files["train.jsonl"].append({"id": f"synthetic-{index}", "conversations": messages})
+    for name, rows in files.items():
+        write_text(directory / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return {name: len(rows) for name, rows in files.items()}
+
+
+USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>")
+# A word or a single digit with the space before it, signs, white space; single digits make sums learnable.
+PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{{- '<|assistant|>' -}}{%- generation -%}{{- message['content'] + '<|end|>' -}}{%- endgeneration -%}"
+    "{%- elif message['role'] in ('user', 'system') -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- else -%}"
+    "{{- raise_exception('role must be system, user or assistant, not ' + message['role']) -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most vocab_size tokens (fewer when no merge is left); the same texts, the same tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, in_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
