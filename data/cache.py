@@ -27,8 +27,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.data.chat import Row
-from aerie.data.inputs import COMMAND, INDEX
-from aerie.data.progress import Share
+from aerie.data.stage import COMMAND, INDEX, Share
 from aerie.model.storage import Damaged, Foreign, Manifest, Whole, differences, file_digest, write_atomically
 
 Form = Literal["bf16", "fp8", "int8"]
@@ -211,7 +210,7 @@ class CachePlan:
     after_blocks: tuple[int, ...]
     storage: Storage
     batch_tokens: int
-    origin: str  # digest of what decides the states of given token ids (data.inputs.state_inputs, taps)
+    origin: str  # digest of what decides the states of given token ids (data.stage.state_inputs, taps)
 
     @property
     def num_tokens(self) -> int:

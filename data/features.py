@@ -23,8 +23,7 @@ from aerie.configs.schema.recipe import Recipe
 from aerie.data.batches import grouped
 from aerie.data.cache import CachePlan, ShardBuffer, Storage, decode, encode, pack, size, storage_error, write_index
 from aerie.data.chat import Row
-from aerie.data.inputs import COMMAND, INDEX, state_inputs
-from aerie.data.progress import Share, bar
+from aerie.data.stage import COMMAND, INDEX, Share, bar, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries
 from aerie.model.target import Target, TargetOutput, check_taps, load_config, taps_of

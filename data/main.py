@@ -21,8 +21,7 @@ from typing import Any
 from aerie.configs.errors import UserError, exit_code, stop_on_signals
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load
-from aerie.data.inputs import INDEX, feature_inputs, target_inputs
-from aerie.data.progress import Share
+from aerie.data.stage import INDEX, Share, feature_inputs, target_inputs
 from aerie.model.storage import Manifest, Stage, Whole, with_status, write_status
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others

@@ -14,7 +14,7 @@ from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.inputs import target_inputs
+from aerie.data.stage import target_inputs
 from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters, check_levels, find_head, heads_by_kind, kind_at
 from aerie.infer.measure import bench as benches

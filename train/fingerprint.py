@@ -6,7 +6,7 @@ from typing import Any
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths
-from aerie.data.inputs import COMMAND, changed_since, conversation_inputs, sampled_digest, target_inputs
+from aerie.data.stage import COMMAND, changed_since, conversation_inputs, sampled_digest, target_inputs
 from aerie.model.hub import head_directory
 from aerie.model.storage import FILE, Stage, digest, sound_record
 
@@ -42,7 +42,7 @@ def stage_inputs(recipe: Recipe) -> dict[str, Any]:
         asked = {name: features[name] for name in ("after_blocks", "shuffle_shards")}
         inputs |= {name: value for name, value in asked.items() if value is not None}
     else:
-        inputs |= {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data)}
+        inputs |= {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data.conversations)}
         if needs_target(recipe):
             inputs["features"] = {name: features[name] for name in ("mode", "after_blocks", "dtype")}
     if recipe.head.init_from is not None:
@@ -73,7 +73,7 @@ def changed_since_cached(recipe: Recipe, stage: Stage) -> str | None:
     record = cache_record(recipe)
     if record is None or digest(record["inputs"]["data"]) != digest(as_dict(recipe.data)):
         return None
-    return changed_since(record["inputs"], stage.inputs["target"], conversation_inputs(recipe.data))
+    return changed_since(record["inputs"], stage.inputs["target"], conversation_inputs(recipe.data.conversations))
 
 
 def is_whole(recipe: Recipe, stage: Stage) -> bool:

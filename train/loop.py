@@ -18,7 +18,7 @@ from torch.profiler import profile, schedule
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.train import TrainConfig
 from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, collate, prefetched
-from aerie.data.progress import bar
+from aerie.data.stage import bar
 from aerie.model.storage import digest
 from aerie.model.target import Target
 from aerie.train import resume

@@ -22,7 +22,7 @@ from aerie.configs import read as yaml_recipe
 from aerie.configs.errors import UserError, exit_code
 from aerie.configs.read import as_dict
 from aerie.configs.schema import recipe as pipeline
-from aerie.data.inputs import COMMAND
+from aerie.data.stage import COMMAND
 from aerie.model.storage import Stage, sound_record, with_status, write_text
 from aerie.train import fingerprint, resume
 

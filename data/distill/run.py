@@ -27,8 +27,7 @@ from aerie.data.conversations import Message, UnusableRow
 from aerie.data.distill.answer import Answer, Ask, Outcome, ServedTarget, Thinking, Unanswered
 from aerie.data.distill.gate import Summary, judge
 from aerie.data.distill.prompts import SOLVE, Overlap, Prompt, make_prompts, plan_line, problem_in
-from aerie.data.inputs import named_inputs
-from aerie.data.progress import Share, bar
+from aerie.data.stage import Share, bar, conversation_inputs
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
 from aerie.model.target import load_tokenizer
@@ -64,14 +63,14 @@ class Job:
 
     @classmethod
     def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Iterable[str]) -> "Job":
-        """target is data.inputs.target_inputs', questions are the texts that are held out, wherever they come from.
+        """target is data.stage.target_inputs', questions are the texts that are held out, wherever they come from.
 
         How answers are carried (URLs, concurrency, this process) does not change what they are.
         """
         section = as_dict(config)
         server = section["server"] or {"model": None, "extra_body": {}, "token_ids": False}
         inputs = {name: section[name] for name in ("sources", "ngram", "max_turns", "seed", "sampling")}
-        inputs["files"] = named_inputs([source.path for source in config.sources])
+        inputs["files"] = conversation_inputs([source.path for source in config.sources])
         inputs["held_out"] = storage.digest(sorted(set(questions)))
         inputs["server"] = {name: server[name] for name in ("model", "extra_body", "token_ids")}
         return cls(directory, config, {**inputs, "target": target})

@@ -20,7 +20,7 @@ import transformers
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig
-from aerie.data.progress import bar
+from aerie.data.stage import bar
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters

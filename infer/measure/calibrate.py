@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aerie.configs.schema.decode import Choice, ConstantConfig, Fit, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig
-from aerie.data.progress import bar
+from aerie.data.stage import bar
 from aerie.infer.decode.calibrator import FLOOR, Calibrator, save
 from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder

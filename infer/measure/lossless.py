@@ -24,7 +24,7 @@ from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import (
     TargetConfig,
 )
-from aerie.data.progress import bar
+from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import token_ids

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError, warn
-from aerie.data.progress import bar
+from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only

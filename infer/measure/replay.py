@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.schema.decode import DynamicConfig
-from aerie.data.progress import bar
+from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree

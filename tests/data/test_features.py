@@ -22,7 +22,7 @@ from aerie.data.batches import OnlineFeatures, collate, grouped
 from aerie.data.cache import SHARD_BYTES, CachePlan, FeatureCache, pack
 from aerie.data.chat import Row
 from aerie.data.features import WRITING, extract, plan_cache
-from aerie.data.progress import Share
+from aerie.data.stage import Share
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, write_text
 from aerie.model.target import Target

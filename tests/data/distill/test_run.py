@@ -18,7 +18,7 @@ from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
 from aerie.data.distill.prompts import Overlap, Prompt
 from aerie.data.distill.run import Job
-from aerie.data.progress import Share
+from aerie.data.stage import Share
 from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill.answering import KEEP, config, distill, echo, outcomes, read_rows, thinking, write_rows

@@ -1,0 +1,163 @@
+"""What a stage is made from (digests of content), a job's share of it, and its progress bar; nothing imports torch."""
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict
+from aerie.configs.schema.data import DataConfig, FeaturesConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.model.storage import FILE, file_digest, template_path
+
+COMMAND = "python data/main.py features --config RECIPE"  # builds and mends a feature cache
+INDEX = "index.json"  # of a feature cache; written last
+WHOLE_FILE_BYTES = 10**9  # longer files are sampled
+SAMPLES, SAMPLE_BYTES = 256, 4096
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+OTHER_FILES = (
+    "config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json chat_template* vocab* "
+    "merges.txt *.model *.py"
+).split()
+ROW_SUFFIXES = (".json", ".jsonl", ".parquet")
+LINE_SECONDS = 10.0  # between two progress lines of a log file
+LINE = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining} left{postfix}"
+
+
+def target_inputs(config: TargetConfig) -> dict[str, Any]:
+    """The target's path, dtype and digests of its files; a Hub id is its own identity (pin target.revision)."""
+    inputs: dict[str, Any] = {"path": config.path, "revision": config.revision, "dtype": config.dtype}
+    directory = Path(config.path)
+    if directory.is_dir():
+        others = {path for pattern in OTHER_FILES for path in directory.glob(pattern) if path.is_file()}
+        weights = {path for pattern in WEIGHT_FILES for path in directory.glob(pattern)}
+        inputs["files"] = {path.name: _content(path) for path in sorted(others)}
+        inputs["files"] |= {path.name: sampled_digest(path) for path in sorted(weights)}
+    elif directory.exists() or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
+        raise UserError(f"{config.path}: no such target directory (target.path is a local directory or a Hub id)")
+    if config.chat_template is not None:
+        inputs["chat_template"] = file_digest(template_path(config.chat_template))
+    return inputs
+
+
+def row_files(directory: Path) -> list[Path]:
+    """The files of rows below a directory, by name."""
+    files = [path for path in sorted(directory.rglob("*")) if path.suffix in ROW_SUFFIXES and path.is_file()]
+    return [path for path in files if path.name != FILE and not path.name.startswith(".")]
+
+
+def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
+    """A digest for each local file of rows that is named, or lies below a named directory; Hub names have none."""
+    digests = {}
+    for name in names:
+        if Path(name).is_file():
+            digests[name] = _content(Path(name))
+        elif Path(name).is_dir():
+            digests |= {str(path): _content(path) for path in row_files(Path(name))}
+    return digests
+
+
+def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesConfig) -> dict[str, Any]:
+    """Everything that the feature cache depends on."""
+    # batch_tokens moves a state by rounding only, and a run that met a full memory goes on with a smaller one; the
+    # others concern whoever reads the cache.
+    readers = ("batch_tokens", "mode", "shuffle_shards")
+    return {
+        "target": target_inputs(target),
+        "data": as_dict(data),
+        "conversations": conversation_inputs(data.conversations),
+        "features": {key: value for key, value in as_dict(features).items() if key not in readers},
+    }
+
+
+def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The part of feature_inputs that decides the states of given token ids: weights, dtypes and taps, not text."""
+    target = {key: value for key, value in inputs["target"].items() if key != "chat_template"}
+    if "files" in target:
+        del target["path"]
+        is_deciding = lambda name: name == "config.json" or name.endswith((".safetensors", ".bin", ".py"))  # noqa: E731
+        target["files"] = {name: value for name, value in target["files"].items() if is_deciding(name)}
+    return {"target": target, **{key: inputs["features"][key] for key in ("after_blocks", "dtype", "storage")}}
+
+
+def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
+    """The name of a file that changed after a cache was made of `made_of` (feature_inputs then), or None.
+
+    target and conversations are target_inputs and conversation_inputs now.
+    """
+    # Files that are not here now count as unchanged: the cache may have been made on another machine. Another target's
+    # files are not compared: opening the cache refuses another target.
+    before = made_of["target"]
+    then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
+    now = {**conversations, "target.chat_template": target.get("chat_template")}
+    if "files" in before and before["path"] == target["path"]:
+        now |= target.get("files", {})
+    return next((name for name in sorted(now) if now[name] != then.get(name)), None)
+
+
+def sampled_digest(path: Path) -> str:
+    """16 hex digits over a file's size, its first MiB (a safetensors header) and evenly spaced samples."""
+    size = path.stat().st_size
+    hasher = hashlib.sha256(str(size).encode())
+    with path.open("rb") as handle:
+        hasher.update(handle.read(1 << 20))
+        for sample in range(SAMPLES):
+            handle.seek(size * sample // SAMPLES)
+            hasher.update(handle.read(SAMPLE_BYTES))
+    return hasher.hexdigest()[:16]
+
+
+def _content(path: Path) -> str:
+    return file_digest(path) if path.stat().st_size <= WHOLE_FILE_BYTES else sampled_digest(path)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The index-th of count parts, counted from 1: every count-th item."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> "Share":
+        """From 'i/n'; UserError for anything else."""
+        first, _, second = text.partition("/")
+        if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+            raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n (--shard 1/4)")
+        return cls(int(first), int(second))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def part(self, count: int, rank: int = 0, world: int = 1) -> range:
+        """The positions, out of `count`, of process `rank` of the `world` processes of this job."""
+        return range(self.index - 1, count, self.count)[rank::world]
+
+
+class _Lines:
+    """A text stream for tqdm that writes whole lines where tqdm would redraw one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.flush = stream, stream.flush
+
+    def write(self, text: str) -> None:
+        if line := text.replace("\r", "").strip():
+            self.stream.write(line + "\n")
+
+
+def bar(total: int, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
+    """A tqdm bar on standard error, silent off rank 0; a log file gets a line every ten seconds and one at the end.
+
+    unit is a word such as "tok" or "row". `done` of the total were there before and do not count in the rate.
+    """
+    options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
+    if not sys.stderr.isatty():
+        options = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": LINE_SECONDS, "delay": 1e-9}
+    return tqdm(
+        desc=description, total=total, initial=done, unit=f" {unit}", unit_scale=True, disable=rank != 0, **options
+    )
