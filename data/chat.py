@@ -2,11 +2,9 @@
 
 For the assistant turn at messages[i], `prompt` = render(messages[:i], add_generation_prompt=True) is what the target
 reads before it answers, and `text` = render(messages[:i + 1]) is that and the answer. What `text` adds to `prompt` is
-the assistant's (`Chat.render` finds it in characters); the tokens of it up to its first end-of-turn token are learnt
-(`Chat._mark` makes the mask, `Row.turns`). Tokens that the generation prompt writes are not learnt.
-
-When every `text` is a prefix of the whole conversation's render, one row carries all turns. When not (templates that
-drop earlier thinking), each turn is a row of its own.
+the assistant's; the tokens of it up to its first end-of-turn token are learnt. Tokens that the generation prompt writes
+are not learnt. When every `text` is a prefix of the whole conversation's render, one row carries all turns. When not
+(templates that drop earlier thinking), each turn is a row of its own.
 """
 
 import re
@@ -15,15 +13,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
-from aerie.model.storage import SHIPPED_TEMPLATE
+from aerie.data.conversations import Conversation, Tally, UnusableRow
+from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
 ATTEMPTS = 3  # renders of one conversation before a template that writes the time counts as unstable
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -50,19 +49,17 @@ class Row:
         return sum(1 for first, second in pairwise(self.turns[1:]) if first == second != 0)
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """Text of one row and its assistant turns as (start, end) in characters, end exclusive, ascending."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: list[tuple[int, int]]
     source: str
 
 
 def shared_start(first: str, second: str) -> int:
     """The number of characters that both texts begin with."""
-    pairs = zip(first, second, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return len(first) if second.startswith(first) else len(commonprefix([first, second]))  # noqa: RUF071
 
 
 def end_of_turn_ids(tokenizer: Any, generation_eos: int | Sequence[int] | None) -> set[int]:
@@ -83,10 +80,7 @@ def target_end_ids(config: TargetConfig, tokenizer: Any) -> set[int]:
 
 
 class Chat:
-    """Renders conversations and tokenises the renders; end_ids are the target's end-of-turn tokens.
-
-    Raises UserError for a tokenizer without character offsets.
-    """
+    """Renders conversations and tokenises the renders; end_ids are the target's end-of-turn tokens."""
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int], tally: Tally) -> None:
         self.tokenizer, self.end_ids, self.tally = tokenizer, frozenset(end_ids), tally
@@ -107,8 +101,8 @@ class Chat:
     def render(self, conversation: Conversation, supervise_all: bool = False) -> list[Rendered]:
         """The conversation's rows: one, or one per assistant turn when the template rewrites earlier text.
 
-        supervise_all gives one row whose only span is the whole text. Raises UnusableRow with the template's own
-        message when the template refuses the conversation, UserError when there is no template or it is broken.
+        supervise_all gives one row whose only span is the whole text. UnusableRow where the template refuses the
+        conversation, UserError when there is no template or it is broken.
         """
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -118,7 +112,7 @@ class Chat:
         messages, source = conversation.messages, conversation.place
         if supervise_all:
             whole = self._text(conversation, len(messages), False)
-            return [self._rendered(whole, [(0, len(whole))], source)]
+            return [Rendered(whole, [(0, len(whole))], source)]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         for _ in range(ATTEMPTS):
             prompts = [self._text(conversation, index, True) for index in answers]
@@ -130,68 +124,59 @@ class Chat:
                 break
         else:
             raise UnusableRow("the template renders differently on each call", "two renders of one conversation differ")
-        spans = [
-            (self._answer_start(conversation, index, text, prompt), len(text))
-            for index, (text, prompt) in zip(answers, pairs, strict=True)
-        ]
+        spans = []
+        for index, (text, prompt) in zip(answers, pairs, strict=True):
+            # A generation prompt that opens '<think>' is no prefix of an answer that was stored without thinking: the
+            # answer then begins behind what both share of the generation prompt.
+            start = shared_start(prompt, text)
+            if start < len(prompt):
+                if start <= len(self._text(conversation, index, False)):
+                    sentence = f"turn {index + 1}: the text before the answer is another one once the answer is there"
+                    raise UnusableRow("the template rewrites what stands before an answer", sentence)
+                self.tally.add(
+                    "left out", "the generation prompt's last part is not in the render of the answer", source
+                )
+            spans.append((start, len(text)))
         if all(whole.startswith(text) for text in texts):
-            return [self._rendered(whole, spans, source)]
+            return [Rendered(whole, spans, source)]
         rows = enumerate(zip(texts, spans, strict=True), start=1)
-        return [self._rendered(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
+        return [Rendered(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Row]:
         """The renders as tokens; one call per batch, which the tokenizer spreads over its threads."""
-        encodings = self.backend.encode_batch([row.text for row in rendered], add_special_tokens=False)
-        return [self._mark(row, encoding) for row, encoding in zip(rendered, encodings, strict=True)]
-
-    def _mark(self, rendered: Rendered, encoding: Encoding) -> Row:
-        """The loss mask: every token that begins in an answer, up to the answer's end-of-turn token."""
-        ids = array("i", encoding.ids)
-        turns = array("i", bytes(ids.itemsize * len(ids)))  # zeros
-        starts, ends = ([offsets[side] for offsets in encoding.offsets] for side in (0, 1))
-        for number, (start, end) in enumerate(rendered.spans, start=1):
-            first, stop = bisect_left(starts, start), bisect_right(ends, end)
-            if first > 0 and ends[first - 1] > start:
-                self.tally.add("left out", "a token straddles prompt and answer", rendered.source)
-            end_token = next((at for at in range(first, stop) if ids[at] in self.end_ids), None)
-            if end_token is None:  # base models: up to the answer's last special token
-                reason = "the answer's end is none of the target's end-of-turn tokens"
-                self.tally.add("left out", reason, rendered.source)
-                last = stop - 1
-                end_token = next((at for at in range(last, first - 1, -1) if ids[at] in self.special_ids), last)
-            turns[first : end_token + 1] = array("i", [number]) * (end_token + 1 - first)
-        return Row(ids, turns, rendered.source)
-
-    def _answer_start(self, conversation: Conversation, index: int, text: str, prompt: str) -> int:
-        """Where the answer begins in text: behind the prompt, or behind what both share of the generation prompt.
-
-        A generation prompt that opens '<think>' is no prefix of an answer that was stored without thinking.
-        """
-        if text.startswith(prompt):
-            return len(prompt)
-        shared = shared_start(prompt, text)
-        if shared <= len(self._text(conversation, index, False)):
-            sentence = f"turn {index + 1}: the text before the answer is another one once the answer is there"
-            raise UnusableRow("the template rewrites what stands before an answer", sentence)
-        reason = "the generation prompt's last part is not in the render of the answer"
-        self.tally.add("left out", reason, conversation.place)
-        return shared
+        rows = []
+        # Half of a UTF-16 pair, common in scraped text: no tokenizer takes it.
+        texts = [LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", row.text) for row in rendered]
+        encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+        for (text, spans, source), whole, encoding in zip(rendered, texts, encodings, strict=True):
+            if whole != text:
+                self.tally.add("mended", "half of a surrogate pair replaced", source)
+            ids = array("i", encoding.ids)
+            turns = array("i", bytes(ids.itemsize * len(ids)))  # zeros
+            starts, ends = ([offsets[side] for offsets in encoding.offsets] for side in (0, 1))
+            for number, (start, end) in enumerate(spans, start=1):
+                # Every token that begins in the answer, up to its end-of-turn token.
+                first, stop = bisect_left(starts, start), bisect_right(ends, end)
+                if first > 0 and ends[first - 1] > start:
+                    self.tally.add("left out", "a token straddles prompt and answer", source)
+                last = next((at for at in range(first, stop) if ids[at] in self.end_ids), None)
+                if last is None:  # base models: up to the answer's last special token
+                    self.tally.add("left out", "the answer's end is none of the target's end-of-turn tokens", source)
+                    last = next((at for at in range(stop - 1, first - 1, -1) if ids[at] in self.special_ids), stop - 1)
+                turns[first : last + 1] = array("i", [number]) * (last + 1 - first)
+            rows.append(Row(ids, turns, source))
+        return rows
 
     def _text(self, conversation: Conversation, end: int, add_generation_prompt: bool) -> str:
-        messages: list[Message] = list(conversation.messages[:end])
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tools=conversation.tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                list(conversation.messages[:end]),
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except TemplateSyntaxError as error:
             raise UserError(f"{self.name}: chat template: line {error.lineno}: {error.message}") from error
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            message = (str(error) or type(error).__name__).splitlines()[0]
-            raise UnusableRow(f"the chat template refuses it: {message[:120]}", "") from error
+            raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
         return str(text)
-
-    def _rendered(self, text: str, spans: list[tuple[int, int]], source: str) -> Rendered:
-        if LONE_SURROGATE.search(text):  # half of a UTF-16 pair, common in scraped text; no tokenizer takes it
-            text = LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
-            self.tally.add("mended", "half of a surrogate pair replaced", source)
-        return Rendered(text, tuple(spans), source)

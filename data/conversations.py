@@ -1,4 +1,4 @@
-"""Conversations out of published rows: kept, mended or skipped, each change with a counted reason.
+"""Rows of files and Hub data sets, and the conversations in them: kept, mended or skipped, each with a counted reason.
 
 Known shapes: ShareGPT turns ({from, value}), messages ({role, content}), pairs such as prompt and completion, and rows
 that come as tokens (input_ids, loss_mask).
@@ -6,19 +6,24 @@ that come as tokens (input_ids, loss_mask).
 
 import difflib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.sources import RawRow, read_rows
-from aerie.model.storage import digest
+from aerie.data.stage import ROW_SUFFIXES, row_files
+from aerie.model.hub import readable_errors
+from aerie.model.storage import digest, first_line
 
 Message = dict[str, Any]
 Kind = Literal["skipped", "mended", "left out"]
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 MAX_REASONS = 40  # a template may put the text itself into its refusals; the rest is counted together
 UNKNOWN_KEYS = "keys of no known shape"
 ROLES = {
@@ -28,20 +33,29 @@ ROLES = {
     **dict.fromkeys("tool observation function function_response tool_response".split(), "tool"),
 }
 LISTS = ("conversations", "messages", "conversation")
-PAIRS = [
-    (prompt, completion)
-    for prompt, completion in (
-        pair.split("/")
-        for pair in "prompt/completion prompt/response question/answer instruction/output instruction/response "
-        "problem/solution query/response input/output".split()
-    )
-]
-EXTRA_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "name")
+PAIRS = (
+    ("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("instruction", "output"),
+    ("instruction", "response"), ("problem", "solution"), ("query", "response"), ("input", "output"),
+)  # fmt: skip
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # a turn with one of them needs no text
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row of a source as it stands; number counts from 1 (in a JSONL file it is the line)."""
+
+    source: str
+    number: int
+    value: Any
+
+    @property
+    def place(self) -> str:
+        return f"{self.source}: row {self.number:,}"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that begin with (system and) user and end with the assistant; place is 'file: row n'.
+    """Messages that begin with (system and) user and end with the assistant.
 
     digest names the content alone, so a duplicate has the same one wherever it stands.
     """
@@ -67,16 +81,14 @@ class UnusableRow(Exception):
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
-        self.reason = reason
-        self.sentence = sentence
+        self.reason, self.sentence = reason, sentence
 
 
 @dataclass
 class Tally:
     """Rows read, and for each (kind, reason) how often it occurred and where it did first.
 
-    skipped: the whole conversation is not used. mended: used after a change. left out: a turn or a token of a used
-    conversation is not learnt.
+    skipped: the whole conversation is not used. left out: a turn or a token of a used conversation is not learnt.
     """
 
     rows: int = 0
@@ -92,27 +104,116 @@ class Tally:
         self.examples.setdefault(key, f"{place}: {sentence}" if sentence else place)
 
     @property
-    def skipped(self) -> int:
-        return sum(count for (kind, _), count in self.counts.items() if kind == "skipped")
-
-    @property
     def kept(self) -> int:
         """Conversations read and not skipped."""
-        return self.rows - self.skipped
+        return self.rows - sum(count for (kind, _), count in self.counts.items() if kind == "skipped")
 
     def table(self) -> str:
-        """The lines printed at the end: totals, then one line per reason, the most frequent first."""
-        lines = [f"conversations: {self.rows:,} read, {self.kept:,} kept, {self.skipped:,} skipped"]
+        """Totals, then one line per reason, the most frequent first."""
+        lines = [f"conversations: {self.rows:,} read, {self.kept:,} kept, {self.rows - self.kept:,} skipped"]
         for kind in ("skipped", "mended", "left out"):
             rows = [(reason, count) for (other, reason), count in self.counts.most_common() if other == kind]
             lines += [f"  {kind:<8} {count:>9,}  {reason} ({self.examples[kind, reason]})" for reason, count in rows]
         return "\n".join(lines)
 
-    def sentence(self) -> str:
-        """The skipped reasons on one line, for an error."""
-        rows = [(key, count) for key, count in self.counts.most_common() if key[0] == "skipped"]
-        reasons = [f"{count:,} x {key[1]} ({self.examples[key]})" for key, count in rows]
-        return "; ".join([f"{self.rows:,} read, {self.kept:,} kept", *reasons])
+    def line(self) -> str:
+        """The table on one line, for an error."""
+        return "; ".join(" ".join(line.split()) for line in self.table().splitlines())
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def is_local(name: str) -> bool:
+    """Whether a name of rows is a file or directory that is there."""
+    return Path(name).expanduser().exists()
+
+
+def hub_commit(name: str, revision: str | None = None) -> str | None:
+    """The commit that a Hub data set's revision (null: its main branch) is now; null where the Hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    repo = name.split(":")[0]
+    try:
+        with readable_errors(repo):
+            return HfApi().dataset_info(repo, revision=revision).sha
+    except UserError:
+        return None
+
+
+def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
+    """The rows of a file, of every file below a directory (by name), or of a Hub data set at a revision.
+
+    A Hub name is 'owner/name', 'owner/name:split' or 'owner/name:subset:split'; the split is 'train' unless given.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        files = row_files(path) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"{path}: holds no {', '.join(ROW_SUFFIXES)} file")
+        for file in files:
+            yield from _read_file(file)
+        return
+    if not HUB_NAME.fullmatch(name) or name.startswith(".") or path.suffix in (*ROW_SUFFIXES, ".csv", ".txt", ".gz"):
+        raise UserError(f"{name}: no such file or directory; name local files or Hub data sets (owner/name:split)")
+    import datasets
+
+    identifier, *parts = name.split(":")
+    subset, split = parts[0] if len(parts) == 2 else None, parts[-1] if parts else "train"
+    try:
+        rows: Any = datasets.load_dataset(identifier, subset, split=split, revision=revision)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{name}: no such file, and the Hub data set cannot be loaded: {first_line(error)} "
+            f"(write owner/name, owner/name:split or owner/name:subset:split; of a gated one: hf auth login)"
+        ) from error
+    yield from (RawRow(name, number, value) for number, value in enumerate(rows, start=1))
+
+
+def _read_file(path: Path) -> Iterator[RawRow]:
+    if path.suffix not in ROW_SUFFIXES:
+        suffixes = ", ".join(ROW_SUFFIXES)
+        raise UserError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; expected {suffixes}")
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet  # type: ignore[import-untyped]
+
+            batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+            values = enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        else:
+            values = _read_json(path)
+        yield from (RawRow(str(path), number, value) for number, value in values)
+    except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
+        raise UserError(f"{path}: cannot be read ({first_line(error)})") from error
+
+
+def _read_json(path: Path) -> Any:
+    """The items of an array, or the lines of JSONL, which data sets of the Hub often name .json.
+
+    Arrow's readers want the same keys in every row, which rows of conversations do not have, and name no line.
+    """
+    with path.open(encoding="utf-8-sig") as file:
+        if path.suffix == ".json":
+            text = file.read()
+            try:
+                values = json.loads(text)
+                yield from enumerate(values if isinstance(values, list) else [values], start=1)
+                return
+            except json.JSONDecodeError as error:
+                if text.lstrip().startswith("["):
+                    raise UserError(
+                        f"{path}:{error.lineno}: not JSON ({error.msg}); expected an array of rows"
+                    ) from error
+            file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+
+
+# ---------------------------------------------------------------------------------------------------- conversations
 
 
 def split_by_hash(content_digest: str, share: float) -> bool:
@@ -124,80 +225,93 @@ def split_by_hash(content_digest: str, share: float) -> bool:
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation | TokenRow]:
     """The usable conversations of every source in the recipe's order, streamed; the tally counts all the others.
 
-    Raises UserError when a source cannot be read, when the first row of a file has keys of no known shape, and when
-    nothing is left at the end.
+    UserError when a source cannot be read, when the first row of a file has keys of no known shape, and when nothing is
+    left at the end.
     """
-    opened: set[str] = set()
     for name in config.conversations:
         for row in read_rows(name):
             tally.rows += 1
             try:
                 conversation = _read(row, config, tally)
             except UnusableRow as error:
-                if error.reason == UNKNOWN_KEYS and row.source not in opened:
+                if error.reason == UNKNOWN_KEYS and row.number == 1:
                     raise UserError(f"{row.place} {error.sentence}") from error
                 tally.add("skipped", error.reason, row.place, error.sentence)
             else:
                 yield conversation
-            opened.add(row.source)
     if tally.kept == 0:
-        raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {tally.sentence()}")
+        raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {tally.line()}")
 
 
 def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation | TokenRow:
     value = row.value
     if not isinstance(value, dict):
         raise UnusableRow("row is no object", f"is {type(value).__name__}; expected an object with named fields")
-    if value.get("input_ids") is not None and value.get("loss_mask") is not None:
-        return _token_row(row)
-    fields = None
-    if config.prompt_field is not None and config.completion_field is not None:
-        fields = (config.prompt_field, config.completion_field)
-    raw = to_messages(value, fields)
-    if raw is None:
-        raise UnusableRow(UNKNOWN_KEYS, explain_keys(value, fields))
-    tools = _tools(value)
-    messages, changes = mend(raw)
+    ids, mask, tools = value.get("input_ids"), value.get("loss_mask"), value.get("tools")
+    if ids is not None and mask is not None:
+        are_lists = isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)
+        if (
+            not are_lists
+            or not all(isinstance(number, int) for number in ids)
+            or any(bit not in (0, 1) for bit in mask)
+        ):
+            sentence = "input_ids and loss_mask must be lists of one length, of integers and of 0 and 1"
+            raise UnusableRow("token ids and their mask do not fit", sentence)
+        return TokenRow(row.place, digest([ids, mask]), tuple(ids), tuple(map(int, mask)))
+    fields = tuple(name for name in (config.prompt_field, config.completion_field) if name is not None)
+    messages, changes = mend(to_messages(value, fields))
+    if isinstance(tools, str):  # a list that is stored as text
+        with suppress(json.JSONDecodeError):
+            tools = json.loads(tools)
+    if tools and not isinstance(tools, list):
+        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}; expected a list or its JSON")
     for reason, sentence in changes.items():
         tally.add("mended", reason, row.place, sentence)
-    content = digest([messages, tools])
+    content = digest([messages, tools or None])
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return Conversation(row.place, content, tuple(messages), tools)
+    return Conversation(row.place, content, tuple(messages), tools or None)
 
 
-def _token_row(row: RawRow) -> TokenRow:
-    ids, mask = row.value["input_ids"], row.value["loss_mask"]
-    are_lists = isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)
-    if not (are_lists and all(isinstance(number, int) for number in ids) and all(value in (0, 1) for value in mask)):
-        sentence = "input_ids and loss_mask must be lists of one length, of integers and of 0 and 1"
-        raise UnusableRow("token ids and their mask do not fit", sentence)
-    return TokenRow(row.place, digest([ids, mask]), tuple(ids), tuple(int(value) for value in mask))
+def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:
+    """The row's messages as they stand; fields are the recipe's for the prompt and the completion.
 
-
-def to_messages(row: Mapping[str, Any], fields: tuple[str, str] | None) -> list[Message] | None:
-    """The row's messages as they stand, or None when its keys match no known shape.
-
-    Raises UnusableRow when the shape is known and the row breaks it (an odd role, a turn without text).
+    UnusableRow when its keys match no known shape, or when it breaks the shape (an odd role, a turn without text).
     """
-    pair = next((pair for pair in (fields, *PAIRS) if pair and all(row.get(name) is not None for name in pair)), None)
+    pairs = [pair for pair in (fields, *PAIRS) if pair and all(row.get(name) is not None for name in pair)]
     turns = next((row[name] for name in LISTS if isinstance(row.get(name), list)), None)
-    if pair is not None and (turns is None or pair == fields):
-        prompt, completion = (row[name] for name in pair)
+    if pairs and (turns is None or pairs[0] == fields):
+        prompt, completion = (row[name] for name in pairs[0])
         context = row.get("input")
-        if pair[0] == "instruction" and isinstance(context, str) and context.strip():
+        if pairs[0][0] == "instruction" and isinstance(context, str) and context.strip():
             prompt = f"{prompt}\n\n{context}"
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = [*prompt, *completion]
-    if turns is None:
-        return None
-    messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
-    systems = [row[name] for name in ("system", "system_prompt") if isinstance(row.get(name), str)]
-    system = next((text for text in systems if text.strip()), None)
-    if system is not None and not any(message["role"] == "system" for message in messages):
-        messages.insert(0, {"role": "system", "content": system})
+    if turns is None and not any(name in row for name in LISTS):
+        raise UnusableRow(UNKNOWN_KEYS, _explain_keys(row, fields))
+    messages = [_message(turn, number) for number, turn in enumerate(turns or [], start=1)]
+    systems = [
+        row[name] for name in ("system", "system_prompt") if isinstance(row.get(name), str) and row[name].strip()
+    ]
+    if systems and not any(message["role"] == "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": systems[0]})
     return messages
+
+
+def _explain_keys(row: Mapping[str, Any], fields: tuple[str, ...]) -> str:
+    """The sentence for a row of no known shape: its keys, what is expected, and the closest name."""
+    known = [*LISTS, *dict.fromkeys(name for pair in PAIRS for name in pair), "input_ids", "loss_mask"]
+    expected = (
+        "conversations, messages, a pair such as prompt and completion or question and answer, or input_ids and "
+        "loss_mask; or set data.prompt_field and data.completion_field"
+    )
+    if fields:
+        known = [*fields]
+        expected = f"{' and '.join(known)}, as the recipe's prompt and completion fields say"
+    matches = {key: difflib.get_close_matches(key, known, n=1, cutoff=0.5) for key in map(str, row) if key not in known}
+    hint = next((f"; did you mean {names[0]!r} instead of {key!r}?" for key, names in matches.items() if names), "")
+    return f"has keys {', '.join(map(str, row))}; expected {expected}{hint}"
 
 
 def _message(turn: Any, number: int) -> Message:
@@ -210,16 +324,16 @@ def _message(turn: Any, number: int) -> Message:
         raise UnusableRow("unknown role", f"turn {number} is from {speaker!r}; expected human, gpt, system or tool")
     content = turn.get("value") if turn.get("value") is not None else turn.get("content")
     if isinstance(content, list):  # parts: {type: text, text}
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        content = "".join(texts) if len(texts) == len(parts) else content
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if content is not None and not isinstance(content, str):
         sentence = f"turn {number} holds {type(content).__name__}, not text; images are not read"
         raise UnusableRow("turn is not text", sentence)
-    extra = {key: turn[key] for key in EXTRA_KEYS if turn.get(key) is not None}
-    if isinstance(extra.get("tool_calls"), list):
-        extra["tool_calls"] = [_tool_call(call) for call in extra["tool_calls"]]
-    return {"role": role, "content": content or "", **extra}
+    message: Message = {"role": role, "content": content or ""}
+    message |= {key: turn[key] for key in (*THOUGHTS, "tool_call_id", "name") if turn.get(key) is not None}
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    return message
 
 
 def _tool_call(call: Any) -> Any:
@@ -231,44 +345,16 @@ def _tool_call(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _tools(row: Mapping[str, Any]) -> Any | None:
-    """The row's tool descriptions: a list, also when it is stored as JSON text; None without any."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise UnusableRow("tools are not JSON", f"'tools' is text and not JSON ({error.msg})") from error
-    if tools and not isinstance(tools, list):
-        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}; expected a list or its JSON")
-    return tools or None
-
-
-def explain_keys(row: Mapping[str, Any], fields: tuple[str, str] | None) -> str:
-    """The sentence for a row of no known shape: its keys, what is expected, and the closest name."""
-    keys = [str(key) for key in row]
-    expected = (
-        f"{' and '.join(fields)}, as the recipe's prompt and completion fields say"
-        if fields
-        else "conversations, messages, a pair such as prompt and completion or question and answer, or input_ids and "
-        "loss_mask; or set data.prompt_field and data.completion_field"
-    )
-    known = fields or [*LISTS, *dict.fromkeys(name for pair in PAIRS for name in pair), "input_ids", "loss_mask"]
-    matches = {key: difflib.get_close_matches(key, known, n=1, cutoff=0.5) for key in keys if key not in known}
-    hint = next((f"; did you mean {names[0]!r} instead of {key!r}?" for key, names in matches.items() if names), "")
-    return f"has keys {', '.join(keys)}; expected {expected}{hint}"
-
-
 def mend(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
     """Messages that a template can render, and for each kind of change that this took a sentence about the first.
 
-    Raises UnusableRow when no answer to a user's turn is left.
+    UnusableRow when no answer to a user's turn is left.
     """
     changes: dict[str, str] = {}
-    kept: list[Message] = []
+    kept, joined = list[Message](), list[Message]()
     for number, message in enumerate(messages, start=1):
-        role, thoughts = message["role"], ("reasoning_content", "reasoning", "thinking", "tool_calls")
-        if message["content"].strip() or role == "tool" or any(message.get(key) for key in thoughts):
+        role = message["role"]
+        if message["content"].strip() or role == "tool" or any(message.get(key) for key in THOUGHTS):
             kept.append(message)  # a tool may well return nothing
         elif role == "system":
             changes.setdefault("empty system turn dropped", f"turn {number} is empty")
@@ -279,22 +365,20 @@ def mend(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
     leading = [message for message in kept[:first_user] if message["role"] == "system"]
     if len(leading) < first_user:
         changes["began with the assistant; that turn dropped"] = f"turn 1 is the {kept[0]['role']}'s"
-    joined: list[Message] = []
     for message in [*leading, *kept[first_user:]]:
-        role = message["role"]
-        is_text = role != "tool" and set(message) == {"role", "content"}  # turns that carry more stay as they are
-        if joined and is_text and joined[-1]["role"] == role and set(joined[-1]) == {"role", "content"}:
-            joined[-1] = {"role": role, "content": joined[-1]["content"] + "\n\n" + message["content"]}
-            reason = f"two turns of the {role} in a row joined"
-            changes.setdefault(reason, f"turn {len(joined)} has a second part")
+        role, before = message["role"], joined[-1] if joined else {}
+        is_text = role != "tool" and message.keys() == before.keys() == {"role", "content"}
+        if is_text and before["role"] == role:  # turns that carry more stay as they are
+            joined[-1] = {"role": role, "content": before["content"] + "\n\n" + message["content"]}
+            changes.setdefault(f"two turns of the {role} in a row joined", f"turn {len(joined)} has a second part")
         else:
             joined.append(message)
-    answers = [index for index, message in enumerate(joined) if message["role"] == "assistant"]
-    if not answers:
+    end = next((at for at in range(len(joined), 0, -1) if joined[at - 1]["role"] == "assistant"), 0)
+    if end == 0:
         roles = [message["role"] for message in messages]
         why = next((f" ({sentence})" for sentence in changes.values()), "")
         reason = "no assistant turn" if "assistant" not in roles else "no answer to a user's turn"
         raise UnusableRow(reason, f"its turns are {', '.join(roles) or 'none'}{why}")
-    if answers[-1] + 1 < len(joined):
+    if end < len(joined):
         changes["turns after the last answer cut"] = f"ends with a turn of the {joined[-1]['role']}"
-    return joined[: answers[-1] + 1], changes
+    return joined[:end], changes

@@ -150,7 +150,7 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
     limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
     data, tokenizer, tally = tokenised(recipe.target, replace(recipe.data, limit=limit))
-    print(preview([*data.train, *data.held_out], tokenizer, arguments.limit, color=not arguments.plain))
+    print(preview([*data.train, *data.held_out][: arguments.limit], tokenizer, not arguments.plain))
     print(f"\n{tally.table()}")
     return 0
 

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -18,8 +18,9 @@ from aerie.data.chat import Chat, Rendered, Row, shared_start, target_end_ids
 from aerie.data.conversations import Conversation, Tally, TokenRow, UnusableRow, load_conversations, split_by_hash
 from aerie.model.storage import digest
 from aerie.model.target import load_tokenizer
-from aerie.model.vocab import DEFAULT_SIZE, Counts, DraftVocabulary
+from aerie.model.vocab import DEFAULT_SIZE, DraftVocabulary
 
+Loaded = Conversation | TokenRow
 BATCH = 256  # conversations of one tokenizer call
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
@@ -42,30 +43,43 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
     """The recipe's rows, cut at max_length, each with at least one supervised slot.
 
-    speaks: a terminal sees a progress bar. Raises UserError, with a decoded preview, when nothing is left or the
-    supervised share is under the recipe's floor.
+    speaks: a terminal sees a progress bar. UserError, with a decoded preview, when nothing is left or the supervised
+    share is under the recipe's floor.
     """
-    chat = Chat(tokenizer, end_ids, tally)
-    num_ids = max(tokenizer.get_vocab().values()) + 1
-    data, first = TokenisedData([], []), None
+    chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
+    num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
+    first: Row | None = None
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
     conversations = _limited(load_conversations(config, tally), config)
     with tqdm(desc="tokenise", unit=" conversations", disable=None if speaks else True) as progress:
         while batch := list(islice(conversations, BATCH)):
-            for conversation, rows in zip(batch, _rows(batch, chat, config, num_ids), strict=True):
-                cut = [_cut(row, config.max_length, tally) for row in rows]
-                first = first or next(iter(cut), None)
-                num_tokens += sum(len(row.input_ids) for row in cut)
-                num_supervised += sum(row.num_supervised for row in cut)
-                side = data.held_out if split_by_hash(conversation.digest, config.held_out) else data.train
-                side += _learnable(rows, cut, conversation.place, config.max_length, tally)
+            for (conversation, is_held_out), rows in zip(batch, _rows(batch, chat, config, num_ids), strict=True):
+                reasons, kept = list[str](), list[Row]()
+                for row in rows:
+                    if len(row.input_ids) > max_length:
+                        sentence = f"has {len(row.input_ids):,} tokens"
+                        tally.add("left out", "tokens behind max_length cut", row.source, sentence)
+                    cut = Row(row.input_ids[:max_length], row.turns[:max_length], row.source)
+                    first = first or cut
+                    num_tokens += len(cut.input_ids)
+                    num_supervised += cut.num_supervised
+                    if cut.num_slots:
+                        kept.append(cut)
+                        continue
+                    beyond = f"the answer begins after max_length ({max_length:,} tokens)"
+                    reasons.append(beyond if row.num_slots else "no answer of at least two tokens")
+                    if len(rows) > 1:
+                        tally.add("left out", reasons[-1], row.source)
+                if rows and not kept:
+                    tally.add("skipped", reasons[0], conversation.place)
+                (data.held_out if is_held_out else data.train).extend(kept)
             progress.update(len(batch))
     names = ", ".join(config.conversations)
     preview = f"; the first row reads: {excerpt(first, tokenizer)}" if first else ""
     if not data.train:
-        if data.held_out and not tally.skipped:
+        if data.held_out and tally.kept == tally.rows:
             raise UserError(f"{names}: all {tally.kept:,} conversations are held out; lower data.held_out")
-        raise UserError(f"{names}: no conversation to train on: {tally.sentence()}{preview}")
+        raise UserError(f"{names}: no conversation to train on: {tally.line()}{preview}")
     if num_supervised / num_tokens < config.min_supervised_share:
         raise UserError(
             f"{names}: {num_supervised / num_tokens:.2%} of {num_tokens:,} tokens are supervised, under "
@@ -75,59 +89,36 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     return data
 
 
-def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
-    """The part of the cache's fingerprint that decides its token ids: tokenizer, template and the section data."""
-    return {
-        "tokenizer": digest(tokenizer.backend_tokenizer.to_str()),
-        "template": digest(tokenizer.chat_template),
-        "data": as_dict(data),
-    }
-
-
-def statistics(rows: Sequence[Row]) -> str:
-    """One line for printing; slots are the positions that training supervises."""
-    lengths = [len(row.input_ids) for row in rows]
-    num_supervised, num_slots = sum(row.num_supervised for row in rows), sum(row.num_slots for row in rows)
-    num_turns = sum(len(set(row.turns) - {0}) for row in rows)
-    return (
-        f"{len(rows):,} rows | {sum(lengths):,} tokens | {num_supervised:,} supervised "
-        f"({num_supervised / max(sum(lengths), 1):.1%}) | {num_slots:,} slots | {num_turns:,} turns | "
-        f"longest {max(lengths, default=0):,}"
-    )
-
-
-def _limited(conversations: Iterator[Conversation | TokenRow], config: DataConfig) -> Iterator[Conversation | TokenRow]:
-    """Up to config.limit conversations for training, and the held-out ones met on the way."""
+def _limited(conversations: Iterator[Loaded], config: DataConfig) -> Iterator[tuple[Loaded, bool]]:
+    """Up to config.limit conversations for training, and the held-out (true) ones met on the way."""
     num_train = 0
     for conversation in conversations:
-        yield conversation
-        num_train += not split_by_hash(conversation.digest, config.held_out)
+        is_held_out = split_by_hash(conversation.digest, config.held_out)
+        yield conversation, is_held_out
+        num_train += not is_held_out
         if config.limit is not None and num_train >= config.limit:
             return
 
 
-def _rows(batch: list[Conversation | TokenRow], chat: Chat, config: DataConfig, num_ids: int) -> list[list[Row]]:
+def _rows(batch: list[tuple[Loaded, bool]], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
     """For each conversation its rows; an empty list where the template refused it (counted)."""
-    supervise_all = config.supervise == "all"
-    renders: list[Rendered] = []
-    owners: list[int] = []  # the conversation of each render
-    rows: list[list[Row]] = [[] for _ in batch]
-    for position, conversation in enumerate(batch):
-        if isinstance(conversation, TokenRow):
-            rows[position].append(from_token_row(conversation, num_ids))
-            continue
+    is_all = config.supervise == "all"
+    renders: list[list[Rendered]] = []
+    for conversation, _ in batch:
+        renders.append([])
         try:
-            rendered = chat.render(conversation, supervise_all)
+            if isinstance(conversation, Conversation):
+                renders[-1] = chat.render(conversation, is_all)
         except UnusableRow as error:
             chat.tally.add("skipped", error.reason, conversation.place, error.sentence)
-            continue
-        renders += rendered
-        owners += [position] * len(rendered)
-    for position, row in zip(owners, chat.encode(renders), strict=True):
-        rows[position].append(row)
-    if supervise_all:  # every token but the first, as one turn: how a target is trained from scratch
-        rows = [[replace(row, turns=array("i", [0] + [1] * (len(row.turns) - 1))) for row in own] for own in rows]
-    return rows
+    encoded = iter(chat.encode([rendered for parts in renders for rendered in parts]))
+    for (conversation, _), parts in zip(batch, renders, strict=True):
+        rows = list(islice(encoded, len(parts)))
+        if isinstance(conversation, TokenRow):
+            rows = [from_token_row(conversation, num_ids)]
+        if is_all:  # every token but the first, as one turn: how a target is trained from scratch
+            rows = [replace(row, turns=array("i", [0] + [1] * (len(row.turns) - 1))) for row in rows]
+        yield rows
 
 
 def from_token_row(row: TokenRow, num_ids: int) -> Row:
@@ -145,62 +136,47 @@ def from_token_row(row: TokenRow, num_ids: int) -> Row:
     return Row(array("i", row.input_ids), turns, row.place)
 
 
-def _cut(row: Row, max_length: int, tally: Tally) -> Row:
-    if len(row.input_ids) <= max_length:
-        return row
-    tally.add("left out", "tokens behind max_length cut", row.source, f"has {len(row.input_ids):,} tokens")
-    return Row(row.input_ids[:max_length], row.turns[:max_length], row.source)
+def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
+    """The part of the cache's fingerprint that decides its token ids: tokenizer, template and the section data."""
+    backend, template = digest(tokenizer.backend_tokenizer.to_str()), digest(tokenizer.chat_template)
+    return {"tokenizer": backend, "template": template, "data": as_dict(data)}
 
 
-def _learnable(rows: list[Row], cut: list[Row], place: str, max_length: int, tally: Tally) -> list[Row]:
-    """The cut rows of one conversation that have a supervised slot; the others are counted."""
-
-    def why(row: Row) -> str:
-        beyond = f"the answer begins after max_length ({max_length:,} tokens)"
-        return beyond if row.num_slots else "no answer of at least two tokens"
-
-    kept = [row for row in cut if row.num_slots]
-    for row, short in zip(rows, cut, strict=True):
-        if len(rows) > 1 and not short.num_slots:
-            tally.add("left out", why(row), row.source)
-    if rows and not kept:
-        tally.add("skipped", why(rows[0]), place)
-    return kept
+def statistics(rows: Sequence[Row]) -> str:
+    """One line for printing; slots are the positions that training supervises."""
+    lengths = [len(row.input_ids) for row in rows]
+    num_supervised, num_slots = sum(row.num_supervised for row in rows), sum(row.num_slots for row in rows)
+    num_turns = sum(len(set(row.turns) - {0}) for row in rows)
+    return (
+        f"{len(rows):,} rows | {sum(lengths):,} tokens | {num_supervised:,} supervised "
+        f"({num_supervised / max(sum(lengths), 1):.1%}) | {num_slots:,} slots | {num_turns:,} turns | "
+        f"longest {max(lengths, default=0):,}"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- preview
+def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
+    """For each row a line about it, then its text, learnt turns green (only in [turn:...] without color)."""
+    headers = (f"{row.source}{statistics([row]).removeprefix('1 rows')}" for row in rows)
+    return "\n\n".join(f"{header}\n{_marked(row, tokenizer, color)}" for header, row in zip(headers, rows, strict=True))
 
 
-def show(rows: Sequence[Row], tokenizer: Any, limit: int, color: bool = True) -> str:
-    """The first `limit` rows: a header line, then the text, learnt turns green (only in [turn:...] without color)."""
-    shown = []
-    for row in rows[:limit]:
-        count, share = len(row.input_ids), row.num_supervised / max(len(row.input_ids), 1)
-        supervised = f"{row.num_supervised:,} supervised ({share:.1%})"
-        header = f"{row.source} | {count:,} tokens | {supervised} | {len(set(row.turns) - {0})} turns"
-        shown.append(f"{header}\n{_marked(row, tokenizer, color)}")
-    return "\n\n".join(shown)
-
-
-def excerpt(row: Row, tokenizer: Any, num_characters: int = 300) -> str:
+def excerpt(row: Row, tokenizer: Any) -> str:
     """One line out of the row around its first learnt token, learnt turns in [turn: ...], for an error message."""
     first = next((at for at, turn in enumerate(row.turns) if turn), 0)
     span = slice(max(0, first - 40), first + 120)
     line = repr(_marked(Row(row.input_ids[span], row.turns[span], row.source), tokenizer, color=False))[1:-1]
-    return f"'{line[:num_characters]}{'...' if len(line) > num_characters else ''}'"
+    return f"'{line[:300]}{'...' if len(line) > 300 else ''}'"
 
 
 def _marked(row: Row, tokenizer: Any, color: bool) -> str:
-    """The row's text with its turns marked.
-
-    A run's text is what decoding grows by: a run decoded alone may lose a blank or half a character.
-    """
+    """The row's text with its turns marked."""
     parts, before, position = [], "", 0
     for turn, run in groupby(row.turns):
         position += len(list(run))
+        # A run's text is what decoding grows by: a run decoded alone may lose a blank or half a character.
         text = tokenizer.decode(row.input_ids[:position], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        part = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text[shared_start(before, text) :])
-        before = text
+        new = text[shared_start(before, text) :]
+        part, before = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", new), text
         if turn:
             part = f"{DIM}[{turn}:{RESET}{GREEN}{part}{RESET}{DIM}]{RESET}" if color else f"[{turn}:{part}]"
         parts.append(part)
@@ -210,69 +186,28 @@ def _marked(row: Row, tokenizer: Any, color: bool) -> str:
 # -------------------------------------------------------------------------------------------------- draft vocabulary
 
 
-@dataclass(frozen=True)
-class CountedVocabulary:
-    """A draft vocabulary and what it was counted on."""
+class CountedVocabulary(NamedTuple):
+    """A draft vocabulary; the facts of its counting, which are stored beside the head, and a line for printing."""
 
     vocabulary: DraftVocabulary
-    coverage: float  # share of the supervised tokens that are in it
-    num_tokens: int  # supervised tokens
-    key: str  # digest of data, tokenizer, size and forced ids
-
-    @classmethod
-    def of(cls, vocabulary: DraftVocabulary, counts: Counts, chosen: dict[str, Any]) -> "CountedVocabulary":
-        """chosen is what decided its tokens."""
-        return cls(vocabulary, vocabulary.coverage(counts), int(counts.sum()), digest(chosen))
-
-    def facts(self) -> dict[str, Any]:
-        """What is stored beside the head."""
-        return {
-            "key": self.key,
-            "size": self.vocabulary.size,
-            "coverage": round(self.coverage, 6),
-            "counted_tokens": self.num_tokens,
-        }
-
-    def line(self) -> str:
-        """For printing."""
-        return (
-            f"draft vocabulary: {self.vocabulary.size:,} of {self.vocabulary.vocab_size:,} tokens cover "
-            f"{self.coverage:.2%} of {self.num_tokens:,} supervised tokens (key {self.key})"
-        )
+    facts: dict[str, Any]
+    line: str
 
 
 def draft_vocabulary(
     rows: Iterable[tuple[Any, Any]],
-    size: int | None,
     vocab_size: int,
-    forced: Collection[int],
     origin: dict[str, Any],
+    size: int | None = None,
+    forced: Collection[int] = (),
+    given: DraftVocabulary | None = None,
 ) -> CountedVocabulary:
     """The `size` most frequent supervised tokens of rows, as (input_ids, turns) pairs, and the forced ids.
 
-    size null is 32,000, or the target's whole vocabulary where that is smaller. origin names data and tokenizer (the
-    fingerprint's "rows" and "tokenizer" of a feature cache). UserError for a size that cannot be.
+    size null is 32,000, or the target's whole vocabulary where that is smaller. given is a vocabulary that was chosen
+    elsewhere (a warm start's), of which the coverage is asked. origin names data and tokenizer.
     """
-    size = min(DEFAULT_SIZE, vocab_size) if size is None else size
-    counts = count_tokens(rows, vocab_size)
-    chosen = {"origin": origin, "size": size, "forced": sorted(forced)}
-    return CountedVocabulary.of(DraftVocabulary.most_frequent(counts, size, forced), counts, chosen)
-
-
-def given_vocabulary(
-    vocabulary: DraftVocabulary, rows: Iterable[tuple[Any, Any]], origin: dict[str, Any]
-) -> CountedVocabulary:
-    """A vocabulary that was chosen elsewhere (a warm start's), with its coverage of these rows."""
-    counts = count_tokens(rows, vocabulary.vocab_size)
-    return CountedVocabulary.of(vocabulary, counts, {"origin": origin, "ids": vocabulary.ids.tolist()})
-
-
-def count_tokens(rows: Iterable[tuple[Any, Any]], vocab_size: int) -> Counts:
-    """Counts [V] of the supervised tokens of rows, given as (input_ids, turns) pairs of any array type.
-
-    UserError for a token id outside the vocabulary.
-    """
-    counts = np.zeros(vocab_size, dtype=np.int64)  # [V]
+    counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turns in rows:
         tokens = np.asarray(input_ids)[np.asarray(turns) != 0]
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
@@ -281,13 +216,21 @@ def count_tokens(rows: Iterable[tuple[Any, Any]], vocab_size: int) -> Counts:
                 f"{vocab_size:,}; tokenizer and weights do not belong together"
             )
         np.add.at(counts, tokens, 1)
-    return counts
+    if given is None:
+        size = min(DEFAULT_SIZE, vocab_size) if size is None else size
+        chosen = {"origin": origin, "size": size, "forced": sorted(forced)}
+        given = DraftVocabulary.most_frequent(counts, size, forced)
+    else:
+        chosen = {"origin": origin, "ids": given.ids.tolist()}
+    coverage, num_tokens, key = given.coverage(counts), int(counts.sum()), digest(chosen)
+    facts = {"key": key, "size": given.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
+    share = f"{coverage:.2%} of {num_tokens:,} supervised tokens"
+    line = f"draft vocabulary: {given.size:,} of {vocab_size:,} tokens cover {share} (key {key})"
+    return CountedVocabulary(given, facts, line)
 
 
 def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:
-    """The ids that are always drafted: the tokenizer's special tokens and the target's end-of-turn tokens.
-
-    Special tokens that the target's LM head has no row for (a padding token added later) are left out.
-    """
+    """The ids that are always drafted: the tokenizer's special tokens and the target's end-of-turn tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # The LM head has no row for special tokens that were added later (padding).
     return frozenset(number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size)

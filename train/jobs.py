@@ -114,14 +114,14 @@ def _new_head(
     if isinstance(section, Eagle3Section) and section.init_from is None:
         vocab_size = int(vocab.embedding.shape[0])
         forced = tokens.forced_ids(tokenizer, end_ids, vocab_size)
-        counted = tokens.draft_vocabulary(rows.tokens, section.draft_vocab_size, vocab_size, forced, rows.origin)
+        counted = tokens.draft_vocabulary(rows.tokens, vocab_size, rows.origin, section.draft_vocab_size, forced)
     vocabulary = None if counted is None else counted.vocabulary
     path = recipe.target.path
     head: Any = new_head(section, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
     # A warm start keeps its own vocabulary, which must be able to end a turn of this target.
     if isinstance(section, Eagle3Section) and counted is None:
         head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
-        counted = tokens.given_vocabulary(head.vocabulary, rows.tokens, rows.origin)
+        counted = tokens.draft_vocabulary(rows.tokens, head.vocabulary.vocab_size, rows.origin, given=head.vocabulary)
     assert recipe.tree is not None
     depths = (recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
     # Medusa and Hydra heads have no positions, or none below the last token that is kept.
@@ -130,8 +130,8 @@ def _new_head(
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
             warn(sentence)
         if counted is not None:
-            print(counted.line(), flush=True)
-    return head, {} if counted is None else {"draft_vocabulary": counted.facts()}
+            print(counted.line, flush=True)
+    return head, {} if counted is None else {"draft_vocabulary": counted.facts}
 
 
 def _require_positions(recipe: Recipe, config: Any, drafted: int) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import LONE_SURROGATE
-from aerie.data.conversations import LISTS, UNKNOWN_KEYS, UnusableRow, explain_keys, to_messages
-from aerie.data.sources import RawRow, read_rows
+from aerie.data.conversations import UNKNOWN_KEYS, RawRow, UnusableRow, read_rows, to_messages
 from aerie.model.storage import digest
 
 QUESTION_FIELDS = ("prompt", "question", "problem", "instruction", "query", "input", "text")
@@ -119,13 +118,11 @@ def _prompt(plain: Prompt, row: Any, source: SourceConfig, max_turns: int | None
 
 def _of_conversation(row: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     """The system prompt and the user's turns of a conversation, two in a row as one."""
-    messages = to_messages(row, None)
-    if messages is None and not row.keys() & LISTS:
-        raise UnusableRow(UNKNOWN_KEYS, explain_keys(row, None))
-    if row.get("tools") or any(message["role"] == "tool" for message in messages or []):
+    messages = to_messages(row)
+    if row.get("tools") or any(message["role"] == "tool" for message in messages):
         raise UnusableRow("the conversation calls tools", "")
     system, turns, before = None, list[str](), ""
-    for message in messages or []:
+    for message in messages:
         role, text = message["role"], message["content"]
         if role == "system" and text.strip():
             system = system or text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.measure import PromptsConfig, TaskConfig
-from aerie.data.sources import hub_commit, is_local, read_rows
+from aerie.data.conversations import hub_commit, is_local, read_rows
 from aerie.model.storage import file_digest
 
 if TYPE_CHECKING:

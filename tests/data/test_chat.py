@@ -1,6 +1,7 @@
 """Laws of the loss mask: what is learnt is the answer and its end, whatever the template does around it."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.target import read_template
 from tests.data import chat_targets as targets
 
-VICUNA = read_template("configs/templates/vicuna.jinja")
 TURNS = (
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "How are you today?"},
@@ -23,14 +23,11 @@ TURNS = (
 
 def talk(*turns: str | tuple[str, str]) -> list[dict[str, str]]:
     """Messages of user and assistant in turn; a pair is (thinking, content)."""
-    return [
-        {"role": "user", "content": turn}
-        if isinstance(turn, str) and number % 2 == 0
-        else {"role": "assistant", "content": turn}
-        if isinstance(turn, str)
-        else {"role": "assistant", "reasoning_content": turn[0], "content": turn[1]}
-        for number, turn in enumerate(turns)
-    ]
+    made: list[dict[str, str]] = []
+    for number, turn in enumerate(turns):
+        fields = {"content": turn} if isinstance(turn, str) else {"reasoning_content": turn[0], "content": turn[1]}
+        made.append({"role": ("user", "assistant")[number % 2], **fields})
+    return made
 
 
 def rows_of(
@@ -51,12 +48,13 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
 @pytest.mark.parametrize(
     ("template", "eos", "before"),
     [
-        pytest.param(targets.WITH_MARKERS, "<|end|>", "", id="markers"),
-        pytest.param(targets.CHATML, "<|im_end|>", "", id="newline behind the end"),
-        pytest.param(targets.TRIMMING, "<|eot_id|>", "", id="bos and trimming"),
-        pytest.param(targets.DATED, "<|im_end|>", "", id="date"),
-        pytest.param(VICUNA, "</s>", " ", id="vicuna"),
+        (targets.WITH_MARKERS, "<|end|>", ""),
+        (targets.CHATML, "<|im_end|>", ""),  # a newline stands behind the end
+        (targets.TRIMMING, "<|eot_id|>", ""),
+        (targets.DATED, "<|im_end|>", ""),
+        (read_template("configs/templates/vicuna.jinja"), "</s>", " "),
     ],
+    ids=["markers", "chatml", "trimming", "dated", "vicuna"],
 )
 def test_supervised_tokens_decode_to_the_answers_and_their_end(template: str, eos: str, before: str) -> None:
     tokenizer, (row,), tally = rows_of(template, eos)
@@ -64,9 +62,8 @@ def test_supervised_tokens_decode_to_the_answers_and_their_end(template: str, eo
     assert learnt(tokenizer, row) == [before + answer + eos for answer in answers] and not tally.counts
     assert list(row.input_ids) == tokenizer.apply_chat_template(list(TURNS), return_dict=False)
     numbers = [turn for turn in row.turns if turn]
-    assert (
-        numbers == sorted(numbers) and row.num_slots == row.num_supervised - 2
-    )  # a turn's first token is the target's
+    assert numbers == sorted(numbers)
+    assert row.num_slots == row.num_supervised - 2  # a turn's first token is the target's
 
 
 def test_generation_markers_give_the_same_mask() -> None:
@@ -121,12 +118,13 @@ def test_the_borders_of_an_answer(template: str, eos: str, answer: Any, text: st
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        pytest.param(targets.NO_SYSTEM, "the chat template refuses it: System role not supported", id="no system role"),
-        pytest.param(targets.RANDOM, "the template renders differently on each call", id="random text"),
-        pytest.param(targets.COUNTING, "the template rewrites what stands before an answer", id="rewritten history"),
-        pytest.param(targets.RENAMING, "the template rewrites what stands before an answer", id="another name"),
-        pytest.param("{{ messages[0].content + 1 }}", "the chat template refuses it: ", id="type error"),
+        (targets.NO_SYSTEM, "the chat template refuses it: System role not supported"),
+        (targets.RANDOM, "the template renders differently on each call"),
+        (targets.COUNTING, "the template rewrites what stands before an answer"),
+        (targets.RENAMING, "the template rewrites what stands before an answer"),
+        ("{{ messages[0].content + 1 }}", "the chat template refuses it: "),
     ],
+    ids=["no system role", "random text", "rewritten history", "another name", "type error"],
 )
 def test_a_conversation_that_a_template_cannot_carry_is_unusable(template: str, reason: str) -> None:
     with pytest.raises(UnusableRow) as caught:
@@ -142,10 +140,8 @@ def test_midnight_between_two_renders_does_no_harm(monkeypatch: pytest.MonkeyPat
     chat = Chat(tokenizer, {tokenizer.eos_token_id}, Tally())
     (rendered,) = chat.render(Conversation("here: row 1", "digest", TURNS))
     assert rendered.text.startswith("Tuesday")
-    assert [rendered.text[start:end] for start, end in rendered.spans] == [
-        "I am fine, thank you.<|im_end|>\n",
-        "The answer is four \N{OWL}, naïvely.<|im_end|>\n",
-    ]
+    answers = [f"{TURNS[at]['content']}<|im_end|>\n" for at in (2, 4)]
+    assert [rendered.text[start:end] for start, end in rendered.spans] == answers
 
 
 def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
@@ -153,16 +149,8 @@ def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
         rows_of(None, "</s>")
     with pytest.raises(UserError, match=r"chat template: line 2:"):
         rows_of("{{ 1 }}\n{% for %}", "</s>")
-
-    class Slow:
-        name_or_path = "somewhere"
-        is_fast = False
-
-    with pytest.raises(UserError, match=r"somewhere: Slow is a slow tokenizer"):
-        Chat(Slow(), set(), Tally())
-
-
-def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config() -> None:
+    with pytest.raises(UserError, match=r"SimpleNamespace is a slow tokenizer"):
+        Chat(SimpleNamespace(is_fast=False), set(), Tally())
     tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
     own = tokenizer.eos_token_id
     ends = [end_of_turn_ids(tokenizer, listed) for listed in (None, 3, [3, 4])]

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow  # type: ignore[import-untyped]
 import pytest
+from pyarrow import parquet
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.conversations import MAX_REASONS, Conversation, Tally, TokenRow, load_conversations, split_by_hash
+from aerie.data.conversations import MAX_REASONS, Tally, TokenRow, load_conversations, read_rows, split_by_hash
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
+ROWS: list[dict[str, Any]] = [{"question": "one", "answer": "eins"}, {"question": "two", "answer": "zwei \N{OWL}"}]
 
 
 def turns(text: str) -> list[dict[str, str]]:
@@ -19,16 +22,51 @@ def turns(text: str) -> list[dict[str, str]]:
 
 
 def load(tmp_path: Path, *rows: Any, **options: Any) -> tuple[list[Any], Tally]:
-    path = tmp_path / "rows.jsonl"
+    path, tally = tmp_path / "rows.jsonl", Tally()
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    tally = Tally()
     return list(load_conversations(DataConfig((str(path),), **options), tally)), tally
 
 
-def messages(tmp_path: Path, row: Any, **options: Any) -> list[dict[str, Any]]:
-    (conversation,), _ = load(tmp_path, row, **options)
-    assert isinstance(conversation, Conversation)
-    return list(conversation.messages)
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    lines, array = "\n".join(json.dumps(row) for row in ROWS), json.dumps(ROWS, indent=1)
+    gap = lines.replace("\n", "\n\n")
+    mark = "\N{ZERO WIDTH NO-BREAK SPACE}" + lines + "\n"
+    texts = {"a.json": array, "lines.json": lines, "mark.jsonl": mark, "gap.jsonl": gap}
+    texts |= {
+        "folder/b.jsonl": json.dumps(ROWS[1]),
+        "folder/a.json": json.dumps(ROWS[:1]),
+        "folder/provenance.json": "{}",
+    }
+    (tmp_path / "folder").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for name in ("a.parquet", "a.json", "lines.json", "mark.jsonl", "gap.jsonl", "folder"):
+        assert [row.value for row in read_rows(str(tmp_path / name))] == ROWS
+    places = [row.place for row in read_rows(str(tmp_path / "gap.jsonl"))]
+    assert places == [f"{tmp_path / 'gap.jsonl'}: row 1", f"{tmp_path / 'gap.jsonl'}: row 3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl:2: not JSON"),
+        ("a.json", '[{"a": 1},\n{"a": 2}', r"a\.json:2: not JSON \(Expecting ',' delimiter\); expected an array"),
+        ("a.json", '{"a": 1}\n{"a"', r"a\.json:2: not JSON"),
+        ("a.parquet", "no parquet at all", r"a\.parquet: cannot be read \(Parquet"),
+        ("a.jsonl", b'{"a": "\xe9"}', r"a\.jsonl: cannot be read \('utf-8' codec"),
+        ("a.csv", "a,b", r"a\.csv: cannot read \.csv; expected \.json, \.jsonl, \.parquet"),
+        ("", None, r"holds no \.json, \.jsonl, \.parquet file"),
+        ("nowhere.jsonl", None, "nowhere.jsonl: no such file or directory"),  # and no name of the Hub
+        ("some/deep/path", None, "some/deep/path: no such file or directory"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str | bytes | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=message) as caught:
+        list(read_rows(str(tmp_path / name)))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -36,11 +74,9 @@ def messages(tmp_path: Path, row: Any, **options: Any) -> list[dict[str, Any]]:
     [
         {"conversations": turns("human=hello|gpt=fine")},
         {"conversations": turns("user=hello|chatgpt=fine")},
-        {"conversations": HELLO},
         {"messages": [HELLO[0], {"role": "assistant", "content": [{"type": "text", "text": "fine"}]}]},
         {"prompt": "hello", "completion": "fine"},
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
-        {"question": "hello", "answer": "fine"},
         {"instruction": "hello", "input": "", "output": "fine"},
         {"problem": "hello", "solution": "fine", "id": 7},
         {"question": "no", "answer": "no", "ask": "hello", "say": "fine"},
@@ -55,50 +91,36 @@ def test_every_shape_gives_the_same_conversation(tmp_path: Path, row: dict[str, 
 
 def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    row = {
-        "messages": [
-            HELLO[0],
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "1"},
-            {"role": "tool", "content": ""},
-            {"role": "assistant", "content": "one", "reasoning_content": "easy"},
-        ],
-        "tools": '[{"type": "function", "function": {"name": "add"}}]',
-    }
-    (conversation,), tally = load(tmp_path, row)
-    assert conversation.tools == [{"type": "function", "function": {"name": "add"}}] and not tally.counts
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "tool", "assistant"]
-    assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert conversation.messages[4]["reasoning_content"] == "easy"
-    row = {"instruction": "Sort.", "input": "3 1", "output": "1 3"}
-    assert messages(tmp_path, row)[0]["content"] == "Sort.\n\n3 1"
-    (tokens,), _ = load(tmp_path, {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]})
-    assert isinstance(tokens, TokenRow) and (tokens.input_ids, tokens.loss_mask) == ((1, 2, 3), (0, 1, 1))
-
-
-def test_the_system_prompt_goes_before_conversations_without_one(tmp_path: Path) -> None:
-    own = {"system": "be short", "conversations": turns("human=hello|gpt=fine")}
-    kept, _ = load(tmp_path, {"messages": HELLO}, own, system_prompt="ours")
-    assert [row.messages[0] for row in kept] == [{"role": "system", "content": text} for text in ("ours", "be short")]
+    turns = [{"content": None, "tool_calls": [call]}, {"content": "1"}, {"content": ""}]
+    answer = {"role": "assistant", "content": "one", "reasoning_content": "easy"}
+    roles = ("assistant", "tool", "tool")
+    messages = [HELLO[0], *({"role": role, **turn} for role, turn in zip(roles, turns, strict=True)), answer]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    sort = {"instruction": "Sort.", "input": "3 1", "output": "1 3", "system": "be short"}
+    tokens = {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]}
+    rows, tally = load(tmp_path, {"messages": messages, "tools": json.dumps(tools)}, sort, tokens, system_prompt="ours")
+    assert [message["role"] for message in rows[0].messages] == ["system", "user", *roles, "assistant"]
+    assert rows[0].tools == tools and not tally.counts and rows[0].messages[0]["content"] == "ours"
+    assert rows[0].messages[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and rows[0].messages[5] == answer
+    assert [message["content"] for message in rows[1].messages] == ["be short", "Sort.\n\n3 1", "1 3"]
+    assert isinstance(rows[2], TokenRow) and (rows[2].input_ids, rows[2].loss_mask) == ((1, 2, 3), (0, 1, 1))
 
 
 @pytest.mark.parametrize(
     ("text", "kept", "reason"),
     [
-        ("gpt=welcome|human=hello|gpt=fine", "user assistant", "began with the assistant; that turn dropped"),
-        ("system=|human=hello|gpt=fine", "user assistant", "empty system turn dropped"),
-        ("human=hello|gpt=fine|human= |gpt=what", "user assistant", "cut before an empty turn"),
-        ("human=hello|gpt=fine|human=more", "user assistant", "turns after the last answer cut"),
-        ("human=hello|human=there|gpt=fine", "user assistant", "two turns of the user in a row joined"),
-        ("system=a|human=b|gpt=c|gpt=d", "system user assistant", "two turns of the assistant in a row joined"),
+        ("gpt=welcome|human=hello|gpt=fine", ["hello", "fine"], "began with the assistant; that turn dropped"),
+        ("system=|human=hello|gpt=fine", ["hello", "fine"], "empty system turn dropped"),
+        ("human=hello|gpt=fine|human= |gpt=what", ["hello", "fine"], "cut before an empty turn"),
+        ("human=hello|gpt=fine|human=more", ["hello", "fine"], "turns after the last answer cut"),
+        ("human=hello|human=there|gpt=fine", ["hello\n\nthere", "fine"], "two turns of the user in a row joined"),
+        ("system=a|human=b|gpt=c|gpt=d", ["a", "b", "c\n\nd"], "two turns of the assistant in a row joined"),
     ],
 )
-def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kept: str, reason: str) -> None:
+def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kept: list[str], reason: str) -> None:
     (conversation,), tally = load(tmp_path, {"conversations": turns(text)})
-    assert " ".join(message["role"] for message in conversation.messages) == kept
+    assert [message["content"] for message in conversation.messages] == kept
     assert list(tally.counts) == [("mended", reason)]
-    if "joined" in reason:
-        assert "\n\n" in "".join(message["content"] for message in conversation.messages)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +129,11 @@ def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kep
         ({"conversations": turns("human=hello|gtp=fine")}, "unknown role"),
         ({"conversations": turns("human=hello|gpt=")}, "no answer to a user's turn"),
         ({"conversations": turns("gpt=fine")}, "no answer to a user's turn"),
-        ({"conversations": []}, "no assistant turn"),
+        ({"conversations": None}, "no assistant turn"),
         ({"conversations": ["hello"]}, "turn is no object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]}, "turn is not text"),
-        ({"messages": HELLO, "tools": "[oops"}, "tools are not JSON"),
-        ({"prompt": 3, "completion": "three"}, "turn is not text"),
+        ({"messages": HELLO, "tools": "[oops"}, "tools are no list"),
+        ({"messages": HELLO, "tools": {"name": "add"}}, "tools are no list"),
         ({"stranger": 1}, "keys of no known shape"),
         (["hello"], "row is no object"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "token ids and their mask do not fit"),
@@ -132,7 +154,7 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason:
         ({"question": "a", "anwser": "b"}, (), r"row 1 has keys question, anwser; .*did you mean 'answer'"),
         ({"a": "a", "b": "b"}, (), r"has keys a, b; expected conversations.*set data\.prompt_field"),
         ({"question": "a", "text": "b"}, ("questoin", "text"), r"did you mean 'questoin' instead of 'question'"),
-        ({"messages": HELLO[:1]}, (), r"no usable conversation: 1 read, 0 kept; 1 x no assistant turn .*row 1"),
+        ({"messages": HELLO[:1]}, (), r"no usable conversation: .*1 read, 0 kept.* no assistant turn .*row 1"),
     ],
 )
 def test_a_file_without_usable_rows_is_an_error_with_a_suggestion(
@@ -144,18 +166,15 @@ def test_a_file_without_usable_rows_is_an_error_with_a_suggestion(
 
 
 def test_the_tally_counts_each_reason_with_its_first_place_and_endless_reasons_together() -> None:
-    tally = Tally(rows=5)
-    tally.add("skipped", "unknown role", "a.json: row 2", "turn 1 is from 'gtp'")
-    tally.add("skipped", "unknown role", "a.json: row 4", "turn 3 is from 'gtp'")
-    tally.add("mended", "joined", "a.json: row 1")
-    assert tally.table().splitlines() == [
-        "conversations: 5 read, 3 kept, 2 skipped",
-        "  skipped          2  unknown role (a.json: row 2: turn 1 is from 'gtp')",
-        "  mended           1  joined (a.json: row 1)",
-    ]
+    tally = Tally(rows=1005)
+    for row in (2, 4):
+        tally.add("skipped", "unknown role", f"a.json: row {row}", "turn 1 is from 'gtp'")
+    lines = tally.table().splitlines()
+    assert lines[0] == "conversations: 1,005 read, 1,003 kept, 2 skipped"
+    assert lines[1] == "  skipped          2  unknown role (a.json: row 2: turn 1 is from 'gtp')"
     for number in range(1000):
         tally.add("skipped", f"reason {number}", "a.json: row 1")
-    assert len(tally.counts) == MAX_REASONS + 1 and tally.skipped == 1002
+    assert len(tally.counts) == MAX_REASONS + 1 and tally.kept == 3
 
 
 def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:

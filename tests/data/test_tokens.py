@@ -12,18 +12,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.chat import Row, end_of_turn_ids
 from aerie.data.conversations import Tally
-from aerie.data.tokens import (
-    GREEN,
-    RESET,
-    TokenisedData,
-    count_tokens,
-    draft_vocabulary,
-    excerpt,
-    forced_ids,
-    show,
-    statistics,
-    tokenize,
-)
+from aerie.data.tokens import GREEN, RESET, TokenisedData, draft_vocabulary, forced_ids, show, statistics, tokenize
 from tests import tiny
 from tests.data import chat_targets as targets
 
@@ -77,11 +66,14 @@ def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt
 
 
 def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Path) -> None:
-    row = {"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 1, 1, 0, 0, 1]}
-    data, _ = tokenised(written(tmp_path, [row]), template=None)
-    assert (list(data.train[0].input_ids), list(data.train[0].turns)) == (row["input_ids"], [0, 1, 1, 0, 0, 2])
-    with pytest.raises(UserError, match=r"row 1: token id 99,999 is outside the target's vocabulary"):
-        tokenised(written(tmp_path, [{"input_ids": [5, 99_999], "loss_mask": [0, 1]}]))
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]},
+        {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]},
+    ]
+    data, _ = tokenised(written(tmp_path, rows), template=None)
+    assert (list(data.train[0].input_ids), list(data.train[0].turns)) == (rows[0]["input_ids"], [0, 1, 1, 0, 2])
+    # (6, 7) of each row is a slot: one needs a token before
+    assert statistics(data.train) == "2 rows | 8 tokens | 6 supervised (75.0%) | 2 slots | 3 turns | longest 5"
 
 
 def test_a_conversation_counts_once_whether_it_fans_out_or_is_refused(tmp_path: Path) -> None:
@@ -108,6 +100,7 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reasons_and_a_preview(tmp
         (questions(20), {"min_supervised_share": 0.95}, r"\d+\.\d+% of .*share 95\.00%.*\[1:the answer is 0 fine"),
         ([{"input_ids": [65, 66], "loss_mask": [0, 0]}], {}, r"no conversation to train on: .*two tokens.*reads: '"),
         (questions(3), {"held_out": 0.999999}, r"all 3 conversations are held out; lower data\.held_out"),
+        ([{"input_ids": [5, 99_999], "loss_mask": [0, 1]}], {}, r"row 1: token id 99,999 is outside the target's"),
     ]
     for rows, options, said in refusals:
         with pytest.raises(UserError, match=said) as caught:
@@ -115,42 +108,16 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reasons_and_a_preview(tmp
         assert "\n" not in str(caught.value)
 
 
-def test_statistics_count_what_the_rows_hold(tmp_path: Path) -> None:
-    rows = [
-        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]},
-        {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]},
-    ]
-    line = statistics(
-        tokenised(written(tmp_path, rows))[0].train
-    )  # (6, 7) of each row is a slot: one needs a token before
-    assert line == "2 rows | 8 tokens | 6 supervised (75.0%) | 2 slots | 3 turns | longest 5"
-
-
-# ---------------------------------------------------------------------------------------------------------- preview
-
-
-def row_of(text: str, learnt: str) -> tuple[Any, Row]:
-    """A row whose learnt turn is the given part of text."""
-    tokenizer = targets.build_tokenizer(None, "<|end|>")
-    before, after = text.split(learnt)
-    pieces = [tokenizer.encode(piece, add_special_tokens=False) for piece in (before, learnt, after)]
-    turns = array("i", [0] * len(pieces[0]) + [1] * len(pieces[1]) + [0] * len(pieces[2]))
-    return tokenizer, Row([*pieces[0], *pieces[1], *pieces[2]], turns, "here: row 1")
-
-
 def test_the_preview_shows_learnt_text_in_brackets_or_in_green_and_cannot_steer_the_terminal() -> None:
-    tokenizer, row = row_of("<|user|>hello \x1b[2J<|assistant|> fine \N{OWL}.<|end|> more", " fine \N{OWL}.<|end|>")
-    header, text = show([row], tokenizer, limit=1, color=False).split("\n")
+    tokenizer = targets.build_tokenizer(None, "<|end|>")
+    texts = ["<|user|>hello \x1b[2J<|assistant|>", " fine \N{OWL}.<|end|>", " more"]
+    pieces = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    turns = [number for number, piece in zip((0, 1, 0), pieces, strict=True) for _ in piece]
+    row = Row([token for piece in pieces for token in piece], turns, "here: row 1")
+    header, text = show([row], tokenizer, color=False).split("\n")
     assert text == "<|user|>hello \\x1b[2J<|assistant|>[1: fine \N{OWL}.<|end|>] more"
-    assert header.startswith("here: row 1 | ") and header.endswith("| 1 turns")
-    assert f"{GREEN} fine \N{OWL}.<|end|>{RESET}" in show([row], tokenizer, limit=1)
-    assert show([row] * 5, tokenizer, limit=2).count("here: row 1") == 2
-
-
-def test_an_excerpt_is_one_short_line_around_the_first_learnt_token() -> None:
-    tokenizer, row = row_of("hello\n" * 200 + "<|assistant|>fine\nfine<|end|>" + "hello\n" * 200, "fine\nfine<|end|>")
-    line = excerpt(row, tokenizer, num_characters=400)
-    assert "<|assistant|>[1:fine\\nfine<|end|>]" in line and "\n" not in line and len(line) < 410
+    assert header.startswith(f"here: row 1 | {len(row.input_ids)} tokens | ") and "1 turns" in header
+    assert f"{GREEN} fine \N{OWL}.<|end|>{RESET}" in show([row], tokenizer)
 
 
 # -------------------------------------------------------------------------------------------------- draft vocabulary
@@ -159,34 +126,29 @@ ROWS = [([7, 3, 3, 4, 3], [0, 1, 1, 0, 2]), ([4, 9], [0, 1]), ([5], [0])]
 ORIGIN = {"rows": "a", "tokenizer": "b"}
 
 
-def test_only_supervised_tokens_count_whatever_their_array_type() -> None:
-    assert count_tokens(ROWS, 10).tolist() == [0, 0, 0, 3, 0, 0, 0, 0, 0, 1]
-    assert count_tokens([], 4).tolist() == [0, 0, 0, 0]
-    arrays = [(array("i", ids), array("i", turns)) for ids, turns in ROWS]
-    tensors = [(torch.tensor(ids), torch.tensor(turns)) for ids, turns in ROWS]
-    assert count_tokens(arrays, 10).tolist() == count_tokens(tensors, 10).tolist() == count_tokens(ROWS, 10).tolist()
-    with pytest.raises(UserError, match="the data hold token id 9, the target's vocabulary has 8"):
-        count_tokens(ROWS, 8)
-
-
 def test_special_and_end_of_turn_tokens_are_always_drafted() -> None:
     tokenizer = tiny.tokenizer()
     special = set(range(len(tiny.SPECIAL)))
     forced = forced_ids(tokenizer, end_of_turn_ids(tokenizer, 300), 320)
     assert forced == {*special, 300}
     assert forced_ids(tokenizer, {4000}, 320) == special  # the LM head has no row for it
-    counted = draft_vocabulary(ROWS, 8, 320, forced, ORIGIN)
+    counted = draft_vocabulary(ROWS, 320, ORIGIN, 8, forced)
     # 3 is special and frequent; 5 is the first of the rest
     assert set(counted.vocabulary.ids.tolist()) == {*forced, 9, 5}
 
 
-def test_coverage_is_that_of_the_counted_tokens_and_the_key_follows_what_was_counted() -> None:
-    counted = draft_vocabulary(ROWS, 1, 10, [], ORIGIN)
+@pytest.mark.parametrize("kind", [list, lambda values: array("i", values), torch.tensor])
+def test_supervised_tokens_are_counted_and_the_key_follows_what_was_counted(kind: Any) -> None:
+    rows = [(kind(ids), kind(turns)) for ids, turns in ROWS]
+    counted = draft_vocabulary(rows, 10, ORIGIN, 1)
     assert counted.vocabulary.ids.tolist() == [3]
-    assert counted.facts() == {"key": counted.key, "size": 1, "coverage": 0.75, "counted_tokens": 4}
-    assert "1 of 10 tokens cover 75.00% of 4 supervised tokens" in counted.line()
+    assert counted.facts == {"key": counted.facts["key"], "size": 1, "coverage": 0.75, "counted_tokens": 4}
+    assert "1 of 10 tokens cover 75.00% of 4 supervised tokens" in counted.line
+    given = draft_vocabulary(rows, 10, ORIGIN, given=counted.vocabulary).facts
+    assert given == {**counted.facts, "key": given["key"]}
     others = [(4, [1], ORIGIN), (5, [1], ORIGIN), (4, [2], ORIGIN), (4, [1], {**ORIGIN, "rows": "c"})]
-    assert len({draft_vocabulary(ROWS, size, 10, forced, origin).key for size, forced, origin in others}) == 4
-    assert draft_vocabulary(ROWS, 4, 10, {1}, ORIGIN).key == draft_vocabulary(ROWS, 4, 10, [1], ORIGIN).key
-    assert draft_vocabulary(ROWS, None, 10, [], ORIGIN).vocabulary.size == 10
-    assert draft_vocabulary(ROWS, None, 40_000, [], ORIGIN).vocabulary.size == 32_000
+    assert len({draft_vocabulary(rows, 10, origin, size, forced).facts["key"] for size, forced, origin in others}) == 4
+    assert draft_vocabulary(rows, 10, ORIGIN, 4, {1}).facts == draft_vocabulary(rows, 10, ORIGIN, 4, [1]).facts
+    assert [draft_vocabulary(rows, size, ORIGIN).vocabulary.size for size in (10, 40_000)] == [10, 32_000]
+    with pytest.raises(UserError, match="the data hold token id 9, the target's vocabulary has 8"):
+        draft_vocabulary(rows, 8, ORIGIN)
