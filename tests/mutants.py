@@ -66,7 +66,7 @@ def survives(number: int, place: Path) -> bool:
     (copy / file).write_text(source.replace(old, new), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": f"{copy / 'src'}:{copy}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS[file]]
-    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, check=False, cwd=copy, env=environment, capture_output=True, text=True)
     shutil.rmtree(copy)
     if result.returncode not in (0, 1):  # 2 and more: the tests did not run
         raise SystemExit(result.stdout + result.stderr)
