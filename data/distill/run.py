@@ -260,10 +260,9 @@ class Job:
                     with path.open("rb") as journal:
                         journal.seek(offset)
                         outcome = OUTCOME.validate_json(journal.readline())
-                    end = {"id": outcome.id, "status": outcome.status, "place": outcome.place}
-                    ends.append(end)
+                    ends.append({"id": outcome.id, "status": outcome.status, "place": outcome.place})
                     if outcome.status != "done":
-                        end["why"] = outcome.why
+                        ends[-1]["why"] = outcome.why
                         why[f"{outcome.status}: {outcome.why}"] += 1
                         continue
                     names = flaws(outcome)
@@ -274,7 +273,7 @@ class Job:
                     found.update(names)
                     kept = all(getattr(self.config.gate, name) == "keep" for name in names)
                     tokens = sum(len(thinking.answer_ids(answer)) for answer in outcome.answers)
-                    end |= {"kept": kept, "flaws": names, "answers": len(outcome.answers), "tokens": tokens}
+                    ends[-1] |= {"kept": kept, "flaws": names, "answers": len(outcome.answers), "tokens": tokens}
                     for row in thinking.training_rows(outcome) if kept else []:
                         made.append("input_ids" in row)
                         file.write(json.dumps(row, ensure_ascii=False) + "\n")
