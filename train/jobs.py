@@ -1,5 +1,8 @@
 """What a recipe trains: rows with the target's states, a module, its objective, and how it is saved."""
 
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,75 +11,105 @@ import torch
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths
-from aerie.configs.schema.target_and_head import MULTI_TOKEN, DraftLMSection, Eagle3Section
+from aerie.configs.schema.target_and_head import DraftLMSection, Eagle3Section
+from aerie.configs.schema.train import TrainConfig
 from aerie.data import tokens
-from aerie.data.batches import OnlineFeatures, Order, ShardPools
+from aerie.data.batches import Batch, OnlineFeatures, Order, ShardPools, TokenisedRow
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows
 from aerie.model.checkpoint import new_head, position_warnings, save_head
 from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of
-from aerie.train.fingerprint import needs_target, reads_cache, state_name
-from aerie.train.launch import device, rank, world_size
-from aerie.train.loop import Job, Rows, total_steps
-from aerie.train.objectives import lm
-from aerie.train.objectives.base import Objective
-from aerie.train.objectives.eagle import Eagle1Objective, Eagle3Objective
-from aerie.train.objectives.multi_token import MultiTokenObjective
+from aerie.train import lm
+from aerie.train.launch import rank, world_size
+from aerie.train.objectives import OBJECTIVES, Objective
+from aerie.train.resume import needs_target, reads_cache, state_name
 
-OBJECTIVES: dict[str, type[Objective]] = {
-    "eagle1": Eagle1Objective,
-    "eagle3": Eagle3Objective,
-    "medusa": MultiTokenObjective,
-    "hydra": MultiTokenObjective,
-    "draft_lm": lm.DraftLMObjective,
-}
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of both splits, from a feature cache or as they were tokenised just now."""
+
+    train: Sequence[TokenisedRow]
+    held_out: Sequence[TokenisedRow]
+    lengths: Sequence[int]  # of the training rows, in tokens
+    tokens: Iterable[tuple[Any, Any]]  # (input_ids, turns) of the training rows
+    origin: dict[str, Any]  # what the tokens were made from; "rows" is a digest of the training rows' ids
+    pools: ShardPools | None = None  # where rows are drawn from some shards of the cache at a time
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained on what, and where it goes."""
+
+    kind: str
+    objective: Objective
+    rows: Rows
+    output: Path
+    state: Path
+    metrics: Path
+    save: Callable[..., None]  # (head with whole weights, directory, facts) writes them there
+    features: Callable[[Batch], Batch] | None = None  # puts the target's states into a batch; None: they are cached
+    target: Target | None = None  # where it is loaded whole
+    overwrite: bool = False
+
+    @property
+    def config(self) -> TrainConfig:
+        settings: TrainConfig = self.objective.settings
+        return settings
+
+    def order(self, world: int) -> tuple[Order, int]:
+        """The rows of each optimiser step, and the steps of the whole run: its epochs, cut by max_steps."""
+        config, rows = self.config, self.rows
+        order = Order(rows.lengths, config.seed, config.batch_size, config.accumulation, world, rows.pools)
+        steps = config.epochs * order.steps_per_epoch
+        return order, steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
     """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
+    section, paths = recipe.head, RunPaths(Path(recipe.run))
     settings: Any = recipe.train
-    paths, tokenizer = RunPaths(Path(recipe.run)), load_tokenizer(recipe.target)
+    tokenizer = load_tokenizer(recipe.target)
     end_ids, is_online = target_end_ids(recipe.target, tokenizer), needs_target(recipe) and not reads_cache(recipe)
-    # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
     text_config: Any = None
     vocab: Any = None
     whole: Target | None = None
+    features: Any = None
     taps: tuple[int, ...] = ()
     if needs_target(recipe):
+        # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
         if is_online or getattr(settings, "measure_prompts", False):
             if recipe.target.device_map is not None and world_size() > 1:
                 raise UserError(
                     f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
                     f"{world_size()} processes cannot share; start one process"
                 )
-            whole = None if is_plan else Target.load(recipe.target, device())
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+            whole = None if is_plan else Target.load(recipe.target, device)
         text_config, vocab = load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
         asked, num_blocks = recipe.features.after_blocks, text_config.num_hidden_layers
-        taps = taps_of(recipe.head.kind, asked, num_blocks, recipe.target.path)
+        taps = taps_of(section.kind, asked, num_blocks, recipe.target.path)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
-    features: Any = None
     # The objective cannot tell whether states were cached or are made in the step.
     if is_online and whole is not None:
-        dtype = None if recipe.features.dtype is None else getattr(torch, recipe.features.dtype)
-        features = OnlineFeatures(whole, taps, dtype)
-    if isinstance(recipe.head, DraftLMSection):
-        head = lm.new_causal_lm(
-            recipe.head, tokenizer, settings.seed, None if vocab is None else vocab.embedding.shape[0]
-        )
+        features = OnlineFeatures(whole, taps, getattr(torch, recipe.features.dtype or "", None))
+    if isinstance(section, DraftLMSection):
+        head = lm.new_causal_lm(section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding))
         _require_positions(recipe, head.config.get_text_config(), drafted=0)
-        objective: Any = (lm.CausalLMObjective if vocab is None else lm.DraftLMObjective)(head, vocab, settings)
+        objective: Any = lm.LMObjective(head, vocab, settings)
         if settings.on_policy and not is_online:
             raise UserError(
                 "train.on_policy: a cache has no states of tokens that are yet to be drawn; set features.mode online"
             )
         if settings.on_policy and features is not None:
-            features = lm.OnPolicyFeatures(head, features, objective.num_columns, end_ids)
+            make = features
+            features = lambda batch: make(lm.redrawn(batch, head, objective.num_columns, end_ids))  # noqa: E731
         save: Any = lambda head, directory, facts: lm.save_causal_lm(head, tokenizer, directory)  # noqa: E731
     else:
         head, counted = _new_head(recipe, rows, tokenizer, end_ids, text_config, vocab, taps)
-        objective = OBJECTIVES[recipe.head.kind](head, vocab, settings)
+        objective = OBJECTIVES[section.kind](head, vocab, settings)
         known = {"target_path": recipe.target.path, "target": fingerprint(text_config, vocab), **counted}
         save = lambda head, directory, facts: save_head(head, directory, **known, **facts)  # noqa: E731
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
@@ -110,13 +143,11 @@ def _new_head(
     recipe: Recipe, rows: Rows, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
 ) -> tuple[Any, dict[str, Any]]:
     """A draft head, and the facts of its draft vocabulary as it was counted on the training rows."""
-    section, counted = recipe.head, None
+    section, counted, num_tokens = recipe.head, None, len(vocab.embedding)
     if isinstance(section, Eagle3Section) and section.init_from is None:
-        vocab_size = int(vocab.embedding.shape[0])
-        forced = tokens.forced_ids(tokenizer, end_ids, vocab_size)
-        counted = tokens.draft_vocabulary(rows.tokens, vocab_size, rows.origin, section.draft_vocab_size, forced)
-    vocabulary = None if counted is None else counted.vocabulary
-    path = recipe.target.path
+        forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
+        counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, section.draft_vocab_size, forced)
+    vocabulary, path = None if counted is None else counted.vocabulary, recipe.target.path
     head: Any = new_head(section, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
     # A warm start keeps its own vocabulary, which must be able to end a turn of this target.
     if isinstance(section, Eagle3Section) and counted is None:
@@ -125,7 +156,7 @@ def _new_head(
     assert recipe.tree is not None
     depths = (recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
     # Medusa and Hydra heads have no positions, or none below the last token that is kept.
-    _require_positions(recipe, head.config, drafted=0 if section.kind in MULTI_TOKEN else max(depths))
+    _require_positions(recipe, head.config, drafted=max(depths) if section.kind in ("eagle1", "eagle3") else 0)
     if rank() == 0:
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
             warn(sentence)
@@ -135,7 +166,6 @@ def _new_head(
 
 
 def _require_positions(recipe: Recipe, config: Any, drafted: int) -> None:
-    """UserError when a conversation and what is drafted after it run over the head's positions."""
     positions, length = getattr(config, "max_position_embeddings", None), recipe.data.max_length
     if positions is not None and positions < length + drafted:
         raise UserError(
@@ -147,20 +177,19 @@ def _require_positions(recipe: Recipe, config: Any, drafted: int) -> None:
 def plan(job: Job) -> str:
     """Four lines with the steps and sizes of a job that is run by as many processes as there are now."""
     config, rows, world, head = job.config, job.rows, world_size(), job.objective.config
-    per_epoch = Order(rows.lengths, config.seed, config.batch_size, config.accumulation, world).steps_per_epoch
-    steps, num_tokens = total_steps(config, per_epoch), sum(rows.lengths)
+    (order, steps), num_tokens = job.order(world), sum(rows.lengths)
     sizes = [(p.numel(), p.requires_grad) for p in job.objective.parameters()]
     trained, frozen = (sum(size for size, is_trained in sizes if is_trained == asked) for asked in (True, False))
     # Weights, gradients and Adam's two moments in float32, and the frozen part, in one process without ZeRO; then both
     # laws, their logarithm and gradient over one chunk of slots, in float32.
     memory = (16 * trained + 4 * frozen) / 2**20
     laws = 16 * config.loss_chunk_slots * getattr(head, "draft_vocab_size", head.vocab_size) / 2**20
+    epochs = steps / order.steps_per_epoch
     budget = "" if config.max_seconds is None else f", at most {config.max_seconds:g} s"
     return (
         f"data: {len(rows.lengths):,} rows, {num_tokens:,} tokens an epoch; {len(rows.held_out):,} held out\n"
-        f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} "
-        f"process{'es' if world > 1 else ''}: {steps / per_epoch:.2f} epochs, "
-        f"{round(steps / per_epoch * num_tokens):,} tokens{budget}\n"
+        f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} process"
+        f"{'es' if world > 1 else ''}: {epochs:.2f} epochs, {round(epochs * num_tokens):,} tokens{budget}\n"
         f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam, {laws:,.1f} MiB "
         f"for a chunk of laws\noutput: {job.output}"
     )

@@ -5,7 +5,6 @@ import os
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed
@@ -25,16 +24,32 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def device() -> str:
-    """Where this process's share of the target goes."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+def be_quiet() -> None:
+    """No advice and no loading bars of the libraries, whose start-up messages are meant for their developers."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
+    for name, level in (
+        ("accelerate", logging.ERROR),
+        ("torch.distributed", logging.ERROR),
+        ("DeepSpeed", logging.WARNING),
+    ):
+        logging.getLogger(name).setLevel(level)
+    warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     """The Accelerator of this process; UserError when the launcher started processes that do not know each other."""
-    quiet_deepspeed()
     is_cpu_process = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if is_cpu_process and uses_deepspeed:
+        # Keeps its shared-memory C++ op (a 70 s build) from CPUs. A private name; where it is gone gloo serves as well.
+        import deepspeed.ops
+
+        getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     accelerator = Accelerator(
         # Under torchrun on CPUs this must be said: else the processes find each other and keep their gradients apart.
         cpu=is_cpu_process and not uses_deepspeed,
@@ -59,44 +74,16 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     return accelerator
 
 
-def quiet_deepspeed() -> None:
-    """Keeps DeepSpeed's start-up to warnings, and its shared-memory C++ op (a 70 s build) from CPU runs."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if not torch.cuda.is_available():
-        with suppress(ImportError):
-            import deepspeed.ops
-
-            # A private name; where it is gone gloo serves as well.
-            getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-
-
-def be_quiet() -> None:
-    """No advice and no loading bars of the libraries."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
-    # What these say at start-up is meant for their developers.
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
-def engine_of(accelerator: Accelerator) -> str:
-    """How the optimiser's states are laid out over the processes: 'plain float32', 'ZeRO-2 bf16'."""
-    plugin = accelerator.state.deepspeed_plugin
-    name = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
-    return f"{name} {accelerator.mixed_precision if accelerator.mixed_precision != 'no' else 'float32'}"
-
-
-def machine_of(device: torch.device) -> str:
-    """What decides the last bits of a sum: 'cpu with 2 threads, torch 2.13.0'."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
+    """('ZeRO-2 bf16', 'cpu with 2 threads, torch 2.13.0'): what lays out the optimiser's states over the processes, and
+    what decides the last bits of a sum."""
+    plugin, precision, device = accelerator.state.deepspeed_plugin, accelerator.mixed_precision, accelerator.device
+    engine = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
     threads = torch.get_num_threads()
-    return f"{device.type} with {threads} {'thread' if threads == 1 else 'threads'}, torch {torch.__version__}"
+    machine = f"{device.type} with {threads} {'thread' if threads == 1 else 'threads'}"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    return f"{engine} {'float32' if precision == 'no' else precision}", f"{machine}, torch {torch.__version__}"
 
 
 def are_many() -> bool:
@@ -108,15 +95,6 @@ def all_reduce(values: Tensor) -> Tensor:
     if are_many():
         torch.distributed.all_reduce(values)
     return values
-
-
-def most_of_all(count: int, device: torch.device) -> int:
-    """The largest count of all processes."""
-    if not are_many():
-        return count
-    most = torch.tensor(count, device=device)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    return int(most)
 
 
 def raise_together(error: UserError | None, num_errors: float, device: torch.device) -> None:
@@ -136,25 +114,16 @@ def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Ten
 
     All processes must call it: under ZeRO each parameter is gathered in turn.
     """
-    # DeepSpeed keeps float32 masters beside bf16 parameters; without it the parameters are the masters.
-    module = accelerator.unwrap_model(prepared)
-    gather = _gathered if accelerator.distributed_type == DistributedType.DEEPSPEED else _copied
-    return {name: gather(parameter) for name, parameter in module.named_parameters()}
-
-
-def _copied(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().cpu().clone()
-
-
-def _gathered(parameter: nn.Parameter) -> Tensor:
+    parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-    if master is not None:
-        return master.detach().float().cpu().clone()
-    if hasattr(parameter, "ds_id"):  # ZeRO-3, frozen
-        context: Any = GatheredParameters([parameter])
-        with context:
-            return _copied(parameter)
-    return _copied(parameter)
+    weights = {}
+    for name, parameter in parameters.items():
+        # DeepSpeed keeps float32 masters beside bf16 parameters, but none of frozen ones.
+        master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        with GatheredParameters([parameter], enabled=master is None):  # does nothing but under ZeRO-3
+            weights[name] = (parameter.detach() if master is None else master.detach().float()).cpu().clone()
+    return weights

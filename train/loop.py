@@ -1,10 +1,14 @@
-"""The training loop: one sitting of a run, from its last save to its end, its budget or a signal."""
+"""The training loop: one sitting of a run, from its last save to its end, its budget or a signal, and what it logs."""
 
+import json
 import math
+import resource
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,61 +17,20 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from torch.profiler import profile, schedule
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.train import TrainConfig
-from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, collate, prefetched
+from aerie.data.batches import Batch, TokenisedRow, collate, prefetched
 from aerie.data.stage import bar
-from aerie.model.storage import digest
-from aerie.model.target import Target
+from aerie.model.storage import Lock, explained, write_text
 from aerie.train import resume
-from aerie.train.launch import all_reduce, engine_of, full_weights, machine_of, raise_together
-from aerie.train.log import Meter, MetricsFile, held_out_line, log_values, means, start_trackers, step_line
-from aerie.train.objectives.base import Objective, Sums, held_out_sums
+from aerie.train.jobs import Job
+from aerie.train.launch import all_reduce, engine_and_machine, full_weights, raise_together
+from aerie.train.losses import Sums
 from aerie.train.resume import CODES, StopRequest
 
 Measure = Callable[[Any], dict[str, float]]
-METER = "meter-{}.json"  # of each process, in a save
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of both splits, from a feature cache or as they were tokenised just now."""
-
-    train: Sequence[TokenisedRow]
-    held_out: Sequence[TokenisedRow]
-    lengths: Sequence[int]  # of the training rows, in tokens
-    tokens: Iterable[tuple[Any, Any]]  # (input_ids, turns) of the training rows
-    origin: dict[str, Any]  # what the tokens were made from; "rows" is a digest of the training rows' ids
-    pools: ShardPools | None = None  # where rows are drawn from some shards of the cache at a time
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained on what, and where it goes."""
-
-    kind: str
-    objective: Objective
-    rows: Rows
-    output: Path
-    state: Path
-    metrics: Path
-    save: Callable[[Any, Path, dict[str, Any]], None]  # writes a head with whole weights, and facts, to a directory
-    features: Callable[[Batch], Batch] | None = None  # puts the target's states into a batch; None: they are cached
-    target: Target | None = None  # where it is loaded whole
-    overwrite: bool = False
-
-    @property
-    def config(self) -> TrainConfig:
-        settings: TrainConfig = self.objective.settings
-        return settings
-
-
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Optimiser steps of the whole run: its epochs, cut by max_steps."""
-    steps = config.epochs * steps_per_epoch
-    return steps if config.max_steps is None else min(steps, config.max_steps)
+METER = "meter-{}.pt"  # a save's sums since the last log line, of each process
 
 
 def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -77,9 +40,8 @@ def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas
-    )
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
@@ -98,102 +60,194 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     return config.learning_rate * (config.final_rate + (1.0 - config.final_rate) * left)
 
 
-def profiler(config: TrainConfig, start: int, directory: Path, rank: int) -> Any:
-    """A context that writes a Chrome trace of the steps which config.profile_steps names, one per process."""
-    first, count = config.profile_steps or (0, 0)
-    if not count or first < start:
-        return nullcontext()
+def means(sums: Sums, device: torch.device) -> dict[str, float]:
+    """sum / count of every name over all processes; every process must have the same names."""
+    # One collective for all names; their order must be that of every other process.
+    pairs = [torch.stack([torch.as_tensor(part).double().to(device) for part in sums[name]]) for name in sorted(sums)]
+    totals = all_reduce(torch.stack(pairs)).tolist() if pairs else []  # [names, 2]
+    found = dict(zip(sorted(sums), totals, strict=True))
+    return {name: found[name][0] / found[name][1] if found[name][1] else 0.0 for name in sums}
 
-    def write(profiled: profile) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        profiled.export_chrome_trace(str(directory / f"trace-step{first}-rank{rank}.json"))
 
-    warmup = min(1, first - start)
-    window = schedule(skip_first=first - start - warmup, wait=0, warmup=warmup, active=count, repeat=1)
-    return profile(schedule=window, on_trace_ready=write, record_shapes=True, profile_memory=True)
+@dataclass
+class Meter:
+    """Collects sums and times of the steps since the last log line, without waiting for the device."""
+
+    sums: Sums = field(default_factory=dict)
+    steps: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0  # with waiting for data
+    waited: float = 0.0
+
+    def add(self, sums: Sums) -> None:
+        # float64: a log window may hold millions of slots.
+        for name, (value, count) in sums.items():
+            before = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = (before[0] + value.double(), before[1] + count.double())
+
+    def times(self, device: torch.device) -> dict[str, float]:
+        """Rates of the steps, and the most memory that the GPU or this process has held."""
+        # Linux counts in KiB, macOS in bytes.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+        seconds = max(self.seconds, 1e-9)
+        return {
+            "data_wait_share": self.waited / seconds,
+            "tokens_per_s": self.tokens / seconds,
+            "step_ms": 1000.0 * seconds / max(self.steps, 1),
+            "peak_memory_gib": peak / 2**30,
+        }
+
+
+def step_line(record: dict[str, Any], total_steps: int, names: Iterable[str]) -> str:
+    """A dense line with units of a step's record; names are those of its means."""
+    left, norm = (total_steps - record["step"]) * record["step_ms"] / 1000.0, record["grad_norm"]
+    parts = [
+        f"step {record['step']:,}/{total_steps:,}",
+        f"loss {record['loss']:.4f}",
+        *shown({name: record[name] for name in names}),
+        "grad ?" if norm is None else f"grad {norm:.3g}",  # DeepSpeed without ZeRO clips without telling the norm
+        f"lr {record['learning_rate']:.2e}",
+        f"wait {record['data_wait_share']:.0%}",
+        f"{record['tokens_per_s']:,.0f} tok/s",
+        f"{record['step_ms']:.0f} ms",
+        f"{record['peak_memory_gib']:.2f} GiB",
+        f"eta {timedelta(seconds=int(left))}",
+    ]
+    return " | ".join(parts)
+
+
+def shown(values: dict[str, float]) -> list[str]:
+    """['feature 1.2345', 'accuracy @1 0.710 @2 0.620']: the measures of each depth (NAME_at_1, ...) stand together."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        stem, separator, depth = name.partition("_at_")
+        groups.setdefault(stem, []).append(f"@{depth} {value:.3f}" if separator else f"{value:.4f}")
+    return [f"{stem} {' '.join(texts)}" for stem, texts in groups.items()]
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line. A run that goes on from a step forgets what came after it.
+
+    Several heads of one run may be trained at once: they take turns, so that none forgets the others' lines.
+    """
+
+    def __init__(self, path: Path, kind: str, from_step: int) -> None:
+        self.path = path
+        self.reached = 0  # the last step of that kind that had a line
+        with self._turn():
+            lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+            kept = []
+            for line in lines:
+                try:
+                    record = json.loads(line)
+                except ValueError:  # a kill has cut it off
+                    continue
+                # Lines of other trainings of this run stay.
+                step = int(record.get("step", 0)) if record.get("kind") == kind else 0
+                self.reached = max(self.reached, step)
+                if step <= from_step:
+                    kept.append(line + "\n")
+            if len(kept) != len(lines):
+                write_text(path, "".join(kept))
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self._turn(), self.path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(record) + "\n")
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with explained(self.path), Lock(self.path.with_name(f".{self.path.name}.lock")) as lock:
+            lock.acquire()
+            yield
 
 
 class Loop:
     """One sitting of a run."""
 
     def __init__(
-        self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], shown: Any, measure: Measure | None = None
+        self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None = None
     ) -> None:
         """made_of is everything that decides the weights (JSON-ready); saves of something else are refused.
 
-        shown is what trackers show as the run's configuration. measure decodes with a head; the weights are then chosen
-        by its tau.
+        measure decodes with a head; the weights are then chosen by its tau.
         """
         self.job, self.config, self.accelerator, self.measure = job, job.config, accelerator, measure
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
-        config = self.config
-        rows, parts = job.rows, config.accumulation
-        self.order = Order(rows.lengths, config.seed, config.batch_size, parts, self.world, rows.pools)
-        self.total = total_steps(config, self.order.steps_per_epoch)
-        made_of = {**made_of, "rows": rows.origin["rows"]}
-        fresh = resume.Progress(made_of, self.world, engine_of(accelerator), machine_of(self.device))
-        folder = self._find(fresh)
+        config, rows, objective = self.config, job.rows, job.objective
+        self.order, self.total = job.order(self.world)
         # The twin is never sharded; its weights are measured and saved.
-        target = job.objective.target
-        dtype = torch.float32 if target is None else target.lm_head.dtype
-        self.twin = job.objective.twin().to(self.device, dtype).eval()
+        dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
+        self.twin = objective.twin().to(self.device, dtype).eval()
         # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
-        self.module, self.optimizer = accelerator.prepare(job.objective, build_optimizer(job.objective, config))
+        self.module, self.optimizer = accelerator.prepare(objective, build_optimizer(objective, config))
         self.module.train()
-        self.meter = Meter()
-        self._restore(folder)
+        self.meter, self.held_out = Meter(), dict[str, float]()
+        made_of = {**made_of, "rows": rows.origin["rows"]}
+        self.progress = self._going_on(resume.Progress(made_of, self.world, *engine_and_machine(accelerator)))
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
-        start_trackers(accelerator, job.state, self.progress.step, digest(resume.decisive(made_of)), shown)
-        self.held_out: dict[str, float] = {}
-        self._write_line: Callable[[str], None] = print
+        self._start_trackers()
+        self.say: Callable[[str], None] = lambda text: None  # prints a line above the bar, on the first process
         self._grad_norm: Any = 0.0
         self._since = time.monotonic() - self.progress.seconds
         self._saved_at = self.progress.step  # or begun, with nothing to save
 
-    def _find(self, fresh: resume.Progress) -> Path | None:
-        """The save to go on from, as the first process finds it; its UserError, too, is that of all."""
-        answer: list[Any] = [fresh, None, [], None]
+    def _going_on(self, fresh: resume.Progress) -> resume.Progress:
+        """The progress of the save to go on from, with its weights, optimiser, random states, sums and output."""
+        answer: list[Any] = [None]
         if self.rank == 0:
             try:
-                answer[:3] = resume.find(self.job.state, fresh, self.job.overwrite)
+                answer = [resume.find(self.job.state, fresh, self.job.overwrite)]
             except UserError as error:
-                answer[3] = str(error)
+                answer = [error]
         # Reading a save means reading every byte of it: one process does so and tells the others.
-        if self.world > 1:
-            broadcast_object_list(answer)
-        self.progress, folder, warnings, refusal = answer
-        if refusal is not None:
-            raise UserError(refusal)
-        for text in warnings if self.rank == 0 else ():
-            warn(text)
-        found: Path | None = folder
-        return found
-
-    def _restore(self, folder: Path | None) -> None:
-        """Brings weights, optimiser, random states, sums since the last log line and the output to the save's."""
+        broadcast_object_list(answer)
+        if isinstance(answer[0], UserError):
+            raise answer[0]
+        progress, folder, warnings = answer[0]
         if folder is not None:
             self.accelerator.load_state(str(folder))
-            self.meter.load(folder / METER.format(self.rank))
-        if self.rank == 0 and folder is not None:
-            # Weights that were measured after the save are measured again, so the output goes back with it.
-            if self.progress.best_step:
-                resume.publish(folder / "best", self.job.output)
-            print(f"going on from step {self.progress.step:,} of {self.total:,} ({folder})", flush=True)
-        elif self.rank == 0 and self.job.state.is_dir():
-            resume.clear(self.job.state)
+            self.meter.sums = torch.load(folder / METER.format(self.rank), self.device, weights_only=True)
+        if self.rank == 0:
+            for text in warnings:
+                warn(text)
+            if folder is None:
+                resume.clear(self.job.state)
+            else:
+                # Weights that were measured after the save are measured again, so the output goes back with it.
+                if progress.best_step:
+                    resume.publish(folder / "best", self.job.output)
+                print(f"going on from step {progress.step:,} of {self.total:,} ({folder})", flush=True)
         self.accelerator.wait_for_everyone()
+        found: resume.Progress = progress
+        return found
+
+    def _start_trackers(self) -> None:
+        """Opens train.trackers: a run that goes on has the same id, which is the same curve.
+
+        What was logged after the save is purged by tensorboard, left out by wandb, and not sent to trackio again.
+        """
+        if not self.accelerator.log_with:
+            return
+        progress = self.progress
+        config = {"made_of": json.dumps(progress.made_of)} if progress.step == 0 else None
+        resumed = {"name": f"{self.job.kind}-{progress.run_id}", "resume": "allow"}
+        options: dict[str, dict[str, Any]] = {"wandb": {"id": resumed["name"], **resumed}, "trackio": resumed}
+        options["tensorboard"] = {"purge_step": progress.step + 1}
+        self.accelerator.init_trackers("aerie", config=config, init_kwargs=options)
 
     def run(self, stop: StopRequest) -> str:
         """Steps until the end, the budget or a signal; what was reached is then evaluated or saved.
 
         How the sitting ended: finished, budget (max_seconds), interrupted or requeue.
         """
-        start, ending = self.progress.step, "finished"
+        config, accelerator, start, ending = self.config, self.accelerator, self.progress.step, "finished"
         steps = range(start, self.total)
-        traced = profiler(self.config, start, self.job.state, self.rank)
         stop.is_stepping = True
-        with traced, bar(self.total, "step", f"train {self.job.kind}", self.rank, done=start) as shown:
-            self._write_line = shown.write
+        with bar(self.total, "step", f"train {self.job.kind}", self.rank, done=start) as progress_bar:
+            if self.rank == 0:
+                self.say = progress_bar.write
             before = time.monotonic()
             # The next step's rows are read in a thread while this one is computed.
             for step, (parts, error) in zip(steps, prefetched(self._read, steps), strict=True):
@@ -202,15 +256,38 @@ class Loop:
                 if asked in CODES:
                     ending = asked
                     break
-                self._step(step, parts, counts, tokens)
-                self.meter.tick(tokens, time.monotonic() - before, waited)
-                shown.update(1)
-                if isinstance(traced, profile):
-                    traced.step()
-                if asked and self.progress.step < self.total:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = learning_rate(step, self.total, config)
+                # Accelerate and DeepSpeed divide by the accumulation, and average over the processes: undone here.
+                factor = self.world * config.accumulation
+                scales = {name: factor / max(count, 1.0) for name, count in counts.items()}
+                for batch in parts:
+                    with accelerator.accumulate(self.module):
+                        output = self.module(self._load(batch))
+                        accelerator.backward(output.total(self.job.objective.weights, scales))
+                        self.meter.add(output.sums())
+                        # Under DeepSpeed this only asks for the norm: its own engine clips.
+                        if accelerator.sync_gradients:
+                            self._grad_norm = accelerator.clip_grad_norm_(self.module.parameters(), config.clip_norm)
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
+                done, seconds = self.progress.tokens + int(tokens), time.monotonic() - self._since
+                self.progress = replace(self.progress, step=step + 1, tokens=done, seconds=seconds)
+                meter = self.meter
+                meter.steps, meter.tokens, meter.waited = meter.steps + 1, meter.tokens + tokens, meter.waited + waited
+                meter.seconds += time.monotonic() - before
+                progress_bar.update(1)
+                if step + 1 == self.total:
+                    break
+                if asked:
                     ending = asked
                     break
-                self._periodic()
+                if (step + 1) % config.log_every == 0:
+                    self._log()
+                if config.eval_every and (step + 1) % config.eval_every == 0:
+                    self._evaluate()
+                if (step + 1) % config.save_every == 0:
+                    self._save_state()
                 before = time.monotonic()
             self._end(ending)
         stop.is_stepping = False
@@ -221,10 +298,8 @@ class Loop:
         # Only EAGLE-3's unroll keeps packed conversations apart.
         packed = bool(getattr(self.config, "packing", False))
         try:
-            parts = [
-                collate([self.job.rows.train[row] for row in rows], rows, packed)
-                for rows in self.order.parts(step, self.rank)
-            ]
+            numbers = self.order.parts(step, self.rank)
+            parts = [collate([self.job.rows.train[row] for row in rows], rows, packed) for rows in numbers]
             return [self.job.objective.prepare(batch, self.order.epoch_of(step)) for batch in parts], None
         except UserError as error:
             return [collate([], ())], error
@@ -259,39 +334,6 @@ class Loop:
         endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
         return dict(zip(counts[0], rest[3:], strict=True)), tokens, endings[0] if endings else ""
 
-    def _step(self, step: int, parts: list[Batch], counts: dict[str, float], tokens: float) -> None:
-        """One optimiser step, of so many tokens."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.total, self.config)
-        # Accelerate and DeepSpeed divide by the accumulation, and average over the processes: both are undone here.
-        factor = self.world * self.config.accumulation
-        scales = {name: factor / max(count, 1.0) for name, count in counts.items()}
-        for batch in parts:
-            with self.accelerator.accumulate(self.module):
-                output = self.module(self._load(batch))
-                self.accelerator.backward(output.total(self.job.objective.weights, scales))
-                self.meter.add(output.sums())
-                # Under DeepSpeed this only asks for the norm: its own engine clips.
-                if self.accelerator.sync_gradients:
-                    self._grad_norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.clip_norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-        seconds = time.monotonic() - self._since
-        self.progress = replace(
-            self.progress, step=step + 1, tokens=self.progress.tokens + int(tokens), seconds=seconds
-        )
-
-    def _periodic(self) -> None:
-        step, config = self.progress.step, self.config
-        if step == self.total:
-            return
-        if step % config.log_every == 0:
-            self._log()
-        if config.eval_every and step % config.eval_every == 0:
-            self._evaluate()
-        if step % config.save_every == 0:
-            self._save_state()
-
     def _end(self, ending: str) -> None:
         step, config = self.progress.step, self.config
         if ending in CODES:
@@ -311,36 +353,43 @@ class Loop:
             self._save_state()
         self.accelerator.wait_for_everyone()
 
-    def say(self, text: str) -> None:
-        """Prints a line above the bar, on the first process."""
-        if self.rank == 0:
-            self._write_line(text)
-
     def _log(self) -> None:
         if not self.meter.steps:
             return
-        found, times = self.meter.flush(self.device)
-        step = self.progress.step
-        loss = sum(weight * found[name] for name, weight in self.job.objective.weights.items())
+        # Sums stay tensors until here: turning each step's into numbers would wait for the device.
+        found, times = means(self.meter.sums, self.device), self.meter.times(self.device)
+        self.meter = Meter()
+        step, weights = self.progress.step, self.job.objective.weights
         record = {
             "kind": self.job.kind,
             "step": step,
             "epoch": self.order.epoch_of(step - 1),
-            "loss": loss,
+            "loss": sum(weight * found[name] for name, weight in weights.items()),
             **found,
             "grad_norm": None if self._grad_norm is None else float(self._grad_norm),  # before clipping
             "learning_rate": learning_rate(step - 1, self.total, self.config),
             **times,
         }
-        self.say(step_line(record, self.total, list(found)))
+        self.say(step_line(record, self.total, found))
         self._record(record, "train")
-        self._require_finite("loss", loss)
 
     def _record(self, values: dict[str, Any], section: str) -> None:
+        """Writes a line of metrics, for the trackers too; UserError when the weights are lost."""
         numbers = {f"{section}/{name}": value for name, value in values.items() if isinstance(value, float)}
         if self.file is not None:
             self.file.write(values)
-            log_values(self.accelerator, numbers, self.progress.step, self.file.reached)
+            for tracker in self.accelerator.trackers:
+                if tracker.name != "trackio" or self.progress.step > self.file.reached:
+                    with explained(Path(self.accelerator.project_dir)):
+                        tracker.log(numbers, step=self.progress.step)
+        for name, value in numbers.items():
+            if not math.isfinite(value) and "grad_norm" not in name:
+                step = self.progress.best_step
+                kept = f"the best weights kept are those of step {step:,}" if step else "nothing was kept"
+                raise UserError(
+                    f"train: {name} is {value} at step {self.progress.step:,}: the training diverged ({kept}); lower "
+                    f"train.learning_rate or train.clip_norm, and check head.rope_theta"
+                )
 
     def _evaluate(self) -> None:
         """Measures the weights on held-out rows, and makes them the output where they are the best so far."""
@@ -350,14 +399,13 @@ class Loop:
             for name, parameter in self.twin.named_parameters():
                 parameter.copy_(weights[name])
         rows = self.job.rows.held_out[: self.config.eval_conversations]
-        step, best = self.progress.step, self.progress.best_score
-        score = None
+        step, best, score = self.progress.step, self.progress.best_score, None
         if rows:
             self.held_out = self._measured(rows)
-            for name, value in self.held_out.items():
-                self._require_finite(f"held-out {name}", value)
             score = self.held_out.get("tau", self.held_out.get("predicted_tau", -self.held_out["loss"]))
-            self.say(held_out_line(step, self.total, len(rows), self.held_out))
+            self.say(
+                " | ".join([f"step {step:,}/{self.total:,} | held out ({len(rows):,} rows)", *shown(self.held_out)])
+            )
             held_out = {f"held_out_{name}": value for name, value in self.held_out.items()}
             self._record({"kind": self.job.kind, "step": step, **held_out}, "held_out")
         elif step == self.total:
@@ -366,39 +414,33 @@ class Loop:
             self.progress = replace(self.progress, best_score=score, best_step=step)
             if self.rank == 0:
                 facts = {"step": step, **self.held_out}
-                write = partial(self.job.save, self.twin.head)
-                resume.keep_best(self.job.state, lambda place: write(place, facts), self.job.output)
+                write = partial(self.job.save, self.twin.head, facts=facts)
+                resume.keep_best(self.job.state, write, self.job.output)
         self.accelerator.wait_for_everyone()
 
     def _measured(self, rows: Sequence[TokenisedRow]) -> dict[str, float]:
         """The held-out measures over all processes; UserError where any of them cannot read its rows."""
-        # A process that cannot read a row must not leave the others waiting in the sum over all.
-        sums, error = Sums(), None
+        meter, error, size = Meter(), None, self.config.batch_size
+        # With fewer rows than processes each takes them all: the means are the same, and none has nothing to add.
+        own = range(self.rank, len(rows), self.world) if len(rows) >= self.world else range(len(rows))
         try:
-            sums = held_out_sums(self.twin, rows, self.config.batch_size, (self.rank, self.world), self._load)
+            for numbers in (own[first : first + size] for first in range(0, len(own), size)):
+                batch = self._load(collate([rows[number] for number in numbers], numbers))
+                with torch.no_grad():
+                    meter.add(self.twin.measure(batch))
+        # A process that cannot read a row must not leave the others waiting in the sum over all.
         except UserError as raised:
             error = raised
         failed = all_reduce(torch.tensor(float(error is not None), device=self.device))
         raise_together(error, float(failed), self.device)
-        measured = self.twin.summarise(means(sums, self.device))
+        measured = self.twin.summarise(means(meter.sums, self.device))
         return measured if self.measure is None else measured | self.measure(self.twin.head)
-
-    def _require_finite(self, name: str, value: float) -> None:
-        """UserError when the weights are lost: nothing of them is kept, what was best before stays."""
-        if math.isfinite(value):
-            return
-        step = self.progress.best_step
-        kept = f"the best weights kept are those of step {step:,}" if step else "nothing was kept"
-        raise UserError(
-            f"train: {name} is {value} at step {self.progress.step:,}: the training diverged ({kept}); lower "
-            f"train.learning_rate or train.clip_norm, and check head.rope_theta"
-        )
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
             # The sums since the last log line belong to the state, or that line would be another one.
             self.accelerator.save_state(str(folder))
-            self.meter.save(folder / METER.format(self.rank))
+            torch.save(self.meter.sums, folder / METER.format(self.rank))
             if self.rank == 0 and self.progress.best_step:
                 resume.publish(self.job.output, folder / "best")
 

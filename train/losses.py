@@ -13,15 +13,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.schema.train import LossName, TrainConfig
 from aerie.model.target import VocabWeights
-from aerie.train.launch import most_of_all
+from aerie.train.launch import are_many
 
 VOCABULARY_CHUNK = 16384  # columns of logits that are held at once
+Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count)
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,12 @@ def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def jensen_shannon(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+def jensen_shannon(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
     """[S]: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, in nats.
 
     Source: DistillSpec (arXiv 2310.08461), its generalised Jensen-Shannon divergence.
     """
+    log_p, beta = law.inside, config.jsd_beta
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))  # [S, Vd]
     return beta * kl(log_m, log_p) + (1.0 - beta) * kl(log_m, log_q)
 
@@ -112,7 +115,7 @@ def negative_log_alpha(log_q: Tensor, log_p: Tensor) -> Tensor:
     return -torch.minimum(log_q, log_p).logsumexp(-1)
 
 
-def lk_hybrid(log_q: Tensor, law: TargetLaw, eta: float) -> Tensor:
+def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
     """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q) with lambda = exp(-eta alpha), a constant of its own slot.
 
     KL takes the law inside the draft vocabulary, alpha and TV the whole one. Source: LK losses (arXiv 2602.23881),
@@ -120,7 +123,7 @@ def lk_hybrid(log_q: Tensor, law: TargetLaw, eta: float) -> Tensor:
     """
     # The mix follows alpha but has no gradient of its own.
     alpha = acceptance(log_q, law.whole)
-    mix = torch.exp(-eta * alpha.detach())
+    mix = torch.exp(-config.lk_eta * alpha.detach())
     return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
 
 
@@ -128,11 +131,11 @@ LOSSES: dict[LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]] = {  
     "soft_cross_entropy": lambda log_q, law, _: soft_cross_entropy(log_q, law.share),
     "kl": lambda log_q, law, _: kl(log_q, law.inside),
     "reverse_kl": lambda log_q, law, _: kl(law.inside, log_q),
-    "jsd": lambda log_q, law, config: jensen_shannon(log_q, law.inside, config.jsd_beta),
+    "jsd": jensen_shannon,
     # TV(p, q) = 1 - alpha (Leviathan, lemma 3.3): the target's mass outside the draft vocabulary counts as distance
     "total_variation": lambda log_q, law, _: 1.0 - acceptance(log_q, law.whole),
     "negative_log_alpha": lambda log_q, law, _: negative_log_alpha(log_q, law.whole),
-    "lk_hybrid": lambda log_q, law, config: lk_hybrid(log_q, law, config.lk_eta),
+    "lk_hybrid": lk_hybrid,
 }
 
 
@@ -169,8 +172,7 @@ Pieces = Sequence[tuple[Any, ...]]
 
 
 def remade(sums: Sum, pieces: Pieces) -> Sum:
-    """sums itself where there is one piece; else with activations that are made again in the backward pass, so that
-    the logits of one piece are held at a time."""
+    """sums itself for one piece; else it is computed again in the backward pass, to hold the logits of one piece."""
     return sums if len(pieces) <= 1 else partial(checkpoint, sums, use_reentrant=False)
 
 
@@ -182,7 +184,11 @@ def added(sums: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 def _calls(count: int, device: torch.device) -> int:
     """How often every process has to call the LM head, of which this one's share needs `count` calls."""
     # ZeRO-3 gathers it at each call. Held-out rows are measured with whole copies, in each process as many as it has.
-    return most_of_all(count, device) if torch.is_grad_enabled() else count
+    if not (torch.is_grad_enabled() and are_many()):
+        return count
+    most = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
@@ -203,14 +209,27 @@ def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tens
         return [(states, which, *columns)]
     # A process with fewer states than another has empty pieces at the end.
     goals = [*states.split(at_once), *[states[:0]] * groups][:groups]
-    orders = [place.argsort(stable=True) for place in which]
     # Slots are sorted by their state, so that those of a piece stand together and can be split off.
-    sizes = [
-        (place[order] // at_once).bincount(minlength=groups).tolist()
-        for place, order in zip(which, orders, strict=True)
-    ]
+    orders = [place.argsort(stable=True) for place in which]
+    sizes = [(place // at_once).bincount(minlength=groups).tolist() for place in which]
     cut = [
         [column[order].split(size) for column, order, size in zip(table, orders, sizes, strict=True)]
         for table in ([place % at_once for place in which], *columns)
     ]
     return [(goal, *([column[at] for column in table] for table in cut)) for at, goal in enumerate(goals)]
+
+
+def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) -> Tensor:
+    """argmax [S] of logits(states [S, D]), the logits of `chunk` slots at a time."""
+    return torch.cat([logits(some).argmax(-1) for some in states.split(chunk)])
+
+
+def chain_sums(hits: Tensor, alive: Tensor) -> Sums:
+    """The sums that become predicted tau and the accuracy at each depth.
+
+    From float [depths, B, T-1]: hits, where depth k drafts the target's likeliest token, and alive, where it counts.
+    The mean over starts of sum_k prod_{j<=k} hit_j is the number of drafted tokens that a greedy chain gets accepted:
+    predicted tau - 1.
+    """
+    accuracies = {f"accuracy_at_{depth + 1}": (hits[depth].sum(), alive[depth].sum()) for depth in range(len(hits))}
+    return {"chain": (hits.cumprod(0).sum(), alive[0].sum()), **accuracies}

@@ -13,24 +13,22 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import copy
 import os
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from aerie.configs import read as yaml_recipe
 from aerie.configs.errors import UserError, exit_code
-from aerie.configs.read import as_dict
 from aerie.configs.schema import recipe as pipeline
-from aerie.data.stage import COMMAND
-from aerie.model.storage import Stage, sound_record, with_status, write_text
-from aerie.train import fingerprint, resume
+from aerie.configs.schema.recipe import Recipe
+from aerie.model.storage import Stage, with_status, write_text
+from aerie.train import resume
 
 # Nothing above imports torch: --is-whole answers at once. What follows a decision to train is imported there.
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aerie.train.loop import Job, Loop
+    from aerie.train.jobs import Job
+    from aerie.train.loop import Measure
 
 
 def main() -> int:
@@ -41,19 +39,22 @@ def main() -> int:
     arguments, unknown = parser.parse_known_args()
     recipe = pipeline.load(arguments, unknown)
     paths = pipeline.RunPaths(Path(recipe.run))
-    if arguments.is_whole and not fingerprint.has_target(recipe):
-        return 1
-    stage = Stage("train", paths.head(recipe), fingerprint.stage_inputs(recipe))
+    try:
+        stage, state = (
+            Stage("train", paths.head(recipe), resume.stage_inputs(recipe)),
+            paths.state(resume.state_name(recipe)),
+        )
+        is_whole = resume.is_whole(recipe, stage)
+    except UserError:
+        if arguments.is_whole:  # a stage before has not written the target, say
+            return 1
+        raise
     if arguments.is_whole:
-        return 0 if fingerprint.is_whole(recipe, stage) else 1
-    changed, state = fingerprint.changed_since_cached(recipe, stage), paths.state(fingerprint.state_name(recipe))
-    if changed is not None:
-        again = f"{COMMAND} --overwrite"
-        raise UserError(f"{paths.features}: made before {changed} changed; rebuild with: {again}")
-    # A kill may have come between the record and the end of the saves.
-    if fingerprint.is_whole(recipe, stage):
+        return 0 if is_whole else 1
+    if is_whole:
+        # A kill may have come between the record and the end of the saves.
         if os.environ.get("RANK", "0") == "0":
-            _forget_saves(stage, state)
+            resume.forget_saves(stage.output, state)
             print(f"train {recipe.head.kind}: whole, reused ({stage.output})", flush=True)
         return 0
     if not arguments.overwrite:
@@ -68,67 +69,54 @@ def main() -> int:
         return with_status(paths.status, "train", partial(_train, recipe, stage, arguments.overwrite, stop))
 
 
-def _train(recipe: pipeline.Recipe, stage: Stage, overwrite: bool, stop: resume.StopRequest) -> tuple[str, int]:
+def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopRequest) -> tuple[str, int]:
     """(state, exit code) of one sitting."""
     import torch
 
     from aerie.train import jobs, launch
     from aerie.train.loop import Loop
 
-    with ExitStack() as alone:
-        launch.be_quiet()
-        if recipe.threads is not None:
-            torch.set_num_threads(recipe.threads)
-        # Before the Accelerator: under ZeRO-3 whatever is loaded later comes in shards.
-        job = jobs.build(recipe, stage.output, overwrite)
-        measure = _measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
-        curves = Path(recipe.run) / "trackers" / job.kind
-        accelerator = launch.build_accelerator(recipe.train, curves)
-        if accelerator.is_main_process:
-            alone.enter_context(resume.training_alone(job.state))
+    launch.be_quiet()
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    # Before the Accelerator: under ZeRO-3 whatever is loaded later comes in shards.
+    job = jobs.build(recipe, stage.output, overwrite)
+    measure = measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
+    accelerator = launch.build_accelerator(recipe.train, Path(recipe.run) / "trackers" / job.kind)
+    is_first = accelerator.is_main_process
+    with resume.training_alone(job.state) if is_first else nullcontext():
         if job.objective.target is not None:
             job.objective.target = job.objective.target.to(accelerator.device)
-        made_of = {**stage.inputs, "train": as_dict(recipe.train)}
-        loop = Loop(job, accelerator, made_of, as_dict(recipe), measure)
-        if accelerator.is_main_process:
+        loop = Loop(job, accelerator, stage.inputs, measure)
+        if is_first:
             resume.begin_output(stage.output, job.state)
         ending = loop.run(stop)
-        if accelerator.is_main_process and ending not in resume.CODES:
-            _finish(recipe, stage, loop, ending)
+        if is_first and ending not in resume.CODES:
+            progress = loop.progress
+            write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
+            record = stage.finish(
+                steps=progress.step,
+                total_steps=loop.total,
+                best_step=progress.best_step,
+                tokens=progress.tokens,
+                train_seconds=round(progress.seconds, 1),
+                ended=ending,
+                processes=loop.world,
+                held_out=loop.held_out,
+            )
+            # The output is whole; only now the saves are forgotten: a kill before costs the steps since the last.
+            resume.forget_saves(stage.output, job.state)
+            print(
+                f"train {recipe.head.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in "
+                f"{progress.seconds:,.0f} s ({record['seconds']:,.0f} s since the command began); best at step "
+                f"{progress.best_step:,}: {stage.output}",
+                flush=True,
+            )
         accelerator.end_training()
     return ending if ending in resume.CODES else "done", resume.CODES.get(ending, 0)
 
 
-def _finish(recipe: pipeline.Recipe, stage: Stage, loop: "Loop", ending: str) -> None:
-    """Marks the output as whole; only then the saves are forgotten: a kill before costs the steps since the last."""
-    progress = loop.progress
-    write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
-    record = stage.finish(
-        steps=progress.step,
-        total_steps=loop.total,
-        best_step=progress.best_step,
-        tokens=progress.tokens,
-        train_seconds=round(progress.seconds, 1),
-        ended=ending,
-        processes=loop.world,
-        held_out=loop.held_out,
-    )
-    _forget_saves(stage, loop.job.state)
-    print(
-        f"train {recipe.head.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in {progress.seconds:,.0f} s "
-        f"({record['seconds']:,.0f} s since the command began); best at step {progress.best_step:,}: {stage.output}",
-        flush=True,
-    )
-
-
-def _forget_saves(stage: Stage, state: Path) -> None:
-    """Removes what a finished training would go on from; one that a budget ended may go on."""
-    (stage.output / resume.BEGUN).unlink(missing_ok=True)
-    if sound_record(stage.output).get("ended") == "finished" and state.is_dir():
-        resume.clear(state, is_over=True)
-
-
-def _measured_tau(recipe: pipeline.Recipe, job: "Job") -> "Callable[[Any], dict[str, float]]":
+def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     """A function of the head that decodes held-out prompts greedily, a share of them in each process."""
     import torch
 
@@ -156,8 +144,7 @@ def _measured_tau(recipe: pipeline.Recipe, job: "Job") -> "Callable[[Any], dict[
         place = next(head.parameters()).device
         # Drafting is at the LM head of a target that spans several devices.
         beside = head if place == target.device else copy.deepcopy(head).to(target.device)
-        drafter = DRAFTERS[recipe.head.kind](beside, target)
-        decoder = SpeculativeDecoder(target, drafting(drafter, tree))
+        decoder = SpeculativeDecoder(target, drafting(DRAFTERS[recipe.head.kind](beside, target), tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[rank() :: world_size()]:
             prompt = torch.tensor([ids], device=target.device)

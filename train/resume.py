@@ -1,22 +1,27 @@
-"""How a training stops and goes on: signals, its saves in `state/KIND/`, and whose an output directory is.
+"""What a training depends on, how it stops and goes on: its inputs, its saves, its output directory, and signals.
 
-A save is a folder `step-N` with the states of all processes, the best weights so far (`best`), and a manifest that was
-written last. Nothing here imports torch.
+A save is a folder `state/KIND/step-N` with the states of all processes, the best weights so far (`best`), and a
+manifest that was written last. Nothing here imports torch.
 """
 
 import os
+import secrets
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aerie.configs.errors import NotWritable, Requeued, UserError, warn
+from aerie.configs.errors import Requeued, UserError, warn
+from aerie.configs.read import as_dict
+from aerie.configs.schema.recipe import Recipe, RunPaths
+from aerie.data.stage import COMMAND, changed_since, conversation_inputs, target_inputs
+from aerie.model.hub import head_directory
 from aerie.model.storage import (
     FILE,
     Lock,
@@ -25,6 +30,7 @@ from aerie.model.storage import (
     Whole,
     differences,
     digest,
+    digests,
     directory_atomically,
     explained,
     remove_directory,
@@ -35,12 +41,74 @@ from aerie.model.storage import (
 )
 
 RECORD = "progress.json"  # a save's manifest
-TRACKERS = "trackers.json"  # the run's id there (train.trackers)
 BEGUN = ".training"  # lies in an output directory while its training is under way, and says where the saves are
+LOGGING_ONLY = {"log_every", "save_every", "keep_last", "trackers"}  # of the section train
 # What may change between two sittings of one run: it moves no weight (loss_chunk_slots and gradient_checkpointing: by
 # rounding only), or only when the run ends.
-FREE = {"max_seconds", "log_every", "save_every", "keep_last", "trackers", "profile_steps"}
-FREE |= {"loss_chunk_slots", "gradient_checkpointing"}
+FREE = LOGGING_ONLY | {"max_seconds", "loss_chunk_slots", "gradient_checkpointing"}
+
+
+def state_name(recipe: Recipe) -> str:
+    """The name of a training: a run may hold the small LM that is its target, and one that drafts for it."""
+    distill = getattr(recipe.train, "distill", None)
+    return recipe.head.kind if distill is None else f"{recipe.head.kind}-{distill}"
+
+
+def needs_target(recipe: Recipe) -> bool:
+    """Whether training needs the target's states, and not only tokens."""
+    return state_name(recipe) != "draft_lm"
+
+
+def reads_cache(recipe: Recipe) -> bool:
+    """Whether training reads the target's states from a feature cache."""
+    return needs_target(recipe) and recipe.features.mode != "online"
+
+
+def stage_inputs(recipe: Recipe) -> dict[str, Any]:
+    """Everything that the trained weights depend on, JSON-ready; a feature cache stands for its data."""
+    # Settings that move no weight stay out, so that a finished training is whole also with other ones.
+    section = {name: value for name, value in as_dict(recipe.train).items() if name not in LOGGING_ONLY}
+    inputs: dict[str, Any] = {"target": target_inputs(recipe.target), "head": as_dict(recipe.head), "train": section}
+    features = as_dict(recipe.features)
+    if reads_cache(recipe):
+        # The cache's own inputs hold the conversations, the target and the states' dtype.
+        inputs["features"] = cache_record(recipe).get("inputs_digest")
+        inputs |= {name: features[name] for name in ("after_blocks", "shuffle_shards") if features[name] is not None}
+    else:
+        inputs |= {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data.conversations)}
+        if needs_target(recipe):
+            inputs["features"] = {name: features[name] for name in ("mode", "after_blocks", "dtype")}
+    if recipe.head.init_from is not None:
+        inputs["init_from"] = digests(head_directory(recipe.head.init_from))
+    # Measured tau chooses the weights, and it is that of this tree.
+    if getattr(recipe.train, "measure_prompts", 0):
+        inputs["tree"] = as_dict(recipe.tree)
+    return inputs
+
+
+def cache_record(recipe: Recipe) -> dict[str, Any]:
+    """The provenance of the feature cache that training reads, {} without one; UserError where it is damaged."""
+    directory = RunPaths(Path(recipe.run)).features
+    if not reads_cache(recipe) or not (directory / FILE).is_file():
+        return {}
+    if record := sound_record(directory):
+        return record
+    raise UserError(f"{directory / FILE}: cannot be read; write it anew with: {COMMAND} --overwrite")
+
+
+def is_whole(recipe: Recipe, stage: Stage) -> bool:
+    """Whether nothing is left to do. UserError where a file has changed since the feature cache was made of it."""
+    made_of = cache_record(recipe).get("inputs")
+    # A cache of another section data is another one, though its digest may stand in the output's inputs. Opening it
+    # tells of that.
+    if made_of is not None and digest(made_of["data"]) != digest(as_dict(recipe.data)):
+        return False
+    if made_of is not None:
+        changed = changed_since(made_of, stage.inputs["target"], conversation_inputs(recipe.data.conversations))
+        if changed is not None:
+            features = RunPaths(Path(recipe.run)).features
+            raise UserError(f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
+    return stage.is_whole()
 
 
 @dataclass(frozen=True)
@@ -60,6 +128,7 @@ class Progress:
     seconds: float = 0.0
     best_score: float | None = None
     best_step: int = 0  # 0 before the first evaluation
+    run_id: str = field(default_factory=lambda: secrets.token_hex(4))  # in trackers
 
 
 def folders(directory: Path) -> list[Path]:
@@ -84,11 +153,17 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, P
             raise UserError(f"{broken[0]}; no other save is whole: start anew with --overwrite")
         return fresh, None, [f"{text}; starting anew" for text in broken]
     # Found by its manifest, which is written last: every file is as it was written.
-    saved = Progress(**checked.manifest.facts)
-    refusal = _refusal(saved, fresh)
-    if refusal is not None and not overwrite:
+    saved, refusal = Progress(**checked.manifest.facts), ""
+    if changed := differences(decisive(saved.made_of), decisive(fresh.made_of)):
+        refusal = f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
+    elif saved.world_size != fresh.world_size:
+        refusal = f"saved by {saved.world_size} processes, now there are {fresh.world_size}; "
+        refusal += f"go on with --num_processes {saved.world_size}"
+    elif saved.engine != fresh.engine:
+        refusal = f"saved under {saved.engine}, now it is {fresh.engine}; go on as there"
+    if refusal and not overwrite:
         raise UserError(f"{folder}: {refusal}, or start anew with --overwrite")
-    if refusal is not None:
+    if refusal:
         return fresh, None, []
     warnings = [f"{text}; going on from {folder.name}, the newest whole save" for text in broken]
     if saved.machine != fresh.machine:
@@ -97,22 +172,9 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, P
     return replace(saved, made_of=fresh.made_of, machine=fresh.machine), folder, warnings
 
 
-def _refusal(saved: Progress, fresh: Progress) -> str | None:
-    """Why these processes cannot go on from the save, and what can be done."""
-    if changed := differences(decisive(saved.made_of), decisive(fresh.made_of)):
-        return f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
-    if saved.world_size != fresh.world_size:
-        now = f"saved by {saved.world_size} processes, now there are {fresh.world_size}"
-        return f"{now}; go on with --num_processes {saved.world_size}"
-    if saved.engine != fresh.engine:
-        return f"saved under {saved.engine}, now it is {fresh.engine}; go on as there"
-    return None
-
-
 def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
     """The part that decides the weights, but for rounding."""
-    train = {name: value for name, value in made_of.get("train", {}).items() if name not in FREE}
-    return {**made_of, "train": train}
+    return {**made_of, "train": {name: value for name, value in made_of.get("train", {}).items() if name not in FREE}}
 
 
 def save(
@@ -128,23 +190,23 @@ def save(
     Earlier saves but the newest ones are removed when it is durable.
     """
     folder = directory / f"step-{progress.step:08d}"
-    try:
-        with directory_atomically(folder, rank, wait) as temporary:
-            fill(temporary)
-            wait()
-            if rank == 0:
-                Manifest.of(temporary, facts=asdict(progress)).write(temporary, RECORD)
-    except NotWritable as error:
-        before = [place.name for place in folders(directory) if place != folder]
-        kept = f"; {before[0]} is kept, and the same command goes on from there" if before else ""
-        raise NotWritable(f"{error}{kept}", error.is_full) from error
+    with directory_atomically(folder, rank, wait) as temporary:
+        fill(temporary)
+        wait()
+        if rank == 0:
+            Manifest.of(temporary, facts=asdict(progress)).write(temporary, RECORD)
     if rank == 0:
         # Broken saves of steps that are to come go, too: the continued run will write them anew.
         older = [place for place in folders(directory) if place <= folder]
-        for stale in {*folders(directory)} - {*older[:keep_last]}:
-            remove_directory(stale)
-        remove_temporaries(directory)
+        clear(directory, keep=older[:keep_last])
     wait()
+
+
+def clear(directory: Path, keep: list[Path] | None = None) -> None:
+    """Removes all saves but those to keep, and what killed ones left."""
+    for folder in {*folders(directory)} - {*(keep or [])}:
+        remove_directory(folder)
+    remove_temporaries(directory)
 
 
 def training_alone(directory: Path) -> Lock:
@@ -157,15 +219,6 @@ def training_alone(directory: Path) -> Lock:
     if held == "unknown":
         warn(f"{directory}: this file system knows no locks: start no second training there")
     return lock
-
-
-def clear(directory: Path, is_over: bool = False) -> None:
-    """Forgets the saves, and the trackers' run if the training is over; profiler traces stay."""
-    if is_over:
-        (directory / TRACKERS).unlink(missing_ok=True)
-    for folder in folders(directory):
-        remove_directory(folder)
-    remove_temporaries(directory)
 
 
 def keep_best(state: Path, write: Callable[[Path], None], output: Path) -> None:
@@ -212,6 +265,13 @@ def begin_output(output: Path, state: Path) -> None:
     write_text(output / BEGUN, f"{os.path.relpath(state, output)}\n")
     (output / FILE).unlink(missing_ok=True)
     remove_temporaries(output)
+
+
+def forget_saves(output: Path, state: Path) -> None:
+    """Removes what a finished training would go on from; one that a budget ended may go on."""
+    (output / BEGUN).unlink(missing_ok=True)
+    if sound_record(output).get("ended") == "finished":
+        clear(state)
 
 
 # After Ctrl-C somebody decides what becomes of the run; a scheduler's signal means that the same command follows.

@@ -48,7 +48,6 @@ class TrainConfig:
     save_every: Count = 500
     keep_last: Count = 2  # saves to go on from; with 2, a broken newest one costs the steps since the one before
     trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
-    profile_steps: tuple[int, int] | None = None  # (first step, how many): a torch.profiler trace
 
 
 @dataclass(frozen=True, kw_only=True)

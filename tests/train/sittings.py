@@ -15,9 +15,10 @@ from aerie.configs.schema.train import Eagle1Train
 from aerie.data.batches import Batch
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import save_head
+from aerie.train.jobs import Job, Rows
 from aerie.train.launch import build_accelerator
-from aerie.train.loop import Job, Loop, Rows
-from aerie.train.objectives.eagle import Eagle1Objective
+from aerie.train.loop import Loop
+from aerie.train.objectives import Eagle1Objective
 from aerie.train.resume import Progress, StopRequest
 from tests import tiny
 
@@ -80,7 +81,7 @@ def sitting(made: Job, recipe: str = "recipe", measure: Any = None) -> tuple[Out
     GradientState._reset_state()
     torch.manual_seed(int(torch.randint(1 << 30, ()).item()))  # nothing may depend on the global generator
     accelerator = build_accelerator(made.config, made.state)
-    loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.config)}, {"recipe": recipe}, measure)
+    loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.config)}, measure)
     with StopRequest() as stop:
         state = loop.run(stop)
     accelerator.end_training()

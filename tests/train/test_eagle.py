@@ -15,9 +15,8 @@ from aerie.data.batches import collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.layers import unrolled_attention
-from aerie.train.log import means
-from aerie.train.objectives.base import Objective, held_out_sums
-from aerie.train.objectives.eagle import Eagle1Objective, Eagle3Objective
+from aerie.train.loop import means
+from aerie.train.objectives import Eagle1Objective, Eagle3Objective, Objective
 from tests import tiny
 from tests.train import unrolls
 from tests.train.test_objectives import assert_same, loss_and_gradient
@@ -45,7 +44,8 @@ def sums(objective: Objective, batch: Any) -> Tensor:
 
 
 def held_out(objective: Objective, rows: list[CachedRow]) -> dict[str, float]:
-    found = held_out_sums(objective.eval(), rows, 2, (0, 1), lambda batch: batch)
+    with torch.no_grad():
+        found = objective.eval().measure(collate(rows, range(len(rows))))
     return objective.summarise(means(found, torch.device("cpu")))
 
 

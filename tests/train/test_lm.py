@@ -14,12 +14,11 @@ from aerie.configs.schema.train import DraftLMTrain
 from aerie.data.batches import Batch, OnlineFeatures, collate
 from aerie.data.cache import CachedRow
 from aerie.model.target import Target
-from aerie.train.objectives.lm import (
-    CausalLMObjective,
-    DraftLMObjective,
-    OnPolicyFeatures,
+from aerie.train.lm import (
+    LMObjective,
     marked,
     new_causal_lm,
+    redrawn,
     save_causal_lm,
 )
 from tests import tiny
@@ -45,7 +44,7 @@ def rows_of(source: Target, count: int = 4) -> list[CachedRow]:
 
 def test_the_loss_is_transformers_own_on_the_learnt_tokens() -> None:
     lm, rows, total, count = tiny.llama(num_blocks=2), tiny.rows(3), 0.0, 0
-    objective, batch = CausalLMObjective(lm, None, DraftLMTrain()), collate(rows, range(3))
+    objective, batch = LMObjective(lm, None, DraftLMTrain()), collate(rows, range(3))
     for row in rows:
         learnt = int((row.turns[1:] != 0).sum())
         labels = row.input_ids.masked_fill(row.turns == 0, -100)[None]
@@ -78,7 +77,7 @@ def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_pat
 def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(vocab_size: int) -> None:
     """The vocabulary of 340 is a padded one: the LM's softmax is over the common 320, the target's law over all."""
     source, expected, count = target(vocab_size), torch.zeros(5), 0  # cross-entropy, KL, correct, alpha, agreement
-    rows, objective = rows_of(source), DraftLMObjective(draft(), source.vocab, CONFIG)
+    rows, objective = rows_of(source), LMObjective(draft(), source.vocab, CONFIG)
     output = objective(collate(rows, range(4)))
     for row in rows:
         with torch.no_grad():
@@ -107,7 +106,7 @@ def test_qwens_two_paddings_meet_in_their_common_prefix(drafts: int, targets: in
     ids = torch.tensor([7, 151_600, 9, min(targets, 152_000) - 1])  # the last: a padding row, if the target has more
     states = source.features(ids[None]).last_hidden[0].clone()
     batch = collate([CachedRow(ids, torch.tensor([0, 1, 1, 1]), states, None, 0)], [0])
-    output = DraftLMObjective(lm, source.vocab, CONFIG)(batch)
+    output = LMObjective(lm, source.vocab, CONFIG)(batch)
     with torch.no_grad():
         log_q = lm(ids[None, :3].clamp(max=drafts - 1)).logits[0, :, :151_936].log_softmax(-1)
         log_p = source.model(ids[None]).logits[0, :3, :151_936].log_softmax(-1)
@@ -134,8 +133,8 @@ def test_the_predicted_tau_is_that_of_chains_drafted_one_after_the_other() -> No
                         if turns[position + 1] != turns[first] or drafted[position] != wanted[position]:
                             break
                         accepted += 1
-        sums = DraftLMObjective(lm, source.vocab, CONFIG).measure(collate(rows, range(6)))
-        perfect = DraftLMObjective(source.model, source.vocab, CONFIG).measure(collate(rows, range(6)))
+        sums = LMObjective(lm, source.vocab, CONFIG).measure(collate(rows, range(6)))
+        perfect = LMObjective(source.model, source.vocab, CONFIG).measure(collate(rows, range(6)))
     assert 0 < accepted < 2 * starts
     assert [int(x) for x in sums["chain"]] == [accepted, starts]
     assert perfect["greedy_agreement"][0] == perfect["greedy_agreement"][1] > 0
@@ -148,15 +147,15 @@ def plain(count: int = 6) -> Batch:
 
 
 def drawn(batch: Batch, lm: Any, source: Target, barred: set[int] | None = None) -> Batch:
-    return OnPolicyFeatures(lm, OnlineFeatures(source, ()), 320, barred or {END})(batch)
+    return OnlineFeatures(source, ())(redrawn(batch, lm, 320, barred or {END}))
 
 
 def test_a_window_of_an_answer_is_redrawn_and_nothing_behind_it_is_learnt() -> None:
     before, lengths = plain(40), set()
     batch = marked(before, OWN, 0)
     assert batch.redrawn is not None
-    for old, turns, redrawn in zip(before.turns, batch.turns, batch.redrawn, strict=True):
-        places = redrawn.nonzero()[:, 0].tolist()
+    for old, turns, asked in zip(before.turns, batch.turns, batch.redrawn, strict=True):
+        places = asked.nonzero()[:, 0].tolist()
         lengths.add(len(places))
         assert places == list(range(places[0], places[-1] + 1)) and places[0] > 0
         assert len(set(old[places].tolist())) == 1 and int(old[places[0]]) > 0
@@ -192,7 +191,7 @@ def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_tar
             log_q = logits[place].log_softmax(-1)
             law += (p[place] * (p[place].log() - log_q)).sum()
             cross_entropy -= 0.0 if batch.redrawn[row, place + 1] else log_q[ids[place + 1]]
-    terms = DraftLMObjective(lm, source.vocab, OWN)(batch).terms
+    terms = LMObjective(lm, source.vocab, OWN)(batch).terms
     torch.testing.assert_close(terms["cross_entropy"][0].detach(), cross_entropy, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(terms["distill"][0].detach(), law, rtol=1e-4, atol=1e-3)
     likely = set(batch.input_ids[batch.redrawn].tolist())
@@ -203,7 +202,7 @@ def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_tar
 def test_an_evaluation_batch_one_without_rows_and_a_sharded_lm() -> None:
     source, lm, batch = target(), draft(), plain()
     assert drawn(batch, lm, source).input_ids.equal(batch.input_ids)
-    empty = DraftLMObjective(lm, source.vocab, OWN).prepare(collate([], []), 0)
+    empty = LMObjective(lm, source.vocab, OWN).prepare(collate([], []), 0)
     assert drawn(empty, lm, source) is empty
     lm.lm_head.weight.ds_id = 0  # what ZeRO-3 puts on each parameter
     with pytest.raises(UserError, match=r"train\.on_policy: ZeRO-3 keeps no whole draft LM .*zero2\.yaml"):

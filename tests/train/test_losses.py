@@ -21,6 +21,10 @@ def _laws(draft: list[list[float]], target: list[list[float]]) -> tuple[Tensor, 
     return losses.log_law(torch.tensor(draft).log() + 3.0), losses.log_law(torch.tensor(target).log() - 2.0)
 
 
+def jsd(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+    return LOSSES["jsd"](log_q, TargetLaw.of_logits(log_p), Eagle3Train(jsd_beta=beta))
+
+
 def test_smooth_l1_eagle_section_4_1() -> None:
     predicted, true = torch.tensor([[0.5, 3.0], [0.0, 0.0]]), torch.zeros(2, 2)
     # beta 1: 0.5 * 0.5^2 = 0.125 and 3 - 0.5 = 2.5; the mean over two entries
@@ -48,17 +52,17 @@ def test_jensen_shannon_of_distillspec() -> None:
     # m = 0.4 p + 0.6 q = (0.45, 0.55)
     kl_p = 0.75 * math.log(0.75 / 0.45) + 0.25 * math.log(0.25 / 0.55)
     kl_q = 0.25 * math.log(0.25 / 0.45) + 0.75 * math.log(0.75 / 0.55)
-    found = losses.jensen_shannon(log_q, log_p, 0.4).item()
+    found = jsd(log_q, log_p, 0.4).item()
     assert found == pytest.approx(0.4 * kl_p + 0.6 * kl_q, rel=1e-5)
-    assert losses.jensen_shannon(log_p, log_p, 0.3).item() == pytest.approx(0.0, abs=1e-6)
-    halves = losses.jensen_shannon(log_q, log_p, 0.5), losses.jensen_shannon(log_p, log_q, 0.5)
+    assert jsd(log_p, log_p, 0.3).item() == pytest.approx(0.0, abs=1e-6)
+    halves = jsd(log_q, log_p, 0.5), jsd(log_p, log_q, 0.5)
     assert halves[0].item() == pytest.approx(halves[1].item(), rel=1e-6)
 
 
 def test_jensen_shannon_is_bounded_where_laws_have_nothing_in_common_and_still_pulls() -> None:
     target = losses.log_law(torch.tensor([[0.0, 30.0]]))
     logits = torch.tensor([[8.0, 0.0]], requires_grad=True)
-    loss = losses.jensen_shannon(losses.log_law(logits), target, 0.5)
+    loss = jsd(losses.log_law(logits), target, 0.5)
     loss.sum().backward()
     assert loss.item() == pytest.approx(math.log(2), rel=1e-2) and loss.item() < math.log(2)
     assert logits.grad is not None and logits.grad[0, 0] > 0 > logits.grad[0, 1]
@@ -112,7 +116,7 @@ def test_each_name_takes_its_form_of_a_cut_law() -> None:
 def test_lk_hybrid_mixes_by_a_constant_of_each_slot() -> None:
     target = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]]).log()
     logits = torch.tensor([[0.3, 0.1, 2.0], [0.2, 0.0, 1.0]], requires_grad=True)
-    losses.lk_hybrid(losses.log_law(logits), TargetLaw.of_logits(target), eta=3.0).sum().backward()
+    LOSSES["lk_hybrid"](losses.log_law(logits), TargetLaw.of_logits(target), Eagle3Train(lk_eta=3.0)).sum().backward()
     expected = torch.zeros_like(logits)
     for slot in range(2):
         q, p = logits.detach()[slot].softmax(-1), target[slot].exp()

@@ -24,7 +24,7 @@ from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.storage import Stage
 from aerie.model.target import Target, load_vocab
-from aerie.train import jobs
+from aerie.train import jobs, resume
 from aerie.train import main as train_main
 from tests import tiny
 
@@ -369,7 +369,7 @@ def test_a_kill_at_the_very_end_costs_no_training_and_leaves_nothing(
     (head / ".model.safetensors.01234567.tmp").write_bytes(written[:100])
     assert not (head / "provenance.json").exists() and call(train_main, *run, "--is-whole") == 1
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(train_main, "_forget_saves", lambda *_: (_ for _ in ()).throw(Killed))
+        patched.setattr(resume, "forget_saves", lambda *_: (_ for _ in ()).throw(Killed))
         call(train_main, *run)
     assert "going on from step 2 of 3" in capsys.readouterr().out
     assert call(train_main, *run) == 0 and "train eagle1: whole, reused" in capsys.readouterr().out

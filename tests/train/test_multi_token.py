@@ -10,7 +10,7 @@ from torch import Tensor
 from aerie.configs.schema.train import MultiTokenTrain
 from aerie.data.batches import collate
 from aerie.data.cache import CachedRow
-from aerie.train.objectives.multi_token import KeyedDropout, MultiTokenObjective
+from aerie.train.objectives import KeyedDropout, MultiTokenObjective
 from tests import tiny
 from tests.train.test_eagle import held_out
 

@@ -10,10 +10,8 @@ from torch import Tensor
 from aerie.configs.schema.train import DraftLMTrain, Eagle1Train, Eagle3Train, LossName, MultiTokenTrain, TrainConfig
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
-from aerie.train.objectives.base import Objective
-from aerie.train.objectives.eagle import Eagle1Objective, Eagle3Objective
-from aerie.train.objectives.lm import CausalLMObjective, DraftLMObjective
-from aerie.train.objectives.multi_token import MultiTokenObjective
+from aerie.train.lm import LMObjective
+from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective
 from tests import tiny
 from tests.train import unrolls
 
@@ -44,7 +42,7 @@ def objective(kind: str, **changes: Any) -> Objective:
         made = MultiTokenObjective(head, VOCAB, settings)
     else:
         lm = tiny.llama(num_blocks=1, seed=7)
-        made = CausalLMObjective(lm, None, settings) if kind == "lm" else DraftLMObjective(lm, VOCAB, settings)
+        made = LMObjective(lm, None if kind == "lm" else VOCAB, settings)
     return made.train()
 
 

@@ -47,9 +47,10 @@ def test_rows_that_cannot_be_asked_are_skipped_with_their_reason(tmp_path: Path)
     prompts = made(tmp_path, list(rows.values()))
     assert [prompt.skip for prompt in prompts] == list(rows)
     assert plan_line(prompts).startswith("6 rows, 1 to ask; 1 skipped: ")
-    usable: list[Any] = ["Why?", {"turns": None, "question": "a?"}]
-    empty = [{"prompt": None}, {"turns": []}, {"prompt": 5}, {"turns": ["a", None]}, {"prompt": "Why?", "system": 5}]
-    assert skips(tmp_path, usable + empty) == [None] * 2 + ["an empty question, or no text"] * 5
+    texts: list[Any] = ["Why?", {"prompt": None}, {"turns": []}, {"prompt": 5}, {"turns": ["a", None]}]
+    texts += [{"turns": None, "question": "a?"}, {"prompt": "Why?", "system": 5}]
+    bad = "an empty question, or no text"
+    assert skips(tmp_path, texts) == [None, bad, bad, bad, bad, None, bad]
 
 
 def test_no_prompt_shares_a_run_of_words_with_an_evaluation_question(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from aerie.configs.schema.data import DataConfig
 from aerie.data.chat import end_of_turn_ids
 from aerie.data.conversations import Tally
 from aerie.data.distill.answer import Answer, Outcome, Thinking
+from aerie.data.distill.gate import training_rows
 from aerie.data.tokens import tokenize
 from tests.data import chat_targets
 from tests.data.distill.answering import thinking, write_rows
@@ -25,7 +26,7 @@ def of(template: str, **arguments: Any) -> Thinking:
 
 
 def rows_of(reader: Thinking, *answers: Answer) -> list[dict[str, Any]]:
-    return reader.training_rows(Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers))
+    return training_rows(Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers), reader)
 
 
 def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:

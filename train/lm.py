@@ -1,0 +1,217 @@
+"""A small LM and its objective: next-token cross-entropy alone (the embedded target), or with a target's laws too (a
+draft LM), on the target's tokens or on tokens of its own."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import DraftLMSection, TargetConfig
+from aerie.configs.schema.train import DraftLMTrain
+from aerie.data.batches import Batch, keyed_generator
+from aerie.model import target as targets
+from aerie.model.target import Target, VocabWeights, load_tokenizer
+from aerie.train import losses
+from aerie.train.losses import Sums, chain_sums, likeliest
+from aerie.train.objectives import Objective, StepOutput, shifted, target_choices
+
+KEY = 7001  # tells the draws of on-policy rows from others of the same (seed, epoch, row)
+
+
+class LMObjective(Objective):
+    """token_weight times the cross-entropy on answers plus distill_weight times the loss to the target's laws.
+
+    Laws are over the tokens that both vocabularies have, which differ in length when one of them is padded: the logits
+    are cut before the softmax, as they are in drafting. Without a target: the cross-entropy alone.
+    """
+
+    settings: DraftLMTrain
+
+    def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
+        super().__init__(head, target, settings)
+        self.num_rows = int(head.config.get_text_config().vocab_size)
+        self.num_columns = self.num_rows if target is None else min(len(target.lm_head), self.num_rows)
+        self.weights = {"cross_entropy": settings.token_weight}
+        if target is not None:
+            self.weights["distill"] = settings.distill_weight
+        if settings.gradient_checkpointing:
+            head.gradient_checkpointing_enable()
+
+    def prepare(self, batch: Batch, epoch: int) -> Batch:
+        batch = super().prepare(batch, epoch)
+        # A process without rows has nothing to redraw; what it has are features of padding.
+        return marked(batch, self.settings, epoch) if self.settings.on_policy and batch.num_tokens else batch
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return dict.fromkeys(self.weights, (batch.turns[:, 1:] != 0).sum())
+
+    def forward(self, batch: Batch) -> StepOutput:
+        slots = batch.turns[:, 1:] != 0  # [B, T-1]: tokens with a turn, the row's first token excepted
+        tokens = batch.input_ids[:, 1:][slots]  # [S]
+        known = tokens < self.num_columns  # [S]
+        if batch.redrawn is not None:
+            known &= ~batch.redrawn[:, 1:][slots]
+        columns = [self.states(batch.input_ids)[slots], tokens, known]
+        if self.target is not None and batch.features is not None:
+            columns.append(batch.features[:, :-1][slots])
+        pieces = losses.in_chunks(columns, self.settings.loss_chunk_slots)
+        sums = losses.remade(self._sums, pieces)
+        found, count = losses.added([sums(*piece) for piece in pieces]), slots.sum()
+        names = [*self.weights, "token_accuracy", "alpha", "greedy_agreement"]
+        named = {name: (value, count) for name, value in zip(names, found, strict=False)}
+        return StepOutput({name: named.pop(name) for name in self.weights}, named)
+
+    def _sums(self, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Of S slots: the LM's states [S, D], its tokens, whether they are learnt, and the target's states [S, Dt]."""
+        log_q = losses.log_law(self.logits(states))  # [S, num_columns]
+        drafted = log_q.detach().argmax(-1)
+        # A token that the LM has no column for cannot be learnt; its law still is.
+        told = log_q.gather(1, tokens.clamp(max=self.num_columns - 1)[:, None])[:, 0]  # [S]
+        token_loss, correct = -(told * known).sum(), ((drafted == tokens) & known).sum()
+        if self.target is None or goals is None or self.settings.distill is None:
+            return token_loss, correct
+        law, choice = losses.drafted_law(goals, self.target, torch.arange(self.num_columns, device=goals.device))
+        law_loss = losses.LOSSES[self.settings.distill](log_q, law, self.settings).sum()
+        with torch.no_grad():
+            return token_loss, law_loss, correct, losses.acceptance(log_q, law.whole).sum(), (drafted == choice).sum()
+
+    def states(self, input_ids: Tensor) -> Tensor:
+        """The states [B, T-1, D] from which the tokens after the first are predicted."""
+        # A token of the target's padding, which the LM cannot know, is read as its last one.
+        # No attention mask: rows are padded on the right, where causal attention never looks.
+        given = input_ids[:, :-1].clamp(max=self.num_rows - 1)
+        hidden: Tensor = self.head.get_decoder()(input_ids=given, use_cache=False).last_hidden_state
+        return hidden
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [S, num_columns] of states [S, D], with the LM's own scale and softcap."""
+        transform = targets.final_transform(self.head.config.get_text_config())
+        return targets.transformed(self.head.get_output_embeddings()(states), *transform)[:, : self.num_columns]
+
+    def measure(self, batch: Batch) -> Sums:
+        if self.target is None:
+            return self(batch).sums()
+        # An LM that has read the conversation's own tokens drafts at depth k what it would draft at depth one k tokens
+        # on, so one forward answers for all depths.
+        chunk, width = self.settings.loss_chunk_slots, batch.input_ids.shape[1] - 1
+        choices = target_choices(batch, partial(likeliest, self.target.logits, chunk=chunk))  # [B, T]
+        asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
+        hit = torch.zeros_like(choices, dtype=torch.float32)  # [B, T]
+        if bool(asked.any()):
+            drafted = likeliest(self.logits, self.states(batch.input_ids)[asked[:, :-1]], chunk)
+            hit[asked] = (drafted == choices[asked]).float()
+        depths = range(self.settings.eval_depths)
+        alive = torch.stack([batch.supervised(k)[:, :width].float() for k in depths])  # [depths, B, T-1]
+        hits = torch.stack([shifted(hit, 1 + k)[:, :width] for k in depths]) * alive
+        return {**chain_sums(hits, alive), **self(batch).sums()}
+
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        return super().summarise(means) if "chain" in means else {"loss": means["cross_entropy"], **means}
+
+
+def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int | None = None) -> Any:
+    """A Llama with tied embeddings, or the LM that config.init_from names, which must read the tokenizer's ids.
+
+    vocab_size: rows of the embedding (a target may pad its own); None: as many as the tokenizer has tokens.
+    """
+    if config.init_from is not None:
+        source = TargetConfig(config.init_from, dtype="float32")
+        try:
+            lm: Any = Target.load(source).model  # refuses what drafting with it would refuse, and freezes it
+            own = load_tokenizer(source).get_vocab()
+        except UserError as error:
+            raise UserError(f"head.init_from: {error}") from error
+        rows, place = lm.get_input_embeddings().weight.shape[0], f"head.init_from: {config.init_from}"
+        targets.require_same_token_ids(own, tokenizer.get_vocab(), rows, place, "the target")
+        return lm.requires_grad_(True).train()
+    sizes = LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        initializer_range=config.initializer_range,
+        vocab_size=vocab_size or len(tokenizer),
+        rope_theta=config.rope_theta or 10000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        **_special_tokens(tokenizer),
+    )
+    # transformers draws from the global generator, which is put back.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        lm = LlamaForCausalLM(sizes)
+    for name, parameter in lm.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_((2 * config.num_hidden_layers) ** -0.5)  # the residual stream keeps its scale (GPT-2)
+    return lm
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+
+
+def save_causal_lm(lm: Any, tokenizer: Any, directory: Path) -> None:
+    """Writes an ordinary Hugging Face directory: configurations, safetensors, tokenizer."""
+    lm.generation_config = GenerationConfig(**_special_tokens(tokenizer))
+    lm.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
+    """The batch with `redrawn` and `seeds` for a share of its rows, and without turns behind what is redrawn.
+
+    A function of (seed, epoch, row) alone.
+    """
+    redrawn, turns, seeds = torch.zeros_like(batch.turns, dtype=torch.bool), batch.turns.clone(), []  # [B, T] each
+    for place, row in enumerate(batch.rows):
+        generator = keyed_generator(KEY, settings.seed, epoch, row)
+        chosen = float(torch.rand((), generator=generator)) < settings.on_policy
+        seeds.append(int(torch.randint(2**62, (), generator=generator)))
+        answers = turns[place, 1:].nonzero()[:, 0] + 1  # tokens of answers; the row's first token follows nothing
+        if chosen and len(answers):
+            # From a random token of an answer on, at most to the end of its turn.
+            start = int(answers[int(torch.randint(len(answers), (), generator=generator))])
+            last = int((turns[place] == turns[place, start]).nonzero()[-1])
+            end = min(start + settings.on_policy_tokens, last + 1)
+            redrawn[place, start:end] = True
+            turns[place, end:] = 0
+    return replace(batch, turns=turns, redrawn=redrawn, seeds=tuple(seeds))
+
+
+@torch.no_grad()
+def redrawn(batch: Batch, lm: Any, num_columns: int, end_ids: Collection[int]) -> Batch:
+    """The batch with the LM's own tokens, drawn at temperature 1, where it asks for them (not in evaluation, say).
+
+    num_columns: tokens that both vocabularies have. end_ids end a turn and are not drawn: an answer that ended early
+    would leave nothing to learn behind it.
+    """
+    if batch.redrawn is None or batch.seeds is None or not bool(batch.redrawn.any()):
+        return batch
+    if any(hasattr(parameter, "ds_id") for parameter in lm.parameters()):
+        raise UserError(
+            "train.on_policy: ZeRO-3 keeps no whole draft LM to write with; use configs/accelerate/zero2.yaml"
+        )
+    ids, was_training, rows = batch.input_ids.clone(), lm.training, int(lm.config.get_text_config().vocab_size)
+    barred = sorted(token for token in end_ids if token < num_columns)
+    lm.eval()  # gradient checkpointing would switch the cache off
+    for tokens, wanted, seed in zip(ids, batch.redrawn, batch.seeds, strict=True):
+        # The row's own generator, so that neighbours and restarts cannot move what is drawn.
+        generator, ahead, cache = torch.Generator(ids.device).manual_seed(seed), None, None
+        for place in wanted.nonzero()[:, 0].tolist():
+            ahead = tokens[None, :place].clamp(max=rows - 1) if ahead is None else ahead
+            out = lm(input_ids=ahead, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = out.logits[0, -1, :num_columns].float()  # [V]
+            logits[barred] = float("-inf")
+            ahead, cache = torch.multinomial(logits.softmax(-1), 1, generator=generator)[None], out.past_key_values
+            tokens[place] = ahead[0, 0]
+    lm.train(was_training)
+    return replace(batch, input_ids=ids)

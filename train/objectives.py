@@ -1,0 +1,430 @@
+"""What an objective is, and the objectives of draft heads: modules whose forward returns the sums of one batch.
+
+Objectives return sums and the loop divides them, so that padding, accumulation and processes cannot move a gradient.
+Slot p is given the feature of t_p and the token t_{p+1}; from what a head returns the target would draw t_{p+2}.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from aerie.configs.schema.train import Eagle1Train, Eagle3Train, MultiTokenTrain
+from aerie.data.batches import Batch, empty_like, keyed_generator
+from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
+from aerie.model.heads.multi_token import HydraHead, MedusaHead
+from aerie.model.layers import UnrollMemory
+from aerie.model.target import VocabWeights
+from aerie.train import losses
+from aerie.train.losses import Sums, chain_sums, likeliest
+
+Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
+Totals = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Sums of one batch: the loss is the objective's weighted total of the terms, metrics are only logged."""
+
+    terms: Sums
+    metrics: Sums
+
+    def total(self, weights: dict[str, float], scales: dict[str, float] | None = None) -> Tensor:
+        """The weighted total of the terms, each times its scale (1 where there are none)."""
+        parts = [weights[name] * value * (scales[name] if scales else 1.0) for name, (value, _) in self.terms.items()]
+        return sum(parts[1:], parts[0])
+
+    def sums(self) -> Sums:
+        return {name: (value.detach(), count) for name, (value, count) in {**self.terms, **self.metrics}.items()}
+
+
+class Objective(nn.Module):
+    """A head with its training; weights are those of the terms that forward returns.
+
+    A module, because ZeRO-3 has an LM head whole only inside the forward of the module that it has wrapped.
+    """
+
+    weights: dict[str, float]
+
+    def __init__(self, head: Any, target: VocabWeights | None, settings: Any) -> None:
+        """target is None where a small LM learns from tokens alone; settings are the recipe's section `train`."""
+        super().__init__()
+        self.head, self.target = head, target
+        self.settings: Any = settings
+
+    @property
+    def config(self) -> Any:
+        """The head's: DeepSpeed looks up a model's width there."""
+        return self.head.config
+
+    def twin(self) -> Self:
+        """The same objective around a copy of the head; the target is shared."""
+        return type(self)(copy.deepcopy(self.head), self.target, self.settings)
+
+    def prepare(self, batch: Batch, epoch: int) -> Batch:
+        """The batch with what training adds to it; runs in the prefetching thread."""
+        # A process without rows must call the module like the others; padding adds nothing to the sums.
+        if batch.features is None and batch.num_tokens == 0 and self.target is not None:
+            vocabulary = self.target.embedding
+            num_taps = len(getattr(self.head.config, "after_blocks", ()))
+            return empty_like(batch, vocabulary.shape[1], vocabulary.dtype, num_taps)
+        return batch
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        """For each term the batch's share of what its sum is divided by, counted from the token ids alone."""
+        return dict.fromkeys(self.weights, batch.supervised().sum())
+
+    def measure(self, batch: Batch) -> Sums:
+        """Held-out sums, asked of the twin without gradient."""
+        raise NotImplementedError
+
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        """The held-out measures from the means of measure's sums."""
+        loss = sum(weight * means[name] for name, weight in self.weights.items())
+        rest = {name: value for name, value in means.items() if name != "chain"}
+        return {"predicted_tau": 1.0 + means["chain"], "loss": loss, **rest}
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    """x [B, T, ...] moved left by `by` (right where it is negative), zeros for what comes in."""
+    out, kept = torch.zeros_like(x), x.shape[1] - abs(by)
+    if kept > 0:
+        out[:, max(-by, 0) : max(-by, 0) + kept] = x[:, max(by, 0) : max(by, 0) + kept]
+    return out
+
+
+def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(slots, states, which): where each step is supervised [K, B, T-1], the target's states there, and whose is whose.
+
+    States [S0, D] are those at p + 1 of the first step's slots, of which a later step asks for some; which holds [S_k]
+    indices into them for each step.
+    """
+    assert batch.features is not None
+    slots = torch.stack([batch.supervised(k)[:, :-1] for k in range(num_steps)])  # [K, B, T-1]
+    number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
+    return slots, batch.features[:, 1:][slots[0]], [shifted(number, k)[asked] for k, asked in enumerate(slots)]
+
+
+def target_choices(batch: Batch, choose: Choose) -> Tensor:
+    """The target's likeliest token [B, T] after each position that some supervised slot asks for, elsewhere 0."""
+    assert batch.features is not None
+    asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
+    choices = torch.zeros_like(batch.input_ids)
+    choices[asked] = choose(batch.features[asked])
+    return choices
+
+
+def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, remade: bool = False) -> Iterator[Tensor]:
+    """A head's outputs [B, T-1, D], unroll step by unroll step, with the conversation's own tokens.
+
+    x [B, T-1, D] is what each slot is given first. remade: steps are computed again in the backward pass.
+    """
+    width = x.shape[1]
+    begin, limit = batch.positions[:, :width], head.config.max_position_embeddings
+    # Keys and values of the steps so far; a slot sees the first step up to itself, and its own of later steps.
+    memories = [UnrollMemory(batch.documents) for _ in range(head.config.num_hidden_layers)]
+    for step in range(num_steps):
+        # Positions beyond the head's own count for nothing, and are clamped so that they can be looked up.
+        given = shifted(batch.input_ids, 1 + step)[:, :width], (begin + step).clamp(max=limit - 1)  # t_{p+1+k}
+        x = _remade_step(head, x, memories, *given) if remade else head.unroll(given[0], x, given[1], memories)
+        yield x
+
+
+def _remade_step(head: Any, x: Tensor, memories: list[UnrollMemory], tokens: Tensor, positions: Tensor) -> Tensor:
+    # Made again from what it saw. Hence the copies of the lists: the memories will have grown by then, and would be
+    # another sequence.
+    before = [(list(memory.keys), list(memory.values)) for memory in memories]
+
+    def made(given: Tensor) -> Totals:
+        seen = [replace(memory, keys=[*k], values=[*v]) for memory, (k, v) in zip(memories, before, strict=True)]
+        out = head.unroll(tokens, given, positions, seen)
+        return out, *(tensor for memory in seen for tensor in (memory.keys[-1], memory.values[-1]))
+
+    out, *pairs = checkpoint(made, x, use_reentrant=False)
+    for memory, key, value in zip(memories, pairs[::2], pairs[1::2], strict=True):
+        memory.keys.append(key)
+        memory.values.append(value)
+    return cast(Tensor, out)
+
+
+def unrolled_hits(
+    head: Any, batch: Batch, start: Tensor, target_choice: Choose, choice: Choose, depths: int
+) -> tuple[Tensor, Tensor]:
+    """hits and alive, as chain_sums takes them, of the chains of `depths` unroll steps that begin at every slot.
+
+    start [B, T-1, D] is what each slot is given; a chain is alive while its turn lasts.
+    """
+    choices, width = target_choices(batch, target_choice), start.shape[1]  # [B, T]
+    hits, alive = (torch.zeros(depths, *start.shape[:2], device=start.device) for _ in range(2))
+    for step, outputs in enumerate(unrolled(head, batch, start, depths)):
+        counted = batch.supervised(step)[:, :width]  # [B, T-1]
+        goals = shifted(choices, 1 + step)[:, :width][counted]  # [S], after f_{p+1+k}
+        alive[step] = counted.float()
+        hits[step][counted] = (choice(outputs[counted]) == goals).float()
+    return hits, alive
+
+
+class Eagle1Objective(Objective):
+    """Smooth-L1 on features plus a loss between the two laws, at supervised slots only.
+
+    Source: EAGLE (arXiv 2401.15077), section 4.1.
+    """
+
+    head: Eagle1Head
+    target: VocabWeights
+    settings: Eagle1Train
+
+    def __init__(self, head: Eagle1Head, target: VocabWeights, settings: Eagle1Train) -> None:
+        super().__init__(head, target, settings)
+        self.weights = {"feature": settings.feature_weight, "classification": settings.classification_weight}
+        head.gradient_checkpointing = settings.gradient_checkpointing
+
+    def prepare(self, batch: Batch, epoch: int) -> Batch:
+        """With uniform noise for the features, drawn row by row so that no neighbour in the batch can move it."""
+        batch, half = super().prepare(batch, epoch), self.settings.feature_noise
+        if half == 0.0:
+            return batch
+        noise = torch.zeros(*batch.input_ids.shape, self.target.embedding.shape[1])  # [B, T, D]
+        for at, (row, length) in enumerate(zip(batch.rows, batch.lengths.tolist(), strict=True)):
+            noise[at, :length].uniform_(-half, half, generator=keyed_generator(self.settings.seed, epoch, row))
+        return replace(batch, noise=noise)
+
+    def forward(self, batch: Batch) -> StepOutput:
+        assert batch.features is not None
+        dtype = next(self.head.parameters()).dtype
+        tokens = batch.input_ids[:, 1:]  # [B, T-1]
+        given = batch.features[:, :-1].to(dtype)  # [B, T-1, D]
+        if batch.noise is not None:
+            given = given + batch.noise[:, :-1].to(dtype)
+        slots = batch.supervised()[:, :-1]  # [B, T-1]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T-1]
+        # Slots that are not supervised are computed, too: later ones attend to them.
+        predicted = self.head(tokens, given, positions)[slots].float()  # [S, D]
+        true = batch.features[:, 1:][slots]  # [S, D]
+        # Under autocast the target's LM head stays in its own dtype, as it is in decoding.
+        with torch.autocast(predicted.device.type, enabled=False):
+            pieces = losses.in_chunks([predicted, true], self.settings.loss_chunk_slots)
+            sums = losses.remade(self._sums, pieces)
+            classification, alpha, agreement = losses.added([sums(*piece) for piece in pieces])
+        feature, count = losses.smooth_l1(predicted, true).sum(), slots.sum()
+        return StepOutput(
+            {"feature": (feature, count), "classification": (classification, count)},
+            {"alpha": (alpha, count), "greedy_agreement": (agreement, count)},
+        )
+
+    def _sums(self, predicted: Tensor, true: Tensor) -> Totals:
+        """Loss between the laws, alpha and greedy agreement over S slots [S, D]."""
+        with torch.no_grad():
+            law = losses.TargetLaw.of_logits(self.target.logits(true))
+        log_q = losses.log_law(self.target.logits(predicted))  # [S, V]
+        loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings).sum()
+        with torch.no_grad():
+            agreement = log_q.argmax(-1) == law.whole.argmax(-1)
+            return loss, losses.acceptance(log_q, law.whole).sum(), agreement.sum()
+
+    def measure(self, batch: Batch) -> Sums:
+        assert batch.features is not None
+        choose = partial(likeliest, self.target.logits, chunk=self.settings.loss_chunk_slots)
+        start = batch.features[:, :-1].to(next(self.head.parameters()).dtype)
+        hits = unrolled_hits(self.head, batch, start, choose, choose, self.settings.eval_depths)
+        return {**chain_sums(*hits), **self(batch).sums()}
+
+
+class Eagle3Objective(Objective):
+    """The sum over unroll steps of unroll_decay ** k times a loss between the draft's and the target's law.
+
+    Source: EAGLE-3 (arXiv 2503.01840), training-time test. Every step's sum is divided by the slots of the first.
+    """
+
+    head: Eagle3Head
+    target: VocabWeights
+    settings: Eagle3Train
+
+    def __init__(self, head: Eagle3Head, target: VocabWeights, settings: Eagle3Train) -> None:
+        super().__init__(head, target, settings)
+        self.weights = {f"loss_at_{k + 1}": settings.unroll_decay**k for k in range(settings.unroll_steps)}
+
+    def forward(self, batch: Batch) -> StepOutput:
+        assert batch.taps is not None
+        num_steps, chunk = self.settings.unroll_steps, self.settings.loss_chunk_slots
+        slots, states, which = target_states(batch, num_steps)
+        remade = self.settings.gradient_checkpointing and torch.is_grad_enabled()
+        steps = unrolled(self.head, batch, self.head.fuse(batch.taps[:, :-1]), num_steps, remade)
+        outputs = torch.cat([x[asked] for x, asked in zip(steps, slots, strict=True)])  # [S, D]
+        # A step's outputs are told apart again when their losses are summed.
+        step_of = torch.cat([torch.full_like(places, k) for k, places in enumerate(which)])  # [S]
+        columns = [[outputs], [step_of]]
+        pieces = losses.by_target_state(states, [torch.cat(which)], columns, max(1, chunk // num_steps))
+        sums = losses.remade(self._sums, pieces)
+        loss, hits, alpha, inside = losses.added([sums(*piece) for piece in pieces])
+        counts = [batch.supervised(k).sum() for k in range(num_steps)]
+        return StepOutput(
+            {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)},
+            {
+                **{f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)},
+                "alpha": (alpha, counts[0]),
+                "in_vocabulary": (inside, counts[0]),
+            },
+        )
+
+    def _sums(self, states: Tensor, which: list[Tensor], outputs: list[Tensor], steps: list[Tensor]) -> Totals:
+        """Sums of loss [K] and hits [K]; of the first step's alpha, and its choices in the draft vocabulary."""
+        (slots,), (out,), (step_of,), vocabulary = which, outputs, steps, self.head.vocabulary
+        law, choices = losses.drafted_law(states, self.target, vocabulary.ids)
+        law, choice = law.at(slots), choices[slots]  # choice [S]
+        inside = vocabulary.t2d[choice]
+        log_q = losses.log_law(self.head.logits(out))  # [S, Vd]
+        loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings)
+        if self.settings.mask_outside_vocabulary:
+            loss = loss * inside
+        steps_of = F.one_hot(step_of, self.settings.unroll_steps).T  # [K, S]
+        total = (steps_of * loss).sum(-1)
+        # Behind the loss: where that is made again for the backward pass, this is not.
+        with torch.no_grad():
+            hits = vocabulary.target_ids(log_q.argmax(-1)) == choice
+            first = step_of == 0
+            alpha = losses.acceptance(log_q[first], law.at(slots[first]).whole).sum()
+            return total, (steps_of * hits).sum(-1), alpha, (first * inside).sum()
+
+    def measure(self, batch: Batch) -> Sums:
+        assert batch.taps is not None
+        head, chunk = self.head, self.settings.loss_chunk_slots
+        target_choice = partial(likeliest, self.target.logits, chunk=max(1, chunk // self.settings.unroll_steps))
+
+        def drafted(states: Tensor) -> Tensor:  # a target token outside the draft vocabulary is always a miss
+            return head.vocabulary.target_ids(likeliest(head.logits, states, chunk))
+
+        start = head.fuse(batch.taps[:, :-1])
+        hits = unrolled_hits(head, batch, start, target_choice, drafted, self.settings.eval_depths)
+        return {**self(batch).sums(), **chain_sums(*hits)}
+
+
+@dataclass(frozen=True)
+class KeyedDropout:
+    """Drops entries of x [S, W], whose slots are those of one row after the other.
+
+    The masks are a function of seed, epoch, row and place: no neighbour, process or restart can move them.
+    """
+
+    rate: float
+    seeds: tuple[int, ...]  # of the rows
+    counts: tuple[int, ...]  # slots of each row
+    branch: int = 0  # of the head
+
+    def __call__(self, x: Tensor, place: int) -> Tensor:
+        """x with each entry zero by the rate, else divided by its complement; other places have other masks."""
+        kept = x.new_empty(x.shape)  # [S, W]
+        for part, seed in zip(kept.split(self.counts), self.seeds, strict=True):
+            # A generator per row: a row keeps its mask whatever stands beside it in the batch.
+            keyed = keyed_generator(seed, self.branch, place).initial_seed()
+            part.bernoulli_(1.0 - self.rate, generator=torch.Generator(x.device).manual_seed(keyed))
+        return x * kept / (1.0 - self.rate)
+
+
+class MultiTokenObjective(Objective):
+    """Of Medusa and Hydra: the sum over heads k = 1, 2, ... of head_decay ** k times the label and the law loss.
+
+    Each head's sums are divided by its own supervised slots: its loss is a mean over what it predicts.
+    """
+
+    head: MedusaHead | HydraHead
+    target: VocabWeights
+    settings: MultiTokenTrain
+
+    def __init__(self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain) -> None:
+        super().__init__(head, target, settings)
+        self.num_heads: int = head.config.num_heads
+        # A term of weight zero is not computed.
+        parts = {"label": settings.label_weight, "law": settings.law_weight}
+        self.terms = {f"{part}_at_{k + 1}": (part, k) for part in parts if parts[part] for k in range(self.num_heads)}
+        self.weights = {name: parts[part] * settings.head_decay ** (k + 1) for name, (part, k) in self.terms.items()}
+
+    def prepare(self, batch: Batch, epoch: int) -> Batch:
+        batch = super().prepare(batch, epoch)
+        if self.settings.dropout == 0.0:
+            return batch
+        # Seeds and not masks travel with the batch: a mask is drawn on the device, as wide as the block that it is for.
+        seeds = (keyed_generator(self.settings.seed, epoch, row).initial_seed() for row in batch.rows)
+        return replace(batch, seeds=tuple(seeds))
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: batch.supervised(k).sum() for name, (_, k) in self.terms.items()}
+
+    def forward(self, batch: Batch) -> StepOutput:
+        slots, states, which = target_states(batch, self.num_heads)
+        if self.settings.gradient_checkpointing and torch.is_grad_enabled():
+            outputs = checkpoint(self._outputs, batch, slots, use_reentrant=False)
+        else:
+            outputs = self._outputs(batch, slots)
+        tokens = [shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked] for k, asked in enumerate(slots)]
+        at_once = max(1, self.settings.loss_chunk_slots // self.num_heads)
+        pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
+        sums = losses.remade(self._sums, pieces)
+        label, law, hits, alpha = losses.added([sums(*piece) for piece in pieces])
+        counts, totals = [batch.supervised(k).sum() for k in range(self.num_heads)], {"label": label, "law": law}
+        accuracies = {f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)}
+        terms = {name: (totals[part][k], counts[k]) for name, (part, k) in self.terms.items()}
+        return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0])})
+
+    def _outputs(self, batch: Batch, slots: Tensor) -> list[Tensor]:
+        """What each head's LM head is given at its slots, [S_k, D] for each of H."""
+        assert batch.features is not None
+        width, outputs, drop = slots.shape[-1], [], None
+        features = batch.features[:, :-1].to(next(self.head.parameters()).dtype)  # [B, T-1, D]
+        if isinstance(self.head, HydraHead):
+            features = self.head.prefix(features, (0, width))
+        for k, asked in enumerate(slots):
+            if self.settings.dropout and batch.seeds is not None:
+                drop = KeyedDropout(self.settings.dropout, batch.seeds, tuple(asked.sum(1).tolist()), k)
+            if isinstance(self.head, HydraHead):
+                # Head k is given the embeddings of the tokens from t_{p+k+1} back to t_{p+1}.
+                tokens = [shifted(batch.input_ids, 1 + back)[:, :width][asked] for back in range(k + 1)]
+                embeddings = torch.cat([F.embedding(ids, self.target.embedding) for ids in tokens], dim=-1)
+                outputs.append(self.head.state(k, features[asked], embeddings, drop))
+            else:
+                outputs.append(self.head.state(k, features[asked], drop))
+        return outputs
+
+    def _sums(self, states: Tensor, which: list[Tensor], outputs: list[Tensor], tokens: list[Tensor]) -> Totals:
+        """Sums of label loss, law loss and hits [H]; the first head's alpha."""
+        with torch.no_grad():
+            target = losses.TargetLaw.of_logits(self.target.logits(states))
+            choice = target.inside.argmax(-1)
+        # All heads are compared with the same target states, whose laws are made once.
+        laws = [losses.log_law(self.head.laws(k, out, self.target)) for k, out in enumerate(outputs)]  # [S_k, V]
+        label = law = laws[0].new_zeros(len(laws))
+        if self.settings.label_weight:
+            label = torch.stack([F.nll_loss(q, t, reduction="sum") for q, t in zip(laws, tokens, strict=True)])
+        if self.settings.law_weight:
+            loss = losses.LOSSES[self.settings.loss]
+            law = torch.stack([loss(q, target.at(at), self.settings).sum() for q, at in zip(laws, which, strict=True)])
+        # Behind the loss: where that is made again for the backward pass, this is not.
+        with torch.no_grad():
+            hits = torch.stack([(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)])
+            alpha = losses.acceptance(laws[0], target.at(which[0]).whole).sum()
+        return label, law, hits, alpha
+
+    def measure(self, batch: Batch) -> Sums:
+        """A greedy chain of at most num_heads drafted tokens."""
+        chunk, slots = self.settings.loss_chunk_slots, target_states(batch, self.num_heads)[0]
+        choices = target_choices(batch, partial(likeliest, self.target.logits, chunk=chunk))  # [B, T]
+        hits = torch.zeros(slots.shape, device=slots.device)  # [H, B, T-1]
+        for k, output in enumerate(self._outputs(batch, slots)):
+            drafted = likeliest(partial(self.head.laws, k, vocab=self.target), output, chunk)
+            hits[k][slots[k]] = (drafted == shifted(choices, 1 + k)[:, : slots.shape[-1]][slots[k]]).float()
+        depths = min(self.settings.eval_depths, self.num_heads)
+        return {**self(batch).sums(), **chain_sums(hits[:depths], slots[:depths].float())}
+
+
+OBJECTIVES: dict[str, Callable[[Any, VocabWeights, Any], Objective]] = {  # of draft heads; a draft LM's is in lm.py
+    "eagle1": Eagle1Objective,
+    "eagle3": Eagle3Objective,
+    "medusa": MultiTokenObjective,
+    "hydra": MultiTokenObjective,
+}
