@@ -1,31 +1,349 @@
 """Decode with a draft head, calibrate it, measure it, tune its tree, compare, report, and prove that it is lossless."""
 
 import argparse
+import shlex
 import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
-from aerie.configs.errors import exit_code, stop_on_signals
+from aerie.configs.errors import UserError, exit_code, stop_on_signals, warn
+from aerie.configs.read import as_dict, from_overrides, load, validate
+from aerie.configs.schema import decode
 from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.decode import METHODS, Method
-from aerie.infer import commands
+from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
+from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.data.stage import target_inputs
+from aerie.infer.decode.engine import make_decoder
+from aerie.infer.decode.methods import Drafters, check_levels, find_head, heads_by_kind, kind_at
+from aerie.infer.measure import bench as benches
+from aerie.infer.measure import calibrate as calibration
+from aerie.infer.measure import lossless, tasks
+from aerie.infer.measure import tune as tuning
+from aerie.infer.measure.generate import answer
+from aerie.infer.measure.record import RECORDS, SUITE, line_of, read_records
+from aerie.infer.measure.statistics import tau_difference
+from aerie.infer.measure.suite import asked_of, suite_of
+from aerie.model import storage
+from aerie.model.hub import head_directory, is_on_hub
+from aerie.model.target import Target, load_tokenizer
 
-HELP = {
-    "generate": "stream an answer; accepted draft tokens are green",
-    "calibrate": "how confidence predicts acceptance, from decoding cycles on held-out prompts",
-    "bench": "tau and speedup of every row of the recipe",
-    "tune": "the tree that suits the heads on this machine, as a YAML; and how well that was predicted",
-    "report": "summary.json and index.html from what was measured",
-    "compare": "the difference of tau between rows of a bench, in pairs of prompts, with an interval",
-    "verify": "prove that methods are lossless; exit code 1 where one is not",
-}
-WITHOUT_RECIPE = ("generate", "verify")  # --config is optional there
-HEAD: dict[str, Any] = {"type": Path, "help": "a head directory (default: the run's own)"}
+TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches; a static one comes from `calibrate`
+OWN_TREES = {"bench": "its rows have trees of their own (bench.rows)", "calibrate": "its tree is calibrate.tree"}
+TRAIN = "train the head with: accelerate launch train/main.py --config RECIPE"
+Measure = Callable[[Target, Any], dict[str, Any]]  # (target, tokenizer) -> the facts of a stage's provenance
+
+
+def bench(arguments: Namespace, unknown: list[str]) -> int:
+    """tau and speedup of every row of the recipe"""
+    recipe, section, paths = _recipe(arguments, unknown, "prompts and rows")
+    section = replace(section, rows=(*section.rows, *(load(path, MethodConfig, []) for path in arguments.row)))
+    suite = suite_of(section)
+    heads: list[str | None] = []
+    for row, place in zip(suite.rows, suite.places, strict=True):
+        if arguments.plan and row.head is not None and METHODS[row.method].heads and is_on_hub(row.head):
+            heads.append(row.head)  # a plan fetches nothing
+        else:
+            heads.append(_head(row, recipe, arguments.head, place))
+            check_levels(row.tree, heads[-1], place)
+
+    def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
+        asked = tasks.pinned(section.prompts)
+        prompts = tasks.load_prompts(asked)
+        decoders = benches.make_decoders(target, suite.rows, heads, suite.places)
+        kinds = [None if head is None else kind_at(head) for head in heads]
+        made = benches.Bench(target, tokenizer, decoders, kinds, section, paths.bench)
+        storage.write_json(paths.bench / SUITE, as_dict(asked_of(section, prompts, target)))
+        records = benches.run(made, prompts, recipe.seed)
+        if section.reference:
+            records = benches.measure_reference(made, records)
+        if section.overhead:
+            benches.measure_overhead(made, prompts)
+        storage.write_text(made.records_path, "".join(map(line_of, records)))
+        failed = [record.message for record in records if record.status == "error"]
+        print(
+            f"bench: {len(records)} answers -> {paths.bench}", f"{len(failed)} failed: {failed[:1]}" if failed else ""
+        )
+        return {"answers": len(records), "prompts": tasks.prompt_inputs(asked)}
+
+    inputs = {"bench": as_dict(section), "threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
+    calibrators = {}  # the digests of those that rows decode by
+    for row, head in zip(suite.rows, heads, strict=True):
+        if head is not None and not arguments.plan and row.tree is not None and row.tree.calibrated:
+            path = head_directory(head) / storage.CALIBRATOR
+            if not path.is_file():
+                fix = "fit it with: python infer/main.py calibrate --config RECIPE"
+                raise UserError(f"{path}: no such file, and tree.calibrated needs it; {fix}")
+            calibrators[head] = storage.file_digest(path)
+    if calibrators:
+        inputs["calibrators"] = calibrators
+    prompts = section.prompts
+    counts = [prompts.num_prompts if task.num_prompts is None else task.num_prompts for task in prompts.tasks]
+    plan = (
+        f"bench: {len(section.rows)} rows x {len(section.sampling)} samplings x {counts or prompts.num_prompts} prompts "
+        f"(null: all) of {[task.name for task in prompts.tasks] or prompts.path}, at most {prompts.max_new_tokens} new "
+        f"tokens a turn, {len(section.sweeps)} sweeps of {len(suite.points)} points -> {paths.bench}"
+    )
+    return _stage(arguments, recipe, heads, inputs, prompts, plan, measure)
+
+
+def calibrate(arguments: Namespace, unknown: list[str]) -> int:
+    """how confidence predicts acceptance, from decoding cycles on held-out prompts"""
+    recipe, section, paths = _recipe(arguments, unknown, "prompts: {path: ...}")
+    asked = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
+    if not METHODS[asked.method].heads:
+        raise UserError(f"calibrate.method: {asked.method} has no head, and so no confidence that could be measured")
+    _check_given(arguments.head, asked)
+    head = _head(asked, recipe, arguments.head, "calibrate")
+    check_levels(asked.tree, head, "calibrate")
+
+    def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
+        prompts = tasks.load_prompts(section.prompts)
+        questions = [(tasks.encode(prompt.text, tokenizer, target), prompt.task) for prompt in prompts]
+        decoder = make_decoder(Drafters(target), asked, head, "calibrate")
+        recording = calibration.record(decoder, asked.tree, questions, section, recipe.seed)
+        lines = calibration.write_calibration(
+            paths.calibration, recording, section.bins, head, lambda token: str(tokenizer.decode([token]))
+        )
+        rebuilt = calibration.rebuild(target, asked, head, questions, section, paths.calibration)
+        print("\n".join([*lines, *([rebuilt] if rebuilt else [])]))
+        return {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
+
+    plan = (
+        f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
+        f"{asked.method}, {as_dict(asked.tree)}, {head} -> {paths.calibration}"
+    )
+    inputs = {"calibrate": as_dict(section), **decode.digests([asked.tree])}
+    return _stage(arguments, recipe, [head], inputs, section.prompts, plan, measure)
+
+
+def tune(arguments: Namespace, unknown: list[str]) -> int:
+    """the tree that suits the heads on this machine, as a YAML; and how well that was predicted"""
+    recipe, section, paths = _recipe(arguments, unknown, "prompts: {path: ...}")
+    heads = heads_by_kind([arguments.head] if arguments.head else [], None if arguments.head else paths.heads)
+    heads = {kind: head for kind, head in heads.items() if kind in TUNABLE}
+    if not heads:
+        kinds = ", ".join(TUNABLE)
+        raise UserError(f"{arguments.head or paths.heads}: no head of kind {kinds}; train one, or give --head")
+    tasks.check_sources(section.measure or section.prompts)
+    tuning.check_apart(section)
+
+    def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
+        best = tuning.tune(target, tokenizer, heads, section, paths.tune)
+        if section.measure is not None:
+            tuning.measure(target, tokenizer, best, section, paths.tune, recipe.seed)
+        print(f"tune: {paths.tune / tuning.TUNED} (generate --row FILE, bench --row FILE)")
+        return {}
+
+    plan = f"tune: {', '.join(heads)}, up to {section.levels} levels, k {section.k} -> {paths.tune / tuning.TUNED}"
+    inputs = {"tune": as_dict(section), "threads": recipe.threads}
+    return _stage(arguments, recipe, list(heads.values()), inputs, section.prompts, plan, measure)
+
+
+def _stage(
+    arguments: Namespace,
+    recipe: pipeline.Recipe,
+    heads: Sequence[str | None],
+    inputs: dict[str, Any],
+    prompts: PromptsConfig,
+    plan: str,
+    measure: Measure,
+) -> int:
+    """Runs a stage that is not done yet, after everything that can be refused before a model is loaded."""
+    tasks.check_sources(prompts)
+    _check(recipe.target, heads)
+    if arguments.plan:
+        print(plan)
+        return 0
+    inputs = {  # everything that the measurement depends on, by content
+        "target": target_inputs(recipe.target),
+        "head": [storage.digests(head_directory(head)) for head in dict.fromkeys(heads) if head is not None],
+        **inputs,
+        "prompts": tasks.prompt_inputs(prompts),
+        "seed": recipe.seed,
+    }
+    paths, name = pipeline.RunPaths(Path(recipe.run)), arguments.command
+    name = {"calibrate": "calibration"}.get(name, name)
+    stage = storage.Stage(name, getattr(paths, name), inputs)
+    if stage.is_whole():
+        print(f"{arguments.command}: whole, reused ({stage.output})")
+        return 0
+    stage.require_own_directory(arguments.overwrite)
+    if name == "bench":
+        benches.begin_bench(stage, arguments.overwrite)
+
+    def work() -> tuple[str, int]:
+        target = benches.load_quietly(recipe.target, recipe.threads)
+        facts = measure(target, load_tokenizer(recipe.target))
+        stage.finish(hardware=benches.describe(target), **facts)
+        return "done", 0
+
+    return storage.with_status(paths.status, arguments.command, work)
+
+
+def report(arguments: Namespace, unknown: list[str]) -> int:
+    """summary.json and index.html from what was measured"""
+    recipe = pipeline.load(arguments, unknown)
+    paths = pipeline.RunPaths(Path(recipe.run))
+    if arguments.plan:
+        print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
+        return 0
+    from aerie.infer.report.page import Facts, write_report
+    from aerie.infer.report.tables import console_table
+
+    head = arguments.head or paths.head(recipe)
+    stages = (paths.features, head, paths.calibration, paths.bench, paths.tune)
+    made = {path: storage.read_json(path / storage.FILE) for path in stages if (path / storage.FILE).is_file()}
+    if paths.bench not in made:
+        records = paths.bench / RECORDS
+        count = records.read_bytes().count(b"\n") if records.is_file() else 0
+        again = f"run: python infer/main.py bench --config {arguments.config}"
+        raise UserError(f"{paths.bench}: only {count:,} answers, of a bench that is not done; {again}")
+    commands = []  # that made the run
+    for words in (facts["argv"] for facts in made.values() if facts.get("argv")):
+        launched = words[0] in ("data/main.py", "train/main.py")
+        commands.append(f"{'accelerate launch' if launched else 'python'} {shlex.join(words)}")
+    trained = made.get(head, {})
+    training = {name: trained[name] for name in ("training_tokens", "steps", "seconds") if name in trained}
+    facts = Facts(
+        run=str(recipe.run),
+        commit=made[paths.bench].get("commit"),
+        target={"name": recipe.target.path, "dtype": recipe.target.dtype},
+        head={"kind": recipe.head.kind, "name": str(head)} | training,
+        hardware=made[paths.bench].get("hardware", {}),
+        commands=(*commands, f"python infer/main.py report --config {arguments.config}"),
+    )
+    print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, seed=recipe.seed)))
+    print(f"\nreport: {paths.report / 'index.html'}")
+    return 0
+
+
+def compare(arguments: Namespace, unknown: list[str]) -> int:
+    """the difference of tau between rows of a bench, in pairs of prompts, with an interval"""
+    from aerie.infer.report.tables import names
+
+    recipe = pipeline.load(arguments, unknown)
+    records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / RECORDS)
+    if arguments.temperature is not None:
+        records = [record for record in records if record.temperature == arguments.temperature]
+    difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
+    print(f"{names(records, arguments.of)} against {names(records, arguments.against)}:\n{difference}")
+    return 0
+
+
+def verify(arguments: Namespace, unknown: list[str]) -> int:
+    """prove that methods are lossless; exit code 1 where one is not"""
+    if arguments.config is None:
+        if arguments.target is None or unknown:
+            raise UserError(f"verify needs --config RECIPE, or --target and no {' '.join(unknown) or 'recipe'}")
+        config = TargetConfig(arguments.target, dtype=arguments.dtype or "float32", device_map=arguments.device_map)
+        return lossless.demonstrate(arguments, config, heads_by_kind(arguments.head, None))
+    recipe = pipeline.load(arguments, unknown)
+    config = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
+    section, rows = recipe.bench or recipe.calibrate, recipe.bench.rows if recipe.bench else ()
+    heads = heads_by_kind(arguments.head, pipeline.RunPaths(Path(recipe.run)).heads)
+    if not arguments.head:
+        heads |= {kind_at(row.head): row.head for row in rows if row.head is not None}
+    return lossless.demonstrate(arguments, config, heads, section.prompts if section else None, rows, recipe.threads)
+
+
+def generate(arguments: Namespace, unknown: list[str]) -> int:
+    """stream an answer; accepted draft tokens are green"""
+    given, row, recipe = arguments.head, arguments.row, None
+    if arguments.config is None:
+        headless = given is None and row is None
+        if arguments.target is None or (headless and (arguments.method is None or METHODS[arguments.method].heads)):
+            fix = "--target and --head (or --method vanilla, pld or lookahead)"
+            raise UserError(f"generate needs --config RECIPE, or {fix}")
+        usual, of_method = "vanilla" if given is None else USUAL[kind_at(given)], pipeline.pairs_of(unknown)
+        words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
+        target = from_overrides(TargetConfig, [f"{key}={word}" for key, word in words.items() if word], "command line")
+    else:
+        of_method, others = pipeline.method_words(unknown)
+        recipe = pipeline.load(arguments, others)
+        usual, target = USUAL[recipe.head.kind], recipe.target
+    if row is None:
+        asked = pipeline.method_from(arguments.method or usual, of_method)
+        if recipe is not None and asked.method == usual:  # the recipe's tree is that of its head's usual method alone
+            words_of_tree = [f"--{word}" for word in of_method if word.startswith("tree.")]
+            asked = replace(asked, tree=pipeline.load(arguments, [*others, *words_of_tree]).tree)
+    elif arguments.method is not None:
+        raise UserError("--row names its method; leave --method out")
+    else:
+        asked = load(row, MethodConfig, of_method)
+    _check_given(given, asked)
+    if recipe is not None:
+        head = _head(asked if given is None else replace(asked, head=None), recipe, given, "--method")
+    else:
+        head = asked.head if given is None else str(given)
+        if head is None and METHODS[asked.method].heads:
+            raise UserError(f"{row}: {asked.method} needs a head; give --head")
+    check_levels(asked.tree, head, "generate")
+    _check(target, [head])
+    settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    sampling = {name: value for name, value in settings.items() if value is not None}
+    if sampling.pop("max_new_tokens", 1) < 1:
+        raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
+    validate(sampling, SamplingConfig, "sampling", {})
+    if sampling.keys() & {"top_k", "top_p"} and not arguments.temperature:
+        raise UserError(
+            "--top-k and --top-p shape what is drawn, and greedy decoding draws nothing; add --temperature 1"
+        )
+    if arguments.plan:
+        law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
+        tree = as_dict(asked.tree) if asked.tree else "no tree"
+        print(f"generate: {target.path}, {asked.method} with {head or 'no head'}, {tree}{law}")
+        return 0
+    loaded = benches.load_quietly(target, None if recipe is None else recipe.threads)
+    answer(loaded, load_tokenizer(target), asked, head, arguments, settings)
+    return 0
+
+
+def _recipe(arguments: Namespace, unknown: list[str], keys: str) -> tuple[pipeline.Recipe, Any, pipeline.RunPaths]:
+    """The recipe, the command's section of it and the run's files; warns of a `tree` that the command does not read."""
+    recipe = pipeline.load(arguments, unknown)
+    for word in unknown:
+        if word.startswith("--tree.") and arguments.command in OWN_TREES:
+            warn(f"{word.partition('=')[0]}: {arguments.command} does not read it; {OWN_TREES[arguments.command]}")
+    section = getattr(recipe, arguments.command)
+    if section is None:
+        raise UserError(f"{arguments.config}: has no section {arguments.command!r}; add one with {keys}")
+    return recipe, section, pipeline.RunPaths(Path(recipe.run))
+
+
+def _check_given(head: Path | None, asked: MethodConfig) -> None:
+    """UserError for a --head that the method does not draft with."""
+    if head is not None:
+        decode.check_kind(asked.method, kind_at(head) if METHODS[asked.method].heads else "draft", "--head")
+
+
+def _head(asked: MethodConfig, recipe: pipeline.Recipe, given: Path | None, place: str) -> str | None:
+    """The head that a row drafts with: its own, else --head or the recipe's own where its kind fits, else the run's."""
+    paths = pipeline.RunPaths(Path(recipe.run))
+    of_recipe = paths.head(recipe)
+    if asked.head is None and given in (None, of_recipe) and recipe.head.kind in METHODS[asked.method].heads:
+        decode.check_kind(asked.method, kind_at(of_recipe), str(of_recipe))
+        return str(of_recipe)
+    return find_head(asked, paths.heads, recipe.head.kind, None if given == of_recipe else given, place)
+
+
+def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
+    """UserError for a target or a head that is not there."""
+    target_inputs(target)
+    for head in heads:
+        if head is not None and not is_on_hub(head) and storage.find_weights(Path(head)) is None:
+            raise UserError(f"{head}: holds no weights; {TRAIN}")
+
+
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
+COMMANDS = (generate, calibrate, bench, tune, report, compare, verify)
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
         "--prompt": {"required": True},
@@ -40,23 +358,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--show-tree": {"action": "store_true", "help": "print the first draft tree"},
         "--save-tree": {"type": Path, "metavar": "PATH.json", "help": "write the first draft tree as JSON"},
         "--cycles": {"type": Path, "metavar": "PATH.jsonl", "help": "write a record of every cycle"},
-        "--head": HEAD,
     },
-    "calibrate": {"--head": HEAD},
-    "bench": {
-        "--head": HEAD,
-        "--row": {"action": "append", "default": [], **FILE, "help": "one more row, as `tune` writes it"},
-    },
-    "tune": {"--head": HEAD},
-    "report": {"--head": HEAD},
+    "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row, as `tune` writes it"}},
     "compare": {
-        "--head": HEAD,
         "--of": ROWS,
         "--against": ROWS,
         "--temperature": {"type": float, "help": "of the sampling that is compared, where there are several"},
     },
     "verify": {
-        "--head": {"type": Path, "action": "append", "default": [], "help": "a head directory; one of each kind"},
         "--methods": {"default": ",".join(METHODS), "help": "eagle2,sps,...; default: all"},
         "--prompts": {"type": int, "default": 20, "help": "prompts answered greedily (default 20)"},
         "--draws": {"type": int, "default": 2000, "help": "sampled answers for each p-value (default 2000)"},
@@ -69,14 +378,19 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python infer/main.py", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
-    for name, options in OPTIONS.items():
-        command = subparsers.add_parser(name, help=HELP[name])
-        pipeline.add_arguments(command, config_required=name not in WITHOUT_RECIPE)
-        for flag, settings in options.items():
+    for run in COMMANDS:
+        command, is_verify = subparsers.add_parser(run.__name__, help=run.__doc__), run is verify
+        pipeline.add_arguments(command, config_required=run not in (generate, verify))
+        several: dict[str, Any] = {"action": "append", "default": []} if is_verify else {}
+        text = "a head directory; one of each kind" if is_verify else "a head directory (default: the run's own)"
+        command.add_argument("--head", type=Path, help=text, **several)
+        for flag, settings in OPTIONS.get(run.__name__, {}).items():
             command.add_argument(flag, **settings)
+        command.set_defaults(run_command=run)
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
-    return int(getattr(commands, arguments.command)(arguments, unknown))
+    code: int = arguments.run_command(arguments, unknown)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The bench: every row answers every prompt, interleaved, in one process; what is measured is appended at once."""
+"""The bench: every row answers every prompt, interleaved, in one process; what is measured is appended at once.
+
+Also what decoding is held against: transformers' generate, and the time that a row spends in model forwards.
+"""
 
 import itertools
 import logging
@@ -6,43 +9,61 @@ import os
 import platform
 import re
 import resource
+import statistics
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig, SamplingConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.cache import CachedLM
-from aerie.infer.decode.engine import Generation, SpeculativeDecoder, make_decoder
+from aerie.infer.decode.engine import Clock, Generation, SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.shape import Drafting
+from aerie.infer.decode.tree import root_only
 from aerie.infer.measure.cycles import Origin, Recorder, append_lines, keep_answers, keep_pools, lines_of
 from aerie.infer.measure.record import (
     OVERHEAD,
     RECORDS,
+    REFERENCE,
     SUITE,
     Key,
     Milliseconds,
+    Overhead,
+    PromptKey,
     Record,
+    Reference,
     line_of,
+    read_as,
     read_records,
     tree_shape,
 )
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn
-from aerie.model.storage import Manifest, Stage, Whole, remove_temporaries
+from aerie.model.storage import Manifest, Stage, Whole, first_line, remove_temporaries, write_json
 from aerie.model.target import Target
 
 CYCLES, JOB = "cycles.jsonl", "job.json"
 WARM_UP_TOKENS = 24
+REFERENCE_PROMPTS = 12  # that are timed in all three ways
+NUM_PROMPTS, REPETITIONS = 4, 6  # of the overhead
+PHASES = ("draft", "verify", "commit", "other")
+COUNTED = ("verify", "new_tokens", "accepted", "cycle_tokens", "cycle_nodes", "target_forwards", "draft_forwards",
+           "draft_forwards_wasted", "draft_nodes")  # fmt: skip
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
@@ -63,19 +84,15 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
     Manifest(inputs=stage.inputs).write(stage.output, JOB)
 
 
-def prepare(threads: int | None) -> None:
-    """Threads as the recipe says (null: torch's choice), and no chatter from the libraries."""
+def load_quietly(config: Any, threads: int | None) -> Target:
+    """The target on a GPU where there is one; threads as the recipe says, and no chatter from the libraries."""
     if threads is not None:
         torch.set_num_threads(threads)
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("torch").setLevel(logging.ERROR)
-
-
-def default_device() -> str:
-    """A GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return Target.load(config, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def describe(target: Target) -> dict[str, Any]:
@@ -88,11 +105,6 @@ def describe(target: Target) -> dict[str, Any]:
         device = model[1] if model else platform.processor() or platform.machine()
     dtype = str(target.dtype).removeprefix("torch.")
     return {"device": device, "threads": torch.get_num_threads(), "dtype": dtype}
-
-
-def max_context(target: Target) -> int | None:
-    """The positions that the target was trained for; null where its configuration does not say."""
-    return getattr(target.config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)
@@ -114,16 +126,16 @@ class Bench:
     def records_path(self) -> Path:
         return self.directory / RECORDS
 
-    def max_new_tokens(self, prompt_tokens: int) -> int:
-        """The length of an answer to a prompt, the same for every row: what the recipe asks, as far as there is room.
+    def settings(self, ids: Tensor) -> dict[str, Any]:
+        """Greedy decoding of a prompt [1, T], of the same length for every row: what the recipe asks if there is room.
 
         The room is that of the target's context and of every drafter's positions, but for those that the prompt alone
         overruns: their rows fail, and shorten nobody else's answers.
         """
         limits = [decoder.proposer.max_positions for decoder in self.decoders if decoder.proposer is not None]
-        limits.append(max_context(self.target) or sys.maxsize)
-        room = min((limit - prompt_tokens for limit in limits if limit > prompt_tokens), default=1)
-        return min(self.config.prompts.max_new_tokens, room)
+        limits.append(getattr(self.target.config, "max_position_embeddings", None) or sys.maxsize)
+        room = min((limit - ids.shape[1] for limit in limits if limit > ids.shape[1]), default=1)
+        return {"max_new_tokens": min(self.config.prompts.max_new_tokens, room), "do_sample": False}
 
 
 def make_decoders(
@@ -133,11 +145,10 @@ def make_decoders(
 
     Decoders that read the same states of the target share its key/value cache: they answer one after the other.
     """
-    drafters = Drafters(target)
+    drafters, shared = Drafters(target), dict[tuple[int, ...], CachedLM]()
     places = places or [f"bench.rows.{number}" for number in range(len(rows))]
     named = zip(rows, heads, places, strict=True)
     decoders = [make_decoder(drafters, row, head, place) for row, head, place in named]
-    shared: dict[tuple[int, ...], CachedLM] = {}
     for decoder in decoders:
         decoder.lm = shared.setdefault(decoder.lm.after_blocks, decoder.lm)
     return decoders
@@ -147,35 +158,25 @@ def make_decoders(
 class Job:
     """One turn of one prompt at one sampling, and the rows that answer it."""
 
-    number: int
     sampling: SamplingConfig
     prompt: Prompt
     turn: int
     rows: list[int]
 
-    def origin(self, row: int, method: str) -> Origin:
-        prompt, sampling = self.prompt, asdict(self.sampling)
-        return Origin(row, method, **sampling, task=prompt.task, prompt_id=prompt.prompt_id, turn=self.turn)
-
     def key(self, row: int, turn: int) -> Key:
         """What finds this row's answer to a turn of this prompt (Record.key)."""
-        sampling = self.sampling
-        return (
-            row,
-            (sampling.temperature, sampling.top_k, sampling.top_p),
-            (self.prompt.task, self.prompt.prompt_id, turn),
-        )
+        return row, astuple(self.sampling), (self.prompt.task, self.prompt.prompt_id, turn)
 
 
 def jobs_of(suite: Suite, prompts: Sequence[Prompt]) -> list[Job]:
     """What is measured, in order: the turns of a prompt follow each other, for each sampling in turn."""
-    jobs: list[Job] = []
-    for sampling, asked in suite.rows_for(prompts).items():
-        for prompt in prompts:
-            rows = asked.get((prompt.task, prompt.prompt_id), [])
-            for turn in range(len(prompt.turns) if rows else 0):
-                jobs.append(Job(len(jobs), sampling, prompt, turn, rows))
-    return jobs
+    return [
+        Job(sampling, prompt, turn, asked[prompt.task, prompt.prompt_id])
+        for sampling, asked in suite.rows_for(prompts).items()
+        for prompt in prompts
+        if (prompt.task, prompt.prompt_id) in asked
+        for turn in range(len(prompt.turns))
+    ]
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
@@ -191,54 +192,47 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
         if foreign:
             raise UserError(f"bench.sweeps.{number}: no prompt is of task {foreign[0]!r}; tasks are {', '.join(tasks)}")
     bench.directory.mkdir(parents=True, exist_ok=True)
-    jobs = jobs_of(bench.suite, prompts)
-    done = {record.key: record for record in _known(bench, prompts)}
-    keep_answers(bench.directory / CYCLES, done)
+    jobs, cycles_path = jobs_of(bench.suite, prompts), bench.directory / CYCLES
+    done = {record.key: record for record in _known(bench.records_path, prompts)}
+    keep_answers(cycles_path, done)
+    warm_up: dict[str, Any] = {"max_new_tokens": min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens), "do_sample": False}
     for prompt in prompts[: bench.config.warmup_prompts]:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
         for decoder in bench.decoders:
             try:
-                new = min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
-                decoder.generate(ids, max_new_tokens=new, do_sample=False)
+                decoder.generate(ids, **warm_up)
             except (UserError, RuntimeError):
                 continue  # its answers fail likewise, and their records say why
     total = sum(len(job.rows) for job in jobs)
     with bench.records_path.open("a", encoding="utf-8") as file, bar(total, "answers", "bench") as progress:
-        for job in jobs:
-            for offset in range(len(job.rows)):
-                row = job.rows[(job.number + offset) % len(job.rows)]
+        for number, job in enumerate(jobs):
+            first = number % len(job.rows)
+            for row in (*job.rows[first:], *job.rows[:first]):
                 key = job.key(row, job.turn)
                 if key not in done:
-                    done[key], cycles = _answer(bench, job, row, done, seed + job.number)
+                    done[key], cycles = _answer(bench, job, row, done, seed + number)
                     if cycles:
                         # before the record: cycles without a record are dropped, and measured again
-                        append_lines(bench.directory / CYCLES, cycles)
+                        append_lines(cycles_path, cycles)
                     file.write(line_of(done[key]))
                     file.flush()
                     os.fsync(file.fileno())
                 progress.update()
-    return compared(list(done.values()), bench.suite.vanilla)
-
-
-def compared(records: list[Record], baseline: int) -> list[Record]:
-    """The greedy records with `identical` set against the tokens of the baseline row at the same turn."""
-    plain = {(r.sampling, r.prompt_key): r.output_ids for r in records if r.row == baseline and r.status == "ok"}
-
-    def judged(record: Record) -> Record:
+    # `identical` compares with vanilla's tokens at the same turn
+    good = [record for record in done.values() if record.status == "ok"]
+    plain = {(r.sampling, r.prompt_key): r.output_ids for r in good if r.row == bench.suite.vanilla}
+    for record in good:
         expected = plain.get((record.sampling, record.prompt_key))
-        if record.status != "ok" or record.temperature > 0 or expected is None:
-            return record
-        return replace(record, identical=record.output_ids == expected)
-
-    return [judged(record) for record in records]
+        if record.temperature == 0 and expected is not None:
+            done[record.key] = replace(record, identical=record.output_ids == expected)
+    return list(done.values())
 
 
-def _known(bench: Bench, prompts: Sequence[Prompt]) -> list[Record]:
+def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
     """Records of an earlier call; a line that a kill cut short is dropped and measured again.
 
     UserError when a record answers another prompt than the one that has its name now.
     """
-    path = bench.records_path
     if not path.is_file():
         return []
     raw = path.read_bytes()
@@ -260,48 +254,33 @@ def _answer(bench: Bench, job: Job, row: int, done: dict[Key, Record], seed: int
     A failure is a record with its message and no time. Nothing is left to the target's generation_config, which may
     ask for top_k 50.
     """
-    config, decoder = bench.suite.rows[row], bench.decoders[row]
-    origin = job.origin(row, config.method)
-    facts: dict[str, Any] = {
-        **asdict(origin),
-        "head": bench.kinds[row],
-        "head_path": config.head,
-        "tree": tree_shape(config),
-        "prompt_text": job.prompt.turns[job.turn],
-    }
-
-    def failure(message: str) -> tuple[Record, list[str]]:
-        return Record(**facts, verify="none", status="error", message=message), []
-
-    earlier = [done[job.key(bench.suite.vanilla, turn)] for turn in range(job.turn)]
-    for record in earlier:
-        if record.status != "ok":
-            return failure(f"turn {record.turn + 1} has no answer of vanilla to go on from: {record.message}")
-    ids = encode_turn(job.prompt, [record.text for record in earlier], bench.tokenizer, bench.target)
-    facts |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
-    for device in range(torch.cuda.device_count()):
-        torch.cuda.reset_peak_memory_stats(device)
-    recorder = None
-    if bench.config.cycles:
-        recorder = Recorder()
-        keep_pools(decoder)
+    config, decoder, prompt = bench.suite.rows[row], bench.decoders[row], job.prompt
+    sampling = asdict(job.sampling)
+    origin = Origin(row, config.method, **sampling, task=prompt.task, prompt_id=prompt.prompt_id, turn=job.turn)
+    facts = {**asdict(origin), "head": bench.kinds[row], "head_path": config.head, "tree": tree_shape(config)}
+    facts |= {"prompt_text": prompt.turns[job.turn]}
+    recorder = Recorder()
     try:
+        earlier = [done[job.key(bench.suite.vanilla, turn)] for turn in range(job.turn)]
+        for record in earlier:
+            if record.status != "ok":
+                raise UserError(f"turn {record.turn + 1} has no answer of vanilla to go on from: {record.message}")
+        ids = encode_turn(prompt, [record.text for record in earlier], bench.tokenizer, bench.target)
+        facts |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(device)
+        if bench.config.cycles:
+            keep_pools(decoder)
         generation = decoder.generate(
             ids,
-            max_new_tokens=bench.max_new_tokens(ids.shape[1]),
-            do_sample=origin.temperature > 0,
-            temperature=origin.temperature,
-            top_k=origin.top_k,
-            top_p=origin.top_p,
-            min_p=0.0,
+            **{**bench.settings(ids), "do_sample": job.sampling.temperature > 0, **sampling, "min_p": 0.0},
             generator=torch.Generator(bench.target.device).manual_seed(seed),
-            on_cycle=recorder,
+            on_cycle=recorder if bench.config.cycles else None,
             timed=True,
         )
     except (UserError, RuntimeError) as error:
-        return failure((str(error).strip() or type(error).__name__).splitlines()[0])
-    record = Record(**facts, **_figures(generation, bench.tokenizer))
-    return record, lines_of(origin, recorder.records) if recorder else []
+        return Record(**facts, verify="none", status="error", message=first_line(error)), []
+    return Record(**facts, **_figures(generation, bench.tokenizer)), lines_of(origin, recorder.records)
 
 
 def _figures(generation: Generation, tokenizer: Any) -> dict[str, Any]:
@@ -313,20 +292,149 @@ def _figures(generation: Generation, tokenizer: Any) -> dict[str, Any]:
         peak = sum(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / 2**30
     else:  # the most that this process ever held
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {
-        "verify": counted.verify,
-        "new_tokens": counted.new_tokens,
+    values = {name: getattr(counted, name) for name in COUNTED}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()} | {
         "output_ids": tuple(ids),
         "text": texts[-1],
         "cycle_texts": (texts[0], *(later[len(earlier) :] for earlier, later in itertools.pairwise(texts))),
-        "accepted": tuple(counted.accepted),
-        "cycle_tokens": tuple(counted.cycle_tokens),
         "cycle_ms": tuple(round(ms, 4) for ms in counted.cycle_ms),
-        "cycle_nodes": tuple(counted.cycle_nodes),
-        "target_forwards": counted.target_forwards,
-        "draft_forwards": counted.draft_forwards,
-        "draft_forwards_wasted": counted.draft_forwards_wasted,
-        "draft_nodes": counted.draft_nodes,
         "ms": Milliseconds(**counted.ms),
         "peak_memory_gib": peak,
     }
+
+
+def clocked(device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any) -> tuple[float, Any]:
+    """The milliseconds that a call takes, and what it returns."""
+    clock = Clock(device)
+    clock.start()
+    result = work(*arguments, **settings)
+    return clock.lap("work"), result
+
+
+def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
+    """transformers' generate on every greedy prompt, and the bare forwards replayed; writes reference.json.
+
+    Its figures are medians over the first prompts, each timed all three ways in turn, prefill included. Returns the
+    records with `identical_to_generate`.
+    """
+    target, vanilla = bench.target, SpeculativeDecoder(bench.target)
+    greedy = [r for r in records if r.temperature == 0.0 and r.row == bench.suite.vanilla and r.status == "ok"]
+    answers: dict[PromptKey, tuple[int, ...]] = {}
+    per_token: list[list[float]] = []  # milliseconds of all three
+
+    def forwards_alone(ids: Tensor, answer: Tensor) -> None:
+        """The target forwards that write this answer: no choice, no stop rule, no statistics."""
+        vanilla.lm.prefill(ids[0], ids.shape[1] + len(answer) + 1)
+        for position in range(len(answer) - 1):
+            vanilla.lm.extend(root_only(answer[position : position + 1]))
+            vanilla.lm.keep([0])
+
+    with bar(len(greedy), "prompts", "reference") as progress, torch.inference_mode():
+        for number, record in enumerate(greedy):
+            ids = torch.tensor([record.prompt_ids], device=target.device)
+            settings = bench.settings(ids)
+            static = {"attention_mask": torch.ones_like(ids), "cache_implementation": "static", "disable_compile": True}
+            ms, out = clocked(target.device, target.model.generate, ids, **settings, **static)
+            answer = out[0, ids.shape[1] :]
+            answers[record.prompt_key] = tuple(answer.tolist())
+            if number < REFERENCE_PROMPTS:
+                bare_ms, _ = clocked(target.device, forwards_alone, ids, answer)
+                plain_ms, _ = clocked(target.device, vanilla.generate, ids, **settings)
+                per_token.append([taken / len(answer) for taken in (ms, bare_ms, plain_ms)])
+            progress.update()
+    static_ms, bare_ms, plain_ms = map(statistics.median, zip(*per_token, strict=True)) if per_token else (0.0,) * 3
+    checked = [
+        replace(r, identical_to_generate=r.output_ids == answers[r.prompt_key])
+        if r.status == "ok" and r.temperature == 0.0 and r.prompt_key in answers
+        else r
+        for r in records
+    ]
+    identical = sum(bool(r.identical_to_generate) for r in checked if r.row == bench.suite.vanilla)
+    reference = Reference(plain_ms, bare_ms, len(greedy), identical, static_ms)
+    write_json(bench.directory / REFERENCE, asdict(reference))
+    print(
+        f"ms per token, prefill included: vanilla {plain_ms:.2f}, its bare forwards {bare_ms:.2f}, transformers' "
+        f"generate with a static cache {static_ms:.2f}"
+    )
+    return checked
+
+
+class Stopwatch(BaseStreamer):
+    """Milliseconds and calls of the model forwards of an answer's cycles: a streamer inside `with watch.on(decoder)`.
+
+    It begins with the second `put`: the engine hands out the prompt, prefills, and hands out the first token.
+    """
+
+    def __init__(self) -> None:
+        self.ms, self.calls = defaultdict[str, float](float), Counter[str]()
+        self._puts = 0
+
+    def put(self, value: Tensor) -> None:
+        self._puts += 1
+        if self._puts == 2:
+            self.ms.clear()
+            self.calls.clear()
+
+    def end(self) -> None:
+        return
+
+    def on(self, decoder: SpeculativeDecoder) -> ExitStack:
+        """Times the calls of the target and of the drafter's models, LM heads included, while the block runs."""
+        target, stack = decoder.target, ExitStack()
+        places: list[tuple[str, Any, str]] = [("target", target.decoder, "forward"), ("target", target, "logits")]
+        if isinstance(decoder.proposer, Drafting):
+            places += [("draft", owner, name) for owner, name in decoder.proposer.drafter.forwards()]
+        for part, owner, name in places:
+            timed = partial(self._timed, part, target.device, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, timed))
+        return stack
+
+    def _timed(self, part: str, device: torch.device, *call: Any, **settings: Any) -> Any:
+        ms, output = clocked(device, *call, **settings)
+        self.ms[part] += ms
+        self.calls[part] += 1
+        return output
+
+
+def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
+    """The overhead of each row on the first few prompts; writes overhead.json, and leaves one that is there alone.
+
+    An answer is decoded twice: as ever, and with its forwards timed one by one. Rows take turns, so that a drift of the
+    machine's speed falls on all alike. A row that fails is left out, with a warning.
+    """
+    path, used = bench.directory / OVERHEAD, prompts[:NUM_PROMPTS]
+    if path.is_file():
+        return read_as(path, list[Overhead])
+    turns: dict[int, list[dict[str, float]]] = {row: [] for row in range(len(bench.config.rows))}
+    with bar(len(used) * REPETITIONS, "turns", "overhead") as progress:
+        for prompt, _ in itertools.product(used, range(REPETITIONS)):
+            ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
+            for row in list(turns):
+                decoder, watch = bench.decoders[row], Stopwatch()
+                try:
+                    counted = decoder.generate(ids, timed=True, **bench.settings(ids)).statistics
+                    with watch.on(decoder):
+                        decoder.generate(ids, streamer=watch, **bench.settings(ids))
+                except (UserError, RuntimeError) as error:
+                    warn(f"bench.rows.{row}: its overhead is not measured: {first_line(error)}")
+                    del turns[row]
+                    continue
+                if cycles := counted.target_forwards:  # an answer of one token has none
+                    decoding, forwards = counted.ms["wall"] - counted.ms["prefill"], sum(watch.ms.values())
+                    ms = {"cycle": decoding} | {phase: counted.ms[phase] for phase in PHASES}
+                    ms |= {f"bare_{part}": watch.ms[part] for part in ("target", "draft")}
+                    of_cycle = {name: taken / cycles for name, taken in ms.items()}
+                    turns[row].append({"overhead": (decoding - forwards) / forwards} | of_cycle)
+            progress.update()
+    measured = []
+    for row, times in turns.items():
+        if times:
+            medians = {name: statistics.median(turn[name] for turn in times) for name in times[0]}
+            one = Overhead(row, bench.config.rows[row].method, len(used), REPETITIONS, **medians)
+            measured.append(one)
+            print(
+                f"row {row}, {one.method}: {one.cycle:.2f} ms a cycle, its forwards alone {one.bare_target:.2f} "
+                f"(target) and {one.bare_draft:.2f} (draft): overhead {100 * one.overhead:.1f} %"
+            )
+    write_json(path, [asdict(one) for one in measured])
+    return measured

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import STRICT, as_dict
+from aerie.configs.read import as_dict
 from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
 from aerie.model.storage import digest, read_json
 
 T = TypeVar("T")
 FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 Sampling = tuple[float, int, float]  # temperature, top_k, top_p
 PromptKey = tuple[str, str, int]  # task, prompt_id, turn
 Key = tuple[int, Sampling, PromptKey]  # row of the suite, sampling, prompt and turn: what no two answers share
@@ -29,7 +28,6 @@ RECORDS, SUITE, OVERHEAD, REFERENCE = "records.jsonl", "suite.json", "overhead.j
 class TreeShape:
     """The tree of a row; nodes count the root. `settings` is what else the method was given, published values too."""
 
-    __pydantic_config__ = STRICT
     shape: str  # dynamic, chain, static; lookup or lookahead for methods that grow no tree
     levels: int
     k: int
@@ -48,7 +46,6 @@ class TreeShape:
 class Milliseconds:
     """Wall-clock of one answer. wall - prefill is what decoding took; the parts sum to wall."""
 
-    __pydantic_config__ = STRICT
     prefill: float
     draft: float
     verify: float
@@ -61,7 +58,6 @@ class Milliseconds:
 class Record:
     """One answer of one row. `new_tokens` counts the prefill's token too; `cycle_tokens` does not."""
 
-    __pydantic_config__ = STRICT
     row: int  # position in the recipe's bench.rows, behind them those of its sweeps
     method: str
     tree: TreeShape | None  # null: vanilla
@@ -181,7 +177,6 @@ class SummaryRow:
 class Reference:
     """What the vanilla row is held against: transformers' generate and the bare forwards replayed (reference.json)."""
 
-    __pydantic_config__ = STRICT
     vanilla_ms_per_token: float
     bare_forward_ms_per_token: float
     prompts: int
@@ -198,7 +193,6 @@ class Overhead:
     same forwards, LM heads included, without laws, trees, masks, choices, cache rows and statistics.
     """
 
-    __pydantic_config__ = STRICT
     row: int
     method: str
     prompts: int
@@ -217,7 +211,6 @@ class Overhead:
 class AskedCell:
     """A row at a sampling that stands among the rows of summary.json."""
 
-    __pydantic_config__ = STRICT
     row: int
     temperature: float
     top_k: int
@@ -242,7 +235,6 @@ class AskedPoint(AskedCell):
 class Asked:
     """What a bench asked, for those who read its records (suite.json)."""
 
-    __pydantic_config__ = STRICT
     main: tuple[AskedCell, ...]
     points: tuple[AskedPoint, ...] = ()
     by_task: bool = False
@@ -258,7 +250,7 @@ def line_of(record: Record) -> str:
 def read_records(path: Path) -> list[Record]:
     """Every record of the file; UserError (file:line) for a damaged line or an answer that was measured twice."""
     adapter = TypeAdapter(Record)
-    records: dict[Any, Record] = {}
+    records: dict[Key, Record] = {}
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # behind the last newline is a write that was cut
     except OSError as error:
@@ -269,10 +261,7 @@ def read_records(path: Path) -> list[Record]:
         except ValidationError as error:
             raise UserError(f"{path}:{number}: {_problem(error)}; delete the line to measure it again") from error
         if record.key in records:
-            raise UserError(
-                f"{path}:{number}: row {record.row}, prompt {record.prompt_id!r} of {record.task!r} was measured "
-                f"already; delete one of the two lines"
-            )
+            raise UserError(f"{path}:{number}: an answer that was measured already {record.key}; delete the line")
         records[record.key] = record
     return list(records.values())
 
@@ -286,10 +275,8 @@ def read_as(path: Path, schema: type[T]) -> T:
 
 
 def _problem(error: ValidationError) -> str:
-    """The first problem as 'key: what was wrong'."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
+    return ".".join(map(str, first["loc"])) + ": " + first["msg"]
 
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:
@@ -310,20 +297,21 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
         value = getattr(tree, key, None)
         if value != getattr(usual, key, None):
             changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
-    kept = {key: value for key, value in as_dict(tree).items() if key not in ("shape", "levels", "k", "nodes")}
-    settings = {"children": "best", **kept, **typical}  # a dynamic tree has no other children
-    return TreeShape(tree.shape, tree.levels, tree.k, tree.nodes, settings, variant=_words({**changes, **typical}))
+    sizes: dict[str, Any] = {"shape": tree.shape, "levels": tree.levels, "k": tree.k, "nodes": tree.nodes}
+    # a dynamic tree has no other children
+    settings = {"children": "best"} | {key: value for key, value in as_dict(tree).items() if key not in sizes} | typical
+    return TreeShape(**sizes, settings=settings, variant=_words(changes | typical))
 
 
-def _words(changes: dict[str, Any]) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {_word(value)}" for key, value in changes.items())
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_word(item)}" for key, item in value.items())
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
+def _words(value: Any) -> str:
+    """A value of a recipe in words: 'stop entropy, h 0.5'."""
+    match value:
+        case dict():
+            return ", ".join(f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items())
+        case list():
+            return "/".join(map(str, value))
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:g}"
+    return str(value)

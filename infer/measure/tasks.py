@@ -5,6 +5,7 @@ section 3.2, for MATH, AIME and GPQA.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
@@ -25,6 +26,9 @@ Row = Mapping[str, Any]
 GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
+REASONED = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+
+
 def _alpaca(row: Row) -> str:
     """The instruction, and its input after a blank line where there is one, as EAGLE's file has them."""
     given = str(row.get("input") or "").strip()
@@ -42,22 +46,18 @@ def _multiple_choice(row: Row) -> str:
     )
 
 
-def _reasoned(row: Row) -> str:
-    return f"{row['problem']}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-
-
 @dataclass(frozen=True)
 class PublishedSet:
     """source: its data set (owner/name:subset:split), read at this commit; text makes a question of a row."""
 
     source: str
     revision: str
-    text: Callable[[Row], Any]  # one turn, or a list of turns
+    text: str | Callable[[Row], Any]  # a template of the columns, or a function that returns a turn or a list of turns
     identity: str | None = None  # the column that names a row; null: its number
     level: str | None = None  # the column that splits the set into tasks of their own, asked evenly
 
 
-TASKS: dict[str, PublishedSet] = {
+TASKS = {
     "mt_bench": PublishedSet(
         "HuggingFaceH4/mt_bench_prompts:train",
         "e3a795c5e9a82ee40611c416b8a7786c73198991",
@@ -67,29 +67,22 @@ TASKS: dict[str, PublishedSet] = {
     "humaneval": PublishedSet(
         "openai/openai_humaneval:test",
         "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
-        lambda row: f"Complete the code I provided.\n\n{row['prompt']}",
+        "Complete the code I provided.\n\n{prompt}",
         "task_id",
     ),
-    "gsm8k": PublishedSet(
-        "openai/gsm8k:main:test", "740312add88f781978c0658806c59bc2815b9866", lambda row: row["question"]
-    ),
+    "gsm8k": PublishedSet("openai/gsm8k:main:test", "740312add88f781978c0658806c59bc2815b9866", "{question}"),
     "alpaca": PublishedSet("tatsu-lab/alpaca:train", "dce01c9b08f87459cf36a430d809084718273017", _alpaca),
     "cnn_dm": PublishedSet(
-        "abisee/cnn_dailymail:3.0.0:test",
-        "96df5e686bee6baa90b8bee7c28b81fa3fa6223d",
-        lambda row: f"Summarize: {row['article']}",
-        "id",
+        "abisee/cnn_dailymail:3.0.0:test", "96df5e686bee6baa90b8bee7c28b81fa3fa6223d", "Summarize: {article}", "id"
     ),
     "natural_questions": PublishedSet(
-        "google-research-datasets/nq_open:validation",
-        "5dd9790a83002ad084ddeb7c420dc716852c6f28",
-        lambda row: row["question"],
+        "google-research-datasets/nq_open:validation", "5dd9790a83002ad084ddeb7c420dc716852c6f28", "{question}"
     ),
     "math500": PublishedSet(
-        "HuggingFaceH4/MATH-500:test", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", _reasoned, "unique_id", "level"
+        "HuggingFaceH4/MATH-500:test", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", REASONED, "unique_id", "level"
     ),
     "aime": PublishedSet(
-        "AI-MO/aimo-validation-aime:train", "13f9e12f613e720c2a2b2f345dd04b998a29494d", _reasoned, "id"
+        "AI-MO/aimo-validation-aime:train", "13f9e12f613e720c2a2b2f345dd04b998a29494d", REASONED, "id"
     ),
     "gpqa_diamond": PublishedSet(
         "Idavidrein/gpqa:gpqa_diamond:train", "633f5ee89ab8ad4522a9f850766b73f62147ffdd", _multiple_choice, "Record ID"
@@ -118,16 +111,14 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
     A row that has `turns` (Spec-Bench, EAGLE's eagle/data) is taken as it is, whatever the task.
     """
     values: Row = row if isinstance(row, Mapping) else {}
-    published = TASKS.get(task)
-    column = "question_id" if "turns" in values or published is None else published.identity
-    identity = None if column is None else values.get(column)
+    published, as_it_is = TASKS.get(task), "turns" in values
     try:
-        turns = values["turns"] if "turns" in values or published is None else published.text(values)
-        if (
-            published is not None
-            and published.level is not None
-            and ("turns" not in values or published.level in values)
-        ):
+        if as_it_is or published is None:
+            turns, column = values["turns"], "question_id"
+        else:
+            make = published.text.format_map if isinstance(published.text, str) else published.text
+            turns, column = make(values), published.identity or ""
+        if published is not None and published.level and (not as_it_is or published.level in values):
             task = f"{task}-level{str(values[published.level]).split()[-1]}"  # 3 or 'Level 3'
     except KeyError as error:
         raise UserError(f"{place}: a question of {task} needs {error}; this row has {', '.join(values)}") from error
@@ -135,22 +126,22 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
         raise UserError(f"{place}: a question is a text or a list of texts, and none of them empty")
     first, *more = texts[: config.turns]
+    identity = values.get(column)
     return Prompt(str(number if identity is None else identity), task, first, tuple(more), config.system_prompt)
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
     """The prompts of the file, or of every task in turn; UserError names the row that is wrong."""
     if config.path is not None:
-        source, prompts = config.path, _of_file(Path(config.path), config)
+        prompts = _of_file(Path(config.path), config)
     else:
-        source = ", ".join(task.name for task in config.tasks)
         prompts = [prompt for task in config.tasks for prompt in _of_task(task, config)]
+    source = config.path or ", ".join(task.name for task in config.tasks)
     if not prompts:
         raise UserError(f"{source}: holds no prompts")
-    names = [(prompt.task, prompt.prompt_id) for prompt in prompts]
-    if len(set(names)) < len(names):
-        task, name = next(name for at, name in enumerate(names) if name in names[:at])
-        raise UserError(f"{source}: question_id {name} of {task!r} stands there twice; ids must differ")
+    (task, name), count = Counter((prompt.task, prompt.prompt_id) for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{source}: question_id {name} of {task!r} stands there {count} times; ids must differ")
     return prompts
 
 
@@ -159,37 +150,31 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
     if path.suffix == ".jsonl":
         prompts = []
         for row in read_rows(str(path)):
-            category = row.value.get("category") if isinstance(row.value, dict) else None
             prompt = prompt_of("", row.value, row.number, f"{path}:{row.number}", config)
-            prompts.append(replace(prompt, task=config.task or str(category or path.stem)))
+            prompts.append(replace(prompt, task=config.task or str(row.value.get("category") or path.stem)))
         chosen = {id(prompt) for prompt in _taking_turns(prompts)[: config.num_prompts]}
         return [prompt for prompt in prompts if id(prompt) in chosen]
     try:
-        lines = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").split("\n")]  # not at U+2028
+        lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"{path}: cannot read the prompts: {reason}") from error
-    numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()]
+        raise UserError(f"{path}: cannot read the prompts: {error}") from error
     task = config.task or path.stem
+    numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()]
     return [Prompt(number, task, line, (), config.system_prompt) for number, line in numbered[: config.num_prompts]]
 
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
     """The first questions of a task, or drawn with its seed; of one with levels as many of each."""
-    source = source_of(task)
+    source, revision = source_of(task)
     count = config.num_prompts if task.num_prompts is None else task.num_prompts
-    rows = read_rows(source, revision_of(task))
+    rows = read_rows(source, revision)
     questions = (prompt_of(task.name, row.value, row.number, row.place, config) for row in rows)
     if task.seed is None and (task.name not in TASKS or TASKS[task.name].level is None):
-        chosen = list(islice(questions, count))
-    else:
-        prompts = list(questions)
-        if task.seed is not None:
-            random.Random(task.seed).shuffle(prompts)
-        chosen = _taking_turns(sorted(prompts, key=lambda prompt: prompt.task))[:count]
-    if not chosen:
-        raise UserError(f"{source}: holds no prompts for task {task.name!r}")
-    return chosen
+        return list(islice(questions, count))
+    prompts = list(questions)
+    if task.seed is not None:
+        random.Random(task.seed).shuffle(prompts)
+    return _taking_turns(sorted(prompts, key=lambda prompt: prompt.task))[:count]
 
 
 def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -200,21 +185,19 @@ def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompt for turn in zip_longest(*tasks.values()) for prompt in turn if prompt is not None]
 
 
-def source_of(task: TaskConfig) -> str:
-    """The file, directory or Hub data set of a task; UserError for a name that is no published one and has no path."""
-    if task.path is None and task.name not in TASKS:
+def source_of(task: TaskConfig) -> tuple[str, str | None]:
+    """The file, directory or Hub data set of a task and its revision (null: as it is now).
+
+    UserError for a name that is no published one and has no path.
+    """
+    if task.path is not None:
+        return task.path, task.revision
+    if task.name not in TASKS:
         raise UserError(
             f"task {task.name!r}: is none of {', '.join(TASKS)}; give the path of its questions "
             f"({{name: {task.name}, path: question.jsonl}})"
         )
-    return task.path if task.path is not None else TASKS[task.name].source
-
-
-def revision_of(task: TaskConfig) -> str | None:
-    """The revision that a task's Hub data set is read at; null: as it is now."""
-    if task.revision is None and task.path is None and task.name in TASKS:
-        return TASKS[task.name].revision
-    return task.revision
+    return TASKS[task.name].source, task.revision or TASKS[task.name].revision
 
 
 def check_sources(config: PromptsConfig) -> None:
@@ -222,20 +205,22 @@ def check_sources(config: PromptsConfig) -> None:
     if config.path is not None and not Path(config.path).is_file():
         raise UserError(f"{config.path}: no such file of prompts")
     for task in config.tasks:
-        if not is_local(source_of(task)) and Path(source_of(task)).suffix in (".jsonl", ".json", ".parquet"):
-            raise UserError(f"{source_of(task)}: no such file of prompts for task {task.name!r}")
+        source, _ = source_of(task)
+        if not is_local(source) and Path(source).suffix in (".jsonl", ".json", ".parquet"):
+            raise UserError(f"{source}: no such file of prompts for task {task.name!r}")
 
 
 def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
     """What the prompts are made of: a file's digest, or for each task its source with digest or asked revision."""
     if config.path is not None:
         return file_digest(Path(config.path))
-    sources = []
+    inputs = []
     for task in config.tasks:
-        path = Path(source_of(task))
-        content = {"digest": file_digest(path)} if path.is_file() else {"revision": revision_of(task)}
-        sources.append({"task": task.name, "source": source_of(task), **content})
-    return sources
+        source, revision = source_of(task)
+        path = Path(source)
+        content = {"digest": file_digest(path)} if path.is_file() else {"revision": revision}
+        inputs.append({"task": task.name, "source": source, **content})
+    return inputs
 
 
 def pinned(config: PromptsConfig) -> PromptsConfig:
@@ -245,7 +230,8 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
     """
     tasks = []
     for task in config.tasks:
-        commit = None if is_local(source_of(task)) else hub_commit(source_of(task), revision_of(task))
+        source, revision = source_of(task)
+        commit = None if is_local(source) else hub_commit(source, revision)
         tasks.append(replace(task, revision=commit) if commit else task)
     return replace(config, tasks=tuple(tasks))
 

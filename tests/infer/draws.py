@@ -6,7 +6,7 @@ from aerie.configs.schema.measure import SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Proposer
-from aerie.infer.measure.miniature import answer_law, draw_answers, p_value, remember
+from aerie.infer.measure.lossless import answer_law, draw_answers, p_value, remember
 from aerie.model.target import Target
 from tests import tiny
 

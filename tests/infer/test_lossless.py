@@ -38,7 +38,7 @@ from aerie.infer.measure.lossless import (
     reference,
     table,
 )
-from aerie.infer.measure.miniature import Law, SampledProver, answer_law, p_value, remember, write_miniature
+from aerie.infer.measure.lossless import Law, SampledProver, answer_law, p_value, remember, write_miniature
 from aerie.model.storage import read_json
 from aerie.model.target import Target
 from tests.infer.steered import steered

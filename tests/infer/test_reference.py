@@ -13,7 +13,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.measure import reference as module
 from aerie.infer.measure.bench import Bench
-from aerie.infer.measure.miniature import write_miniature
+from aerie.infer.measure.lossless import write_miniature
 from aerie.infer.measure.record import OVERHEAD, Overhead, read_as
 from aerie.infer.measure.reference import PHASES, Stopwatch, measure_overhead, overhead_text
 from aerie.infer.measure.tasks import Prompt

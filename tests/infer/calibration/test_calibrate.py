@@ -27,7 +27,7 @@ from aerie.infer.decode.shape import Cycle, Drafter
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
-from aerie.infer.measure.miniature import VOCABULARY, write_miniature
+from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.storage import digests
 from aerie.model.target import Target
 from tests import tiny

@@ -15,7 +15,7 @@ from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import replay, tune
-from aerie.infer.measure.miniature import VOCABULARY, write_miniature
+from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target
 from tests import tiny
