@@ -73,24 +73,19 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         return {"answers": len(records), "prompts": tasks.prompt_inputs(asked)}
 
     inputs = {"bench": as_dict(section), "threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
-    calibrators = {}  # the digests of those that rows decode by
-    for row, head in zip(suite.rows, heads, strict=True):
-        if head is not None and not arguments.plan and row.tree is not None and row.tree.calibrated:
-            path = head_directory(head) / storage.CALIBRATOR
-            if not path.is_file():
-                fix = "fit it with: python infer/main.py calibrate --config RECIPE"
-                raise UserError(f"{path}: no such file, and tree.calibrated needs it; {fix}")
-            calibrators[head] = storage.file_digest(path)
-    if calibrators:
-        inputs["calibrators"] = calibrators
-    prompts = section.prompts
-    counts = [prompts.num_prompts if task.num_prompts is None else task.num_prompts for task in prompts.tasks]
+    rows = zip(suite.rows, heads, strict=True)
+    fitted = {head for row, head in rows if head and row.tree and row.tree.calibrated and not arguments.plan}
+    calibrators = {head: head_directory(head) / storage.CALIBRATOR for head in fitted}
+    if any(path.is_file() for path in calibrators.values()):  # a decoder refuses one that is missing
+        inputs["calibrators"] = {
+            head: storage.file_digest(path) for head, path in calibrators.items() if path.is_file()
+        }
+    most = section.prompts.max_new_tokens
     plan = (
-        f"bench: {len(section.rows)} rows x {len(section.sampling)} samplings x {counts or prompts.num_prompts} prompts "
-        f"(null: all) of {[task.name for task in prompts.tasks] or prompts.path}, at most {prompts.max_new_tokens} new "
-        f"tokens a turn, {len(section.sweeps)} sweeps of {len(suite.points)} points -> {paths.bench}"
+        f"bench: {len(section.rows)} rows x {len(section.sampling)} samplings, {len(section.sweeps)} sweeps of "
+        f"{len(suite.points)} points, at most {most} new tokens a turn -> {paths.bench}"
     )
-    return _stage(arguments, recipe, heads, inputs, prompts, plan, measure)
+    return _stage(arguments, recipe, heads, inputs, section.prompts, plan, measure)
 
 
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
@@ -301,7 +296,7 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
         print(f"generate: {target.path}, {asked.method} with {head or 'no head'}, {tree}{law}")
         return 0
     loaded = benches.load_quietly(target, None if recipe is None else recipe.threads)
-    answer(loaded, load_tokenizer(target), asked, head, arguments, settings)
+    answer(loaded, load_tokenizer(target), asked, head, arguments, **settings)
     return 0
 
 
@@ -356,8 +351,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--top-p": {"type": float},
         "--seed": {"type": int, "default": 0},
         "--show-tree": {"action": "store_true", "help": "print the first draft tree"},
-        "--save-tree": {"type": Path, "metavar": "PATH.json", "help": "write the first draft tree as JSON"},
-        "--cycles": {"type": Path, "metavar": "PATH.jsonl", "help": "write a record of every cycle"},
+        "--cycles": {"type": Path, "metavar": "PATH.jsonl", "help": "write every cycle with its tree"},
     },
     "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row, as `tune` writes it"}},
     "compare": {

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -193,16 +193,14 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
             raise UserError(f"bench.sweeps.{number}: no prompt is of task {foreign[0]!r}; tasks are {', '.join(tasks)}")
     bench.directory.mkdir(parents=True, exist_ok=True)
     jobs, cycles_path = jobs_of(bench.suite, prompts), bench.directory / CYCLES
+    few = min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
     done = {record.key: record for record in _known(bench.records_path, prompts)}
     keep_answers(cycles_path, done)
-    warm_up: dict[str, Any] = {"max_new_tokens": min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens), "do_sample": False}
     for prompt in prompts[: bench.config.warmup_prompts]:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
         for decoder in bench.decoders:
-            try:
-                decoder.generate(ids, **warm_up)
-            except (UserError, RuntimeError):
-                continue  # its answers fail likewise, and their records say why
+            with suppress(UserError, RuntimeError):  # its answers fail likewise, and their records say why
+                decoder.generate(ids, max_new_tokens=few, do_sample=False)
     total = sum(len(job.rows) for job in jobs)
     with bench.records_path.open("a", encoding="utf-8") as file, bar(total, "answers", "bench") as progress:
         for number, job in enumerate(jobs):

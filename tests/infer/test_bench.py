@@ -1,5 +1,6 @@
-"""The bench: its suite of rows and sweeps, and measuring on a tiny target, through turns, stops and failures."""
+"""The bench: its suite of rows and sweeps, measuring through turns, stops and failures, and the references."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +10,16 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.configs.schema.decode import METHODS, Method, MethodConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.measure.bench import Bench, jobs_of, make_decoders, run
-from aerie.infer.measure.record import Record, read_records
-from aerie.infer.measure.reference import measure_reference
-from aerie.infer.measure.suite import asked_of, plan_text, suite_of
+from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters
+from aerie.infer.measure import bench as module
+from aerie.infer.measure.bench import PHASES, Bench, Stopwatch, make_decoders, measure_overhead, measure_reference, run
+from aerie.infer.measure.lossless import PROMPT, write_miniature
+from aerie.infer.measure.record import OVERHEAD, Overhead, Record, read_as, read_records
+from aerie.infer.measure.suite import asked_of, suite_of
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target, load_tokenizer
@@ -31,6 +35,7 @@ PROMPTS = [
 ]
 COLD, WARM = SamplingConfig(), SamplingConfig(1.0)
 CONFIG = BenchConfig(PromptsConfig("p.jsonl", max_new_tokens=6), ROWS, (COLD, WARM), warmup_prompts=1)
+Measured = tuple[Path, list[Record]]
 
 
 @dataclass(frozen=True)
@@ -58,151 +63,100 @@ def bench(place: Place, directory: Path, config: BenchConfig = CONFIG) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def measured(place: Place, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
+def measured(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     directory = tmp_path_factory.mktemp("measured")
     return directory, run(bench(place, directory), PROMPTS, seed=3)
 
 
 def answers(records: Sequence[Record]) -> dict[object, tuple[int, ...]]:
-    return {(r.row, r.sampling, r.prompt_key): r.output_ids for r in records}
+    return {r.key: r.output_ids for r in records}
 
 
-def test_every_row_answers_every_turn_once_and_the_warm_up_is_not_kept(measured: tuple[Path, list[Record]]) -> None:
+def test_every_row_answers_every_turn_once_in_turns_and_says_what_it_cost(place: Place, measured: Measured) -> None:
     directory, records = measured
+    written = read_records(directory / "records.jsonl")
     assert len(records) == len(ROWS) * 2 * (3 + 1 + 2) == len(answers(records))
-    assert answers(read_records(directory / "records.jsonl")) == answers(records)
-    assert all(r.status == "ok" and r.new_tokens == 6 for r in records)
-    assert all(r.identical for r in records if r.temperature == 0)
-    assert all(r.identical is None for r in records if r.temperature == 1)
+    assert answers(written) == answers(records)
+    assert [record.row for record in written[:: len(ROWS)]] == [n % len(ROWS) for n in range(len(records) // 3)]
+    assert len({id(decoder.lm) for decoder in bench(place, directory).decoders}) == 1  # one cache for all
+    for r in records:
+        assert (r.status, r.new_tokens, r.identical) == ("ok", 6, True if r.temperature == 0 else None)
+        assert r.ms is not None and len(r.cycle_ms) == r.target_forwards
+        decode = r.ms.wall - r.ms.prefill
+        assert 0.8 * decode < sum(r.cycle_ms) <= decode + 0.01
+        assert sum(r.cycle_nodes) == r.draft_nodes and r.draft_forwards_wasted <= r.draft_forwards
 
 
-def test_a_later_turn_follows_vanillas_answers_in_every_row(place: Place, measured: tuple[Path, list[Record]]) -> None:
+def test_a_later_turn_follows_vanillas_answers_in_every_row(place: Place, measured: Measured) -> None:
     found = {(r.row, r.temperature, r.prompt_key): r for r in measured[1]}
     for temperature in (0.0, 1.0):
         first, second = (found[0, temperature, ("count", "a", turn)] for turn in (0, 1))
-        for turn in (1, 2):
-            same = {found[row, temperature, ("count", "a", turn)].prompt_ids for row in range(len(ROWS))}
-            assert len(same) == 1
-        expected = [
-            {"role": "user", "content": "Please count 4 boats."},
-            {"role": "assistant", "content": first.text},
-            {"role": "user", "content": "Now sort 5 owls."},
-            {"role": "assistant", "content": second.text},
-            {"role": "user", "content": "And 6 lamps."},
-        ]
-        ids = place.tokenizer.apply_chat_template(
-            expected, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        assert found[1, temperature, ("count", "a", 2)].prompt_ids == tuple(ids)
+        said = [PROMPTS[0].text, first.text, PROMPTS[0].more[0], second.text, PROMPTS[0].more[1]]
+        roles = ("user", "assistant") * 2 + ("user",)
+        turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+        ids = place.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+        for row in range(len(ROWS)):
+            assert found[row, temperature, ("count", "a", 2)].prompt_ids == tuple(ids)
     texts = {found[row, 1.0, ("count", "a", 0)].text for row in range(len(ROWS))}
     assert len(texts) > 1  # rows sample answers of their own, and do not go on from them
 
 
-def test_cycles_have_times_that_are_the_decodings_and_the_nodes_that_were_drafted(
-    measured: tuple[Path, list[Record]],
-) -> None:
-    for record in measured[1]:
-        assert record.ms is not None and len(record.cycle_ms) == record.target_forwards
-        decode = record.ms.wall - record.ms.prefill
-        assert 0.8 * decode < sum(record.cycle_ms) <= decode + 0.01
-        assert sum(record.cycle_nodes) == record.draft_nodes
-        assert record.draft_forwards_wasted <= record.draft_forwards
-
-
-def test_the_rows_take_turns_in_going_first(place: Place, measured: tuple[Path, list[Record]]) -> None:
-    firsts = [record.row for record in read_records(measured[0] / "records.jsonl")[:: len(ROWS)]]
-    assert len(jobs_of(bench(place, measured[0]).suite, PROMPTS)) == len(firsts)
-    assert firsts == [number % len(ROWS) for number in range(len(firsts))]
-
-
 def test_a_stopped_bench_measures_what_is_missing_and_nothing_else(
-    place: Place, tmp_path: Path, measured: tuple[Path, list[Record]]
+    place: Place, tmp_path: Path, measured: Measured
 ) -> None:
     lines = (measured[0] / "records.jsonl").read_text().splitlines(keepends=True)
     records = tmp_path / "records.jsonl"
     records.write_text("".join(lines[:7]) + lines[7][:50])
-    again = run(bench(place, tmp_path), PROMPTS, seed=3)
-    assert answers(again) == answers(measured[1])
-    assert records.read_text().splitlines(keepends=True)[:7] == lines[:7]
-    assert records.read_text().splitlines(keepends=True)[7:] != lines[7:]  # other times
-
-
-def test_a_prompt_that_changed_its_text_is_not_taken_for_the_old_one(
-    place: Place, tmp_path: Path, measured: tuple[Path, list[Record]]
-) -> None:
-    (tmp_path / "records.jsonl").write_bytes((measured[0] / "records.jsonl").read_bytes())
+    assert answers(run(bench(place, tmp_path), PROMPTS, seed=3)) == answers(measured[1])
+    again = records.read_text().splitlines(keepends=True)
+    assert again[:7] == lines[:7] and again[7:] != lines[7:]  # other times
     other = [replace(PROMPTS[0], more=("Now sort 5 owls.", "Stop.")), *PROMPTS[1:]]
     with pytest.raises(UserError, match="prompt 'a' of 'count' was another one; measure anew with --overwrite"):
         run(bench(place, tmp_path), other, seed=3)
 
 
 def test_sampling_is_the_suites_own_and_not_what_the_targets_generation_config_asks_for(
-    place: Place, tmp_path: Path, measured: tuple[Path, list[Record]], monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench(place, tmp_path / "same")
     for name, value in {"do_sample": True, "top_k": 1, "top_p": 0.1, "min_p": 0.9, "temperature": 0.2}.items():
         monkeypatch.setattr(made.target.generation_config, name, value)
     assert answers(run(made, PROMPTS, seed=3)) == answers(measured[1])
     greedy = replace(CONFIG, sampling=(COLD, SamplingConfig(1.0, top_k=1)))
-    found = answers(run(bench(place, tmp_path / "top-k", greedy), PROMPTS[1:2], seed=3))
-    assert len(set(found.values())) == 1
+    assert len(set(answers(run(bench(place, tmp_path / "top-k", greedy), PROMPTS[1:2], seed=3)).values())) == 1
 
 
+@pytest.mark.parametrize("broken", [0, 1])
 def test_a_failed_row_has_a_message_and_no_time_and_the_others_go_on(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broken: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without vanilla's answer there is no later turn to ask."""
     made = bench(place, tmp_path, replace(CONFIG, sampling=(COLD,)))
-    whole = made.decoders[1].generate
 
-    def out_of_memory(ids: Any, **settings: Any) -> Any:
-        if settings["max_new_tokens"] == 6 and ids.shape[1] > 40:
-            raise torch.OutOfMemoryError("")
-        return whole(ids, **settings)
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory\nsecond line")
 
-    monkeypatch.setattr(made.decoders[1], "generate", out_of_memory)
+    monkeypatch.setattr(made.decoders[broken], "generate", out_of_memory)
     records = run(made, PROMPTS, seed=3)
-    failed = [r for r in records if r.status == "error"]
-    assert failed and {(r.row, r.message, r.ms, r.new_tokens) for r in failed} == {(1, "OutOfMemoryError", None, 0)}
-    assert all(r.status == "ok" for r in records if r.row != 1) and len(records) == len(ROWS) * 6
+    assert len(records) == len(ROWS) * 6
+    for r in records:
+        if r.row == broken and (r.turn == 0 or broken):
+            assert (r.status, r.message, r.ms, r.new_tokens) == ("error", "no memory", None, 0)
+        elif r.turn and not broken:
+            assert r.message is not None and r.message.startswith("turn 1 has no answer of vanilla to go on from: ")
+        else:
+            assert r.status == "ok"
 
 
-def test_without_vanillas_answer_the_next_turn_is_an_error_that_says_so(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_long_answers_end_at_the_context_alike_in_all_rows(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = bench(place, tmp_path, replace(CONFIG, sampling=(COLD,)))
-
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no memory\nsecond line")
-
-    monkeypatch.setattr(made.decoders[0], "generate", broken)
-    records = run(made, PROMPTS[:1], seed=3)
-    assert [r.status for r in records if r.turn == 0 and r.row] == ["ok", "ok"]
-    assert {r.message for r in records if r.turn == 2} == {"turn 1 has no answer of vanilla to go on from: no memory"}
-
-
-def test_long_answers_end_at_the_context_alike_in_all_rows(place: Place, tmp_path: Path) -> None:
     long = replace(CONFIG, prompts=PromptsConfig("p.jsonl", max_new_tokens=500), sampling=(COLD,))
     made = bench(place, tmp_path, long)
     records = run(made, PROMPTS[1:2], seed=3)
     assert {r.prompt_tokens + r.new_tokens for r in records} == {112} and all(r.identical for r in records)
-    reference, _ = measure_reference(made, records)
-    assert reference.identical_to_generate == reference.prompts == 1
-
-
-def test_a_sweep_is_measured_on_its_prompts_beside_the_rows(place: Place, tmp_path: Path) -> None:
-    sweep = SweepConfig("depth", "tree.levels", (1, 3), ({"method": "eagle2", "tree": TREE},), num_prompts=1)
-    warm = SweepConfig("warmth", "temperature", (0.7,), ({"method": "pld"},), (COLD,), tasks=("draw",))
-    records = run(bench(place, tmp_path, replace(CONFIG, sampling=(COLD,), sweeps=(sweep, warm))), PROMPTS, seed=3)
-    found = {(r.row, r.temperature, r.task, r.prompt_id) for r in records if r.turn == 0}
-    main = {(row, 0.0, p.task, p.prompt_id) for row in range(3) for p in PROMPTS}
-    # level 3 is the bench's own row; level 1 is asked the first prompt of each task, 0.7 the drawing one, vanilla too
-    extra = {(3, 0.0, "count", "a"), (3, 0.0, "draw", "a"), (0, 0.7, "draw", "a"), (2, 0.7, "draw", "a")}
-    assert found == main | extra
-    assert all(r.identical for r in records if r.temperature == 0)
-
-
-def test_decoders_that_read_the_same_states_share_one_cache(place: Place, tmp_path: Path) -> None:
-    assert len({id(decoder.lm) for decoder in bench(place, tmp_path).decoders}) == 1
+    assert all(r.identical_to_generate for r in measure_reference(made, records))
+    assert "ms per token" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------------ the suite
@@ -219,16 +173,31 @@ def depths(**changes: Any) -> SweepConfig:
     return SweepConfig("depth", "tree.levels", (4, 8), SWEPT, **changes)
 
 
+def test_a_sweep_is_measured_on_its_prompts_beside_the_rows(place: Place, tmp_path: Path) -> None:
+    sweep = SweepConfig("depth", "tree.levels", (1, 3), ({"method": "eagle2", "tree": TREE},), num_prompts=1)
+    warm = SweepConfig("warmth", "temperature", (0.7,), ({"method": "pld"},), (COLD,), tasks=("draw",))
+    records = run(bench(place, tmp_path, replace(CONFIG, sampling=(COLD,), sweeps=(sweep, warm))), PROMPTS, seed=3)
+    found = {(r.row, r.temperature, r.task, r.prompt_id) for r in records if r.turn == 0}
+    main = {(row, 0.0, p.task, p.prompt_id) for row in range(3) for p in PROMPTS}
+    # level 3 is the bench's own row; level 1 is asked the first prompt of each task, 0.7 the drawing one, vanilla too
+    extra = {(3, 0.0, "count", "a"), (3, 0.0, "draw", "a"), (0, 0.7, "draw", "a"), (2, 0.7, "draw", "a")}
+    assert found == main | extra
+    with pytest.raises(UserError, match=r"bench\.sweeps\.0: no prompt is of task 'math'; tasks are count, draw"):
+        run(bench(place, tmp_path, replace(CONFIG, sweeps=(depths(tasks=("math",)),))), PROMPTS, seed=0)
+
+
 def test_each_value_of_a_sweep_is_a_row_behind_the_benchs_and_equal_rows_are_measured_once() -> None:
     again = SweepConfig("again", "method", ("eagle2", "deagle"), SWEPT)
     other = SweepConfig("other", "tree.levels", (8, 4), SWEPT)
     made = suite_of(suite(depths(), again, other))
     assert made.rows[:2] == EAGLE2 and len(made.rows) == 5 and made.baselines == ()
     assert made.places[2:4] == ("bench.sweeps.0 (tree.levels 4)", "bench.sweeps.0 (tree.levels 8)")
-    assert [(cell.row, cell.point) for cell in made.points[:2]] == [
-        (2, ("depth", "tree.levels", 4)), (3, ("depth", "tree.levels", 8))
-    ]  # fmt: skip
-    assert [cell.row for cell in made.points[2:]] == [1, 4, 3, 2] and [cell.row for cell in made.main] == [0, 1]
+    assert [cell.point for cell in made.points[:2]] == [("depth", "tree.levels", 4), ("depth", "tree.levels", 8)]
+    assert [cell.row for cell in made.points] == [2, 3, 1, 4, 3, 2] and [cell.row for cell in made.main] == [0, 1]
+    base = {"method": "sps-svip", "tree": {"levels": 9}, "head": "heads/a"}
+    for key, value in {"head": "b", "tree.stop": {"rule": "entropy", "h": 0.2}, "typical.epsilon": 0.2}.items():
+        (row,) = suite_of(suite(SweepConfig("s", key, (value,), (base,)))).rows[2:]
+        assert row != MethodConfig.of("sps-svip", "heads/a", levels=9) and row.method == "sps-svip"
 
 
 def test_a_sweep_asks_its_own_prompts_and_a_temperature_beside_the_benchs_brings_vanilla_along(place: Place) -> None:
@@ -245,21 +214,13 @@ def test_a_sweep_asks_its_own_prompts_and_a_temperature_beside_the_benchs_brings
     assert (point.row, point.temperature, point.value, point.prompts) == (1, 0.5, 0.5, (("sums", "0"), ("code", "0")))
 
 
-def test_every_key_of_a_row_can_vary() -> None:
-    base = {"method": "sps-svip", "tree": {"levels": 9}, "head": "heads/a"}
-    varied = {"head": "b", "tree.stop": {"rule": "entropy", "h": 0.2}, "typical.epsilon": 0.2}
-    for key, value in varied.items():
-        (row,) = suite_of(suite(SweepConfig("s", key, (value,), (base,)))).rows[2:]
-        assert row != MethodConfig.of("sps-svip", "heads/a", levels=9) and row.method == "sps-svip"
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("tree.depth", 6, r"bench\.sweeps\.0 \(tree\.depth 6\): .*tree\.depth: unknown key"),
         ("tree.levels", "six", r"tree\.levels: input should be a valid integer"),
         ("method.levels", 6, "method is not a section"),
-        ("temperature", -1, "a temperature is a number"),
+        ("temperature", -1, "temperature must not be negative"),
     ],
 )
 def test_a_key_or_a_value_that_no_row_has_is_refused(key: str, value: Any, message: str) -> None:
@@ -267,22 +228,99 @@ def test_a_key_or_a_value_that_no_row_has_is_refused(key: str, value: Any, messa
         suite_of(suite(SweepConfig("s", key, (value,), SWEPT)))
 
 
-def test_a_task_without_prompts_and_names_that_meet_are_refused(place: Place, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"bench\.sweeps\.0: no prompt is of task 'math'; tasks are count, draw"):
-        run(bench(place, tmp_path, replace(CONFIG, sweeps=(depths(tasks=("math",)),))), PROMPTS, seed=0)
-    for names in (("a", "a"), ("context",)):
-        with pytest.raises(ValueError, match="need names that differ"):
-            suite(*(SweepConfig(name, "tree.k", (2,), SWEPT) for name in names))
-
-
-def test_the_plan_says_how_much_it_is() -> None:
-    told = "2 rows x 1 samplings x 80 prompts, at most 512 new tokens a turn, 1 sweeps of 2 points"
-    assert plan_text(suite(depths())) == f"bench: {told}"
-
-
 @pytest.mark.parametrize("path", sorted((CONFIGS / "bench").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_row_and_every_point_of_a_suite_that_ships_is_a_way_of_decoding(path: Path) -> None:
     config = load(path).bench
-    assert config is not None and plan_text(config)
-    made = suite_of(config)
-    assert all((row.tree is None) == (METHODS[row.method].tree is None) for row in made.rows)
+    assert config is not None
+    assert all((row.tree is None) == (METHODS[row.method].tree is None) for row in suite_of(config).rows)
+
+
+# ------------------------------------------------------------------------------------- model forwards, timed alone
+
+IDS = torch.tensor([PROMPT])
+HEADS: dict[Method, str | None] = {"vanilla": None, "lookahead": None, "sps": "draft_lm"}
+HEADS |= {"medusa": "medusa", "hydra": "hydra", "eagle2": "eagle1", "eagle3": "eagle3"}
+SETTINGS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[Method, SpeculativeDecoder]:
+    directory = tmp_path_factory.mktemp("miniature")
+    drafters = Drafters(Target.load(write_miniature(directory, vocabulary=48)))
+    heads = {method: None if kind is None else str(directory / "heads" / kind) for method, kind in HEADS.items()}
+    return {method: make_decoder(drafters, MethodConfig(method), head) for method, head in heads.items()}
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_there_are_as_many_forwards_as_the_statistics_count_and_the_decoder_is_unchanged(
+    decoders: dict[Method, SpeculativeDecoder], method: Method
+) -> None:
+    """The target's with their LM heads; the draft's by what each kind runs for a law, and to take in a cycle."""
+    drafted: list[bool] = []
+    decoder, kind, watch = decoders[method], HEADS[method], Stopwatch()
+    plain = decoder.generate(IDS, **SETTINGS)
+    before = [set(vars(owner)) for owner in (decoder.target, decoder.target.decoder)]
+    with watch.on(decoder):
+        out = decoder.generate(
+            IDS, streamer=watch, on_cycle=lambda cycle: drafted.append(cycle.tree.draft_forwards > 0), **SETTINGS
+        )
+    laws, cycles, trees = out.statistics.draft_forwards, out.statistics.target_forwards, sum(drafted)
+    assert cycles == len(drafted) > 2 and (trees > 2 or kind is None)
+    wanted = {
+        None: 0,
+        "draft_lm": 2 * laws,  # the LM and its LM head
+        "medusa": laws,
+        "hydra": laws + cycles,  # the prefix layer
+        "eagle1": laws + (laws - trees) + cycles,  # LM heads; the head below the root; the head's true features
+        "eagle3": laws + (laws - trees) + 2 * cycles,  # and their fusion
+    }
+    assert watch.calls == Counter({"target": 2 * cycles, "draft": wanted[kind]})
+    assert watch.ms["target"] > 0 and (watch.ms["draft"] > 0) == (kind is not None)
+    assert [set(vars(owner)) for owner in (decoder.target, decoder.target.decoder)] == before
+    assert out.new_ids == plain.new_ids == decoder.generate(IDS, **SETTINGS).new_ids
+    assert watch.calls["target"] == 2 * cycles
+
+
+def test_the_overhead_is_the_ratio_of_the_times_and_is_measured_once(
+    decoders: dict[Method, SpeculativeDecoder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With forwards that take a known time, everything is a ratio of what the engine counted; a broken row is out."""
+    for name, value in {"NUM_PROMPTS": 1, "REPETITIONS": 1, "encode_turn": lambda *_: IDS}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(Stopwatch, "ms", property(lambda _: {"target": 2.0, "draft": 1.0}, lambda *_: None), False)
+    counted, generate = [], SpeculativeDecoder.generate
+
+    def kept(self: SpeculativeDecoder, *arguments: Any, **settings: Any) -> Any:
+        if self is decoders["lookahead"]:
+            raise RuntimeError("no memory\nmore")
+        out = generate(self, *arguments, **settings)
+        counted.extend([out.statistics] if settings.get("timed") else [])
+        return out
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", kept)
+    monkeypatch.setattr(
+        Stopwatch, "_timed", lambda self, part, device, function, *given, **named: function(*given, **named)
+    )
+    methods: tuple[Method, ...] = ("vanilla", "lookahead", "eagle2")
+    config = BenchConfig(PromptsConfig("q.jsonl", max_new_tokens=10), tuple(map(MethodConfig, methods)))
+    used = [decoders[method] for method in methods]
+    bench = Bench(used[0].target, None, used, [None, None, "eagle1"], config, tmp_path)
+    measured = measure_overhead(bench, PROMPTS)
+    assert [(row.row, row.method, row.prompts, row.repetitions) for row in measured] == [
+        (0, "vanilla", 1, 1), (2, "eagle2", 1, 1)
+    ]  # fmt: skip
+    for row, statistics in zip(measured, counted, strict=True):
+        ms, cycles = statistics.ms, statistics.target_forwards
+        decoding = ms["wall"] - ms["prefill"]
+        assert row.cycle == pytest.approx(decoding / cycles) and row.overhead == pytest.approx(decoding / 3.0 - 1.0)
+        assert (row.bare_target, row.bare_draft) == pytest.approx((2.0 / cycles, 1.0 / cycles))
+        assert sum(getattr(row, phase) for phase in PHASES) == pytest.approx(row.cycle)
+    assert read_as(tmp_path / OVERHEAD, list[Overhead]) == measured
+    told = capsys.readouterr()
+    assert "row 2, eagle2: " in told.out
+    assert "warning: bench.rows.1: its overhead is not measured: no memory\n" in told.err
+    monkeypatch.setattr(SpeculativeDecoder, "generate", None)
+    assert measure_overhead(bench, PROMPTS) == measured

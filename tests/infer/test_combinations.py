@@ -22,8 +22,7 @@ from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.measure.lossless import ALPHA
-from aerie.infer.measure.lossless import VOCABULARY, SampledProver
+from aerie.infer.measure.lossless import ALPHA, VOCABULARY, SampledProver
 from tests.infer.test_engine import greedy
 
 RULES: dict[str, StopConfig] = {

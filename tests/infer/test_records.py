@@ -30,7 +30,7 @@ def test_records_survive_the_file_and_a_cut_last_line_is_left_out(tmp_path: Path
     assert read_records(path) == written
     for wrong, message in {
         line_of(record()) + "{": r"records\.jsonl:2: .*delete the line",
-        line_of(record()) + line_of(record()).strip(): r":2: row 0, prompt '0' of 'sums' was measured already",
+        line_of(record()) + line_of(record()).strip(): r":2: an answer that was measured already",
         line_of(drafted((3, 1))).replace('"new_tokens":5', '"new_tokens":4').strip(): "one entry per cycle",
     }.items():
         path.write_text(wrong + "\n")

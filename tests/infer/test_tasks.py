@@ -37,7 +37,7 @@ def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
     [
         ("mt_bench", {"prompt": ["one", "two"], "prompt_id": 81}, "81", ("one", "two")),
         ("humaneval", {"task_id": "H/0", "prompt": "def f():"}, "H/0", ("Complete the code I provided.\n\ndef f():",)),
-        ("gsm8k", {"question": "1 + 1?", "answer": "#### 2"}, "5", ("1 + 1?",)),
+        ("gsm8k", {"question": "1 + {1}?", "answer": "#### 2"}, "5", ("1 + {1}?",)),
         ("alpaca", {"instruction": "Rate it.", "input": "A film"}, "5", ("Rate it.\n\nA film",)),
         ("alpaca", {"instruction": "Sing.", "input": ""}, "5", ("Sing.",)),
         ("cnn_dm", {"article": "News.", "highlights": "N", "id": "ab"}, "ab", ("Summarize: News.",)),
@@ -59,19 +59,27 @@ def test_gpqa_lists_all_answers_in_an_order_of_its_own_that_never_changes() -> N
     text = prompt_of("gpqa_diamond", GPQA, 1, "x", ANY).text
     assert sorted(line[3:] for line in text.splitlines() if line[1:3] == ") ") == ["a", "b", "c", "d"]
     assert text == prompt_of("gpqa_diamond", dict(reversed(GPQA.items())), 9, "y", ANY).text
-    letters = set()
-    for number in range(20):
-        lines = prompt_of("gpqa_diamond", {**GPQA, "Question": f"{number}?"}, 1, "x", ANY).text.splitlines()
-        letters.add(next(line[0] for line in lines if line.endswith(") a")))
-    assert letters == set("ABCD")
+    others = [prompt_of("gpqa_diamond", {**GPQA, "Question": f"{n}?"}, 1, "x", ANY).text for n in range(20)]
+    assert {line[0] for text in others for line in text.splitlines() if line.endswith(") a")} == set("ABCD")
 
 
-def test_a_file_of_questions_is_taken_as_it_is_whatever_the_task(tmp_path: Path) -> None:
-    path = written(tmp_path / "question.jsonl", [{"question_id": 9, "category": "code", "turns": ["def f", "and g"]}])
-    assert loaded(TaskConfig("humaneval", path)) == [Prompt("9", "humaneval", "def f", ("and g",))]
+def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(tmp_path: Path) -> None:
+    """Spec-Bench's file has its tasks one behind another: the first rows alone would be one task."""
+    names = [*["qa"] * 5, *["rag"] * 5, "math"]
+    rows = [{"question_id": n, "category": name, "turns": ["a\u2028b", "c"]} for n, name in enumerate(names)]
+    path = written(tmp_path / "question.jsonl", rows)
+    chosen = load_prompts(PromptsConfig(path, num_prompts=5))
+    wanted = [("0", "qa"), ("1", "qa"), ("5", "rag"), ("6", "rag"), ("10", "math")]
+    assert [(prompt.prompt_id, prompt.task) for prompt in chosen] == wanted
+    assert chosen[0].turns == ("a\u2028b", "c") and len(load_prompts(PromptsConfig(path, num_prompts=99))) == 11
     mine = loaded(TaskConfig("mine", path), turns=1, system_prompt="Be brief.")
-    assert mine == [Prompt("9", "mine", "def f", (), "Be brief.")]
-    assert load_prompts(PromptsConfig(path)) == [Prompt("9", "code", "def f", ("and g",))]
+    assert mine[4] == Prompt("4", "mine", "a\u2028b", (), "Be brief.") and len(mine) == 11
+    (tmp_path / "p.txt").write_text("one\n\ntwo \nthree\n")
+    prompts = load_prompts(PromptsConfig(str(tmp_path / "p.txt"), num_prompts=2))
+    assert [(prompt.prompt_id, prompt.task, prompt.text) for prompt in prompts] == [
+        ("1", "p", "one"),
+        ("3", "p", "two "),
+    ]
 
 
 def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Path) -> None:
@@ -86,23 +94,6 @@ def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Pa
     assert [(p.task[-1], p.prompt_id) for p in chosen] == [("1", "0"), ("2", "6"), ("1", "1"), ("2", "7")]
 
 
-def test_a_file_of_several_categories_gives_as_many_of_each(tmp_path: Path) -> None:
-    """Spec-Bench's file has its tasks one behind another: the first rows alone would be one task."""
-    names = [*["qa"] * 5, *["rag"] * 5, "math"]
-    rows = [{"question_id": number, "category": name, "turns": ["a\u2028b"]} for number, name in enumerate(names)]
-    path = written(tmp_path / "question.jsonl", rows)
-    chosen = load_prompts(PromptsConfig(path, num_prompts=5))
-    wanted = [("0", "qa"), ("1", "qa"), ("5", "rag"), ("6", "rag"), ("10", "math")]
-    assert [(prompt.prompt_id, prompt.task) for prompt in chosen] == wanted
-    assert chosen[0].text == "a\u2028b" and len(load_prompts(PromptsConfig(path, num_prompts=99))) == 11
-
-
-def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("one\n\ntwo\nthree\n")
-    prompts = load_prompts(PromptsConfig(str(tmp_path / "p.txt"), num_prompts=2))
-    assert [(prompt.task, prompt.text) for prompt in prompts] == [("p", "one"), ("p", "two")]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -110,7 +101,7 @@ def test_plain_text_is_one_prompt_a_line(tmp_path: Path) -> None:
         ('{"question": "a"}\n', "needs 'turns'"),
         ('{"turns": []}\n', "a text or a list of texts"),
         ("", "holds no prompts"),
-        ('{"question_id": 1, "turns": ["a"]}\n{"question_id": 1, "turns": ["b"]}\n', "stands there twice"),
+        ('{"question_id": 1, "turns": ["a"]}\n{"question_id": 1, "turns": ["b"]}\n', "stands there 2 times"),
     ],
 )
 def test_broken_questions_are_one_sentence(tmp_path: Path, text: str, message: str) -> None:
@@ -122,10 +113,8 @@ def test_broken_questions_are_one_sentence(tmp_path: Path, text: str, message: s
 def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> None:
     config = TargetConfig(str(tiny.target(tmp_path / "t")))
     tokenizer, target = load_tokenizer(config), Target.load(config)
-    ids = encode("count 3 boats", tokenizer, target)
-    assert tokenizer.decode(ids[0]) == "<|user|>count 3 boats<|end|><|assistant|>"
     later = encode_turn(Prompt("1", "count", "count", ("again",)), ["3"], tokenizer, target)
-    assert tokenizer.decode(later[0]).startswith("<|user|>count<|end|><|assistant|>3<|end|>")
+    assert tokenizer.decode(later[0]) == "<|user|>count<|end|><|assistant|>3<|end|><|user|>again<|end|><|assistant|>"
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"--target\.chat_template"):
         encode("x", tokenizer, target)
@@ -143,10 +132,8 @@ def test_a_data_set_is_read_through_datasets_by_its_subset_and_split(
     files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
     configs = json.dumps([{"config_name": "main", "data_files": files}])
     (repository / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    assert [(p.prompt_id, p.text) for p in loaded(TaskConfig("gsm8k"), num_prompts=2)] == [
-        ("1", "test 0"),
-        ("2", "test 1"),
-    ]
+    prompts = loaded(TaskConfig("gsm8k"), num_prompts=2)
+    assert [(prompt.prompt_id, prompt.text) for prompt in prompts] == [("1", "test 0"), ("2", "test 1")]
 
 
 def test_published_sets_are_read_at_pinned_commits_and_others_at_the_commit_that_the_hub_names(
@@ -154,18 +141,14 @@ def test_published_sets_are_read_at_pinned_commits_and_others_at_the_commit_that
 ) -> None:
     assert all(re.fullmatch("[0-9a-f]{40}", task.revision) for task in TASKS.values())
     gsm8k = TASKS["gsm8k"]
-    asked = PromptsConfig(
-        tasks=(TaskConfig("gsm8k"), TaskConfig("mine", gsm8k.source), TaskConfig("alpaca", revision="v1"))
-    )
+    named = (TaskConfig("gsm8k"), TaskConfig("mine", gsm8k.source), TaskConfig("alpaca", revision="v1"))
+    asked = PromptsConfig(tasks=named)
     sources = [(each["source"], each["revision"]) for each in prompt_inputs(asked)]  # type: ignore[index]
     assert sources == [(gsm8k.source, gsm8k.revision), (gsm8k.source, None), (TASKS["alpaca"].source, "v1")]
     known = {gsm8k.source: "2" * 40}  # alpaca cannot be asked: it stays as it was
     monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
     assert [task.revision for task in pinned(asked).tasks] == ["2" * 40, "2" * 40, "v1"]
-
-
-def test_what_is_no_task_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"task 'mt-bench': is none of mt_bench, .*give the path of its questions"):
-        tasks.source_of(TaskConfig("mt-bench"))
+        tasks.check_sources(PromptsConfig(tasks=(TaskConfig("mt-bench"),)))
     with pytest.raises(UserError, match=r"gone\.jsonl: no such file of prompts for task 'x'"):
-        tasks.check_sources(PromptsConfig(tasks=(TaskConfig("x", str(tmp_path / "gone.jsonl")),)))
+        tasks.check_sources(PromptsConfig(tasks=(TaskConfig("x", "gone.jsonl"),)))
