@@ -1,33 +1,22 @@
-"""Rows -> right-padded batches, in an order that is a pure function of (seed, epoch) and of the rows per step.
-
-A global step consumes the same set of rows however it is cut into processes, accumulation and batch size.
-"""
+"""Rows -> right-padded batches, in an order that is a pure function of (seed, epoch) and of the rows per step."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from aerie.data.cache import decode
+from aerie.data.cache import CachedRow, decode
+from aerie.data.chat import Row
 from aerie.model.target import Target
 
 T = TypeVar("T")
+TokenisedRow = Row | CachedRow
 WINDOW_STEPS = 16  # rows of so many steps are sorted by length together: padding falls, the order stays random
-
-
-class TokenisedRow(Protocol):
-    """What every row has; rows of a feature cache have `last_hidden` [T, D] and `taps` [T, L*D] or None besides."""
-
-    @property
-    def input_ids(self) -> Any: ...
-
-    @property
-    def turns(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -85,10 +74,9 @@ class Batch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
         if self.dtype is not None and self.features is not None:
             scales = moved.pop("scales", None)  # [B, T, 1 + L]
-            of_hidden, of_taps = (None, None) if scales is None else (scales[..., :1], scales[..., 1:])
-            moved["features"] = decode(moved["features"], of_hidden, self.dtype)
-            if self.taps is not None:
-                moved["taps"] = decode(moved["taps"], of_taps, self.dtype)
+            for name, columns in (("features", slice(0, 1)), ("taps", slice(1, None))):
+                if name in moved:
+                    moved[name] = decode(moved[name], None if scales is None else scales[..., columns], self.dtype)
             moved |= {"scales": None, "dtype": None}
         return replace(self, **moved)
 
@@ -98,36 +86,24 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
     if not rows:
         empty = torch.zeros(1, 2, dtype=torch.long)  # [1, 2]
         return Batch(empty, empty.clone(), torch.zeros(1, dtype=torch.long), (-1,))
-    ids = [torch.as_tensor(row.input_ids, dtype=torch.long) for row in rows]
-    turns = [torch.as_tensor(row.turns, dtype=torch.long) for row in rows]
-    if packed:  # turn numbers that no two conversations share
-        used = [0, *accumulate(int(row.max()) for row in turns)]
-        turns = [torch.where(row > 0, row + before, 0) for row, before in zip(turns, used, strict=False)]
-
-    def join(tensors: Sequence[Tensor]) -> Tensor:
+    columns = {name: [torch.as_tensor(getattr(row, name)).long() for row in rows] for name in ("input_ids", "turns")}
+    lengths = [len(ids) for ids in columns["input_ids"]]
+    for field, name in (("features", "last_hidden"), ("taps", "taps"), ("scales", "scales")):
+        if getattr(rows[0], name, None) is not None:
+            columns[field] = [getattr(row, name) for row in rows]
+    joined: dict[str, Any] = {}
+    for name, tensors in columns.items():
         if packed:
-            return torch.cat(list(tensors))[None]  # [1, sum of T, ...]
-        longest = max(2, *(len(row) for row in tensors))
-        out = tensors[0].new_zeros(len(tensors), longest, *tensors[0].shape[1:])  # [B, T, ...]
-        for padded, row in zip(out, tensors, strict=True):
-            padded[: len(row)] = row
-        return out
-
-    def join_states(name: str) -> Tensor | None:
-        tensors: list[Any] = [getattr(row, name, None) for row in rows]
-        return None if tensors[0] is None else join(tensors)
-
-    return Batch(
-        input_ids=join(ids),
-        turns=join(turns),
-        lengths=torch.tensor([len(row) for row in ids]),
-        rows=tuple(numbers),
-        features=join_states("last_hidden"),
-        taps=join_states("taps"),
-        documents=tuple(len(row) for row in ids) if packed else None,
-        scales=join_states("scales"),
-        dtype=getattr(rows[0], "dtype", None),
-    )
+            if name == "turns":  # turn numbers that no two conversations share
+                used = [0, *accumulate(int(row.max()) for row in tensors)]
+                tensors = [torch.where(row > 0, row + before, 0) for row, before in zip(tensors, used, strict=False)]
+            joined[name] = torch.cat(tensors)[None]  # [1, sum of T, ...]
+        else:
+            joined[name] = tensors[0].new_zeros(len(rows), max(2, *lengths), *tensors[0].shape[1:])  # [B, T, ...]
+            for padded, row in zip(joined[name], tensors, strict=True):
+                padded[: len(row)] = row
+    documents, dtype = tuple(lengths) if packed else None, getattr(rows[0], "dtype", None)
+    return Batch(**joined, lengths=torch.tensor(lengths), rows=tuple(numbers), documents=documents, dtype=dtype)
 
 
 def empty_like(batch: Batch, width: int, dtype: torch.dtype, num_taps: int = 0) -> Batch:
@@ -142,8 +118,20 @@ def keyed_generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
 
 
+def permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
+    """The values in a random order."""
+    return [values[index] for index in torch.randperm(len(values), generator=generator).tolist()]
+
+
+class ShardPools(NamedTuple):
+    """Rows drawn from `at_once` shards at a time: what is read lies together, and each shard is read once an epoch."""
+
+    shards: Sequence[range]  # of row numbers, all of them
+    at_once: int
+
+
 class Order:
-    """Which rows each optimiser step consumes.
+    """Which rows each optimiser step consumes: the same set however a step is cut into processes and accumulation.
 
     The rows of an epoch are spread evenly over its steps (sizes differ by one at most, none above
     batch_size x accumulation x world_size), so no step is a short remainder.
@@ -156,24 +144,17 @@ class Order:
         batch_size: int,
         accumulation: int = 1,
         world_size: int = 1,
-        pools: "ShardPools | None" = None,
+        pools: ShardPools | None = None,
     ) -> None:
         """pools: where the rows lie, so that an epoch reads some shards after the others; None: all at once."""
         self.lengths, self.seed, self.pools = lengths, seed, pools
         self.accumulation, self.world_size = accumulation, world_size
         self.rows_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = -(-len(lengths) // self.rows_per_step)
-        self._epoch: tuple[int, list[list[int]]] | None = None
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
-
-    def rows(self, step: int) -> list[int]:
-        """All rows of an optimiser step (counted from 0 over all epochs), longest first."""
-        epoch = self.epoch_of(step)
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, self._steps_of(epoch))
-        return self._epoch[1][step % self.steps_per_epoch]
 
     def parts(self, step: int, rank: int) -> list[list[int]]:
         """One process's rows of a step: `accumulation` lists, each with the lengths of its neighbours, maybe empty."""
@@ -181,52 +162,41 @@ class Order:
         width = self.rows_per_step // self.accumulation
         return [rows[at * width : (at + 1) * width][rank :: self.world_size] for at in range(self.accumulation)]
 
-    def _steps_of(self, epoch: int) -> list[list[int]]:
-        generator = keyed_generator(self.seed, epoch)
-        count, steps = len(self.lengths), self.steps_per_epoch
-        shuffled = permuted(range(count), generator) if self.pools is None else self.pools.shuffled(generator)
-        cuts = [count * step // steps for step in range(steps + 1)]
+    def rows(self, step: int) -> list[int]:
+        """All rows of an optimiser step (counted from 0 over all epochs), longest first."""
+        epoch, steps = self.epoch_of(step), self.steps_per_epoch
+        if self._epoch[0] == epoch:
+            return self._epoch[1][step % steps]
+        generator, shuffled = keyed_generator(self.seed, epoch), list[int]()
+        if self.pools is None:
+            shuffled = permuted(range(len(self.lengths)), generator)
+        else:
+            order, at_once = permuted(self.pools.shards, generator), self.pools.at_once
+            for first in range(0, len(order), at_once):
+                shuffled += permuted([row for shard in order[first : first + at_once] for row in shard], generator)
+        cuts = [len(shuffled) * step // steps for step in range(steps + 1)]
         rows_of_steps: list[list[int]] = []
         for first in range(0, steps, WINDOW_STEPS):
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
-            parts = [window[cuts[step] - cuts[first] : cuts[step + 1] - cuts[first]] for step in range(first, last)]
+            parts = [window[cuts[at] - cuts[first] : cuts[at + 1] - cuts[first]] for at in range(first, last)]
             # Long steps must not all come first; with pools the steps of a window stay together.
             rows_of_steps += parts if self.pools is None else permuted(parts, generator)
-        return permuted(rows_of_steps, generator) if self.pools is None else rows_of_steps
-
-
-@dataclass(frozen=True)
-class ShardPools:
-    """Rows drawn from `at_once` shards at a time: what is read lies together, and each shard is read once an epoch."""
-
-    shards: Sequence[range]  # of row numbers, all of them
-    at_once: int
-
-    def shuffled(self, generator: torch.Generator) -> list[int]:
-        """All rows: shards in a random order, and the rows of each `at_once` of them in a random order."""
-        order, rows = permuted(self.shards, generator), list[int]()
-        for first in range(0, len(order), self.at_once):
-            rows += permuted([row for shard in order[first : first + self.at_once] for row in shard], generator)
-        return rows
-
-
-def permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
-    """The values in a random order."""
-    return [values[index] for index in torch.randperm(len(values), generator=generator).tolist()]
+        if self.pools is None:
+            rows_of_steps = permuted(rows_of_steps, generator)
+        self._epoch = (epoch, rows_of_steps)
+        return rows_of_steps[step % steps]
 
 
 def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
     """make(number) for each number, the next one made in a thread while the caller works on this one."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
-        pending = None
-        for number in numbers:
-            following = pool.submit(make, number)
-            if pending is not None:
-                yield pending.result()
-            pending = following
-        if pending is not None:
-            yield pending.result()
+        pending = (pool.submit(make, number) for number in numbers)
+        ready = next(pending, None)
+        while ready is not None:
+            following = next(pending, None)
+            yield ready.result()
+            ready = following
 
 
 def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -252,20 +222,18 @@ class OnlineFeatures:
         if batch.features is not None:
             return batch
         # Packed conversations go through the target one a row, and are packed again afterwards.
-        longest = batch.input_ids.shape[1] if batch.documents is None else max(batch.documents)
+        is_packed = batch.documents is not None
+        longest = max(batch.documents or batch.input_ids.shape[1:])
         mask = torch.arange(longest, device=batch.input_ids.device) < batch.lengths[:, None]  # [N, T]
         ids = batch.input_ids
-        if batch.documents is not None:
+        if is_packed:
             ids = torch.zeros_like(mask, dtype=torch.long)  # [N, T]
             ids[mask] = batch.input_ids[0]
         device = self.target.device
         attention_mask = None if bool(mask.all()) else mask.long().to(device)
         output = self.target.features(ids.to(device), attention_mask, self.after_blocks)
-
-        def used(states: Tensor) -> Tensor:
-            """[B, T, D] as a cache yields them, zero in padding. A copy: autograd cannot keep inference tensors."""
-            states = states.to(batch.input_ids.device, self.dtype, copy=True)
-            return states * mask[..., None] if batch.documents is None else states[mask][None]
-
-        taps = None if output.taps is None else used(output.taps)
-        return replace(batch, features=used(output.last_hidden), taps=taps)
+        # [B, T, D] as a cache yields them, zero in padding. Copies: autograd cannot keep inference tensors.
+        states = {"features": output.last_hidden, "taps": output.taps}
+        copies = {k: v.to(ids.device, self.dtype, copy=True) for k, v in states.items() if v is not None}
+        used: dict[str, Any] = {k: v[mask][None] if is_packed else v * mask[..., None] for k, v in copies.items()}
+        return replace(batch, **used)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
@@ -24,6 +24,8 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
+# The text of one row, its assistant turns as (start, end) in characters (end exclusive, ascending), and its source.
+Rendered = tuple[str, list[tuple[int, int]], str]
 ATTEMPTS = 3  # renders of one conversation before a template that writes the time counts as unstable
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -47,14 +49,6 @@ class Row:
     def num_slots(self) -> int:
         """Slots p that training supervises: tokens p + 1 and p + 2 belong to the same turn."""
         return sum(1 for first, second in pairwise(self.turns[1:]) if first == second != 0)
-
-
-class Rendered(NamedTuple):
-    """Text of one row and its assistant turns as (start, end) in characters, end exclusive, ascending."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    source: str
 
 
 def shared_start(first: str, second: str) -> int:
@@ -112,7 +106,7 @@ class Chat:
         messages, source = conversation.messages, conversation.place
         if supervise_all:
             whole = self._text(conversation, len(messages), False)
-            return [Rendered(whole, [(0, len(whole))], source)]
+            return [(whole, [(0, len(whole))], source)]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         for _ in range(ATTEMPTS):
             prompts = [self._text(conversation, index, True) for index in answers]
@@ -138,15 +132,15 @@ class Chat:
                 )
             spans.append((start, len(text)))
         if all(whole.startswith(text) for text in texts):
-            return [Rendered(whole, spans, source)]
+            return [(whole, spans, source)]
         rows = enumerate(zip(texts, spans, strict=True), start=1)
-        return [Rendered(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
+        return [(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Row]:
         """The renders as tokens; one call per batch, which the tokenizer spreads over its threads."""
         rows = []
         # Half of a UTF-16 pair, common in scraped text: no tokenizer takes it.
-        texts = [LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", row.text) for row in rendered]
+        texts = [LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text, _, _ in rendered]
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
         for (text, spans, source), whole, encoding in zip(rendered, texts, encodings, strict=True):
             if whole != text:

@@ -55,25 +55,17 @@ class RawRow:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that begin with (system and) user and end with the assistant.
+    """Messages that begin with (system and) user and end with the assistant, or tokens that came with a loss mask.
 
-    digest names the content alone, so a duplicate has the same one wherever it stands.
+    digest names the content alone, so a duplicate has the same one wherever it stands. The mask is 1 where the
+    assistant must produce the token.
     """
 
     place: str
     digest: str
     messages: tuple[Message, ...]
     tools: Any | None = None
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """A row that came as tokens: loss_mask[t] is 1 where the assistant must produce token t."""
-
-    place: str
-    digest: str
-    input_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
+    tokens: tuple[list[int], list[int]] | None = None  # ids and their mask
 
 
 class UnusableRow(Exception):
@@ -117,7 +109,7 @@ class Tally:
         return "\n".join(lines)
 
     def line(self) -> str:
-        """The table on one line, for an error."""
+        """The table, for an error."""
         return "; ".join(" ".join(line.split()) for line in self.table().splitlines())
 
 
@@ -222,7 +214,7 @@ def split_by_hash(content_digest: str, share: float) -> bool:
     return value < share * 2**64
 
 
-def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation | TokenRow]:
+def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
     """The usable conversations of every source in the recipe's order, streamed; the tally counts all the others.
 
     UserError when a source cannot be read, when the first row of a file has keys of no known shape, and when nothing is
@@ -243,7 +235,7 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
         raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {tally.line()}")
 
 
-def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation | TokenRow:
+def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     value = row.value
     if not isinstance(value, dict):
         raise UnusableRow("row is no object", f"is {type(value).__name__}; expected an object with named fields")
@@ -257,16 +249,16 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation | Token
         ):
             sentence = "input_ids and loss_mask must be lists of one length, of integers and of 0 and 1"
             raise UnusableRow("token ids and their mask do not fit", sentence)
-        return TokenRow(row.place, digest([ids, mask]), tuple(ids), tuple(map(int, mask)))
+        return Conversation(row.place, digest([ids, mask]), (), tokens=(ids, mask))
     fields = tuple(name for name in (config.prompt_field, config.completion_field) if name is not None)
-    messages, changes = mend(to_messages(value, fields))
+    messages, reasons = mend(to_messages(value, fields))
     if isinstance(tools, str):  # a list that is stored as text
         with suppress(json.JSONDecodeError):
             tools = json.loads(tools)
     if tools and not isinstance(tools, list):
         raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}; expected a list or its JSON")
-    for reason, sentence in changes.items():
-        tally.add("mended", reason, row.place, sentence)
+    for reason in reasons:
+        tally.add("mended", reason, row.place)
     content = digest([messages, tools or None])
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
@@ -289,7 +281,16 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = [*prompt, *completion]
     if turns is None and not any(name in row for name in LISTS):
-        raise UnusableRow(UNKNOWN_KEYS, _explain_keys(row, fields))
+        known, expected = fields, f"{' and '.join(fields)}, as the recipe's prompt and completion fields say"
+        if not fields:
+            known = (*LISTS, *dict.fromkeys(name for pair in PAIRS for name in pair), "input_ids", "loss_mask")
+            expected = (
+                "conversations, messages, a pair such as prompt and completion or question and answer, or input_ids "
+                "and loss_mask; or set data.prompt_field and data.completion_field"
+            )
+        close = ((key, difflib.get_close_matches(key, known, 1, 0.5)) for key in map(str, row) if key not in known)
+        hint = next((f"; did you mean {names[0]!r} instead of {key!r}?" for key, names in close if names), "")
+        raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; expected {expected}{hint}")
     messages = [_message(turn, number) for number, turn in enumerate(turns or [], start=1)]
     systems = [
         row[name] for name in ("system", "system_prompt") if isinstance(row.get(name), str) and row[name].strip()
@@ -297,21 +298,6 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
     if systems and not any(message["role"] == "system" for message in messages):
         messages.insert(0, {"role": "system", "content": systems[0]})
     return messages
-
-
-def _explain_keys(row: Mapping[str, Any], fields: tuple[str, ...]) -> str:
-    """The sentence for a row of no known shape: its keys, what is expected, and the closest name."""
-    known = [*LISTS, *dict.fromkeys(name for pair in PAIRS for name in pair), "input_ids", "loss_mask"]
-    expected = (
-        "conversations, messages, a pair such as prompt and completion or question and answer, or input_ids and "
-        "loss_mask; or set data.prompt_field and data.completion_field"
-    )
-    if fields:
-        known = [*fields]
-        expected = f"{' and '.join(known)}, as the recipe's prompt and completion fields say"
-    matches = {key: difflib.get_close_matches(key, known, n=1, cutoff=0.5) for key in map(str, row) if key not in known}
-    hint = next((f"; did you mean {names[0]!r} instead of {key!r}?" for key, names in matches.items() if names), "")
-    return f"has keys {', '.join(map(str, row))}; expected {expected}{hint}"
 
 
 def _message(turn: Any, number: int) -> Message:
@@ -345,40 +331,38 @@ def _tool_call(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def mend(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
-    """Messages that a template can render, and for each kind of change that this took a sentence about the first.
+def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
+    """Messages that a template can render, and the kinds of change that this took.
 
     UnusableRow when no answer to a user's turn is left.
     """
-    changes: dict[str, str] = {}
-    kept, joined = list[Message](), list[Message]()
-    for number, message in enumerate(messages, start=1):
+    changes, kept, joined = set[str](), list[Message](), list[Message]()
+    for message in messages:
         role = message["role"]
         if message["content"].strip() or role == "tool" or any(message.get(key) for key in THOUGHTS):
             kept.append(message)  # a tool may well return nothing
         elif role == "system":
-            changes.setdefault("empty system turn dropped", f"turn {number} is empty")
+            changes.add("empty system turn dropped")
         else:  # what follows an empty turn has lost its context
-            changes["cut before an empty turn"] = f"turn {number} ({role}) is empty"
+            changes.add("cut before an empty turn")
             break
     first_user = next((index for index, message in enumerate(kept) if message["role"] == "user"), len(kept))
     leading = [message for message in kept[:first_user] if message["role"] == "system"]
     if len(leading) < first_user:
-        changes["began with the assistant; that turn dropped"] = f"turn 1 is the {kept[0]['role']}'s"
+        changes.add("began with the assistant; that turn dropped")
     for message in [*leading, *kept[first_user:]]:
         role, before = message["role"], joined[-1] if joined else {}
         is_text = role != "tool" and message.keys() == before.keys() == {"role", "content"}
         if is_text and before["role"] == role:  # turns that carry more stay as they are
             joined[-1] = {"role": role, "content": before["content"] + "\n\n" + message["content"]}
-            changes.setdefault(f"two turns of the {role} in a row joined", f"turn {len(joined)} has a second part")
+            changes.add(f"two turns of the {role} in a row joined")
         else:
             joined.append(message)
     end = next((at for at in range(len(joined), 0, -1) if joined[at - 1]["role"] == "assistant"), 0)
     if end == 0:
         roles = [message["role"] for message in messages]
-        why = next((f" ({sentence})" for sentence in changes.values()), "")
         reason = "no assistant turn" if "assistant" not in roles else "no answer to a user's turn"
-        raise UnusableRow(reason, f"its turns are {', '.join(roles) or 'none'}{why}")
+        raise UnusableRow(reason, f"its turns are {', '.join([*(roles or ['none']), *sorted(changes)])}")
     if end < len(joined):
-        changes["turns after the last answer cut"] = f"ends with a turn of the {joined[-1]['role']}"
+        changes.add("turns after the last answer cut")
     return joined[:end], changes

@@ -7,23 +7,25 @@ rows, the target and the taps alone, so jobs may be killed and started again at 
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import NotWritable, UserError, warn
+from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.batches import grouped
-from aerie.data.cache import CachePlan, ShardBuffer, Storage, decode, encode, pack, size, storage_error, write_index
+from aerie.data.batches import collate, grouped
+from aerie.data.cache import STATES, TOKENS, CachePlan, Shard, Storage, decode, encode, pack, rows_digest
 from aerie.data.chat import Row
-from aerie.data.stage import COMMAND, INDEX, Share, bar, state_inputs
+from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries
 from aerie.model.target import Target, TargetOutput, check_taps, load_config, taps_of
@@ -34,33 +36,24 @@ SAMPLE_TOKENS = 256  # on which the error of the storage is measured
 
 
 def plan_cache(
-    directory: Path,
-    data: TokenisedData,
-    config: FeaturesConfig,
-    target_path: str,
-    hf_config: Any,
-    origin: dict[str, Any],
+    directory: Path, data: TokenisedData, config: FeaturesConfig, target_path: str, hf_config: Any, origin: Any
 ) -> CachePlan:
-    """The plan for these rows; UserError for taps, token ids or lengths that the target does not have."""
-    text = hf_config.get_text_config()
-    after_blocks = config.after_blocks or ()
+    """The plan for these rows; UserError for taps, token ids or lengths that the target does not have.
+
+    origin is what decides the states of given token ids (data.stage.state_inputs, taps).
+    """
+    text, after_blocks, rows = hf_config.get_text_config(), config.after_blocks or (), [*data.train, *data.held_out]
     check_taps(after_blocks, text.num_hidden_layers, target_path)
-    rows = [*data.train, *data.held_out]
     check_rows(rows, text, target_path)
     name = config.dtype or origin["target"]["dtype"]
     dtypes = [getattr(hf_config, "dtype", None), getattr(text, "dtype", None), torch.float32]
     dtype = next(found for found in dtypes if found is not None) if name == "auto" else getattr(torch, name)
-    return CachePlan(
-        directory=directory,
-        rows=rows,
-        num_train=len(data.train),
-        shards=tuple(pack([len(row.input_ids) for row in rows], config.shard_tokens)),
-        hidden_size=text.hidden_size,
-        after_blocks=after_blocks,
-        storage=Storage(dtype, config.storage),
-        batch_tokens=config.batch_tokens,
-        origin=digest(origin),
-    )
+    shards = []
+    for number, span in enumerate(pack([len(row.input_ids) for row in rows], config.shard_tokens)):
+        inputs = {"rows": rows_digest(rows[span]), "origin": digest(origin)}
+        shards.append(Shard(directory / f"shard-{number:05d}.safetensors", rows[span], inputs))
+    storage = Storage(dtype, config.storage)
+    return CachePlan(directory, shards, len(data.train), text.hidden_size, after_blocks, storage, config.batch_tokens)
 
 
 def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
@@ -79,16 +72,43 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
             )
 
 
+def size(num_bytes: float) -> str:
+    """'12.3 MiB', '1.2 TiB'."""
+    if num_bytes >= 2**40:
+        return f"{num_bytes / 2**40:,.2f} TiB"
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def storage_error(
+    last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Callable[[Tensor], Tensor]
+) -> str:
+    """One line about what a form other than the target's own costs, measured on some tokens.
+
+    From last_hidden [T, D] and taps [T, L * D]; logits is the target's final transform.
+    """
+    errors, restored = [], {}
+    for name, states in zip(STATES, (last_hidden, taps), strict=False):
+        if states is not None:
+            num_states = states.shape[-1] // last_hidden.shape[-1]
+            restored[name] = decode(*encode(states, num_states, storage), storage.dtype).to(states.dtype)
+            # Relative to a dimension's own root mean square, so a few huge dimensions cannot hide the others.
+            squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
+            error = (restored[name].double() - states.double()).square().sum(0)
+            errors += (error / squares).sqrt().unflatten(0, (num_states, -1)).mean(-1).tolist()
+    p, q = (torch.softmax(logits(states).float(), -1) for states in (last_hidden, restored["last_hidden"]))  # [T, V]
+    distance, same = (p - q).abs().sum(-1).mean() / 2, (p.argmax(-1) == q.argmax(-1)).float().mean()
+    last, *others = (f"{error:.2%}" for error in errors)
+    return (
+        f"{storage}: relative error of a dimension: last state {last}{', taps ' if others else ''}{', '.join(others)}; "
+        f"the target's law moves by {distance:.2%}, its likeliest token stays in {same:.1%} ({len(p):,} tokens)"
+    )
+
+
 # ------------------------------------------------------------------------------------------------------- extraction
 
 
 def extract(
-    target: Target,
-    plan: CachePlan,
-    state: Any,
-    fingerprint: dict[str, Any],
-    share: Share | None = None,
-    overwrite: bool = False,
+    target: Target, plan: CachePlan, state: Any, fingerprint: Any, share: Share = ALL, overwrite: bool = False
 ) -> tuple[Manifest | None, "Writer"]:
     """Makes those shards of this process's part of the share that are not whole, byte for byte.
 
@@ -97,30 +117,23 @@ def extract(
     target, after_blocks, dtype, storage and rows added. UserError when a state is not finite, the disk is full, or
     another recipe's job is writing there or has written (with overwrite, what it has written is replaced).
     """
-    share = share or Share()
     rank, world = state.process_index, state.num_processes
-    part = share.part(len(plan.shards), rank, world)
+    part = [plan.shards[number] for number in share.part(len(plan.shards), rank, world)]
     with explained(plan.directory), ExitStack() as stack:
         lock = stack.enter_context(_announced(plan, overwrite)) if rank == 0 else None
         state.wait_for_everyone()
         who = f"features (process 1 of {world})" if world > 1 else "features"
-        with bar(sum(map(plan.tokens_of, part)), "tok", who, rank) as progress:
-            writer = Writer(target, plan, part, progress)
-            writer.run()
+        with bar(sum(shard.num_tokens for shard in part), "tok", who, rank) as progress:
+            writer = Writer(target, plan)
+            writer.run(part, progress)
         state.wait_for_everyone()
         if lock is None:
             return None, writer
-        missing = plan.missing(range(len(plan.shards)))
-        if lost := sorted(set(missing).intersection(share.part(len(plan.shards)))):
-            raise UserError(f"{plan.path_of(lost[0])}: not whole after the extraction; run the same command again")
-        if missing:
+        if lost := plan.missing(share):
+            raise UserError(f"{lost[0].path}: not whole after the extraction; run the same command again")
+        if plan.missing():
             return None, writer
-        dtype = str(plan.storage.dtype).removeprefix("torch.")
-        shape = {"after_blocks": list(plan.after_blocks), "dtype": dtype, "storage": plan.storage.form}
-        made_from = {**fingerprint, "target": target.fingerprint(), **shape, "rows": digest(plan.rows_digests)}
-        splits = {"train": [0, plan.num_train], "held_out": [plan.num_train, len(plan.rows)]}
-        paths = [plan.path_of(shard) for shard in range(len(plan.shards))]
-        index = write_index(paths, made_from, {**shape, "splits": splits})
+        index = plan.write_index({**fingerprint, "target": target.fingerprint()})
         if lock.acquire(wait=False) is True:  # nobody else is at work
             shutil.rmtree(plan.directory / WRITING, ignore_errors=True)
     return index, writer
@@ -132,9 +145,8 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
 
     Jobs of one cache hold the lock named after it together. UserError while a job of another cache is at work.
     """
-    own = digest([plan.origin, plan.rows_digests])
     locks = plan.directory / WRITING
-    with Lock(locks / f"cache-{own}") as lock:
+    with Lock(locks / f"cache-{digest([shard.inputs for shard in plan.shards])}") as lock:
         with Lock(locks / "begin") as begin:
             begin.acquire()
             for path in locks.glob("cache-*"):
@@ -147,7 +159,10 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
             is_alone = lock.acquire(wait=False)
             if is_alone:  # beside another writer of this cache nothing is removed
                 plan.require_own_directory(overwrite)
-                for path in [*plan.stale(), plan.directory / INDEX, plan.directory / FILE]:
+                # Another recipe's shards, what killed ones left half written (.tmp: safetensors'), and the index.
+                kept = {shard.path.stem for shard in plan.shards} - {path.stem for path in plan.foreign()}
+                stale = [path for path in plan.directory.glob("shard-*") if path.stem not in kept]
+                for path in (*stale, *plan.directory.glob(".tmp*"), plan.directory / INDEX, plan.directory / FILE):
                     path.unlink(missing_ok=True)
             if is_alone == "unknown":
                 warn(
@@ -163,121 +178,90 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
 class Writer:
     """One process's part of an extraction: the target computes a shard while a thread writes the one before."""
 
-    def __init__(self, target: Target, plan: CachePlan, part: Sequence[int], progress: Any) -> None:
-        self.target, self.plan, self.part, self.progress = target, plan, part, progress
-        self.pending: Future[None] | None = None
+    def __init__(self, target: Target, plan: CachePlan) -> None:
+        self.target, self.plan = target, plan
         self.num_tokens, self.seconds, self.forward_seconds = 0, 0.0, 0.0
 
-    def run(self) -> None:
+    def run(self, part: Sequence[Shard], progress: Any) -> None:
         """Makes the shards that are not whole; those that another job is making are waited for at the end."""
-        left = [shard for shard in self.part if not self._is_whole(shard)]
+        pending: Future[None] | None = None
+        left = [shard for shard in part if not shard.is_whole(content=True)]
+        progress.update(sum(shard.num_tokens for shard in part) - sum(shard.num_tokens for shard in left))
         started = time.perf_counter()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as pool:
             for wait in (False, True):
-                left = [shard for shard in left if not self._make(shard, pool, wait)]
-                self._finish_writing()
+                waiting, left = left, []
+                for shard in waiting:
+                    with ExitStack() as stack:
+                        lock = stack.enter_context(Lock(self.plan.directory / WRITING / shard.path.stem))
+                        if not lock.acquire(wait=wait):
+                            left.append(shard)
+                        elif shard.is_whole(content=True):  # another job has made it meanwhile
+                            progress.update(shard.num_tokens)
+                        else:
+                            tensors = self._tensors(shard, progress)
+                            if pending is not None:
+                                pending.result()  # at most two shards are in memory
+                            pending = pool.submit(_save, shard, tensors, lock)
+                            stack.pop_all()  # the thread frees the lock
+                if pending is not None:
+                    pending.result()
         self.seconds += time.perf_counter() - started
-
-    def speed(self, num_processes: int = 1) -> str:
-        """Tokens a second, and what the writer adds to the target's forwards; nothing where nothing was made."""
-        if not self.num_tokens:
-            return ""
-        each = "" if num_processes == 1 else f" in each of {num_processes} processes"
-        added = self.seconds / self.forward_seconds - 1
-        return f"; {self.num_tokens / self.seconds:,.0f} tok/s{each}, {added:.1%} above the target's bare forwards"
 
     def forward(self, rows: Sequence[Row]) -> tuple[TargetOutput, Tensor]:
         """The target's states of some rows, and the mask [B, T] of their tokens."""
-        lengths = torch.tensor([len(row.input_ids) for row in rows])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, T]
-        ids = torch.zeros_like(mask, dtype=torch.long)  # [B, T], right-padded with 0
-        ids[mask] = torch.tensor([token for row in rows for token in row.input_ids])
-        started, device = time.perf_counter(), self.target.device
+        batch, device = collate(rows, range(len(rows))), self.target.device
+        mask = torch.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]  # [B, T]
+        started = time.perf_counter()
         attention_mask = None if bool(mask.all()) else mask.long().to(device)
-        output = self.target.features(ids.to(device), attention_mask, self.plan.after_blocks)
+        output = self.target.features(batch.input_ids.to(device), attention_mask, self.plan.after_blocks)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.forward_seconds += time.perf_counter() - started
-        self.num_tokens += int(lengths.sum())
-        return output, mask
+        self.num_tokens += batch.num_tokens
+        return output, mask.to(device)
 
-    def _is_whole(self, shard: int) -> bool:
-        whole = self.plan.is_whole(shard, content=True)
-        self.progress.update(self.plan.tokens_of(shard) if whole else 0)
-        return whole
+    def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
+        """What the shard's file holds; UserError when a row's states are not finite."""
+        rows, storage, lengths = shard.rows, self.plan.storage, [len(row.input_ids) for row in shard.rows]
+        starts = [0, *accumulate(lengths)]
+        tensors = {
+            name: torch.tensor([number for row in rows for number in getattr(row, name)], dtype=torch.int32)
+            for name in TOKENS
+        }
+        for positions in grouped(lengths, self.plan.batch_tokens):
+            output, mask = self.forward([rows[position] for position in positions])
+            places = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in positions])  # [N], in the shard
+            encoded, all_scales = dict[str, Tensor](), list[Tensor]()
+            for name, states in (("last_hidden", output.last_hidden), ("taps", output.taps)):
+                if states is None:
+                    continue
+                # Encoded on the target's device, so that less goes over the bus, and without the padding.
+                num_states = states.shape[-1] // self.plan.hidden_size
+                encoded[name], scales = encode(states[mask], num_states, storage)  # [N, S * D], [N, S]
+                all_scales += [] if scales is None else [scales]
+                # Asked of what is read again: a float32 scale does not tell whether float16 can hold the value.
+                broken = ~torch.isfinite(decode(encoded[name], scales, storage.dtype)).all(-1).cpu()  # [N]
+                if broken.any():
+                    row = rows[bisect_right(starts, int(places[broken][0])) - 1]
+                    raise UserError(
+                        f"{row.source}: the target's states are not finite in {storage}; try another features.dtype or "
+                        f"target.dtype (bfloat16, float32)"
+                    )
+            if all_scales:
+                encoded["scales"] = torch.cat(all_scales, dim=-1)  # [N, 1 + L]
+            for name, values in encoded.items():
+                if name not in tensors:
+                    tensors[name] = torch.empty(starts[-1], values.shape[-1], dtype=values.dtype)
+                tensors[name][places] = values.cpu()
+            progress.update(len(places))
+        return tensors
 
-    def _make(self, shard: int, pool: ThreadPoolExecutor, wait: bool) -> bool:
-        """Makes a shard and hands it to the writing thread; False when another job is at it (wait: until it is not)."""
-        with ExitStack() as stack:
-            lock = stack.enter_context(Lock(self.plan.directory / WRITING / f"{shard:05d}"))
-            if not lock.acquire(wait=wait):
-                return False
-            if not self._is_whole(shard):  # another job may have made it meanwhile
-                buffer = self._filled(shard)
-                self._finish_writing()  # at most two shards are in memory
-                self.pending = pool.submit(self._save, shard, buffer, lock)
-                stack.pop_all()  # the thread frees the lock
-        return True
 
-    def _finish_writing(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
-
-    def _filled(self, shard: int) -> ShardBuffer:
-        """The shard with every row's states."""
-        plan, rows = self.plan, self.plan.rows_of(shard)
-        num_taps = len(plan.after_blocks)
-        buffer = ShardBuffer(rows, plan.hidden_size, num_taps, plan.storage)
-        for positions in grouped(buffer.lengths, plan.batch_tokens):
-            batch = [rows[position] for position in positions]
-            output, mask = self.forward(batch)
-            last_hidden, scales = self._stored(output.last_hidden, 1, mask, batch)  # [B, T, D], [B, T, 1]
-            taps = None
-            if output.taps is not None:
-                taps, more = self._stored(output.taps, num_taps, mask, batch)  # [B, T, L * D], [B, T, L]
-                scales = None if scales is None or more is None else torch.cat([scales, more], dim=-1)
-            for line, position in enumerate(positions):
-                tokens = (line, slice(buffer.lengths[position]))  # without padding
-                parts = {"last_hidden": last_hidden, "taps": taps, "scales": scales}
-                buffer.put(position, {name: states[tokens] for name, states in parts.items() if states is not None})
-            self.progress.update(sum(buffer.lengths[position] for position in positions))
-        return buffer
-
-    def _stored(
-        self, states: Tensor, num_states: int, mask: Tensor, rows: Sequence[Row]
-    ) -> tuple[Tensor, Tensor | None]:
-        """States in their stored form, in the computer's memory; UserError when a row's are not finite."""
-        storage = self.plan.storage
-        values, scales = encode(states, num_states, storage)
-        # Asked of what is read again: a float32 scale does not tell whether float16 can hold the value.
-        broken = ~torch.isfinite(decode(values, scales, storage.dtype)).all(-1).cpu() & mask  # [B, T]
-        if broken.any():
-            raise UserError(
-                f"{rows[int(broken.any(-1).int().argmax())].source}: the target's states are not finite in {storage}; "
-                f"try another features.dtype or target.dtype (bfloat16, float32)"
-            )
-        return values.cpu(), None if scales is None else scales.cpu()
-
-    def storage_error(self) -> str:
-        """What the storage costs on some tokens, spread evenly over the first batch of the cache."""
-        rows = self.plan.rows_of(0)
-        first = grouped([len(row.input_ids) for row in rows], self.plan.batch_tokens)[0]
-        output, mask = self.forward([rows[position] for position in first])
-        tokens = mask.flatten().nonzero().flatten()
-        tokens = tokens[:: -(-len(tokens) // SAMPLE_TOKENS)].to(output.last_hidden.device)
-        taps = None if output.taps is None else output.taps.flatten(0, 1)[tokens]
-        return storage_error(output.last_hidden.flatten(0, 1)[tokens], taps, self.plan.storage, self.target.logits)
-
-    def _save(self, shard: int, buffer: ShardBuffer, lock: Lock) -> None:
-        with lock:
-            try:
-                buffer.save(self.plan.path_of(shard), self.plan.inputs_of(shard))
-            except NotWritable as error:
-                left = self.plan.missing(self.part)
-                needed = f"{sum(map(self.plan.bytes_of, left)):,} bytes in {len(left):,} shards are still to be written"
-                raise NotWritable(f"{error}: {needed}; the same command then goes on", error.is_full) from error
-            lock.forget()
+def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
+    with lock:
+        shard.save(tensors)
+        lock.forget()
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -293,12 +277,21 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
     plan = plan_cache(stage.output, data, replace(recipe.features, after_blocks=taps), path, hf_config, origin)
     facts = {"train": statistics(data.train), "held_out": statistics(data.held_out)}
-    estimate, needed = plan.estimate(share)
+    existing = next(path for path in (stage.output, *stage.output.absolute().parents) if path.exists())
+    todo, free = plan.missing(share), shutil.disk_usage(existing).free
+    needed, tokens = sum(map(plan.bytes_of, todo)), sum(shard.num_tokens for shard in plan.shards)
     if rank == 0:
-        lines = [tally.table(), *(f"{name}: {line}" for name, line in facts.items()), estimate]
-        print("\n".join(lines), flush=True)
+        print(
+            f"{tally.table()}\ntrain: {facts['train']}\nheld_out: {facts['held_out']}\n"
+            f"features: {len(data.train) + len(data.held_out):,} rows, {tokens:,} tokens x {plan.token_bytes:,} bytes "
+            f"({plan.storage}) = {size(tokens * plan.token_bytes)}; shards: {len(plan.shards):,} of at most "
+            f"{size(max(map(plan.bytes_of, plan.shards)))}, two at a time in memory\n"
+            f"features: to write: {size(needed)} in {len(todo):,} shards of share {share}; free on the disk: "
+            f"{size(free)}",
+            flush=True,
+        )
     plan.require_own_directory(overwrite)
-    if needed > (free := plan.free_bytes()):
+    if needed > free:
         raise UserError(
             f"{plan.directory}: the cache needs {size(needed)} more ({needed:,} bytes) and the disk has {size(free)} "
             f"free; lower data.limit or data.max_length, set features.storage to fp8 or int8, or choose another --run"
@@ -311,38 +304,49 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite, state.process_index)
     target = Target.load(recipe.target, state.device)
     index, writer = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite)
-    speed = writer.speed(state.num_processes)
+    speed = ""
+    if writer.num_tokens:
+        each = "" if state.num_processes == 1 else f" in each of {state.num_processes} processes"
+        added = writer.seconds / writer.forward_seconds - 1
+        speed = f"; {writer.num_tokens / writer.seconds:,.0f} tok/s{each}, {added:.1%} above the target's bare forwards"
     if index is not None:
+        tokens = sum(shard.num_tokens for shard in plan.shards)
         num_bytes = sum(num_bytes for num_bytes, _ in index.files.values())
-        facts |= {"tokens": plan.num_tokens, "bytes": num_bytes, "batch_tokens": plan.batch_tokens}
+        facts |= {"tokens": tokens, "bytes": num_bytes, "batch_tokens": plan.batch_tokens}
         seconds = stage.finish(**facts)["seconds"]
-        amount = f"{plan.num_tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s with the loading"
+        amount = f"{tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s with the loading"
         print(f"features: {amount}{speed}: {stage.output}", flush=True)
         if plan.storage.form is not None:
-            print(f"features: {writer.storage_error()}", flush=True)
+            # Measured on some tokens, spread evenly over the first batch of the cache.
+            rows = plan.shards[0].rows
+            first = grouped([len(row.input_ids) for row in rows], plan.batch_tokens)[0]
+            output, mask = writer.forward([rows[position] for position in first])
+            step = -(-int(mask.sum()) // SAMPLE_TOKENS)
+            taps = None if output.taps is None else output.taps[mask][::step]
+            error = storage_error(output.last_hidden[mask][::step], taps, plan.storage, target.logits)
+            print(f"features: {error}", flush=True)
     elif state.is_main_process:
-        left = len(plan.missing(range(len(plan.shards))))
-        print(f"features: share {share} is written{speed}; {left:,} shards are left", flush=True)
+        print(f"features: share {share} is written{speed}; {len(plan.missing()):,} shards are left", flush=True)
     state.destroy_process_group()
     return ("done" if share.count == 1 or index is not None else "share-done"), 0
 
 
 def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str, seconds: float = 10.0) -> None:
     """Prints the hours that the missing shards take, from some seconds of the target's forwards."""
-    part = plan.missing(share.part(len(plan.shards)))
+    part = plan.missing(share)
     groups = (
-        [rows[position] for position in positions]
-        for rows in map(plan.rows_of, part)
-        for positions in grouped([len(row.input_ids) for row in rows], plan.batch_tokens)
+        [shard.rows[position] for position in positions]
+        for shard in part
+        for positions in grouped([len(row.input_ids) for row in shard.rows], plan.batch_tokens)
     )
-    writer = Writer(Target.load(recipe.target, device), plan, part, None)
+    writer = Writer(Target.load(recipe.target, device), plan)
     writer.forward(next(groups))  # warms up
     writer.num_tokens, writer.forward_seconds = 0, 0.0
     while writer.forward_seconds < seconds and (rows := next(groups, None)):
         writer.forward(rows)
     if not writer.num_tokens:
         raise UserError(f"{plan.directory}: one forward takes all rows: too few to time; give the command itself")
-    tokens, speed = sum(map(plan.tokens_of, part)), writer.num_tokens / writer.forward_seconds
+    tokens, speed = sum(shard.num_tokens for shard in part), writer.num_tokens / writer.forward_seconds
     print(
         f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now, one process) take "
         f"{tokens / speed / 3600:,.2f} h; n equal processes or jobs (--shard i/n) take an n-th of it",

@@ -12,6 +12,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
 import argparse
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from aerie.configs.errors import UserError, exit_code, stop_on_signals
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load
 from aerie.data.stage import INDEX, Share, feature_inputs, target_inputs
-from aerie.model.storage import Manifest, Stage, Whole, with_status, write_status
+from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, with_status, write_status
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
 Command = Callable[[argparse.Namespace, Recipe], int]
@@ -41,21 +42,20 @@ def main() -> int:
         return options
 
     add(synthetic, "write the embedded corpus and train its tokenizer")
-    options = add(distill, "have the target answer prompts")
-    options.add_argument("--shard", default="1/1", metavar="I/N", help="this job's share of the rows (1/1)")
-    options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
+    distill_options = add(distill, "have the target answer prompts")
+    distill_options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
     again = "ask failed rows, and those a server skipped, again; with --shard those of this job's share alone"
-    options.add_argument("--retry-failed", action="store_true", help=again)
-    options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
+    distill_options.add_argument("--retry-failed", action="store_true", help=again)
     options = add(show, "print conversations with the loss mask")
     options.add_argument("--limit", type=int, default=3, help="how many rows (3)")
     options.add_argument("--plain", action="store_true", help="brackets instead of colour")
     options = add(features, "run the target over the conversations and cache its states")
-    options.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
-    share = "make the I-th of N shares (1/N to N/N), as an array job does"
-    options.add_argument("--shard", default="1/1", metavar="I/N", help=share)
     options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend what is broken in it")
     options.add_argument("--estimate", action="store_true", help="like --plan, with hours from a few timed forwards")
+    for shared in (options, distill_options):
+        share = "make the I-th of N shares (1/N to N/N), as an array job does"
+        shared.add_argument("--shard", default="1/1", metavar="I/N", help=share)
+        shared.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     add(check, "read every byte of the feature cache and say what is wrong where; exit code 1 if anything is")
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
@@ -69,9 +69,8 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         raise UserError(
             f"{arguments.config}: no section 'synthetic'; the embedded corpus needs one (configs/embedded.yaml)"
         )
-    inputs = {"synthetic": as_dict(config)}
-    corpus = Stage("corpus", paths.conversations, inputs)
-    tokenizer = Stage("tokenizer", paths.root / "tokenizer", inputs)
+    stages = {"corpus": paths.conversations, "tokenizer": paths.root / "tokenizer"}
+    corpus, tokenizer = (Stage(name, path, {"synthetic": as_dict(config)}) for name, path in stages.items())
     if corpus.is_whole() and tokenizer.is_whole():
         return _reuse("synthetic", corpus, None if arguments.plan else paths.status)
     for stage in (corpus, tokenizer):
@@ -88,10 +87,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
     def write() -> tuple[str, int]:
         _be_quiet()
-        import json
-
         from aerie.data.synthetic import train_tokenizer, write_corpus
-        from aerie.model.storage import directory_atomically
 
         with directory_atomically(corpus.output) as conversations, directory_atomically(tokenizer.output) as directory:
             counts = write_corpus(config, conversations)
@@ -112,14 +108,23 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Writes RUN/distilled, or a job's share of it, or reuses it; with --plan only counts the prompts."""
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
+    from aerie.configs.schema.measure import PromptsConfig, TaskConfig
     from aerie.data.distill.prompts import make_prompts, plan_line
     from aerie.data.distill.run import Job, distilled
+    from aerie.infer.measure.tasks import load_prompts
 
-    shard = Share.of(arguments.shard)
+    share = Share.of(arguments.shard)
     _be_quiet()
-    status = _status(recipe, "distill", shard)
+    status = _status(recipe, "distill", share)
+    # What recipes measure with is never asked: whole sets, whatever part of them is measured and however.
+    excluded = tuple(TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude)
+    measured = [*recipe.measuring, *([PromptsConfig(tasks=excluded)] if excluded else [])]
     try:
-        target, questions = target_inputs(recipe.target), _evaluation_questions(recipe)
+        target, questions = target_inputs(recipe.target), list[str]()
+        for prompts in measured:
+            tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
+            whole_sets = load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None))
+            questions += [turn for prompt in whole_sets for turn in prompt.turns]
     except UserError:
         if arguments.is_whole:
             return 1  # the stage before has not written the target, or the evaluation's questions, yet
@@ -132,9 +137,43 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.plan:
         print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
         return 0
-    name = f"distill {shard}" if shard.count > 1 else "distill"
+    name = f"distill {share}" if share.count > 1 else "distill"
     make_local = lambda thinking: _local_target(recipe, thinking)  # noqa: E731
     return with_status(status, name, lambda: ("done", distilled(job, arguments, recipe.target, questions, make_local)))
+
+
+def _local_target(recipe: Recipe, thinking: Any) -> Any:
+    """The target in this process, with the run's draft head where there is one."""
+    import torch
+
+    from aerie.data.distill.answer import local_target
+    from aerie.infer.decode.engine import SpeculativeDecoder
+    from aerie.model.target import Target
+
+    assert recipe.distill is not None
+    sampling = recipe.distill.sampling
+    target, head = Target.load(recipe.target, _device(recipe)), RunPaths(Path(recipe.run)).head(recipe)
+    drafts = (head / "config.json").is_file()
+    decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)
+    print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
+
+    def decode(prompt: list[int], seed: int) -> list[int]:
+        generation = decoder.generate(
+            torch.tensor([prompt], device=target.device),
+            generator=torch.Generator(target.device).manual_seed(seed),
+            do_sample=sampling.temperature > 0,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k or 0, 0),
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=sorted(thinking.end_ids),
+        )
+        return generation.new_ids
+
+    limits = [getattr(target.config, "max_position_embeddings", None)]
+    limits += [decoder.proposer.max_positions] if decoder.proposer is not None else []
+    context = min((limit for limit in limits if limit is not None), default=None)
+    return local_target(decode, thinking, None if context is None else context - sampling.max_tokens)
 
 
 def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
@@ -145,13 +184,12 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
         print(f"show: {arguments.limit:,} rows of {', '.join(recipe.data.conversations)} through {recipe.target.path}")
         return 0
     _be_quiet()
-    from aerie.data.tokens import show as preview
-    from aerie.data.tokens import tokenised
+    from aerie.data import tokens
 
     limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
-    data, tokenizer, tally = tokenised(recipe.target, replace(recipe.data, limit=limit))
-    print(preview([*data.train, *data.held_out][: arguments.limit], tokenizer, not arguments.plain))
-    print(f"\n{tally.table()}")
+    data, tokenizer, tally = tokens.tokenised(recipe.target, replace(recipe.data, limit=limit))
+    rows = [*data.train, *data.held_out][: arguments.limit]
+    print(f"{tokens.show(rows, tokenizer, not arguments.plain)}\n\n{tally.table()}")
     return 0
 
 
@@ -183,12 +221,36 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     _be_quiet()
     from aerie.data.features import prepare, time_forwards, write
 
-    if only_plan:
-        plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
-        if arguments.estimate:
-            time_forwards(recipe, plan, share, _device(recipe))
-        return 0
-    return with_status(status, "features", lambda: write(recipe, stage, share, arguments.overwrite, _processes(recipe)))
+    if not only_plan:
+        return with_status(
+            status, "features", lambda: write(recipe, stage, share, arguments.overwrite, _processes(recipe))
+        )
+    plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
+    if arguments.estimate:
+        time_forwards(recipe, plan, share, _device(recipe))
+    return 0
+
+
+def _processes(recipe: Recipe) -> Any:
+    """accelerate's PartialState; UserError when the launcher started other processes than this one sees."""
+    import torch
+    from accelerate import PartialState
+
+    _device(recipe)
+    launched = "LOCAL_RANK" in os.environ
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER) if launched else PartialState()
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != state.num_processes:
+        raise UserError(
+            f"WORLD_SIZE: the launcher asked for {asked} processes and {state.num_processes} answer; two processes on "
+            f"a CPU go through configs/accelerate/zero1.yaml or torchrun"
+        )
+    if recipe.target.device_map is not None and state.num_processes > 1:
+        raise UserError(
+            f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
+            f"{state.num_processes} processes cannot share; start one process"
+        )
+    return state
 
 
 def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
@@ -217,7 +279,7 @@ def _reuse(name: str, stage: Stage, status: Path | None) -> int:
 
 
 def _be_quiet() -> None:
-    """Only our own lines: no advice and no loading bars of transformers, no forks warned about by tokenizers."""
+    """Only our own lines: no advice and no loading bars of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -231,81 +293,6 @@ def _device(recipe: Recipe) -> str:
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def _processes(recipe: Recipe) -> Any:
-    """accelerate's PartialState; UserError when the launcher started other processes than this one sees."""
-    import torch
-    from accelerate import PartialState
-
-    _device(recipe)
-    launched = "LOCAL_RANK" in os.environ
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER) if launched else PartialState()
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked != state.num_processes:
-        raise UserError(
-            f"WORLD_SIZE: the launcher asked for {asked} processes and {state.num_processes} answer; two processes on "
-            f"a CPU go through configs/accelerate/zero1.yaml or torchrun"
-        )
-    if recipe.target.device_map is not None and state.num_processes > 1:
-        raise UserError(
-            f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
-            f"{state.num_processes} processes cannot share; start one process"
-        )
-    return state
-
-
-def _evaluation_questions(recipe: Recipe) -> list[str]:
-    """All turns of the evaluation questions: of the sets that the recipe measures with, and of distill.exclude.
-
-    They are whole sets, whatever part of them is measured, how far the answers go and what system prompt they have.
-    """
-    from aerie.configs.schema.measure import PromptsConfig, TaskConfig
-    from aerie.infer.measure.tasks import load_prompts
-
-    assert recipe.distill is not None
-    tasks = tuple(TaskConfig(each.name, each.path, each.revision) for each in recipe.distill.exclude)
-    wanted = [*recipe.measuring, *([PromptsConfig(tasks=tasks)] if tasks else [])]
-    whole = [
-        replace(each, tasks=tuple(replace(task, num_prompts=None) for task in each.tasks), num_prompts=None, turns=None)
-        for each in wanted
-    ]
-    return [turn for prompts in whole for prompt in load_prompts(prompts) for turn in prompt.turns]
-
-
-def _local_target(recipe: Recipe, thinking: Any) -> Any:
-    """The target in this process, with the run's draft head where there is one."""
-    import torch
-
-    from aerie.data.distill.answer import local_target
-    from aerie.infer.decode.engine import SpeculativeDecoder
-    from aerie.model.target import Target
-
-    assert recipe.distill is not None
-    sampling = recipe.distill.sampling
-    target = Target.load(recipe.target, _device(recipe))
-    head = RunPaths(Path(recipe.run)).head(recipe)
-    drafts = (head / "config.json").is_file()
-    decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)
-    print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
-
-    def decode(prompt: list[int], seed: int) -> list[int]:
-        generation = decoder.generate(
-            torch.tensor([prompt], device=target.device),
-            generator=torch.Generator(target.device).manual_seed(seed),
-            do_sample=sampling.temperature > 0,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=max(sampling.top_k or 0, 0),
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=sorted(thinking.end_ids),
-        )
-        return generation.new_ids
-
-    limits = [getattr(target.config, "max_position_embeddings", None)]
-    limits += [decoder.proposer.max_positions] if decoder.proposer is not None else []
-    context = min((limit for limit in limits if limit is not None), default=None)
-    return local_target(decode, thinking, None if context is None else context - sampling.max_tokens)
 
 
 if __name__ == "__main__":

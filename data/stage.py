@@ -139,6 +139,9 @@ class Share:
         return range(self.index - 1, count, self.count)[rank::world]
 
 
+ALL = Share()
+
+
 class _Lines:
     """A text stream for tqdm that writes whole lines where tqdm would redraw one."""
 

@@ -4,7 +4,7 @@ import re
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +15,11 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.chat import Chat, Rendered, Row, shared_start, target_end_ids
-from aerie.data.conversations import Conversation, Tally, TokenRow, UnusableRow, load_conversations, split_by_hash
+from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations, split_by_hash
 from aerie.model.storage import digest
 from aerie.model.target import load_tokenizer
 from aerie.model.vocab import DEFAULT_SIZE, DraftVocabulary
 
-Loaded = Conversation | TokenRow
 BATCH = 256  # conversations of one tokenizer call
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
@@ -43,12 +42,11 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
     """The recipe's rows, cut at max_length, each with at least one supervised slot.
 
-    speaks: a terminal sees a progress bar. UserError, with a decoded preview, when nothing is left or the supervised
+    speaks: a terminal sees a progress bar. UserError when nothing is left or the supervised
     share is under the recipe's floor.
     """
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
-    first: Row | None = None
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
     conversations = _limited(load_conversations(config, tally), config)
     with tqdm(desc="tokenise", unit=" conversations", disable=None if speaks else True) as progress:
@@ -60,7 +58,6 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
                         sentence = f"has {len(row.input_ids):,} tokens"
                         tally.add("left out", "tokens behind max_length cut", row.source, sentence)
                     cut = Row(row.input_ids[:max_length], row.turns[:max_length], row.source)
-                    first = first or cut
                     num_tokens += len(cut.input_ids)
                     num_supervised += cut.num_supervised
                     if cut.num_slots:
@@ -75,21 +72,20 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
                 (data.held_out if is_held_out else data.train).extend(kept)
             progress.update(len(batch))
     names = ", ".join(config.conversations)
-    preview = f"; the first row reads: {excerpt(first, tokenizer)}" if first else ""
     if not data.train:
         if data.held_out and tally.kept == tally.rows:
             raise UserError(f"{names}: all {tally.kept:,} conversations are held out; lower data.held_out")
-        raise UserError(f"{names}: no conversation to train on: {tally.line()}{preview}")
+        raise UserError(f"{names}: no conversation to train on: {tally.line()}")
     if num_supervised / num_tokens < config.min_supervised_share:
         raise UserError(
             f"{names}: {num_supervised / num_tokens:.2%} of {num_tokens:,} tokens are supervised, under "
             f"data.min_supervised_share {config.min_supervised_share:.2%}; check the chat template with the show "
-            f"command, or lower the floor{preview}"
+            f"command, or lower the floor"
         )
     return data
 
 
-def _limited(conversations: Iterator[Loaded], config: DataConfig) -> Iterator[tuple[Loaded, bool]]:
+def _limited(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[tuple[Conversation, bool]]:
     """Up to config.limit conversations for training, and the held-out (true) ones met on the way."""
     num_train = 0
     for conversation in conversations:
@@ -100,40 +96,33 @@ def _limited(conversations: Iterator[Loaded], config: DataConfig) -> Iterator[tu
             return
 
 
-def _rows(batch: list[tuple[Loaded, bool]], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
+def _rows(batch: list[tuple[Conversation, bool]], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
     """For each conversation its rows; an empty list where the template refused it (counted)."""
     is_all = config.supervise == "all"
     renders: list[list[Rendered]] = []
     for conversation, _ in batch:
         renders.append([])
         try:
-            if isinstance(conversation, Conversation):
+            if conversation.tokens is None:
                 renders[-1] = chat.render(conversation, is_all)
         except UnusableRow as error:
             chat.tally.add("skipped", error.reason, conversation.place, error.sentence)
     encoded = iter(chat.encode([rendered for parts in renders for rendered in parts]))
     for (conversation, _), parts in zip(batch, renders, strict=True):
         rows = list(islice(encoded, len(parts)))
-        if isinstance(conversation, TokenRow):
-            rows = [from_token_row(conversation, num_ids)]
+        if conversation.tokens is not None:  # each run of ones in the mask is a turn
+            ids, mask = conversation.tokens
+            if max(ids, default=0) >= num_ids or min(ids, default=0) < 0:
+                raise UserError(
+                    f"{conversation.place}: token id {max(ids):,} is outside the target's vocabulary ({num_ids:,}); "
+                    f"these rows were made with another tokenizer"
+                )
+            runs = list(accumulate(int(bit and not before) for before, bit in pairwise([0, *mask])))
+            turns = array("i", [run * bit for run, bit in zip(runs, mask, strict=True)])
+            rows = [Row(array("i", ids), turns, conversation.place)]
         if is_all:  # every token but the first, as one turn: how a target is trained from scratch
             rows = [replace(row, turns=array("i", [0] + [1] * (len(row.turns) - 1))) for row in rows]
         yield rows
-
-
-def from_token_row(row: TokenRow, num_ids: int) -> Row:
-    """A pretokenised row, each run of ones in its mask a turn; UserError for an id the target's vocabulary lacks."""
-    largest = max(row.input_ids, default=0)
-    if largest >= num_ids or min(row.input_ids, default=0) < 0:
-        raise UserError(
-            f"{row.place}: token id {largest:,} is outside the target's vocabulary ({num_ids:,}); "
-            f"these rows were made with another tokenizer"
-        )
-    turns, number = array("i"), 0
-    for value, run in groupby(row.loss_mask):
-        number += value
-        turns.extend([number * value] * len(list(run)))
-    return Row(array("i", row.input_ids), turns, row.place)
 
 
 def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
@@ -156,31 +145,20 @@ def statistics(rows: Sequence[Row]) -> str:
 
 def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
     """For each row a line about it, then its text, learnt turns green (only in [turn:...] without color)."""
-    headers = (f"{row.source}{statistics([row]).removeprefix('1 rows')}" for row in rows)
-    return "\n\n".join(f"{header}\n{_marked(row, tokenizer, color)}" for header, row in zip(headers, rows, strict=True))
-
-
-def excerpt(row: Row, tokenizer: Any) -> str:
-    """One line out of the row around its first learnt token, learnt turns in [turn: ...], for an error message."""
-    first = next((at for at, turn in enumerate(row.turns) if turn), 0)
-    span = slice(max(0, first - 40), first + 120)
-    line = repr(_marked(Row(row.input_ids[span], row.turns[span], row.source), tokenizer, color=False))[1:-1]
-    return f"'{line[:300]}{'...' if len(line) > 300 else ''}'"
-
-
-def _marked(row: Row, tokenizer: Any, color: bool) -> str:
-    """The row's text with its turns marked."""
-    parts, before, position = [], "", 0
-    for turn, run in groupby(row.turns):
-        position += len(list(run))
-        # A run's text is what decoding grows by: a run decoded alone may lose a blank or half a character.
-        text = tokenizer.decode(row.input_ids[:position], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        new = text[shared_start(before, text) :]
-        part, before = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", new), text
-        if turn:
-            part = f"{DIM}[{turn}:{RESET}{GREEN}{part}{RESET}{DIM}]{RESET}" if color else f"[{turn}:{part}]"
-        parts.append(part)
-    return "".join(parts)
+    shown = []
+    for row in rows:
+        parts, before, position = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"], "", 0
+        for turn, run in groupby(row.turns):
+            position += len(list(run))
+            # A run's text is what decoding grows by: a run decoded alone may lose a blank or half a character.
+            text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
+            new = text[shared_start(before, text) :]
+            part, before = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", new), text
+            if turn:
+                part = f"{DIM}[{turn}:{RESET}{GREEN}{part}{RESET}{DIM}]{RESET}" if color else f"[{turn}:{part}]"
+            parts.append(part)
+        shown.append("".join(parts))
+    return "\n\n".join(shown)
 
 
 # -------------------------------------------------------------------------------------------------- draft vocabulary

@@ -7,30 +7,21 @@ from typing import Any
 from accelerate import PartialState
 
 from aerie.configs.schema.data import FeaturesConfig
-from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.cache import CachePlan, FeatureCache
 from aerie.data.chat import Row
 from aerie.data.features import extract, plan_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, load_config
-from tests import tiny
 
 
-def rows(count: int, seed: int = 0, longest: int = 40) -> list[Row]:
-    """Rows of 3 to `longest` random tokens with one turn each."""
-    chance = random.Random(seed)
-    made = []
+def rows(count: int, seed: int = 0) -> list[Row]:
+    """Rows of 3 to 40 random tokens with one turn each."""
+    chance, made = random.Random(seed), []
     for number in range(count):
-        length = chance.randint(3, longest)
-        ids = [chance.randrange(320) for _ in range(length)]
-        border = chance.randint(1, length - 2)
-        made.append(Row(ids, [0] * border + [1] * (length - border), f"rows.jsonl: row {number + 1}"))
+        ids = [chance.randrange(320) for _ in range(chance.randint(3, 40))]
+        border = chance.randint(1, len(ids) - 2)
+        made.append(Row(ids, [0] * border + [1] * (len(ids) - border), f"rows.jsonl: row {number + 1}"))
     return made
-
-
-def load_target(directory: Path, **sizes: Any) -> Target:
-    """A tiny target, written to directory and loaded from it."""
-    return Target.load(TargetConfig(path=str(tiny.target(directory, **sizes))))
 
 
 def plan(directory: Path, target: Target, data: TokenisedData, **features: Any) -> CachePlan:

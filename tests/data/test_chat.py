@@ -138,10 +138,10 @@ def test_midnight_between_two_renders_does_no_harm(monkeypatch: pytest.MonkeyPat
     days = iter(["Monday", "Monday", "Tuesday"])
     monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: next(days, "Tuesday") + render(*a, **k))
     chat = Chat(tokenizer, {tokenizer.eos_token_id}, Tally())
-    (rendered,) = chat.render(Conversation("here: row 1", "digest", TURNS))
-    assert rendered.text.startswith("Tuesday")
+    ((text, spans, _),) = chat.render(Conversation("here: row 1", "digest", TURNS))
+    assert text.startswith("Tuesday")
     answers = [f"{TURNS[at]['content']}<|im_end|>\n" for at in (2, 4)]
-    assert [rendered.text[start:end] for start, end in rendered.spans] == answers
+    assert [text[start:end] for start, end in spans] == answers
 
 
 def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:

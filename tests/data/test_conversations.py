@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.conversations import MAX_REASONS, Tally, TokenRow, load_conversations, read_rows, split_by_hash
+from aerie.data.conversations import MAX_REASONS, Tally, load_conversations, read_rows, split_by_hash
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
 ROWS: list[dict[str, Any]] = [{"question": "one", "answer": "eins"}, {"question": "two", "answer": "zwei \N{OWL}"}]
@@ -103,7 +103,7 @@ def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
     assert rows[0].tools == tools and not tally.counts and rows[0].messages[0]["content"] == "ours"
     assert rows[0].messages[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and rows[0].messages[5] == answer
     assert [message["content"] for message in rows[1].messages] == ["be short", "Sort.\n\n3 1", "1 3"]
-    assert isinstance(rows[2], TokenRow) and (rows[2].input_ids, rows[2].loss_mask) == ((1, 2, 3), (0, 1, 1))
+    assert rows[2].tokens == ([1, 2, 3], [0, 1, 1])
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,6 @@ TAPS = (0, 3)
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return caches.load_target(tmp_path_factory.mktemp("target") / "target")
-
-
-@pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of the cache as one undisturbed process writes it."""
     plan = caches.plan(tmp_path_factory.mktemp("whole"), target, DATA)
@@ -60,20 +55,6 @@ def is_done(plan: CachePlan, whole: dict[str, bytes]) -> bool:
 # ------------------------------------------------------------------------------------------------------------- plan
 
 
-def plan_of(directory: Path, data: TokenisedData = DATA, dtype: str = "auto", **features: Any) -> CachePlan:
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 4, "max_position_embeddings": 64}
-    config = LlamaConfig(**sizes, dtype="bfloat16")
-    return plan_cache(directory, data, FeaturesConfig(**features), "owner/target", config, {"target": {"dtype": dtype}})
-
-
-def test_the_estimate_counts_tokens_taps_and_bytes_and_writes_nothing(tmp_path: Path) -> None:
-    made, tokens = plan_of(tmp_path / "features", after_blocks=(0, 3)), sum(len(row.input_ids) for row in ROWS)
-    text, needed = made.estimate(Share())
-    assert f"27 rows, {tokens:,} tokens x 200 bytes (bfloat16)" in text and needed > 200 * tokens
-    assert not (tmp_path / "features").exists()
-    assert plan_of(tmp_path, dtype="float32").storage.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("row", "taps", "said"),
     [
@@ -83,16 +64,18 @@ def test_the_estimate_counts_tokens_taps_and_bytes_and_writes_nothing(tmp_path: 
     ],
 )
 def test_what_the_target_does_not_have_is_refused_by_place(tmp_path: Path, row: Row, taps: Any, said: str) -> None:
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 4, "max_position_embeddings": 64}
     with pytest.raises(UserError, match=said):
-        plan_of(tmp_path, TokenisedData([row], []), after_blocks=taps)
+        features = FeaturesConfig(after_blocks=taps, dtype="float32")
+        plan_cache(tmp_path, TokenisedData([row], []), features, "owner/target", LlamaConfig(**sizes), {"target": {}})
 
 
 def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
     chance = random.Random(0)
     lengths = [chance.randint(1, 90) for _ in range(300)]
     shards = list(pack(lengths, 64))
-    assert [row for shard in shards for row in shard] == list(range(300))
-    assert all(len(shard) == 1 or sum(lengths[row] for row in shard) <= 64 for shard in shards)
+    assert [row for shard in shards for row in range(300)[shard]] == list(range(300))
+    assert all(len(lengths[shard]) == 1 or sum(lengths[shard]) <= 64 for shard in shards)
     groups = grouped(lengths, 256)
     assert sorted(position for group in groups for position in group) == list(range(300))
     assert all(len(group) * max(lengths[position] for position in group) <= 256 for group in groups)
@@ -188,14 +171,6 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
     assert index is not None and is_done(plan, whole)
 
 
-def test_shares_take_every_shard_once_whatever_their_processes() -> None:
-    taken = [n for job in (1, 2, 3) for rank in range(job) for n in Share(job, 3).part(20, rank, job)]
-    assert sorted(taken) == list(range(20))
-    for text in ("0/4", "5/4", "1", "1/", "/4", "a/b", "1/0", "-1/4"):
-        with pytest.raises(UserError, match=r"--shard: .* is no share; write i/n"):
-            Share.of(text)
-
-
 @dataclass(frozen=True)
 class Process:
     """What the extraction asks of accelerate's PartialState, for processes that run one after the other."""
@@ -213,8 +188,7 @@ def test_each_process_makes_its_own_shards_and_the_first_writes_the_index_when_a
     fingerprint = {"data": {"max_length": 40}}
     with pytest.raises(UserError, match=r"shard-00001.safetensors: not whole after the extraction"):
         extract(target, plan, Process(0, 2), fingerprint)
-    numbers = range(len(plan.shards))
-    assert plan.missing(numbers) == list(numbers[1::2])
+    assert plan.missing() == plan.shards[1::2]
     assert extract(target, plan, Process(1, 2), fingerprint)[0] is None
     assert extract(target, plan, Process(0, 2), fingerprint)[0] is not None and is_done(plan, whole)
 
@@ -225,7 +199,7 @@ def test_an_interrupted_extraction_keeps_whole_shards_and_goes_on(
     forwards = Target.features
 
     def interrupted(self: Target, ids: Tensor, *rest: Any) -> Any:
-        if plan.is_whole(1):  # written by a thread, while later shards are computed
+        if plan.shards[1].is_whole():  # written by a thread, while later shards are computed
             raise KeyboardInterrupt
         return forwards(self, ids, *rest)
 
@@ -237,8 +211,8 @@ def test_an_interrupted_extraction_keeps_whole_shards_and_goes_on(
     assert 2 <= len(left) < len(plan.shards) and not (plan.directory / "index.json").exists()
     (plan.directory / ".shard-00002.safetensors.0123abcd.tmp").write_bytes(b"left by a killed process")
     (plan.directory / ".tmpleft").write_bytes(b"as safetensors leaves it")
-    plan.path_of(1).write_bytes(plan.path_of(1).read_bytes()[:-4])
-    plan.path_of(0).with_suffix(".json").unlink()  # killed between a shard and its record
+    plan.shards[1].path.write_bytes(plan.shards[1].path.read_bytes()[:-4])
+    plan.shards[0].record.unlink()  # killed between a shard and its record
     caches.write(target, plan)
     assert is_done(plan, whole)
 
@@ -263,7 +237,7 @@ def test_two_writers_of_one_cache_share_the_work(target: Target, whole: dict[str
     for writer in writers:
         writer.join(timeout=60)
     assert is_done(plan, whole) and {*forwards} == {writer.name for writer in writers}
-    groups = [grouped([len(row.input_ids) for row in plan.rows_of(n)], 128) for n in range(len(plan.shards))]
+    groups = [grouped([len(row.input_ids) for row in shard.rows], 128) for shard in plan.shards]
     assert len(forwards) == sum(map(len, groups))
 
 
@@ -314,23 +288,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield from mounted(tmp_path / "disk", 256)
 
 
-def test_a_full_or_read_only_disk_says_what_is_missing_and_loses_nothing(
-    small_disk: Path, target: Target, whole: dict[str, bytes], plan: CachePlan
-) -> None:
-    tight, filler = replace(plan, directory=small_disk / "features"), small_disk / "filler"
-    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - tight.bytes_of(0) - tight.bytes_of(1) - 30_000))
-    with pytest.raises(NotWritable, match=r"No space left on device.*: [\d,]+ bytes in \d shards are still to be"):
+def test_a_full_or_read_only_disk_loses_nothing(small_disk: Path, target: Target, whole: dict[str, bytes]) -> None:
+    tight, filler = caches.plan(small_disk / "features", target, DATA), small_disk / "filler"
+    estimates = [tight.bytes_of(shard) for shard in tight.shards]
+    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - sum(estimates[:2]) - 30_000))
+    with pytest.raises(NotWritable, match=r"No space left on device.*free some space"):
         caches.write(target, tight)
-    assert 0 < len(tight.missing(range(len(tight.shards)))) < len(tight.shards)
+    assert 0 < len(tight.missing()) < len(tight.shards)
     assert not [path for path in small_disk.rglob("*") if "tmp" in path.name]
-    assert tight.estimate(Share())[1] > tight.free_bytes()
     filler.unlink()
     caches.write(target, tight)
     assert is_done(tight, whole)
-    sizes = [
-        sum(path.stat().st_size for path in small_disk.glob(f"features/{tight.path_of(n).stem}*")) for n in range(5)
-    ]
-    assert all(0 <= tight.bytes_of(n) - taken < SHARD_BYTES + 400 for n, taken in enumerate(sizes))
+    for shard, estimate in zip(tight.shards, estimates, strict=True):
+        taken = shard.path.stat().st_size + shard.record.stat().st_size
+        assert 0 <= estimate - taken < SHARD_BYTES + 400
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(NotWritable, match=r"cannot be written .Read-only file system.; choose another --run"):
         caches.write(target, tight)
