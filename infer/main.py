@@ -196,10 +196,8 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     stages = (paths.features, head, paths.calibration, paths.bench, paths.tune)
     made = {path: storage.read_json(path / storage.FILE) for path in stages if (path / storage.FILE).is_file()}
     if paths.bench not in made:
-        records = paths.bench / RECORDS
-        count = records.read_bytes().count(b"\n") if records.is_file() else 0
         again = f"run: python infer/main.py bench --config {arguments.config}"
-        raise UserError(f"{paths.bench}: only {count:,} answers, of a bench that is not done; {again}")
+        raise UserError(f"{paths.bench}: holds no bench, or one that was stopped; {again}")
     commands = []  # that made the run
     for words in (facts["argv"] for facts in made.values() if facts.get("argv")):
         launched = words[0] in ("data/main.py", "train/main.py")

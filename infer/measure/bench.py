@@ -35,23 +35,9 @@ from aerie.infer.decode.engine import Clock, Generation, SpeculativeDecoder, mak
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
+from aerie.infer.measure import record as results
 from aerie.infer.measure.cycles import Origin, Recorder, append_lines, keep_answers, keep_pools, lines_of
-from aerie.infer.measure.record import (
-    OVERHEAD,
-    RECORDS,
-    REFERENCE,
-    SUITE,
-    Key,
-    Milliseconds,
-    Overhead,
-    PromptKey,
-    Record,
-    Reference,
-    line_of,
-    read_as,
-    read_records,
-    tree_shape,
-)
+from aerie.infer.measure.record import Key, Milliseconds, Overhead, PromptKey, Record, Reference, line_of, tree_shape
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn
 from aerie.model.storage import Manifest, Stage, Whole, first_line, remove_temporaries, write_json
@@ -71,14 +57,14 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
 
     UserError for answers of other inputs, unless overwrite: then they go.
     """
-    records = stage.output / RECORDS
+    records = stage.output / results.RECORDS
     if not isinstance(Manifest.check(stage.output, stage.inputs, name=JOB), Whole):
         if records.is_file() and not overwrite:
             raise UserError(
                 f"{records}: holds answers of another recipe, head or target; "
                 f"measure anew with --overwrite, or choose another --run"
             )
-        for left in (RECORDS, CYCLES, OVERHEAD, SUITE):
+        for left in (results.RECORDS, CYCLES, results.OVERHEAD, results.SUITE):
             (stage.output / left).unlink(missing_ok=True)
     remove_temporaries(stage.output)
     Manifest(inputs=stage.inputs).write(stage.output, JOB)
@@ -124,7 +110,7 @@ class Bench:
 
     @property
     def records_path(self) -> Path:
-        return self.directory / RECORDS
+        return self.directory / results.RECORDS
 
     def settings(self, ids: Tensor) -> dict[str, Any]:
         """Greedy decoding of a prompt [1, T], of the same length for every row: what the recipe asks if there is room.
@@ -237,7 +223,7 @@ def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
     with path.open("r+b") as file:
         file.truncate(raw.rfind(b"\n") + 1)
     texts = {(p.task, p.prompt_id, turn): text for p in prompts for turn, text in enumerate(p.turns)}
-    records = read_records(path)
+    records = results.read_records(path)
     for record in records:
         if record.prompt_text != texts.get(record.prompt_key):
             raise UserError(
@@ -257,18 +243,19 @@ def _answer(bench: Bench, job: Job, row: int, done: dict[Key, Record], seed: int
     origin = Origin(row, config.method, **sampling, task=prompt.task, prompt_id=prompt.prompt_id, turn=job.turn)
     facts = {**asdict(origin), "head": bench.kinds[row], "head_path": config.head, "tree": tree_shape(config)}
     facts |= {"prompt_text": prompt.turns[job.turn]}
+    earlier = [done[job.key(bench.suite.vanilla, turn)] for turn in range(job.turn)]
+    for record in earlier:
+        if record.status != "ok":
+            message = f"turn {record.turn + 1} has no answer of vanilla to go on from: {record.message}"
+            return Record(**facts, verify="none", status="error", message=message), []
+    ids = encode_turn(prompt, [record.text for record in earlier], bench.tokenizer, bench.target)
+    facts |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(device)
     recorder = Recorder()
+    if bench.config.cycles:
+        keep_pools(decoder)
     try:
-        earlier = [done[job.key(bench.suite.vanilla, turn)] for turn in range(job.turn)]
-        for record in earlier:
-            if record.status != "ok":
-                raise UserError(f"turn {record.turn + 1} has no answer of vanilla to go on from: {record.message}")
-        ids = encode_turn(prompt, [record.text for record in earlier], bench.tokenizer, bench.target)
-        facts |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(device)
-        if bench.config.cycles:
-            keep_pools(decoder)
         generation = decoder.generate(
             ids,
             **{**bench.settings(ids), "do_sample": job.sampling.temperature > 0, **sampling, "min_p": 0.0},
@@ -341,15 +328,13 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
                 per_token.append([taken / len(answer) for taken in (ms, bare_ms, plain_ms)])
             progress.update()
     static_ms, bare_ms, plain_ms = map(statistics.median, zip(*per_token, strict=True)) if per_token else (0.0,) * 3
-    checked = [
-        replace(r, identical_to_generate=r.output_ids == answers[r.prompt_key])
-        if r.status == "ok" and r.temperature == 0.0 and r.prompt_key in answers
-        else r
-        for r in records
-    ]
+    checked = []
+    for r in records:
+        is_compared = r.status == "ok" and r.temperature == 0.0 and r.prompt_key in answers
+        checked.append(replace(r, identical_to_generate=r.output_ids == answers[r.prompt_key]) if is_compared else r)
     identical = sum(bool(r.identical_to_generate) for r in checked if r.row == bench.suite.vanilla)
     reference = Reference(plain_ms, bare_ms, len(greedy), identical, static_ms)
-    write_json(bench.directory / REFERENCE, asdict(reference))
+    write_json(bench.directory / results.REFERENCE, asdict(reference))
     print(
         f"ms per token, prefill included: vanilla {plain_ms:.2f}, its bare forwards {bare_ms:.2f}, transformers' "
         f"generate with a static cache {static_ms:.2f}"
@@ -400,9 +385,9 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
     An answer is decoded twice: as ever, and with its forwards timed one by one. Rows take turns, so that a drift of the
     machine's speed falls on all alike. A row that fails is left out, with a warning.
     """
-    path, used = bench.directory / OVERHEAD, prompts[:NUM_PROMPTS]
+    path, used = bench.directory / results.OVERHEAD, prompts[:NUM_PROMPTS]
     if path.is_file():
-        return read_as(path, list[Overhead])
+        return results.read_as(path, list[Overhead])
     turns: dict[int, list[dict[str, float]]] = {row: [] for row in range(len(bench.config.rows))}
     with bar(len(used) * REPETITIONS, "turns", "overhead") as progress:
         for prompt, _ in itertools.product(used, range(REPETITIONS)):

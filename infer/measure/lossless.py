@@ -1,8 +1,5 @@
-"""The proof that methods are lossless: greedy answers token for token, sampled ones by their law.
-
-Greedily every method is compared with transformers' generate on the real target, at the edges too: an end token and
-max_new_tokens inside an accepted path. Sampled answers are drawn from a miniature: a target so small that the exact law
-of its answers can be enumerated. Their fit is tested.
+"""The proof that methods are lossless: greedy answers token for token with transformers' generate on the real target,
+sampled answers by the exact law of a miniature, a target so small that all its answers can be enumerated.
 """
 
 import tempfile
@@ -43,6 +40,8 @@ MIN_DRAWS = 200  # fewer leave the law hardly a cell to be wrong in
 EXPECTED = 5.0  # draws that every cell of the chi-square test must expect
 SETTINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
 LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
+# every drafted token was refused; every draft was accepted down to its deepest node; an end token stands inside an
+# accepted path; max_new_tokens ends inside a path that a longer answer accepts
 EDGES = ("rejected", "accepted", "ended", "cut")
 ROUNDING = 4.0  # in units of eps times the largest logit; storing two logits alone can cost 1
 TASKS = ("Explain what you know about", "List three facts about", "Write a Python function that has to do with",
@@ -78,10 +77,7 @@ Answer = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Reference:
-    """A prompt [1, T] and what the target alone writes after it: generate(do_sample=False).
-
-    Greedy text does not look ahead, so a shorter answer, or one that ends at another end token, is a beginning of it.
-    """
+    """A prompt [1, T] and the longest greedy answer of the target alone; shorter ones are its beginnings."""
 
     ids: Tensor
     answer: list[int]
@@ -101,11 +97,7 @@ class Difference:
 
 @dataclass
 class GreedyResult:
-    """How many prompts were answered identically every time, and in how many answers each edge case was met.
-
-    rejected: every drafted token was refused. accepted: every draft was accepted down to its deepest node. ended: an
-    end token inside an accepted path. cut: max_new_tokens inside a path that a longer answer accepts.
-    """
+    """How many prompts were answered identically every time, and in how many answers each edge case was met."""
 
     prompts: int = 0
     identical: int = 0
@@ -140,10 +132,7 @@ class Row:
 
 
 def verdict_of(row: Row, level: float, exact: bool) -> str:
-    """FAILED with a p-value below `level`, or with greedy answers that differ.
-
-    exact: also where they differ by no more than rounding.
-    """
+    """FAILED with a p-value below `level`, or with greedy answers that differ; exact: be it no more than rounding."""
     if row.asked.typical is not None:
         return "not lossless (typical acceptance), not tested"
     differences = row.greedy.differences if row.greedy else []
@@ -217,34 +206,26 @@ def demonstrate(
     if options.json is not None:
         found: dict[str, Any] = {"schema": 1, "target": config.path, "dtype": config.dtype}
         found |= {"draws": options.draws, "seed": options.seed, "p_values": sum(len(row.laws) for row in rows)}
-        facts = [
-            {"method": row.asked.method, **{name: value for name, value in asdict(row).items() if name != "asked"}}
-            | {"holds": row.holds}
-            for row in rows
-        ]
+        facts = [{"method": row.asked.method, **asdict(row), "holds": row.holds} for row in rows]
         write_json(options.json, found | {"family_error": ALPHA, "rows": facts, "holds": holds})
     return 0 if holds else 1
 
 
 def table(rows: Sequence[Row]) -> str:
     """The proofs as text, with a line for each greedy difference below."""
-    lines = [["method", "head", "greedy identical", *(f"p {_setting(each)}" for each in SETTINGS), "verdict"]]
+    line = "{:15}{:10}{:18}{:10}{:14}{}".format
+    lines = [line("method", "head", "greedy identical", *(f"p {_setting(each)}" for each in SETTINGS), "verdict")]
     notes = []
     for row in rows:
-        identical = "–" if row.greedy is None else f"{row.greedy.identical}/{row.greedy.prompts}"
-        p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–"] * len(SETTINGS)
-        lines.append([row.asked.method, row.kind or "–", identical, *p_values, row.verdict])
-        for each in row.greedy.differences if row.greedy else ():
-            notes.append(
-                f"{row.asked.method}: prompt {each.prompt}, new token {each.position}: {each.ours} instead of "
-                f"{each.theirs}, logits {each.gap:.3g} apart (rounding: up to {each.rounding:.3g})"
-            )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*text, *notes])
-
-
-# Greedy answers, token for token
+        greedy, p_values = row.greedy or GreedyResult(), [f"{law.p_value:.3g}" for law in row.laws] or ["–", "–"]
+        identical = f"{greedy.identical}/{greedy.prompts}" if row.greedy else "–"
+        lines.append(line(row.asked.method, row.kind or "–", identical, *p_values, row.verdict))
+        notes += [
+            f"{row.asked.method}: prompt {each.prompt}, new token {each.position}: {each.ours} instead of "
+            f"{each.theirs}, logits {each.gap:.3g} apart (rounding: up to {each.rounding:.3g})"
+            for each in greedy.differences
+        ]
+    return "\n".join([*lines, *notes])
 
 
 def reference(target: Target, ids: Tensor) -> Reference:
@@ -321,9 +302,6 @@ def _difference(target: Target, ids: Tensor, number: int, ours: list[int], their
         logits = target.model(text).logits[0, -1].float()
     rounding = ROUNDING * torch.finfo(target.dtype).eps * float(logits.abs().max())
     return Difference(number, place, one, other, float((logits[one] - logits[other]).abs()), rounding)
-
-
-# Sampled answers of the miniature, by their law
 
 
 class SampledProver:
@@ -439,8 +417,8 @@ def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
 class Remembered:
     """Stands for an object whose answers depend on nothing but the calls since the first of `calls`, and keeps them."""
 
+    # silent: those of the calls that have no answer; they wait until one has
     def __init__(self, inner: Any, calls: tuple[str, ...], silent: tuple[str, ...]) -> None:
-        """silent: those of the calls that have no answer; they wait until one has."""
         self._inner, self._calls, self._silent = inner, calls, silent
         self._answers: dict[Any, Any] = {}
         self._key: Any = ()
