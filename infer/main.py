@@ -36,7 +36,6 @@ from aerie.model.target import Target, load_tokenizer
 
 TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches; a static one comes from `calibrate`
 OWN_TREES = {"bench": "its rows have trees of their own (bench.rows)", "calibrate": "its tree is calibrate.tree"}
-TRAIN = "train the head with: accelerate launch train/main.py --config RECIPE"
 Measure = Callable[[Target, Any], dict[str, Any]]  # (target, tokenizer) -> the facts of a stage's provenance
 
 
@@ -45,13 +44,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     recipe, section, paths = _recipe(arguments, unknown, "prompts and rows")
     section = replace(section, rows=(*section.rows, *(load(path, MethodConfig, []) for path in arguments.row)))
     suite = suite_of(section)
-    heads: list[str | None] = []
-    for row, place in zip(suite.rows, suite.places, strict=True):
-        if arguments.plan and row.head is not None and METHODS[row.method].heads and is_on_hub(row.head):
-            heads.append(row.head)  # a plan fetches nothing
-        else:
-            heads.append(_head(row, recipe, arguments.head, place))
-            check_levels(row.tree, heads[-1], place)
+    heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
 
     def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
         asked = tasks.pinned(section.prompts)
@@ -68,18 +61,16 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         storage.write_text(made.records_path, "".join(map(line_of, records)))
         failed = [record.message for record in records if record.status == "error"]
         print(
-            f"bench: {len(records)} answers -> {paths.bench}", f"{len(failed)} failed: {failed[:1]}" if failed else ""
+            f"bench: {len(records)} answers -> {paths.bench}; {len(failed)} failed{': ' if failed else ''}", *failed[:1]
         )
         return {"answers": len(records), "prompts": tasks.prompt_inputs(asked)}
 
     inputs = {"bench": as_dict(section), "threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
     rows = zip(suite.rows, heads, strict=True)
     fitted = {head for row, head in rows if head and row.tree and row.tree.calibrated and not arguments.plan}
-    calibrators = {head: head_directory(head) / storage.CALIBRATOR for head in fitted}
-    if any(path.is_file() for path in calibrators.values()):  # a decoder refuses one that is missing
-        inputs["calibrators"] = {
-            head: storage.file_digest(path) for head, path in calibrators.items() if path.is_file()
-        }
+    calibrators = {head: head_directory(head) / storage.CALIBRATOR for head in sorted(fitted)}
+    digests = {head: storage.file_digest(path) for head, path in calibrators.items() if path.is_file()}
+    inputs |= {"calibrators": digests} if digests else {}  # where one is missing, the decoder says so
     most = section.prompts.max_new_tokens
     plan = (
         f"bench: {len(section.rows)} rows x {len(section.sampling)} samplings, {len(section.sweeps)} sweeps of "
@@ -95,8 +86,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     if not METHODS[asked.method].heads:
         raise UserError(f"calibrate.method: {asked.method} has no head, and so no confidence that could be measured")
     _check_given(arguments.head, asked)
-    head = _head(asked, recipe, arguments.head, "calibrate")
-    check_levels(asked.tree, head, "calibrate")
+    head = _head(arguments, recipe, asked, "calibrate")
 
     def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
         prompts = tasks.load_prompts(section.prompts)
@@ -272,12 +262,12 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
         asked = load(row, MethodConfig, of_method)
     _check_given(given, asked)
     if recipe is not None:
-        head = _head(asked if given is None else replace(asked, head=None), recipe, given, "--method")
+        head = _head(arguments, recipe, asked if given is None else replace(asked, head=None), "generate")
     else:
         head = asked.head if given is None else str(given)
         if head is None and METHODS[asked.method].heads:
             raise UserError(f"{row}: {asked.method} needs a head; give --head")
-    check_levels(asked.tree, head, "generate")
+        check_levels(asked.tree, head, "generate")
     _check(target, [head])
     settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     sampling = {name: value for name, value in settings.items() if value is not None}
@@ -316,14 +306,20 @@ def _check_given(head: Path | None, asked: MethodConfig) -> None:
         decode.check_kind(asked.method, kind_at(head) if METHODS[asked.method].heads else "draft", "--head")
 
 
-def _head(asked: MethodConfig, recipe: pipeline.Recipe, given: Path | None, place: str) -> str | None:
+def _head(arguments: Namespace, recipe: pipeline.Recipe, asked: MethodConfig, place: str) -> str | None:
     """The head that a row drafts with: its own, else --head or the recipe's own where its kind fits, else the run's."""
-    paths = pipeline.RunPaths(Path(recipe.run))
+    paths, kinds = pipeline.RunPaths(Path(recipe.run)), METHODS[asked.method].heads
+    if arguments.plan and kinds and asked.head is not None and is_on_hub(asked.head):
+        return asked.head  # a plan fetches nothing
     of_recipe = paths.head(recipe)
-    if asked.head is None and given in (None, of_recipe) and recipe.head.kind in METHODS[asked.method].heads:
+    given = None if arguments.head == of_recipe else arguments.head
+    if asked.head is None and given is None and recipe.head.kind in kinds:
         decode.check_kind(asked.method, kind_at(of_recipe), str(of_recipe))
-        return str(of_recipe)
-    return find_head(asked, paths.heads, recipe.head.kind, None if given == of_recipe else given, place)
+        head: str | None = str(of_recipe)
+    else:
+        head = find_head(asked, paths.heads, recipe.head.kind, given, place)
+    check_levels(asked.tree, head, place)
+    return head
 
 
 def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
@@ -331,7 +327,7 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
     target_inputs(target)
     for head in heads:
         if head is not None and not is_on_hub(head) and storage.find_weights(Path(head)) is None:
-            raise UserError(f"{head}: holds no weights; {TRAIN}")
+            raise UserError(f"{head}: holds no weights; train the head with: accelerate launch train/main.py ...")
 
 
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.decode import MethodConfig
-from aerie.configs.schema.measure import BenchConfig, SamplingConfig
+from aerie.configs.schema.measure import BenchConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import Clock, Generation, SpeculativeDecoder, make_decoder
@@ -36,8 +36,8 @@ from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure import record as results
-from aerie.infer.measure.cycles import Origin, Recorder, append_lines, keep_answers, keep_pools, lines_of
-from aerie.infer.measure.record import Key, Milliseconds, Overhead, PromptKey, Record, Reference, line_of, tree_shape
+from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, keep_pools, lines_of
+from aerie.infer.measure.record import Key, Milliseconds, Origin, Overhead, Record, Reference, line_of, tree_shape
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn
 from aerie.model.storage import Manifest, Stage, Whole, first_line, remove_temporaries, write_json
@@ -113,11 +113,8 @@ class Bench:
         return self.directory / results.RECORDS
 
     def settings(self, ids: Tensor) -> dict[str, Any]:
-        """Greedy decoding of a prompt [1, T], of the same length for every row: what the recipe asks if there is room.
-
-        The room is that of the target's context and of every drafter's positions, but for those that the prompt alone
-        overruns: their rows fail, and shorten nobody else's answers.
-        """
+        """Greedy decoding of a prompt [1, T], as long for every row: what the recipe asks, as far as there is room."""
+        # the target's and every drafter's, but for one that the prompt alone overruns: its row fails by itself
         limits = [decoder.proposer.max_positions for decoder in self.decoders if decoder.proposer is not None]
         limits.append(getattr(self.target.config, "max_position_embeddings", None) or sys.maxsize)
         room = min((limit - ids.shape[1] for limit in limits if limit > ids.shape[1]), default=1)
@@ -132,37 +129,11 @@ def make_decoders(
     Decoders that read the same states of the target share its key/value cache: they answer one after the other.
     """
     drafters, shared = Drafters(target), dict[tuple[int, ...], CachedLM]()
-    places = places or [f"bench.rows.{number}" for number in range(len(rows))]
-    named = zip(rows, heads, places, strict=True)
+    named = zip(rows, heads, places or ["bench.rows"] * len(rows), strict=True)
     decoders = [make_decoder(drafters, row, head, place) for row, head, place in named]
     for decoder in decoders:
         decoder.lm = shared.setdefault(decoder.lm.after_blocks, decoder.lm)
     return decoders
-
-
-@dataclass(frozen=True)
-class Job:
-    """One turn of one prompt at one sampling, and the rows that answer it."""
-
-    sampling: SamplingConfig
-    prompt: Prompt
-    turn: int
-    rows: list[int]
-
-    def key(self, row: int, turn: int) -> Key:
-        """What finds this row's answer to a turn of this prompt (Record.key)."""
-        return row, astuple(self.sampling), (self.prompt.task, self.prompt.prompt_id, turn)
-
-
-def jobs_of(suite: Suite, prompts: Sequence[Prompt]) -> list[Job]:
-    """What is measured, in order: the turns of a prompt follow each other, for each sampling in turn."""
-    return [
-        Job(sampling, prompt, turn, asked[prompt.task, prompt.prompt_id])
-        for sampling, asked in suite.rows_for(prompts).items()
-        for prompt in prompts
-        if (prompt.task, prompt.prompt_id) in asked
-        for turn in range(len(prompt.turns))
-    ]
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
@@ -178,8 +149,14 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
         if foreign:
             raise UserError(f"bench.sweeps.{number}: no prompt is of task {foreign[0]!r}; tasks are {', '.join(tasks)}")
     bench.directory.mkdir(parents=True, exist_ok=True)
-    jobs, cycles_path = jobs_of(bench.suite, prompts), bench.directory / CYCLES
-    few = min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
+    turns: list[tuple[Prompt, list[Origin]]] = []  # in order: of each prompt for each sampling, and who answers
+    for sampling, asked in bench.suite.rows_for(prompts).items():
+        for prompt in prompts:
+            rows = asked.get((prompt.task, prompt.prompt_id), [])
+            for turn in range(len(prompt.turns) if rows else 0):
+                named = {**asdict(sampling), "task": prompt.task, "prompt_id": prompt.prompt_id, "turn": turn}
+                turns.append((prompt, [Origin(row, bench.suite.rows[row].method, **named) for row in rows]))
+    cycles_path, few = bench.directory / CYCLES, min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
     done = {record.key: record for record in _known(bench.records_path, prompts)}
     keep_answers(cycles_path, done)
     for prompt in prompts[: bench.config.warmup_prompts]:
@@ -187,20 +164,20 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
         for decoder in bench.decoders:
             with suppress(UserError, RuntimeError):  # its answers fail likewise, and their records say why
                 decoder.generate(ids, max_new_tokens=few, do_sample=False)
-    total = sum(len(job.rows) for job in jobs)
+    total = sum(len(origins) for _, origins in turns)
     with bench.records_path.open("a", encoding="utf-8") as file, bar(total, "answers", "bench") as progress:
-        for number, job in enumerate(jobs):
-            first = number % len(job.rows)
-            for row in (*job.rows[first:], *job.rows[:first]):
-                key = job.key(row, job.turn)
-                if key not in done:
-                    done[key], cycles = _answer(bench, job, row, done, seed + number)
+        for number, (prompt, origins) in enumerate(turns):
+            first = number % len(origins)
+            for origin in (*origins[first:], *origins[:first]):
+                if origin.key not in done:
+                    record, cycles = _answer(bench, origin, prompt, done, seed + number)
                     if cycles:
                         # before the record: cycles without a record are dropped, and measured again
                         append_lines(cycles_path, cycles)
-                    file.write(line_of(done[key]))
+                    file.write(line_of(record))
                     file.flush()
                     os.fsync(file.fileno())
+                    done[origin.key] = record
                 progress.update()
     # `identical` compares with vanilla's tokens at the same turn
     good = [record for record in done.values() if record.status == "ok"]
@@ -232,18 +209,18 @@ def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
     return records
 
 
-def _answer(bench: Bench, job: Job, row: int, done: dict[Key, Record], seed: int) -> tuple[Record, list[str]]:
+def _answer(
+    bench: Bench, origin: Origin, prompt: Prompt, done: dict[Key, Record], seed: int
+) -> tuple[Record, list[str]]:
     """One answer as a record, and the lines of its cycles where the recipe asks for them.
 
     A failure is a record with its message and no time. Nothing is left to the target's generation_config, which may
     ask for top_k 50.
     """
-    config, decoder, prompt = bench.suite.rows[row], bench.decoders[row], job.prompt
-    sampling = asdict(job.sampling)
-    origin = Origin(row, config.method, **sampling, task=prompt.task, prompt_id=prompt.prompt_id, turn=job.turn)
-    facts = {**asdict(origin), "head": bench.kinds[row], "head_path": config.head, "tree": tree_shape(config)}
-    facts |= {"prompt_text": prompt.turns[job.turn]}
-    earlier = [done[job.key(bench.suite.vanilla, turn)] for turn in range(job.turn)]
+    config, decoder = bench.suite.rows[origin.row], bench.decoders[origin.row]
+    facts = {**asdict(origin), "head": bench.kinds[origin.row], "head_path": config.head, "tree": tree_shape(config)}
+    facts |= {"prompt_text": prompt.turns[origin.turn]}
+    earlier = [done[replace(origin, row=bench.suite.vanilla, turn=turn).key] for turn in range(origin.turn)]
     for record in earlier:
         if record.status != "ok":
             message = f"turn {record.turn + 1} has no answer of vanilla to go on from: {record.message}"
@@ -258,7 +235,10 @@ def _answer(bench: Bench, job: Job, row: int, done: dict[Key, Record], seed: int
     try:
         generation = decoder.generate(
             ids,
-            **{**bench.settings(ids), "do_sample": job.sampling.temperature > 0, **sampling, "min_p": 0.0},
+            **{**bench.settings(ids), "do_sample": origin.temperature > 0, "min_p": 0.0},
+            temperature=origin.temperature,
+            top_k=origin.top_k,
+            top_p=origin.top_p,
             generator=torch.Generator(bench.target.device).manual_seed(seed),
             on_cycle=recorder if bench.config.cycles else None,
             timed=True,
@@ -304,7 +284,7 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
     """
     target, vanilla = bench.target, SpeculativeDecoder(bench.target)
     greedy = [r for r in records if r.temperature == 0.0 and r.row == bench.suite.vanilla and r.status == "ok"]
-    answers: dict[PromptKey, tuple[int, ...]] = {}
+    answers: dict[results.PromptKey, tuple[int, ...]] = {}
     per_token: list[list[float]] = []  # milliseconds of all three
 
     def forwards_alone(ids: Tensor, answer: Tensor) -> None:

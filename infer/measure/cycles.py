@@ -7,7 +7,7 @@ written as lines of cycles.jsonl, or become the tables that calibration queries.
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path as FilePath
 from typing import Any
@@ -22,24 +22,10 @@ from aerie.infer.decode.stop import entropy
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
+from aerie.infer.measure.record import Key, Origin
 from aerie.model.storage import write_atomically
 
 Record = dict[str, Any]
-AnswerKey = tuple[int, tuple[float, int, float], tuple[str, str, int]]  # row, sampling, (task, prompt_id, turn)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Whose cycles: the row of the recipe, its sampling, and the prompt. Turn 0 is a conversation's first."""
-
-    row: int
-    method: str
-    temperature: float
-    top_k: int
-    top_p: float
-    task: str
-    prompt_id: str
-    turn: int
 
 
 def asked(tree: Tree, path: list[int]) -> Tensor:
@@ -240,7 +226,7 @@ def append_lines(path: FilePath, lines: Sequence[str]) -> None:
         os.fsync(file.fileno())
 
 
-def keep_answers(path: FilePath, answers: Collection[AnswerKey]) -> None:
+def keep_answers(path: FilePath, answers: Collection[Key]) -> None:
     """Drops from cycles.jsonl a line that was cut by a kill, and those of any other answer than these."""
     if not path.is_file():
         return

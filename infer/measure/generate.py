@@ -14,7 +14,8 @@ from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree, describe
-from aerie.infer.measure.cycles import Origin, Recorder, keep_pools, lines_of
+from aerie.infer.measure.cycles import Recorder, keep_pools, lines_of
+from aerie.infer.measure.record import Origin
 from aerie.infer.measure.tasks import encode
 from aerie.model.storage import write_text
 from aerie.model.target import Target
@@ -76,8 +77,7 @@ def answer(
     counted = generation.statistics
     if arguments.cycles:
         law = resolve(target.generation_config, **settings)
-        sampling = (law.temperature, law.top_k, law.top_p)
-        origin = Origin(0, asked.method, *sampling, task="generate", prompt_id="0", turn=0)
+        origin = Origin(0, asked.method, law.temperature, law.top_k, law.top_p, task="generate", prompt_id="0")
         write_text(arguments.cycles, "".join(lines_of(origin, recorder.records)))
     for tree in trees if arguments.show_tree else ():
         names = [tokenizer.decode([token]) for token in tree.tokens.tolist()]

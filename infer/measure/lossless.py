@@ -6,7 +6,7 @@ import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,14 @@ class Difference:
     rounding: float  # a gap that rounding can make in the target's dtype
 
 
-@dataclass
+@dataclass(frozen=True)
 class GreedyResult:
     """How many prompts were answered identically every time, and in how many answers each edge case was met."""
 
-    prompts: int = 0
-    identical: int = 0
-    edges: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EDGES, 0))
-    differences: list[Difference] = field(default_factory=list)
+    prompts: int
+    identical: int
+    edges: dict[str, int]
+    differences: list[Difference]  # the first of each prompt
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,7 @@ def demonstrate(
 ) -> int:
     """Proves, prints and writes what the options of `verify` ask for; 1 when any row fails, else 0.
 
-    heads: directories by kind; a method without one is proven in law alone. prompts: where they come from, null:
-    questions of its own. others: a recipe's rows, of which those with typical acceptance are listed last.
+    heads: directories by kind; a method without one is proven in law alone. others: rows that may not be lossless.
     """
     names: list[Any] = [name.strip() for name in options.methods.split(",")]
     foreign = [name for name in names if name not in METHODS]
@@ -217,13 +216,13 @@ def table(rows: Sequence[Row]) -> str:
     lines = [line("method", "head", "greedy identical", *(f"p {_setting(each)}" for each in SETTINGS), "verdict")]
     notes = []
     for row in rows:
-        greedy, p_values = row.greedy or GreedyResult(), [f"{law.p_value:.3g}" for law in row.laws] or ["–", "–"]
-        identical = f"{greedy.identical}/{greedy.prompts}" if row.greedy else "–"
+        p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–", "–"]
+        identical = f"{row.greedy.identical}/{row.greedy.prompts}" if row.greedy else "–"
         lines.append(line(row.asked.method, row.kind or "–", identical, *p_values, row.verdict))
         notes += [
             f"{row.asked.method}: prompt {each.prompt}, new token {each.position}: {each.ours} instead of "
             f"{each.theirs}, logits {each.gap:.3g} apart (rounding: up to {each.rounding:.3g})"
-            for each in greedy.differences
+            for each in (row.greedy.differences if row.greedy else ())
         ]
     return "\n".join([*lines, *notes])
 
@@ -238,13 +237,9 @@ def reference(target: Target, ids: Tensor) -> Reference:
 
 def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference]) -> GreedyResult:
     """Every prompt answered once, then again with an end token, and with a limit, inside a path that was accepted."""
-    result = GreedyResult()
-    for number, known in enumerate(references):
-        differences = _tries(decoder, known, number, result.edges)
-        result.prompts += 1
-        result.identical += not differences
-        result.differences += differences[:1]
-    return result
+    edges, count = dict.fromkeys(EDGES, 0), len(references)
+    differences = [each for number in range(count) for each in _tries(decoder, references[number], number, edges)[:1]]
+    return GreedyResult(count, count - len(differences), edges, differences)
 
 
 def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: dict[str, int]) -> list[Difference]:

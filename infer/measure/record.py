@@ -55,19 +55,43 @@ class Milliseconds:
 
 
 @dataclass(frozen=True)
-class Record:
-    """One answer of one row. `new_tokens` counts the prefill's token too; `cycle_tokens` does not."""
+class Origin:
+    """Whose answer: the row of the recipe, its sampling, and the turn of a prompt."""
 
     row: int  # position in the recipe's bench.rows, behind them those of its sweeps
     method: str
-    tree: TreeShape | None  # null: vanilla
-    verify: str  # R0 to R4, or that it was not lossless (infer/decode/verify.py)
     temperature: float
     top_k: int
     top_p: float
     task: str
     prompt_id: str
     turn: int = 0  # 0 is a conversation's first; a later one's history holds the vanilla row's answers
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.temperature, self.top_k, self.top_p
+
+    @property
+    def prompt(self) -> tuple[str, str]:
+        """(task, prompt_id): the conversation that the answer is a turn of."""
+        return self.task, self.prompt_id
+
+    @property
+    def prompt_key(self) -> PromptKey:
+        """What pairs a row's answer with vanilla's."""
+        return self.task, self.prompt_id, self.turn
+
+    @property
+    def key(self) -> Key:
+        return self.row, self.sampling, self.prompt_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Origin):
+    """One answer of one row. `new_tokens` counts the prefill's token too; `cycle_tokens` does not."""
+
+    tree: TreeShape | None  # null: vanilla
+    verify: str  # R0 to R4, or that it was not lossless (infer/decode/verify.py)
     head: str | None = None  # the kind of head that drafted
     head_path: str | None = None  # as its row names it; null: the run's own
     prompt_tokens: int = 0
@@ -98,24 +122,6 @@ class Record:
         cycles = {len(self.accepted), len(self.cycle_tokens), self.target_forwards}
         if self.ms is None or len(cycles) > 1 or sum(self.cycle_tokens) + 1 != self.new_tokens:
             raise ValueError("an answer needs its ms, one entry per cycle, and new_tokens one more than its cycles'")
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.temperature, self.top_k, self.top_p
-
-    @property
-    def prompt(self) -> tuple[str, str]:
-        """(task, prompt_id): the conversation that the answer is a turn of."""
-        return self.task, self.prompt_id
-
-    @property
-    def prompt_key(self) -> PromptKey:
-        """What pairs a row's answer with vanilla's."""
-        return self.task, self.prompt_id, self.turn
-
-    @property
-    def key(self) -> Key:
-        return self.row, self.sampling, self.prompt_key
 
 
 @dataclass(frozen=True)

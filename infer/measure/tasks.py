@@ -202,12 +202,10 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
 
 def check_sources(config: PromptsConfig) -> None:
     """UserError for a file that is not there, before anything is loaded; the Hub is not asked."""
-    if config.path is not None and not Path(config.path).is_file():
-        raise UserError(f"{config.path}: no such file of prompts")
-    for task in config.tasks:
-        source, _ = source_of(task)
-        if not is_local(source) and Path(source).suffix in (".jsonl", ".json", ".parquet"):
-            raise UserError(f"{source}: no such file of prompts for task {task.name!r}")
+    for source in [config.path] if config.path else [source_of(task)[0] for task in config.tasks]:
+        is_file = config.path or Path(source).suffix in (".jsonl", ".json", ".parquet")
+        if is_file and not is_local(source):
+            raise UserError(f"{source}: no such file of prompts")
 
 
 def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:

@@ -22,23 +22,16 @@ WORDS = "Each crate holds 12 jars , so 7 crates hold 84 . <b>Bold</b> & then she
 
 def record(**changes: Any) -> Record:
     """A greedy answer of one vanilla prompt: 5 new tokens in 4 forwards, 10 ms of prefill and 40 of decoding."""
-    values: dict[str, Any] = {
-        "row": 0,
-        "method": "vanilla",
-        "tree": None,
-        "verify": "R0",
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
+    values = {"row": 0, "method": "vanilla", "tree": None, "verify": "R0", "temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    values |= {
         "task": "sums",
         "prompt_id": "0",
         "new_tokens": 5,
         "accepted": (0, 0, 0, 0),
         "cycle_tokens": (1, 1, 1, 1),
-        "target_forwards": 4,
-        "ms": milliseconds(prefill=10.0, wall=50.0),
     }
-    return Record(**{**values, **changes})
+    values |= {"target_forwards": 4, "ms": milliseconds(prefill=10.0, wall=50.0)}
+    return Record(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def milliseconds(prefill: float, wall: float, draft: float = 0.0) -> Milliseconds:
@@ -48,20 +41,10 @@ def milliseconds(prefill: float, wall: float, draft: float = 0.0) -> Millisecond
 
 def drafted(tokens: tuple[int, ...], **changes: Any) -> Record:
     """An answer of a drafting row whose cycles gave these tokens, bonus included."""
-    values: dict[str, Any] = {
-        "row": 1,
-        "method": "eagle2",
-        "tree": TREES["eagle2"],
-        "new_tokens": sum(tokens) + 1,
-        "accepted": tuple(count - 1 for count in tokens),
-        "cycle_tokens": tokens,
-        "target_forwards": len(tokens),
-        "draft_forwards": 6 * len(tokens),
-        "draft_nodes": 15 * len(tokens),
-        "identical": True,
-        "identical_to_generate": True,
-    }
-    return record(**{**values, **changes})
+    forwards = {"target_forwards": len(tokens), "draft_forwards": 6 * len(tokens), "draft_nodes": 15 * len(tokens)}
+    counts = {"new_tokens": sum(tokens) + 1, "accepted": tuple(n - 1 for n in tokens), "cycle_tokens": tokens}
+    values = {"row": 1, "method": "eagle2", "tree": TREES["eagle2"], "identical": True, "identical_to_generate": True}
+    return record(**{**values, **counts, **forwards, **changes})
 
 
 def write_run(root: Path, temperatures: tuple[float, ...] = (0.0,), failing: bool = False) -> tuple[Path, Path]:
@@ -77,14 +60,8 @@ def write_run(root: Path, temperatures: tuple[float, ...] = (0.0,), failing: boo
                 lines.append(line_of(_failure(len(TREES), temperature, prompt)))
     bench, calibration = root / "bench", root / "calibration"
     write_text(bench / "records.jsonl", "".join(lines))
-    reference = {
-        "generate_static_ms_per_token": 7.9,
-        "generate_dynamic_ms_per_token": 6.4,
-        "bare_forward_ms_per_token": 4.8,
-        "vanilla_ms_per_token": 5.0,
-        "prompts": 12,
-        "identical_to_generate": 12,
-    }
+    reference = {"generate_static_ms_per_token": 7.9, "generate_dynamic_ms_per_token": 6.4, "prompts": 12}
+    reference |= {"bare_forward_ms_per_token": 4.8, "vanilla_ms_per_token": 5.0, "identical_to_generate": 12}
     write_json(bench / "reference.json", reference)
     write_json(calibration / "calibration.json", summarise(*nodes_and_cycles(generator), 0.0))
     return bench, calibration
@@ -113,55 +90,40 @@ def _answer(
     while sum(tokens) < 63:
         longest = 1 if tree is None else tree.levels + 1
         tokens.append(min(int(generator.geometric(0.2)), longest, 63 - sum(tokens)))
-    verify = len(tokens) * (4.8 if tree is None else 5.0 + 0.09 * tree.nodes) * float(generator.uniform(0.95, 1.05))
-    draft = 0.0 if tree is None else len(tokens) * 0.62 * tree.levels
-    other = 0.2 * len(tokens)
+    cycles, is_greedy = len(tokens), True if temperature == 0 else None
+    verify = cycles * (4.8 if tree is None else 5.0 + 0.09 * tree.nodes) * float(generator.uniform(0.95, 1.05))
+    parts = (9.0, 0.0 if tree is None else cycles * 0.62 * tree.levels, verify, 0.15 * cycles, 0.2 * cycles)
     words = [str(word) for word in generator.choice(WORDS, size=64)]
     ends = np.cumsum([1, *tokens])
     texts = (words[0], *("".join(f" {w}" for w in words[a:b]) for a, b in pairwise(ends)))
-    return Record(
+    return drafted(
+        tuple(tokens),
         row=row,
         method=method.removesuffix("-wide"),
         tree=tree,
-        verify="R0" if temperature == 0 else "R2",
+        verify="R0" if is_greedy else "R2",
         temperature=temperature,
-        top_k=0,
-        top_p=1.0,
         task=("sums", "units", "letters")[prompt % 3],
         prompt_id=str(prompt),
         prompt_tokens=20,
         prompt_ids=tuple(range(20)),
         prompt_text="How many jars stay? <script>alert(1)</script>",
-        new_tokens=64,
         output_ids=tuple(output),
         text="".join(texts),
         cycle_texts=texts,
-        accepted=tuple(count - 1 for count in tokens),
-        cycle_tokens=tuple(tokens),
-        target_forwards=len(tokens),
-        draft_forwards=0 if tree is None else tree.levels * len(tokens),
-        draft_nodes=0 if tree is None else (tree.nodes - 1) * len(tokens),
-        ms=Milliseconds(
-            9.0, draft, verify, 0.15 * len(tokens), other, 9.0 + draft + verify + 0.15 * len(tokens) + other
-        ),
-        identical=True if temperature == 0 else None,
-        identical_to_generate=True if temperature == 0 else None,
+        draft_forwards=0 if tree is None else tree.levels * cycles,
+        draft_nodes=0 if tree is None else (tree.nodes - 1) * cycles,
+        ms=Milliseconds(*parts, sum(parts)),
+        identical=is_greedy,
+        identical_to_generate=is_greedy,
         peak_memory_gib=0.6,
     )
 
 
 def _failure(row: int, temperature: float, prompt: int) -> Record:
     """Prompt 7 of this row did not fit; the others are ok."""
-    tree = TreeShape("dynamic", 12, 10, 96)
-    if prompt != 7:
-        return drafted((3, 1), row=row, tree=tree, temperature=temperature, task="sums", prompt_id=str(prompt))
-    return record(
-        row=row,
-        method="eagle2",
-        tree=tree,
-        temperature=temperature,
-        prompt_id="7",
-        status="error",
-        message="needs 530 positions; the target has 512 <max_position_embeddings>",
-        ms=None,
-    )
+    values: dict[str, Any] = {"row": row, "tree": TreeShape("dynamic", 12, 10, 96), "temperature": temperature}
+    if prompt == 7:
+        message = "needs 530 positions; the target has 512 <max_position_embeddings>"
+        values |= {"status": "error", "message": message, "ms": None}
+    return drafted((3, 1), prompt_id=str(prompt), **values)

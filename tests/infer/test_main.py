@@ -77,21 +77,44 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(shared: Path) -> Command:
-    """One command line on the shared recipe, in this process: exit code, stdout and stderr."""
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
 
-    def run(name: str, *words: str, config: bool = True) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
+
+def call(*words: str) -> tuple[int, str, str]:
+    """One command line, in this process: exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr("sys.argv", ["main.py", *words])
+        patch.setattr("aerie.infer.main.stop_on_signals", lambda: None)
+        code = exit_code(infer_main.main)
+    return code, out.getvalue(), err.getvalue()
+
+
+def run(*words: str) -> str:
+    """The stdout of a command that succeeds."""
+    code, out, err = call(*words)
+    assert code == 0, err
+    return out
+
+
+def refused(*words: str) -> str:
+    """The one line of a refusal."""
+    code, _, err = call(*words)
+    assert code == 2 and err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture
+def command(shared: Path) -> Command:
+    """Runs one command on the shared recipe."""
+
+    def on_shared(name: str, *words: str, config: bool = True) -> tuple[int, str, str]:
         prompt = ["--prompt", "Please count 4 boats."] if name == "generate" and "--prompt" not in words else []
         given = ["--config", str(shared / "recipe.yaml")] if config else []
-        every = [name, *given, *prompt, *(word.replace("{root}", str(shared)) for word in words)]
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            patch.setattr("sys.argv", ["main.py", *every])
-            patch.setattr("aerie.infer.main.stop_on_signals", lambda: None)
-            code = exit_code(infer_main.main)
-        return code, out.getvalue(), err.getvalue()
+        return call(name, *given, *prompt, *(word.replace("{root}", str(shared)) for word in words))
 
-    return run
+    return on_shared
 
 
 @pytest.fixture

@@ -45,30 +45,15 @@ def test_records_survive_the_file_and_a_cut_last_line_is_left_out(tmp_path: Path
 
 
 DEEP = tuple((0,) * depth for depth in range(1, 6))
-ALIKE = [  # one method each, whose trees have one size
-    [MethodConfig.of("eagle-chain"), MethodConfig.of("eagle-chain", children="best")]
-    + [
-        MethodConfig.of("eagle-chain", stop=stop)
-        for stop in (EntropyConfig(), EntropyConfig(c=1.0), EntropyConfig(h=0.5), HeuristicConfig(), VoteConfig())
-    ],
-    [
-        MethodConfig.of("eagle2", nodes=61, **changes)
-        for changes in ({}, {"rank": "confidence"}, {"rerank": False}, {"stop": HeuristicConfig(start=2)})
-    ],
-    [
-        MethodConfig.of("eagle", **changes)
-        for changes in (
-            {},
-            {"children": "best"},
-            {"children": "replaced"},
-            {"choices": DEEP},
-            {"calibrated": "isotonic"},
-        )
-    ],
-    [
-        MethodConfig.of("deagle", stop=VoteConfig(**changes))
-        for changes in ({}, {"bonus": 0.5}, {"over": "selected"}, {"signals": ("momentum",)}, {"consecutive": True})
-    ],
+STOPS = [EntropyConfig(), EntropyConfig(c=1.0), EntropyConfig(h=0.5), HeuristicConfig(), VoteConfig()]
+VOTES: list[dict[str, Any]] = [{}, {"bonus": 0.5}, {"over": "selected"}, {"signals": ("momentum",)}]
+ALIKE: dict[str, list[dict[str, Any]]] = {  # changes of a method's tree that leave it its size
+    "eagle-chain": [{}, {"children": "best"}, *({"stop": stop} for stop in STOPS)],
+    "eagle2": [{"nodes": 61}, {"nodes": 61, "rank": "confidence"}, {"rerank": False}],
+    "eagle": [{}, {"children": "best"}, {"children": "replaced"}, {"choices": DEEP}, {"calibrated": "isotonic"}],
+    "deagle": [{"stop": VoteConfig(**changes)} for changes in (*VOTES, {"consecutive": True})],
+}
+ROWS = [[MethodConfig.of(method, **changes) for changes in every] for method, every in ALIKE.items()] + [
     [MethodConfig("medusa", typical=typical) for typical in (None, TypicalConfig(), TypicalConfig(delta=0.2))],
     [MethodConfig("pld", lookup=lookup) for lookup in (None, PromptLookupConfig(match="last"), PromptLookupConfig(3))],
     [MethodConfig("lookahead", lookahead=each) for each in (None, LookaheadConfig(pool_from_text=True))],
@@ -86,7 +71,7 @@ def measured(rows: list[MethodConfig], **changes: Any) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("rows", ALIKE, ids=lambda rows: rows[0].method)
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows[0].method)
 def test_rows_that_differ_in_any_setting_have_different_labels(rows: list[MethodConfig]) -> None:
     summary = told_apart([summary_row(members) for members in group(measured(rows))])
     assert len({label(each, summary) for each in summary}) == len(summary)
