@@ -27,9 +27,9 @@ from aerie.data.cache import STATES, TOKENS, CachePlan, Shard, Storage, decode, 
 from aerie.data.chat import Row
 from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
+from aerie.model.heads.eagle import check_size
 from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries
 from aerie.model.target import Target, TargetOutput, check_taps, load_config, taps_of
-from aerie.model.vocab import check_size
 
 WRITING = ".writing"  # the directory of locks while a cache is being made
 SAMPLE_TOKENS = 256  # on which the error of the storage is measured

@@ -16,9 +16,9 @@ from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.chat import Chat, Rendered, Row, shared_start, target_end_ids
 from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations, split_by_hash
+from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import digest
 from aerie.model.target import load_tokenizer
-from aerie.model.vocab import DEFAULT_SIZE, DraftVocabulary
 
 BATCH = 256  # conversations of one tokenizer call
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"

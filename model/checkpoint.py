@@ -1,4 +1,4 @@
-"""Draft heads: a new one for a target, on disk and back, and whether one fits its target."""
+"""Draft heads: new and warm-started ones for a target, on disk in our own layout, read from whichever known one."""
 
 import dataclasses
 from pathlib import Path
@@ -12,19 +12,18 @@ from aerie.configs.schema.target_and_head import HeadConfig
 from aerie.model.formats.content import HeadContent
 from aerie.model.formats.layouts import read_content, recognise
 from aerie.model.heads import HEADS, AnyConfig, Head
-from aerie.model.heads.eagle import EMBEDDING, Eagle3Config, Eagle3Head, EagleHead
-from aerie.model.heads.multi_token import HydraHead, MedusaHead
+from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, DraftVocabulary, Eagle3Config, Eagle3Head, EagleHead
 from aerie.model.hub import head_directory
-from aerie.model.layers import LayerSizes, Rotary
+from aerie.model.layers import Rotary
 from aerie.model.storage import CONFIG, WEIGHTS, read_json, write_json
 from aerie.model.target import VocabWeights
-from aerie.model.vocab import DraftVocabulary
 from aerie.model.weights import tensor_names, write_tensors
 
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BEGINNINGS = ("kind", "init_from", "lm_head_init", "initializer_range")  # keys of a section that are no sizes
 POSITIONS = ("rope_theta", "max_position_embeddings")  # an EAGLE head can go on with others
+LAYER = {"intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"}
 
 
 def new_head(
@@ -39,13 +38,20 @@ def new_head(
     """An initialised head for a target; with section.init_from, the weights and the draft vocabulary of that head."""
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
-    vocabulary = vocabulary or DraftVocabulary.identity(vocab.embedding.shape[0])
-    head = empty_head(config_for(section, text_config, vocab, after_blocks, vocabulary.size))
+    size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
+    head = empty_head(config_for(section, text_config, vocab, after_blocks, size))
     head.initialise(vocab, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02))
     if isinstance(head, Eagle3Head):
-        head.set_vocabulary(vocabulary)
+        if vocabulary is not None:
+            head.d2t.copy_(vocabulary.d2t)
+            head.t2d.copy_(vocabulary.t2d)
         if getattr(section, "lm_head_init", None) == "target":
-            head.take_lm_head(vocab.lm_head, path)
+            if vocab.lm_head.shape[1] != head.config.hidden_size:
+                raise UserError(
+                    f"head.lm_head_init: {path} has rows of {vocab.lm_head.shape[1]} and the head states of "
+                    f"{head.config.hidden_size}; use random, or leave head.hidden_size out"
+                )
+            head.lm_head.weight.data.copy_(vocab.lm_head[head.vocabulary.ids.to(vocab.lm_head.device)])  # [Vd, D]
     return head
 
 
@@ -92,8 +98,7 @@ def config_for(
     schema = HEADS[section.kind].config
     names = {each.name for each in dataclasses.fields(schema)} & values.keys()
     if section.kind == "hydra" and not section.prefix_layer:  # it has no decoder layer
-        names -= {each.name for each in dataclasses.fields(LayerSizes)} - {"hidden_size"}
-        names -= {"rope_theta", "rope_scaling"}
+        names -= {*LAYER, "rope_theta", "rope_scaling"}
     return schema(**{name: values[name] for name in names})
 
 
@@ -104,22 +109,24 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
         raise UserError(f"head.init_from: {place} is an {head.kind} head, the recipe asks for {section.kind}")
     check_sizes(head.config, vocab, place, path)
     is_eagle = isinstance(head, EagleHead)
+    positions: dict[str, Any] = {}
     asked: dict[str, Any] = {"features.after_blocks": after_blocks} if isinstance(head, Eagle3Head) else {}
     for key in dataclasses.fields(section):
         value = getattr(section, key.name)
-        is_open = value is None or (is_eagle and (value == key.default or key.name in POSITIONS))
-        if key.name not in BEGINNINGS and not is_open:
+        if value is None or key.name in BEGINNINGS or (is_eagle and value == key.default):
+            continue
+        if is_eagle and key.name in POSITIONS:
+            positions[key.name] = value
+        else:
             asked[f"head.{key.name}"] = value
     for name, value in asked.items():
         there = getattr(head.config, name.split(".")[1], None)
         if value != there:
             raise UserError(f"{name}: the recipe asks {value}, {place} has {there}; set it to that, or drop init_from")
     if isinstance(head, EagleHead):
-        asked = {name: getattr(section, name) for name in POSITIONS if getattr(section, name, None) is not None}
-        if "rope_theta" in asked:
-            asked["rope_scaling"] = None
-        head.config = config = dataclasses.replace(head.config, **asked)
-        head.rotary = Rotary(config.rope_theta, config.rope_scaling, config.head_dim, config.max_position_embeddings)
+        scaling = None if "rope_theta" in positions else head.config.rope_scaling
+        head.config = dataclasses.replace(head.config, **positions, rope_scaling=scaling)
+        head.rotary = Rotary(head.config)
     else:
         head.laws.vocab = None  # whoever trains gives them
     return head
@@ -147,23 +154,25 @@ def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
         )
     length, context = config.max_position_embeddings, getattr(text_config, "max_position_embeddings", 0)
     if length < context:
-        warnings.append(
-            f"{place}: max_position_embeddings is {length:,}, its target's {context:,}: prompt and answer together "
-            f"stop there"
-        )
+        what = f"max_position_embeddings is {length:,}, its target's {context:,}"
+        warnings.append(f"{place}: {what}: prompt and answer together stop there")
     return warnings
 
 
 def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = None, **facts: Any) -> None:
     """Writes config.json (facts under "aerie") and model.safetensors, each whole or absent; weights: gathered ones."""
-    state = dict(weights or head.state_dict())
-    shares = isinstance(head, Eagle3Head) and head.shares_embedding
-    if shares and not head.saves_embedding:
-        state.pop(EMBEDDING, None)
-    check_state(state, expected_shapes(head.config), directory / WEIGHTS, {EMBEDDING} if shares else set())
+    state, optional = dict(weights or head.state_dict()), set[str]()
+    values = {"architectures": [HEADS[head.kind].architecture], "aerie_kind": head.kind}
+    if isinstance(head, Eagle3Head):
+        values |= {"model_type": "qwen3" if head.config.qk_norm else "llama", "tap_convention": TAP_CONVENTION}
+        if head.shares_embedding:
+            optional = {EMBEDDING}
+            if not head.saves_embedding:
+                state.pop(EMBEDDING, None)
+    check_state(state, head.config, directory / WEIGHTS, optional)
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory, state)
-    write_json(directory / CONFIG, {**head.config.to_json(), "aerie": facts})
+    write_json(directory / CONFIG, {**values, **dataclasses.asdict(head.config), "aerie": facts})
 
 
 def load_head(
@@ -187,7 +196,7 @@ def load_head(
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
         head.saves_embedding = not is_targets(state[EMBEDDING], vocab)
     head.load_state_dict(state)
-    if isinstance(head, MedusaHead | HydraHead):
+    if not isinstance(head, EagleHead):
         head.laws.vocab = vocab
     stored = next(value.dtype for name, value in state.items() if value.is_floating_point() and name != EMBEDDING)
     return head.to(dtype or stored)
@@ -212,7 +221,7 @@ def head_facts(directory: Path | str) -> dict[str, Any]:
 def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_path: str) -> None:
     """UserError when the head was made for another target (hidden size, vocabulary)."""
     vocab_size, width = vocab.embedding.shape
-    head_width = config.target_hidden_size if isinstance(config, Eagle3Config) else config.hidden_size
+    head_width = getattr(config, "target_hidden_size", config.hidden_size)
     for name, ours, theirs in (("hidden size", head_width, width), ("vocabulary", config.vocab_size, vocab_size)):
         if ours != theirs:
             raise UserError(
@@ -220,48 +229,54 @@ def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_p
             )
 
 
-def check_content(content: HeadContent, place: Path) -> None:
-    """UserError for a head that does not load; place names the file in errors."""
-    check_state(content.tensors, expected_shapes(content.config), place, optional_of(content))
-    for name, tensor in content.tensors.items():
+def optional_of(content: HeadContent) -> set[str]:
+    """The keys that a file may lack: the target's embedding, and the identity between equal vocabularies."""
+    config, names = content.config, set[str]()
+    width = getattr(config, "target_hidden_size", config.hidden_size)
+    if content.is_embedding_optional and width == config.hidden_size:
+        names.add(EMBEDDING)
+    if isinstance(config, Eagle3Config) and config.draft_vocab_size == config.vocab_size:
+        names.update(TABLES)
+    return names
+
+
+def check_state(state: dict[str, Tensor], config: AnyConfig, place: Path, optional: set[str]) -> None:
+    """UserError that names the missing, unexpected or misshapen tensors of the file at place."""
+    with torch.device("meta"):  # names and shapes without memory for them
+        head = empty_head(config)
+    expected = head.state_dict()
+    for name in state.keys() & expected.keys() - {*TABLES}:
+        if state[name].dtype not in FLOATS:
+            raise UserError(f"{place}: {name} holds {state[name].dtype}: quantised heads are not read")
+    try:
+        head.load_state_dict({**{name: expected[name] for name in optional}, **state}, assign=True)
+    except RuntimeError as error:  # a line for all that are missing, one for all that are too many, one for each shape
+        said = "; ".join(line.strip()[:200] for line in str(error).splitlines()[1:4])
+        raise UserError(f"{place}: {said}") from error
+
+
+def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
+    """The draft vocabulary in its tables, None without; UserError, naming place, for a head that does not load."""
+    tensors = content.tensors
+    check_state(tensors, content.config, place, optional_of(content))
+    for name, tensor in tensors.items():
         wrong = tensor.numel() - int(tensor.isfinite().sum())  # answers stay right, so nobody would see them
         if wrong:
             raise UserError(
                 f"{place}: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite; take an "
                 f"earlier checkpoint, or fetch the file anew"
             )
-    vocabulary_of(content.tensors, str(place))
-
-
-def expected_shapes(config: AnyConfig) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a head's tensors, told without memory for them."""
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in empty_head(config).state_dict().items()}
-
-
-def optional_of(content: HeadContent) -> set[str]:
-    """The keys that a file may lack: the target's embedding, and the identity between equal vocabularies."""
-    config = content.config
-    if not isinstance(config, Eagle3Config):
-        return {EMBEDDING} if content.is_embedding_optional else set()
-    shares = content.is_embedding_optional and config.target_hidden_size == config.hidden_size
-    return {*([EMBEDDING] if shares else []), *(TABLES if config.draft_vocab_size == config.vocab_size else [])}
-
-
-def vocabulary_of(state: dict[str, Tensor], place: str) -> DraftVocabulary | None:
-    """The draft vocabulary in a head's tables, None without tables; UserError for one table alone or wrong ones."""
-    tables = [name for name in TABLES if name in state]
+    tables = [name for name in TABLES if name in tensors]
     if len(tables) == 1:
         raise UserError(f"{place}: has one of d2t and t2d ({tables[0]}); they go together: get the whole file")
-    return DraftVocabulary.of_tables(state["d2t"], state["t2d"], place) if tables else None
+    return DraftVocabulary.of_tables(tensors["d2t"], tensors["t2d"], str(place)) if tables else None
 
 
 def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> dict[str, Tensor]:
     """The tensors with what a file may leave out; UserError for a head that does not load. place names the file."""
-    check_content(content, place)
-    state, config = dict(content.tensors), content.config
+    vocabulary, state, config = check_content(content, place), dict(content.tensors), content.config
     if isinstance(config, Eagle3Config):
-        vocabulary = vocabulary_of(state, str(place)) or DraftVocabulary.identity(config.vocab_size)
+        vocabulary = vocabulary or DraftVocabulary.of_ids(torch.arange(config.vocab_size), config.vocab_size)
         state |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     if content.is_embedding_optional and EMBEDDING not in state:
         if vocab is None:
@@ -276,18 +291,3 @@ def is_targets(embedding: Tensor, vocab: VocabWeights | None) -> bool:
     if vocab is None or vocab.embedding.shape != embedding.shape:
         return False
     return torch.equal(vocab.embedding.cpu().to(embedding.dtype), embedding)
-
-
-def check_state(
-    state: dict[str, Tensor], expected: dict[str, tuple[int, ...]], place: Path, optional: set[str]
-) -> None:
-    """UserError that names the missing, unexpected or misshapen tensors of the file at place."""
-    differences = {"missing": expected.keys() - state.keys() - optional, "unexpected": state.keys() - expected.keys()}
-    shown = [f"{word} {', '.join(map(repr, sorted(names)[:4]))}" for word, names in differences.items() if names]
-    if shown:
-        raise UserError(f"{place}: {', '.join(shown)}")
-    for name, tensor in state.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise UserError(f"{place}: {name} has shape {list(tensor.shape)}, config.json says {list(expected[name])}")
-        if name not in TABLES and tensor.dtype not in FLOATS:
-            raise UserError(f"{place}: {name} holds {tensor.dtype}: quantised heads are not read")

@@ -9,12 +9,10 @@ from aerie.configs.errors import UserError
 from aerie.model.checkpoint import (
     check_content,
     check_sizes,
-    expected_shapes,
     head_facts,
     is_targets,
     optional_of,
     rope_of,
-    vocabulary_of,
 )
 from aerie.model.export import TargetFacts, check_asked, check_depth, other_weights
 from aerie.model.formats.content import HeadContent, HeadFiles, open_taps, take, unread
@@ -99,7 +97,7 @@ def inspect_head(
             "max_position_embeddings": config.max_position_embeddings,
         },
         "embedding": _embedding(content, target),
-        "left_out": sorted((expected_shapes(config).keys() - tensors.keys()) & optional_of(content)),
+        "left_out": sorted(optional_of(content) - tensors.keys()),
         "training": {name: facts[name] for name in SCORES if isinstance(facts.get(name), int | float)},
         "made_for": str(facts[SERVER]) if facts.get(SERVER) else None,
         "guesses": guesses,
@@ -128,10 +126,9 @@ def screen(head: dict[str, Any]) -> str:
 def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], target: TargetFacts | None) -> list[str]:
     """What keeps the head from loading, or from fitting the target."""
     place, problems = files.weights_place, []
-    checks: list[Callable[[], object]] = [lambda: check_content(content, place)]
 
-    def check_vocabulary() -> None:
-        vocabulary = vocabulary_of(content.tensors, str(place))
+    def check_tensors() -> None:
+        vocabulary = check_content(content, place)
         if vocabulary is not None and target and vocabulary.vocab_size == target.vocab.embedding.shape[0]:
             vocabulary.check_ends(target.end_ids, str(place))
 
@@ -140,9 +137,9 @@ def _problems(files: HeadFiles, content: HeadContent, facts: dict[str, Any], tar
         if other is not None:
             raise UserError(f"{place.parent}: {other}; give its own target")
 
+    checks: list[Callable[[], object]] = [check_tensors]
     if target is not None:
         config, head = content.config, str(place.parent)
-        checks += [check_vocabulary] if {"d2t", "t2d"} <= content.tensors.keys() else []
         checks.append(lambda: check_sizes(config, target.vocab, head, target.path))
         checks.append(check_weights)
         checks.append(lambda: check_depth(config, target.destination.num_blocks, head, target.path))

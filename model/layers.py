@@ -1,11 +1,12 @@
 """The decoder layer that every trained head is built of: RMSNorm, RoPE, attention, SwiGLU.
 
-Parameter names are those of Llama in transformers, as in published heads. Attention takes earlier keys and values from
-a memory: none for a whole sequence, a buffer while drafting, the earlier steps in the unrolled forward.
+Parameter names are those of Llama in transformers, as in published heads. Sizes are read off a head's configuration.
+Attention takes earlier keys and values from a memory: none for a whole sequence, a buffer while drafting, the earlier
+steps in the unrolled forward.
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -24,43 +25,29 @@ FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 Rope = tuple[Tensor, Tensor]  # cos and sin, broadcast over heads
 
 
-@dataclass(frozen=True)
-class LayerSizes:
-    """Widths of one decoder layer."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    qkv_bias: bool = False
-    qk_norm: bool = False  # Qwen3: RMSNorm over head_dim on queries and keys, before RoPE
-
-    @classmethod
-    def of(cls, config: Any) -> "LayerSizes":
-        """The sizes in a head's configuration, whose fields have the same names."""
-        return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)})
-
-
 class Rotary:
     """RoPE's cosines and sines for any position below max_position_embeddings, tabulated as far as was asked."""
 
-    def __init__(self, theta: float, scaling: dict[str, Any] | None, head_dim: int, max_positions: int) -> None:
-        parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    def __init__(self, config: Any) -> None:
+        parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
         if parameters["rope_type"] not in FIXED_ROPE_TYPES:
             raise UserError(
                 f"rope_scaling: type {parameters['rope_type']!r} changes its frequencies with the length; heads know "
                 f"{', '.join(FIXED_ROPE_TYPES)}: set head.rope_theta to give the head a plain RoPE"
             )
-        sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "head_dim": head_dim}
-        config = LlamaConfig(**sizes, max_position_embeddings=max_positions, rope_parameters=parameters)
+        self.max_positions = config.max_position_embeddings
+        llama = LlamaConfig(
+            hidden_size=config.head_dim,
+            num_attention_heads=1,
+            head_dim=config.head_dim,
+            max_position_embeddings=self.max_positions,
+            rope_parameters=parameters,
+        )
         with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(config)
+            rotary = LlamaRotaryEmbedding(llama)
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
         self._scale = float(rotary.attention_scaling)
-        self.max_positions = max_positions
-        self._table: Rope | None = None  # cos and sin [rows, head_dim]
+        self._table = (torch.empty(0), torch.empty(0))  # cos and sin [rows, head_dim]
 
     def at(self, positions: Tensor, length: int, like: Tensor) -> Rope:
         """cos and sin at positions [..., T], all below length: two tensors [..., 1, T, head_dim] of like's dtype."""
@@ -73,10 +60,9 @@ class Rotary:
         return cos[None, None, first:stop], sin[None, None, first:stop]
 
     def _tabulated(self, length: int, like: Tensor) -> Rope:
-        table = self._table
-        fits = table is not None and table[0].device == like.device and table[0].dtype == like.dtype
-        if table is not None and fits and len(table[0]) >= length:
-            return table
+        known = self._table[0]
+        if len(known) >= length and known.device == like.device and known.dtype == like.dtype:
+            return self._table
         if length > self.max_positions:
             raise UserError(
                 f"position {length - 1} is beyond the head's max_position_embeddings {self.max_positions}; "
@@ -106,8 +92,8 @@ class KeyValueBuffer:
     length: int = 0
 
     @classmethod
-    def allocate(cls, batch: int, sizes: LayerSizes, capacity: int, like: Tensor) -> "KeyValueBuffer":
-        shape = (batch, sizes.num_key_value_heads, capacity, sizes.head_dim)
+    def allocate(cls, batch: int, config: Any, capacity: int, like: Tensor) -> "KeyValueBuffer":
+        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
         return cls(like.new_empty(shape), like.new_empty(shape))
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,39 +137,36 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
 class Attention(nn.Module):
     """Causal self-attention with RoPE and grouped key/value heads."""
 
-    def __init__(self, sizes: LayerSizes, input_size: int) -> None:
+    def __init__(self, config: Any, input_size: int) -> None:
         super().__init__()
-        self.sizes = sizes
-        heads, kv, dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
-        self.q_proj = nn.Linear(input_size, heads * dim, bias=sizes.qkv_bias)
-        self.k_proj = nn.Linear(input_size, kv * dim, bias=sizes.qkv_bias)
-        self.v_proj = nn.Linear(input_size, kv * dim, bias=sizes.qkv_bias)
-        self.o_proj = nn.Linear(heads * dim, sizes.hidden_size, bias=False)
-        if sizes.qk_norm:
-            self.q_norm = nn.RMSNorm(dim, sizes.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(dim, sizes.rms_norm_eps)
+        heads, kv, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        bias = getattr(config, "qkv_bias", False)
+        self.head_dim, self.has_norms = dim, getattr(config, "qk_norm", False)
+        self.q_proj = nn.Linear(input_size, heads * dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv * dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv * dim, bias=bias)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=False)
+        if self.has_norms:  # as in Qwen3: over head_dim, before RoPE
+            self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rope: Rope, mask: Tensor | None = None, memory: Memory = None) -> Tensor:
         """[B, T, D] of x [B, T, inputs]; mask and memory as in attend."""
-        return self.o_proj(attend(*self.project(x, rope), mask, memory))
-
-    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]."""
-        shape = (*x.shape[:-1], -1, self.sizes.head_dim)
+        shape = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.sizes.qk_norm:
+        if self.has_norms:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, *rope), rotate(k, *rope), v
+        return self.o_proj(attend(rotate(q, *rope), rotate(k, *rope), v, mask, memory))
 
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202, section 2)."""
 
-    def __init__(self, sizes: LayerSizes) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -197,18 +180,18 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, sizes: LayerSizes, reads: Literal["normed", "raw", "pair"] = "normed", norm_before_residual: bool = False
+        self, config: Any, reads: Literal["normed", "raw", "pair"] = "normed", norm_before_residual: bool = False
     ) -> None:
         super().__init__()
         self.reads, self.norm_before_residual = reads, norm_before_residual
-        width, eps = sizes.hidden_size, sizes.rms_norm_eps
+        width, eps = config.hidden_size, config.rms_norm_eps
         if reads != "raw":
             self.input_layernorm = nn.RMSNorm(width, eps)  # in a pair: of the embedding
         if reads == "pair":
             self.hidden_norm = nn.RMSNorm(width, eps)  # of the feature
-        self.self_attn = Attention(sizes, 2 * width if reads == "pair" else width)
+        self.self_attn = Attention(config, 2 * width if reads == "pair" else width)
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.mlp = MLP(sizes)
+        self.mlp = MLP(width, config.intermediate_size)
 
     def read(self, x: Tensor, embedded: Tensor | None) -> tuple[Tensor, Tensor]:
         """What attention reads of hidden states x [B, T, D], and what its output is added to."""
@@ -234,12 +217,13 @@ class DraftLayer:
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.read, attention, mlp, norm = layer.read, layer.self_attn, layer.mlp, layer.post_attention_layernorm
-        self.sizes, self.norm = attention.sizes, (norm.weight.shape, norm.weight, norm.eps)
-        self.parts = [self.sizes.num_attention_heads, self.sizes.num_key_value_heads]
+        self.head_dim, self.norm = attention.head_dim, (norm.weight.shape, norm.weight, norm.eps)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.parts = [len(each.weight) // self.head_dim for each in projections[:2]]  # H and KV
         self.qkv = _stacked([each.weight for each in projections])  # [(H + 2 KV) * hd, inputs]
-        self.bias = _stacked([each.bias for each in projections]) if self.sizes.qkv_bias else None
-        self.qk_norms = (attention.q_norm, attention.k_norm) if self.sizes.qk_norm else None
+        has_bias = attention.q_proj.bias is not None
+        self.bias = _stacked([each.bias for each in projections]) if has_bias else None
+        self.qk_norms = (attention.q_norm, attention.k_norm) if attention.has_norms else None
         self.out = attention.o_proj.weight
         self.gate_up = _stacked([mlp.gate_proj.weight, mlp.up_proj.weight])  # [2 I, D]
         self.down = mlp.down_proj.weight
@@ -248,7 +232,7 @@ class DraftLayer:
         """[1, n, D] of hidden states x [1, n, D]; the additive mask [1, 1, n, S] is over the buffer and the n slots."""
         given, residual = self.read(x, embedded)
         heads, kv = self.parts
-        qkv = F.linear(given, self.qkv, self.bias).view(1, x.shape[1], -1, self.sizes.head_dim).transpose(1, 2)
+        qkv = F.linear(given, self.qkv, self.bias).view(1, x.shape[1], -1, self.head_dim).transpose(1, 2)
         qk, v = qkv.split([heads + kv, kv], dim=1)  # [1, H + KV, n, hd] and [1, KV, n, hd]
         if self.qk_norms is not None:
             q, k = qk.split(self.parts, dim=1)
@@ -261,6 +245,7 @@ class DraftLayer:
 
 @torch.no_grad()
 def _stacked(parameters: list[Tensor]) -> Tensor:
+    """The parameters one below the other; they become views of it."""
     stacked = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, stacked.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
@@ -282,17 +267,35 @@ def dense_attention(
     q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents = None, chunk: int = QUERY_CHUNK
 ) -> Tensor:
     """The same by explicit scores, `chunk` queries at a time."""
-    length = q.shape[2]
-    owners = torch.zeros(length, dtype=torch.long, device=q.device)  # [T], the document of each slot
-    for number, (first, last) in enumerate(spans(documents, length)):
-        owners[first:last] = number
+    length, kv, dim = q.shape[2], keys[0].shape[1], q.shape[3]
+    groups, later, scale = q.shape[1] // kv, len(keys) - 1, math.sqrt(dim)
+    slots = torch.arange(length, device=q.device)
+    begin = torch.zeros_like(slots)  # [T], the first slot of each slot's document
+    for start, stop in spans(documents, length):
+        begin[start:stop] = start
+
+    def rows(first: int, q: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
+        """[B, H, n, hd] of the n queries that begin at slot `first`, whose keys of the later steps are `own`."""
+        count, seen = q.shape[2], key.shape[2]
+        asking = slots[first : first + count, None]
+        allowed = (slots[:seen] <= asking) & (slots[:seen] >= begin[asking])  # [n, seen]
+        grouped = q.reshape(q.shape[0], kv, -1, dim)  # [B, KV, groups * n, hd]
+        scores = (grouped @ key.transpose(-1, -2)).view(*q.shape[:3], -1) / scale  # [B, H, n, seen]
+        repeated = [_repeated(x, groups) for x in own]
+        columns = [(q * x).sum(-1, keepdim=True) / scale for x in repeated[:later]]  # each [B, H, n, 1]
+        law = torch.cat([scores.masked_fill(~allowed, float("-inf")), *columns], dim=-1).float().softmax(-1).to(q.dtype)
+        out = (law[..., :seen].reshape(q.shape[0], kv, groups * count, -1) @ value).view(q.shape)
+        for step, x in enumerate(repeated[later:]):
+            out = out + law[..., seen + step, None] * x
+        return out
+
     pieces = []
     for first in range(0, length, chunk):
         last = min(first + chunk, length)  # causal slots have no use for later keys than the last query's
-        later = [x[:, :, first:last] for x in (*keys[1:], *values[1:])]
-        given: Any = (first, owners[:last], q[:, :, first:last], keys[0][:, :, :last], values[0][:, :, :last], *later)
+        own = [x[:, :, first:last] for x in (*keys[1:], *values[1:])]
+        given: Any = (first, q[:, :, first:last], keys[0][:, :, :last], values[0][:, :, :last], *own)
         is_recomputed = length > chunk and torch.is_grad_enabled()
-        pieces.append(checkpoint(_rows, *given, use_reentrant=False) if is_recomputed else _rows(*given))
+        pieces.append(checkpoint(rows, *given, use_reentrant=False) if is_recomputed else rows(*given))
     return torch.cat(pieces, dim=2)
 
 
@@ -300,25 +303,6 @@ def spans(documents: Documents, length: int) -> tuple[tuple[int, int], ...]:
     """First and last slot (excluded) of each document; the last ends with the row."""
     stops = [min(stop, length) for stop in accumulate(documents or (length,))]
     return tuple((first, stop) for first, stop in pairwise([0, *stops]) if first < stop)
-
-
-def _rows(first: int, owners: Tensor, q: Tensor, key: Tensor, value: Tensor, *later: Tensor) -> Tensor:
-    """Attention [B, H, n, hd] of the n queries that begin at slot `first`; owners [seen] are the slots' documents."""
-    count, kv, dim = q.shape[2], key.shape[1], q.shape[3]
-    groups, half = q.shape[1] // kv, len(later) // 2
-    slots = torch.arange(key.shape[2], device=q.device)
-    rows = slots[first : first + count]
-    allowed = (slots <= rows[:, None]) & (owners == owners[rows][:, None])  # [n, seen]
-    grouped = q.reshape(q.shape[0], kv, -1, dim)  # [B, KV, groups * n, hd]
-    scores = (grouped @ key.transpose(-1, -2)).view(*q.shape[:3], -1) / math.sqrt(dim)  # [B, H, n, seen]
-    own_keys, own_values = ([_repeated(x, groups) for x in part] for part in (later[:half], later[half:]))
-    columns = [(q * own).sum(-1, keepdim=True) / math.sqrt(dim) for own in own_keys]  # each [B, H, n, 1]
-    law = torch.cat([scores.masked_fill(~allowed, float("-inf")), *columns], dim=-1).float().softmax(-1).to(q.dtype)
-    shared = law[..., : key.shape[2]].reshape(q.shape[0], kv, groups * count, -1)
-    out = (shared @ value).view(q.shape)
-    for step, own in enumerate(own_values):
-        out = out + law[..., key.shape[2] + step, None] * own
-    return out
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -329,8 +313,7 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, documents: tuple[tuple[int, int], ...], *pairs: Tensor) -> Tensor:
-        half = len(pairs) // 2
-        keys, values = pairs[:half], pairs[half:]
+        keys, values = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         groups, scale = q.shape[1] // keys[0].shape[1], 1.0 / math.sqrt(q.shape[3])
         first = (_repeated(keys[0], groups), _repeated(values[0], groups))
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # causal, inside each document

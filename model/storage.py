@@ -29,8 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent  # the checkout
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
+WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # directories of some network file systems
 TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save on a full disk; no errno
 TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
+
+# ------------------------------------------------------------------------------------------------- whole or absent
 
 
 @contextmanager
@@ -59,9 +62,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)  # safetensors writes mode 0600 whatever the umask
-            sync_file(temporary)
+            sync(temporary)
             temporary.replace(path)
-            sync_directory(path.parent)
+            sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -80,7 +83,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of JSON, and of text that is not UTF-8
         raise UserError(f"{path}: not JSON ({error})") from error
 
 
@@ -101,12 +104,13 @@ def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = l
             yield temporary
             wait()
             if rank == 0:
-                sync_tree(temporary)
+                for inside in [*temporary.rglob("*"), temporary]:
+                    sync(inside)
                 shutil.rmtree(old, ignore_errors=True)
                 if path.is_dir():
                     path.rename(old)
                 temporary.rename(path)
-                sync_directory(path.parent)
+                sync(path.parent)
                 shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -130,29 +134,16 @@ def remove_temporaries(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def sync_file(path: Path) -> None:
-    with path.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory survive a power cut, as far as its file system can."""
+def sync(path: Path) -> None:
+    """Makes a file's bytes, or the names in a directory, survive a power cut, as far as the file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network file systems cannot
+        if error.errno not in WITHOUT_SYNC:
             raise
     finally:
         os.close(descriptor)
-
-
-def sync_tree(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        if path.is_dir():
-            sync_directory(path)
-        else:
-            sync_file(path)
 
 
 class Lock(AbstractContextManager["Lock"]):
@@ -184,12 +175,11 @@ class Lock(AbstractContextManager["Lock"]):
     def forget(self) -> None:
         self.path.unlink(missing_ok=True)
 
-    def release(self) -> None:
-        self.file.close()
-
     def __exit__(self, *_: object) -> None:
         self.file.close()
 
+
+# -------------------------------------------------------------------------------------- the manifest of a directory
 
 FILE = "provenance.json"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors", "tokenizers")
@@ -239,13 +229,12 @@ class Foreign:
 class Manifest:
     """What a directory holds and what it was made from. It is written last, so it marks the directory as complete.
 
-    files: size and digest of each file by its relative name. inputs: all that decides their content. facts: what else a
-    reader may want; in the file they stand beside "inputs", "inputs_digest", "files" and "seal", a digest of the rest.
+    In the file the facts stand beside "inputs", "inputs_digest", "files" and "seal", a digest of the rest.
     """
 
-    files: dict[str, tuple[int, str]] = field(default_factory=dict)
-    inputs: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and digest by relative name
+    inputs: dict[str, Any] = field(default_factory=dict)  # all that decides the files' content
+    facts: dict[str, Any] = field(default_factory=dict)  # what else a reader may want
 
     @classmethod
     def of(
@@ -266,10 +255,9 @@ class Manifest:
     @classmethod
     def read(cls, directory: Path, name: str = FILE) -> "Manifest":
         """The manifest in a directory; UserError when it is missing or not as it was written."""
-        path = directory / name
-        table = read_json(path)
+        table = read_json(directory / name)
         if not isinstance(table, dict) or table.pop("seal", None) != digest(table):
-            raise UserError(f"{path}: is not what was written (its checksum differs)")
+            raise UserError(f"{directory / name}: is not what was written (its checksum differs)")
         del table["inputs_digest"]
         files = {file: (size, checksum) for file, (size, checksum) in table.pop("files").items()}
         return cls(files, table.pop("inputs"), table)
@@ -316,10 +304,8 @@ class Stage:
             return
         match Manifest.check(self.output, self.inputs):
             case Foreign(manifest, changed):
-                raise UserError(
-                    f"{self.output}: holds another {manifest.facts.get('stage', 'output')} ({changed}); "
-                    f"choose another --run, or replace it with --overwrite"
-                )
+                what = f"holds another {manifest.facts.get('stage', 'output')} ({changed})"
+                raise UserError(f"{self.output}: {what}; choose another --run, or replace it with --overwrite")
             case Damaged(path):
                 raise UserError(f"{path}: cannot be read; write it anew with --overwrite")
 
@@ -372,11 +358,11 @@ def is_dirty() -> bool | None:
 
 
 def _git(*arguments: str) -> str | None:
-    try:
-        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            ["git", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    return None
 
 
 def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
@@ -400,11 +386,13 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
     return code
 
 
+# ------------------------------------------------------------------------------------------- files of heads, targets
+
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 CALIBRATOR = "calibrator.json"  # what its confidence stood for on held-out prompts; decides nothing about the head
 MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # as Medusa and Hydra publish theirs
-# The first that is there is read.
-ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json", *MULTI_TOKEN)
+ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json", *MULTI_TOKEN)  # the first one is read
+SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
 
 
 def find_weights(directory: Path) -> Path | None:
@@ -416,9 +404,6 @@ def digests(directory: Path) -> dict[str, str]:
     """File name -> digest of everything that decides a head."""
     names = (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN)
     return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}
-
-
-SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
 
 
 def template_path(path: str) -> Path:

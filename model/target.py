@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -52,9 +52,7 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.recipe = config
-        self.config = model.config.get_text_config()
-        self.decoder = model.get_decoder()
+        self.recipe, self.config, self.decoder = config, model.config.get_text_config(), model.get_decoder()
         layers = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         if other := layers - {"full_attention", "sliding_attention"}:
             raise UserError(f"{config.path}: has {sorted(other)} layers; a draft tree needs plain attention in all")
@@ -62,47 +60,36 @@ class Target:
         bias = None if getattr(last, "bias", None) is None else last.bias.detach()
         transform = final_transform(self.config)
         self.vocab = VocabWeights(first.weight.detach(), last.weight.detach(), bias, *transform)
-        self._check_final_transform()
+        self.dtype, self.hidden_size = self.vocab.lm_head.dtype, int(self.vocab.embedding.shape[1])
+        self.num_blocks = int(self.config.num_hidden_layers)
+        self.generation_config = cast(GenerationConfig, model.generation_config)
+        ids = torch.arange(1, 5, device=self.device).remainder(self.vocab.embedding.shape[0])[None]  # [1, 4]
+        with torch.inference_mode():
+            theirs = model(input_ids=ids, use_cache=False).logits.float()
+            ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
+        error = (theirs - ours).abs().max().item()
+        if not error <= 1e-3 * max(1.0, theirs.abs().max().item()):  # also where they are not finite
+            raise UserError(
+                f"{config.path}: {type(model).__name__} turns its last state into logits in a way that aerie does not "
+                f"know (difference {error:.2g}; nan: broken weights, or target.dtype is too narrow); drafting for it "
+                f"would not be lossless"
+            )
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
         """The target in eval mode; UserError when it cannot be read or is no causal LM with attention alone."""
-        text = load_config(config).get_text_config()
-        arguments: dict[str, Any] = {"dtype": config.dtype, "revision": config.revision}
-        if config.device_map is not None:
-            arguments["device_map"] = config.device_map
-        if getattr(text, "attn_logit_softcapping", None) is not None:
+        arguments: dict[str, Any] = {} if config.device_map is None else {"device_map": config.device_map}
+        if getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
+        arguments |= {"dtype": config.dtype, **_source(config)}
         with _readable(config, "load the target"):
-            model = AutoModelForCausalLM.from_pretrained(
-                config.path, trust_remote_code=config.trust_remote_code, **arguments
-            )
-        if config.device_map is None and device is not None:
-            model = model.to(device)
-        return cls(model, config)
+            model = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
+        return cls(model if config.device_map is not None or device is None else model.to(device), config)
 
     @property
     def device(self) -> torch.device:
         """Where laws are computed, which is where the draft head lives when the target spans several devices."""
         return self.vocab.lm_head.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.vocab.lm_head.dtype
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.vocab.embedding.shape[1])
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        config = self.model.generation_config
-        assert config is not None
-        return config
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         return self.vocab.logits(last_hidden, rows)
@@ -121,21 +108,7 @@ class Target:
         return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
 
     def fingerprint(self) -> str:
-        """A digest that changes when the configuration's sizes, the embedding or the LM head change."""
         return fingerprint(self.config, self.vocab)
-
-    def _check_final_transform(self) -> None:
-        ids = torch.arange(1, 5, device=self.device).remainder(self.vocab.embedding.shape[0])[None]  # [1, 4]
-        with torch.inference_mode():
-            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
-        error = (theirs - ours).abs().max().item()
-        if not error <= 1e-3 * max(1.0, theirs.abs().max().item()):  # also where they are not finite
-            raise UserError(
-                f"{self.recipe.path}: {type(self.model).__name__} turns its last state into logits in a way that aerie "
-                f"does not know (difference {error:.2g}; nan: broken weights, or target.dtype is too narrow); drafting "
-                f"for it would not be lossless"
-            )
 
 
 def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -155,28 +128,17 @@ def final_transform(text_config: Any) -> tuple[float, float | None]:
 
 def load_config(config: TargetConfig) -> Any:
     with _readable(config, "read the target's configuration"):
-        return AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        return AutoConfig.from_pretrained(config.path, **_source(config))
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
     """The target's tokenizer, with target.chat_template put in when the recipe names one."""
     with _readable(config, "load the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **_source(config))
     if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
+        with _readable(config, f"read target.chat_template {config.chat_template}"):
+            tokenizer.chat_template = template_path(config.chat_template).read_text(encoding="utf-8")
     return tokenizer
-
-
-def read_template(path: str) -> str:
-    """The chat template in a .jinja file, found as template_path does."""
-    try:
-        return template_path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"target.chat_template: {path}: cannot read the chat template: {error}") from error
 
 
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
@@ -192,8 +154,18 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
         wanted["lm_head"] = names[id(last.weight)]
     if getattr(last, "bias", None) is not None:
         wanted["bias"] = names[id(last.bias)]
-    stored = _read_tensors(config, set(wanted.values()))
-    if stored is None:
+    options = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
+    single = cached_file(config.path, WEIGHTS, **options)  # read first, as transformers does
+    index = None if single else cached_file(config.path, f"{WEIGHTS}.index.json", **options)
+    table = read_json(Path(index))["weight_map"] if index else {}
+    stored: dict[str, Tensor] = {}
+    for name in wanted.values():
+        file = cached_file(config.path, table.get(name, WEIGHTS), **options)
+        if file is not None:
+            with safe_open(str(file), framework="pt") as handle:
+                if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                    stored[name] = handle.get_tensor(name).clone()
+    if len(stored) < len(wanted):  # weights in another format, or under other names
         target = Target.load(config)
         return target.config, target.vocab
     if dtype is None and config.dtype != "auto":
@@ -268,6 +240,10 @@ def _embedding_and_head(model: Any, path: str) -> tuple[Any, Any]:
     return first, last
 
 
+def _source(config: TargetConfig) -> dict[str, Any]:
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
 @contextmanager
 def _readable(config: TargetConfig, what: str) -> Iterator[None]:
     path = Path(config.path)
@@ -277,25 +253,3 @@ def _readable(config: TargetConfig, what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{config.path}: cannot {what}: {first_line(error)}") from error
-
-
-def _read_tensors(config: TargetConfig, names: set[str]) -> dict[str, Tensor] | None:
-    options = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
-    single = cached_file(config.path, WEIGHTS, **options)
-    index = None if single else cached_file(config.path, f"{WEIGHTS}.index.json", **options)
-    if single:
-        files = dict.fromkeys(names, str(single))
-    elif index:
-        table = read_json(Path(index))["weight_map"]
-        if not names <= set(table):
-            return None
-        files = {name: str(cached_file(config.path, table[name], revision=config.revision)) for name in names}
-    else:
-        return None
-    tensors = {}
-    for name, file in files.items():
-        with safe_open(file, framework="pt") as handle:
-            if name not in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                return None
-            tensors[name] = handle.get_tensor(name).clone()
-    return tensors

@@ -15,9 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from aerie.configs.schema.target_and_head import HeadKind, HydraSection, MedusaSection
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import new_head
-from aerie.model.heads.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
+from aerie.model.heads.eagle import DraftVocabulary, Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
 from aerie.model.target import VocabWeights
-from aerie.model.vocab import DraftVocabulary
 
 torch.set_num_threads(1)  # tests run beside other work: one thread each
 
@@ -167,7 +166,9 @@ def eagle3_head(
     }
     made = Eagle3Head(Eagle3Config(**sizes))
     made.initialise(VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
-    made.set_vocabulary(DraftVocabulary.of_ids(ids, vocab_size))
+    vocabulary = DraftVocabulary.of_ids(ids, vocab_size)
+    made.d2t.copy_(vocabulary.d2t)
+    made.t2d.copy_(vocabulary.t2d)
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
             parameter.data.mul_(scale)

@@ -214,7 +214,7 @@ def training_alone(directory: Path) -> Lock:
     lock = Lock(directory / ".lock")
     held = lock.acquire(wait=False)
     if not held:
-        lock.release()
+        lock.file.close()
         raise UserError(f"{directory}: another process is training there; wait for its end, or choose another --run")
     if held == "unknown":
         warn(f"{directory}: this file system knows no locks: start no second training there")

@@ -31,9 +31,9 @@ from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.bench import load_quietly
 from aerie.infer.measure.tasks import encode, load_prompts
 from aerie.model.checkpoint import new_head, save_head
+from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import write_json
 from aerie.model.target import Target, load_tokenizer
-from aerie.model.vocab import DraftVocabulary
 
 ALPHA = 1e-3  # chance that a proof fails by bad luck, over all its p-values (Bonferroni)
 MIN_DRAWS = 200  # fewer leave the law hardly a cell to be wrong in

@@ -10,15 +10,16 @@ AnyConfig = Eagle1Config | Eagle3Config | MedusaConfig | HydraConfig
 
 
 class Kind(NamedTuple):
-    """A kind of head: the class of its config.json and that of its module."""
+    """A kind of head: the class of its config.json, that of its module, and the architecture that it declares."""
 
     config: type[AnyConfig]
     module: type[Head]
+    architecture: str
 
 
 HEADS = {
-    "eagle1": Kind(Eagle1Config, Eagle1Head),
-    "eagle3": Kind(Eagle3Config, Eagle3Head),
-    "medusa": Kind(MedusaConfig, MedusaHead),
-    "hydra": Kind(HydraConfig, HydraHead),
+    "eagle1": Kind(Eagle1Config, Eagle1Head, "LlamaForCausalLMEagle"),
+    "eagle3": Kind(Eagle3Config, Eagle3Head, "LlamaForCausalLMEagle3"),
+    "medusa": Kind(MedusaConfig, MedusaHead, "MedusaModel"),
+    "hydra": Kind(HydraConfig, HydraHead, "HydraModel"),
 }

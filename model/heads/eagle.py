@@ -1,4 +1,4 @@
-"""The EAGLE draft heads: EAGLE-1 (EAGLE-2 decodes with it too) and EAGLE-3.
+"""The EAGLE draft heads, EAGLE-1 (EAGLE-2 decodes with it too) and EAGLE-3, and the vocabulary that EAGLE-3 drafts in.
 
 EAGLE-1 (arXiv 2401.15077, section 4.1): from the feature of t_p (the target's state after its final norm) and the token
 t_{p+1} it predicts the feature of t_{p+1}, which the target's own LM head turns into a law for t_{p+2}.
@@ -6,35 +6,118 @@ EAGLE-3 (arXiv 2503.01840, section 3): the feature is a fusion of the target's t
 feature], and the head has an LM head of its own over a draft vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import UserError
-from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueBuffer, LayerSizes, Memory, Rotary, UnrollMemory
+from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueBuffer, Memory, Rotary
 from aerie.model.target import VocabWeights
-from aerie.model.vocab import DraftVocabulary
 
 EMBEDDING = "embed_tokens.weight"
 TAP_CONVENTION = "hidden_states"  # after_blocks are entries of transformers' hidden_states: 0 is the embedding
+DEFAULT_SIZE = 32_000  # of a draft vocabulary: EAGLE-3's published heads
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Eagle1Config:
-    """config.json of an EAGLE-1 head; the keys are the published ones, every default spelt out."""
+class DraftVocabulary:
+    """The Vd of the V target tokens that an EAGLE-3 head can draft, in the published form. Draft ids ascend with target
+    ids."""
 
+    d2t: Tensor  # [Vd] int64, offsets: target id = draft id + d2t[draft id]
+    t2d: Tensor  # [V] bool, the target ids that are in
+
+    @classmethod
+    def of_ids(cls, ids: Tensor, vocab_size: int) -> "DraftVocabulary":
+        """The vocabulary of these distinct target ids [Vd], in any order."""
+        ordered = ids.long().sort().values
+        t2d = torch.zeros(vocab_size, dtype=torch.bool)
+        t2d[ordered] = True
+        return cls(ordered - torch.arange(len(ordered)), t2d)
+
+    @classmethod
+    def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
+        """The vocabulary in the two tables of a file, checked; UserError, naming place, for what are no such tables."""
+        are_lists = d2t.ndim == t2d.ndim == 1
+        if not are_lists or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
+            raise UserError(f"{place}: d2t must be a list of whole token offsets, and t2d a list of marks")
+        vocabulary, marked = cls(d2t.long(), t2d.bool()), t2d.nonzero().flatten()
+        if not marked.equal(vocabulary.ids):
+            raise UserError(
+                f"{place}: d2t and t2d name other tokens ({len(d2t):,} and {len(marked):,} of them); d2t holds offsets "
+                f"(target id - draft id), not target ids"
+            )
+        return vocabulary
+
+    @classmethod
+    def most_frequent(cls, counts: Counts, size: int, forced: Collection[int] = ()) -> "DraftVocabulary":
+        """The `size` most frequent ids by counts [V], the smaller id first where counts tie; forced ids always in."""
+        check_size(size, len(counts))
+        if len(set(forced)) > size:
+            raise UserError(f"head.draft_vocab_size: {size:,} has no room for {len(set(forced)):,} special tokens")
+        rank = counts.astype(np.int64, copy=True)
+        rank[list(forced)] = np.iinfo(np.int64).max
+        return cls.of_ids(torch.from_numpy(np.argsort(-rank, kind="stable")[:size]), len(counts))
+
+    @property
+    def size(self) -> int:
+        return self.d2t.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.t2d.shape[0]
+
+    @property
+    def ids(self) -> Tensor:
+        """The target ids [Vd], ascending: the rows of the target's LM head that the draft laws are about."""
+        return self.target_ids(torch.arange(self.size, device=self.d2t.device))
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids + self.d2t[draft_ids]
+
+    def coverage(self, counts: Counts) -> float:
+        """The share of the counted tokens [V] that the draft vocabulary has; 1 where nothing was counted."""
+        total = int(counts.sum())
+        return int(counts[self.t2d.cpu().numpy()].sum()) / total if total else 1.0
+
+    def check_ends(self, end_ids: Collection[int], place: str) -> None:
+        """UserError when the head could never draft the end of a turn: none of these target ids is in."""
+        known = [number for number in end_ids if 0 <= number < self.vocab_size]
+        if known and not bool(self.t2d[known].any()):
+            raise UserError(
+                f"{place}: none of the target's end-of-turn tokens {sorted(known)} is in the draft vocabulary"
+            )
+
+
+def check_size(size: int | None, vocab_size: int) -> None:
+    """UserError for a draft vocabulary (None: the default one) that is larger than the target's."""
+    if size is not None and size > vocab_size:
+        raise UserError(f"head.draft_vocab_size: {size:,} is larger than the target's vocabulary of {vocab_size:,}")
+
+
+@dataclass(frozen=True)
+class _Sizes:
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     num_hidden_layers: int
-    vocab_size: int
+    vocab_size: int  # the target's
+
+
+@dataclass(frozen=True)
+class Eagle1Config(_Sizes):
+    """config.json of an EAGLE-1 head; the keys are the published ones, every default spelt out."""
+
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float
@@ -45,24 +128,11 @@ class Eagle1Config:
     tie_word_embeddings: bool = False
     model_type: str = "llama"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"architectures": ["LlamaForCausalLMEagle"], "aerie_kind": "eagle1", **asdict(self)}
-
-    def sizes(self) -> LayerSizes:
-        return LayerSizes.of(self)
-
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(_Sizes):
     """config.json of an EAGLE-3 head; Llama's keys and the published ones, every default spelt out."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_hidden_layers: int
-    vocab_size: int  # the target's
     draft_vocab_size: int
     target_hidden_size: int
     after_blocks: tuple[int, ...]
@@ -78,40 +148,26 @@ class Eagle3Config:
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "aerie_kind": "eagle3",
-            "model_type": "qwen3" if self.qk_norm else "llama",
-            "tap_convention": TAP_CONVENTION,
-            **asdict(self),
-        }
-
-    def sizes(self) -> LayerSizes:
-        return LayerSizes.of(self)
-
 
 class EagleHead(nn.Module):
     """What both kinds have: the target's frozen embedding, decoder layers, RoPE, and their three forwards."""
 
     kind: str
-    config: Eagle1Config | Eagle3Config
-    embed_tokens: nn.Embedding
-    rotary: Rotary
+    blocks: list[DecoderLayer]  # all layers in order
     gradient_checkpointing = False  # recompute each layer in the backward pass
 
-    @property
-    def blocks(self) -> list[DecoderLayer]:
-        raise NotImplementedError
-
-    @property
-    def shares_embedding(self) -> bool:
-        """Whether the embedding is the target's own, frozen."""
-        return True
+    def __init__(self, config: Eagle1Config | Eagle3Config, shares_embedding: bool = True) -> None:
+        super().__init__()
+        self.config: Any = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens.weight.requires_grad_(not shares_embedding)
+        self.shares_embedding = shares_embedding  # the embedding is the target's own, frozen
+        self.saves_embedding = not shares_embedding  # or when its file held one that is not the target's
+        self.rotary = Rotary(config)
 
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer is given: hidden states and the tokens' embeddings, both [B, T, D]."""
-        raise NotImplementedError
+        return features, self.embed_tokens(tokens).to(features.dtype)
 
     def leave(self, x: Tensor) -> Tensor:
         """What is fed back as the next slot's feature, of the last layer's output [B, T, D]."""
@@ -127,44 +183,38 @@ class EagleHead(nn.Module):
             elif name.endswith("bias"):
                 parameter.data.zero_()
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Outputs [B, T, D] for shifted tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
-
-        mask None is causal, else boolean [B, 1, T, T].
-        """
-        return self._run(tokens, features, positions, mask, tokens.shape[1], [None] * len(self.blocks))
-
-    def unroll(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[UnrollMemory]) -> Tensor:
-        """One step of the parallel unroll (training-time test): each slot's chain takes its next token."""
-        return self._run(tokens, features, positions, None, self.config.max_position_embeddings, memories)
-
-    def _run(
+    def forward(
         self,
         tokens: Tensor,
         features: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
-        length: int,
-        memories: Sequence[Memory],
+        mask: Tensor | None = None,
+        memories: Sequence[Memory] | None = None,
     ) -> Tensor:
+        """Outputs [B, T, D] for shifted tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
+
+        mask None is causal, else boolean [B, 1, T, T]. With memories it is one step of the parallel unroll.
+        """
         x, embedded = self.enter(tokens, features)
+        length = tokens.shape[1] if memories is None else self.config.max_position_embeddings
         rope = self.rotary.at(positions, length, x)
-        for layer, memory in zip(self.blocks, memories, strict=True):
+        for layer, memory in zip(self.blocks, memories or [None] * len(self.blocks), strict=True):
             if self.gradient_checkpointing and self.training and memory is None:
                 x = checkpoint(layer, x, embedded, rope, mask, use_reentrant=False)
             else:
                 x = layer(x, embedded, rope, mask, memory)
         return self.leave(x)
 
-    def fused(self) -> "EagleDraft":
-        """The head for drafting, sharing these weights. Make it after the module was moved to its device and dtype."""
-        return EagleDraft(self)
+    def unroll(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory]) -> Tensor:
+        """One step of the parallel unroll (training-time test): each slot's chain takes its next token."""
+        return EagleHead.forward(self, tokens, features, positions, None, memories)
 
 
 class EagleDraft:
-    """One decoding forward of an EAGLE head, over buffers, with merged projections.
+    """One decoding forward of an EAGLE head, over buffers, with merged projections; the weights are the head's.
 
-    It holds tensors, because looking up and calling modules takes a large part of a small head's forward.
+    It holds tensors, because looking up and calling modules takes a large part of a small head's forward. Make it after
+    the module was moved to its device and dtype.
     """
 
     def __init__(self, head: EagleHead) -> None:
@@ -194,21 +244,13 @@ class Eagle1Head(EagleHead):
     """fc([embedding; feature]) and one or more decoder layers."""
 
     kind = "eagle1"
-    config: Eagle1Config
 
     def __init__(self, config: Eagle1Config) -> None:
-        super().__init__()
-        self.config, sizes, width = config, config.sizes(), config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(2 * width, width, bias=config.bias)
-        first, others = DecoderLayer(sizes, reads="raw"), range(config.num_hidden_layers - 1)
-        self.layers = nn.ModuleList([first, *(DecoderLayer(sizes) for _ in others)])
-        self.rotary = Rotary(config.rope_theta, config.rope_scaling, config.head_dim, config.max_position_embeddings)
-
-    @property
-    def blocks(self) -> list[DecoderLayer]:
-        return cast(list[DecoderLayer], list(self.layers))
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        others = (DecoderLayer(config) for _ in range(config.num_hidden_layers - 1))
+        self.layers = nn.ModuleList([DecoderLayer(config, reads="raw"), *others])
+        self.blocks = cast(list[DecoderLayer], list(self.layers))
 
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         embedded = self.embed_tokens(tokens).to(features.dtype)
@@ -216,59 +258,37 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """fc over the taps, the double-width layer, further plain layers, and an LM head over the draft vocabulary."""
+    """fc over the taps, the double-width layer, further plain layers, and an LM head over the draft vocabulary.
+
+    A head of another width than the target trains and saves an embedding of its own.
+    """
 
     kind = "eagle3"
-    config: Eagle3Config
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.config, sizes, width = config, config.sizes(), config.hidden_size
-        eps, taps_width = config.rms_norm_eps, len(config.after_blocks) * config.target_hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.embed_tokens.weight.requires_grad_(not self.shares_embedding)
+        super().__init__(config, shares_embedding=config.target_hidden_size == config.hidden_size)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        taps_width = len(config.after_blocks) * config.target_hidden_size
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps) for _ in config.after_blocks)
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(taps_width, eps)
         self.fc = nn.Linear(taps_width, width, bias=False)
-        self.midlayer = DecoderLayer(sizes, "pair", config.norm_before_residual)
+        self.midlayer = DecoderLayer(config, "pair", config.norm_before_residual)
+        self.blocks = [self.midlayer, *(DecoderLayer(config) for _ in range(config.num_hidden_layers - 1))]
         if config.num_hidden_layers > 1:
-            self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(config.num_hidden_layers - 1))
+            self.layers = nn.ModuleList(self.blocks[1:])
         self.norm = nn.RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
-        self.rotary = Rotary(config.rope_theta, config.rope_scaling, config.head_dim, config.max_position_embeddings)
-        self.saves_embedding = not self.shares_embedding  # or when its file held one that is not the target's
-
-    @property
-    def blocks(self) -> list[DecoderLayer]:
-        further = cast(list[DecoderLayer], list(self.layers)) if self.config.num_hidden_layers > 1 else []
-        return [self.midlayer, *further]
-
-    @property
-    def shares_embedding(self) -> bool:
-        """Whether the embedding is the target's own, frozen; a head of another width trains one of its own."""
-        return self.config.target_hidden_size == self.config.hidden_size
 
     @property
     def vocabulary(self) -> DraftVocabulary:
         """The draft vocabulary, on the head's device."""
-        return DraftVocabulary(cast(Tensor, self.d2t), cast(Tensor, self.t2d))
-
-    def set_vocabulary(self, vocabulary: DraftVocabulary) -> None:
-        cast(Tensor, self.d2t).copy_(vocabulary.d2t)
-        cast(Tensor, self.t2d).copy_(vocabulary.t2d)
-
-    def take_lm_head(self, lm_head: Tensor, target_path: str) -> None:
-        """Starts the LM head from the target's rows [V, D] of the draft vocabulary; UserError where widths differ."""
-        if lm_head.shape[1] != self.config.hidden_size:
-            raise UserError(
-                f"head.lm_head_init: {target_path} has rows of {lm_head.shape[1]} and the head states of "
-                f"{self.config.hidden_size}; use random, or leave head.hidden_size out"
-            )
-        self.lm_head.weight.data.copy_(lm_head[self.vocabulary.ids.to(lm_head.device)])  # [Vd, D]
+        return DraftVocabulary(self.d2t, self.t2d)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Fused features [..., D] of the target's taps [..., L*Dt], low to high."""
@@ -283,9 +303,6 @@ class Eagle3Head(EagleHead):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., Vd] over the draft vocabulary of outputs [..., D]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
-
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        return features, self.embed_tokens(tokens).to(features.dtype)
 
     def leave(self, x: Tensor) -> Tensor:
         return self.norm(x) if self.config.norm_output else x

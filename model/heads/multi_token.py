@@ -1,22 +1,22 @@
 """Medusa and Hydra heads: residual blocks for each future token, and an LM head for each."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from aerie.model.layers import DecoderLayer, KeyValueBuffer, LayerSizes, Rotary
+from aerie.model.layers import DecoderLayer, KeyValueBuffer, Rotary
 from aerie.model.target import VocabWeights, transformed
 
 Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], the place in its branch) -> x [S, W]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiTokenConfig:
-    """The part of config.json that both kinds have; the last two entries are the target's own final transform."""
+class MedusaConfig:
+    """config.json of a Medusa head. Without attention positions do not limit it: their number is the target's."""
 
     hidden_size: int
     vocab_size: int
@@ -25,21 +25,13 @@ class MultiTokenConfig:
     max_position_embeddings: int
     lm_head: Literal["own", "target"] = "own"  # one LM head for each future token, or the target's frozen one for all
     lm_head_bias: bool = False
-    logit_scale: float = 1.0
+    logit_scale: float = 1.0  # this and the next: the target's own final transform
     final_logit_softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig(MultiTokenConfig):
-    """config.json of a Medusa head; it has no attention, so positions do not limit it: their number is the target's."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"architectures": ["MedusaModel"], "aerie_kind": "medusa", **asdict(self)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HydraConfig(MultiTokenConfig):
-    """config.json of a Hydra head; the sizes are those of its prefix layer, None without one."""
+class HydraConfig(MedusaConfig):
+    """config.json of a Hydra head: Medusa's keys, and the sizes of its prefix layer, None without one."""
 
     lm_head_bias: bool = True
     prefix_layer: bool = False
@@ -51,13 +43,6 @@ class HydraConfig(MultiTokenConfig):
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return {"architectures": ["HydraModel"], "aerie_kind": "hydra", **asdict(self)}
-
-    def sizes(self) -> LayerSizes:
-        assert self.prefix_layer, "this head has no prefix layer"
-        return LayerSizes.of(self)
-
 
 class ResidualBlock(nn.Module):
     """residual(x) + SiLU(linear(x)) [..., D]; the residual of an input [..., W] that is wider is a projection."""
@@ -66,15 +51,6 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(inputs, width)
         self.projection = nn.Linear(inputs, width) if inputs != width else None
-
-    def initialise(self, generator: torch.Generator) -> None:
-        """Zero for what is added, so that a block begins as its residual; U(-1, 1) / sqrt(inputs) for a projection."""
-        self.linear.weight.data.zero_()
-        self.linear.bias.data.zero_()
-        if self.projection is not None:
-            bound = self.linear.in_features**-0.5
-            for parameter in (self.projection.weight, self.projection.bias):
-                parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x if self.projection is None else self.projection(x)
@@ -98,7 +74,7 @@ class Branch(nn.Module):
 class TokenLaws(nn.Module):
     """The LM heads: one for each future token, or the target's own for all, which is not stored."""
 
-    def __init__(self, config: MultiTokenConfig) -> None:
+    def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
         count = config.num_heads if config.lm_head == "own" else 0
@@ -106,13 +82,6 @@ class TokenLaws(nn.Module):
             nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias) for _ in range(count)
         )
         self.vocab: VocabWeights | None = None  # where the target's LM head is shared; given by whoever trains or loads
-
-    def initialise(self, vocab: VocabWeights) -> None:
-        """Copies of the target's LM head; a bias that it has not is zero."""
-        for linear in cast(Iterable[nn.Linear], self.lm_heads):
-            linear.weight.data.copy_(vocab.lm_head)
-            if self.config.lm_head_bias:
-                linear.bias.data.copy_(torch.zeros_like(linear.bias) if vocab.bias is None else vocab.bias)
 
     def forward(self, index: int, state: Tensor, vocab: VocabWeights | None = None) -> Tensor:
         """Logits [..., V] of future token `index` (0: the one after next) from states [..., D]."""
@@ -127,20 +96,31 @@ class TokenLaws(nn.Module):
 class MultiTokenHead(nn.Module):
     """What both kinds have: a branch and an LM head for each future token."""
 
-    def __init__(self, config: MultiTokenConfig, inputs: Iterable[int]) -> None:
+    def __init__(self, config: Any, inputs: Iterable[int]) -> None:
         super().__init__()
+        self.config = config
         self.branches = nn.ModuleList(Branch(each, config.hidden_size, config.num_layers) for each in inputs)
         self.laws = TokenLaws(config)
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Branches as ResidualBlock says, LM heads as the target's; Normal(0, initializer_range) for a prefix layer."""
+        """Blocks that begin as their residual (projections uniform within 1 / sqrt(inputs)), the target's LM heads.
+
+        Normal(0, initializer_range) for the matrices of a prefix layer.
+        """
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
                 parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))
+            elif ".linear." in name:
+                parameter.data.zero_()
         for block in self.modules():
-            if isinstance(block, ResidualBlock):
-                block.initialise(generator)
-        self.laws.initialise(vocab)
+            if isinstance(block, ResidualBlock) and block.projection is not None:
+                bound = block.linear.in_features**-0.5
+                for parameter in block.projection.parameters():
+                    parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+        for linear in cast(Iterable[nn.Linear], self.laws.lm_heads):
+            linear.weight.data.copy_(vocab.lm_head)
+            if linear.bias is not None:
+                linear.bias.data.copy_(torch.zeros_like(linear.bias) if vocab.bias is None else vocab.bias)
 
 
 class MedusaHead(MultiTokenHead):
@@ -150,7 +130,6 @@ class MedusaHead(MultiTokenHead):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config, [config.hidden_size] * config.num_heads)
-        self.config = config
 
     def state(self, index: int, features: Tensor, drop: Drop | None = None) -> Tensor:
         """What the LM head of future token `index` (0: the one after next) is given: [..., D] of features [..., D]."""
@@ -168,12 +147,10 @@ class HydraHead(MultiTokenHead):
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config, ((i + 2) * config.hidden_size for i in range(config.num_heads)))
-        self.config = config
         if config.prefix_layer:
-            sizes, theta = config.sizes(), cast(float, config.rope_theta)
-            self.prefix_layer = DecoderLayer(sizes)
-            self.prefix_layer.norm = nn.RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-            self.rotary = Rotary(theta, config.rope_scaling, sizes.head_dim, config.max_position_embeddings)
+            self.prefix_layer = DecoderLayer(config)
+            self.prefix_layer.norm = nn.RMSNorm(config.hidden_size, cast(float, config.rms_norm_eps))
+            self.rotary = Rotary(config)
 
     def prefix(
         self,

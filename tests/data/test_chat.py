@@ -9,7 +9,7 @@ import pytest
 from aerie.configs.errors import UserError
 from aerie.data.chat import Chat, Row, end_of_turn_ids
 from aerie.data.conversations import Conversation, Tally, UnusableRow
-from aerie.model.target import read_template
+from aerie.model.storage import template_path
 from tests.data import chat_targets as targets
 
 TURNS = (
@@ -52,7 +52,7 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
         (targets.CHATML, "<|im_end|>", ""),  # a newline stands behind the end
         (targets.TRIMMING, "<|eot_id|>", ""),
         (targets.DATED, "<|im_end|>", ""),
-        (read_template("configs/templates/vicuna.jinja"), "</s>", " "),
+        (template_path("configs/templates/vicuna.jinja").read_text(encoding="utf-8"), "</s>", " "),
     ],
     ids=["markers", "chatml", "trimming", "dated", "vicuna"],
 )

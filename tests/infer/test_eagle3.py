@@ -102,7 +102,8 @@ class Knowing(EagleDrafter):
 
     def __init__(self, head: Eagle3Head, target: Target, text: list[int]) -> None:
         super().__init__(head, target)
-        self.answer = head.vocabulary.draft_ids(torch.tensor(text))
+        inside = head.vocabulary.t2d
+        self.answer = torch.where(inside, inside.cumsum(0) - 1, -1)[torch.tensor(text)]  # draft ids
         self.size = head.config.draft_vocab_size
 
     def _log_q(self) -> Tensor:

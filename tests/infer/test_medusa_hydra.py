@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig
@@ -15,7 +14,7 @@ from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.shape import Drafter, Drafting, make_shape
-from aerie.model.layers import Attention, KeyValueBuffer, LayerSizes, Rotary
+from aerie.model.layers import Attention, KeyValueBuffer, Rotary
 from aerie.model.target import Target
 from tests import tiny
 
@@ -31,9 +30,12 @@ class Config:
     num_heads: int = HEADS
     prefix_layer: bool = False
     max_position_embeddings: int = 256
-
-    def sizes(self) -> LayerSizes:
-        return LayerSizes(WIDTH, WIDTH, 4, 2, WIDTH // 4, 1e-6)
+    hidden_size: int = WIDTH
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = WIDTH // 4
+    rope_theta: float = 10000.0
+    rope_scaling: None = None
 
 
 class Medusa(nn.Module):
@@ -56,10 +58,10 @@ class Hydra(nn.Module):
         self.config = Config(prefix_layer=prefix_layer)
         generator = torch.Generator().manual_seed(1)
         self.weights = [torch.randn(VOCAB, (i + 2) * WIDTH, generator=generator) for i in range(HEADS)]
-        self.attention = Attention(self.config.sizes(), WIDTH)
+        self.attention = Attention(self.config, WIDTH)
         for parameter in self.attention.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 3)
-        self.rotary = Rotary(10000.0, None, WIDTH // 4, 256)
+        self.rotary = Rotary(self.config)
 
     def prefix(
         self,
@@ -71,12 +73,7 @@ class Hydra(nn.Module):
         if not self.config.prefix_layer:
             return features
         rope = self.rotary.between(*span, features)
-        if not buffers:
-            return features + self.attention(features, rope, mask)
-        q, k, v = self.attention.project(features, rope)
-        k, v = buffers[0].append(k, v)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return features + self.attention.o_proj(out.transpose(1, 2).flatten(2))
+        return features + self.attention(features, rope, mask, buffers[0] if buffers else None)
 
     def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
         return torch.cat([state, embeddings], dim=-1) @ self.weights[index].T

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import Eagle3Section
 from aerie.model.checkpoint import check_sizes, load_head, new_head, save_head
-from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head, EagleDraft
 from aerie.model.layers import KeyValueBuffer, UnrollMemory
-from aerie.model.vocab import DraftVocabulary
 from tests import tiny
 
 # SafeAILab's EAGLE3-LLaMA3.1-Instruct-8B with D 32, I 64, 4 heads, 2 of keys and values, V 320, Vd 107, three taps.
@@ -136,8 +135,8 @@ def test_whole_sequence_buffered_and_unrolled_forwards_agree(changes: dict[str, 
     memories = [UnrollMemory() for _ in range(made.config.num_hidden_layers)]
     unrolled = made.unroll(tokens, features, positions, memories)
     torch.testing.assert_close(unrolled, whole, rtol=1e-4, atol=1e-4)
-    sizes, draft = made.config.sizes(), made.fused()
-    buffers = [KeyValueBuffer.allocate(1, sizes, 16, features) for _ in range(made.config.num_hidden_layers)]
+    draft = EagleDraft(made)
+    buffers = [KeyValueBuffer.allocate(1, made.config, 16, features) for _ in range(made.config.num_hidden_layers)]
     for first, last in ((0, 4), (4, 7)):
         part = slice(first, last)
         seen = torch.zeros(last - first, last).masked_fill(~mask[part, :last], float("-inf"))[None, None]

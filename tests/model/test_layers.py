@@ -1,6 +1,7 @@
 """The decoder layer against transformers' Llama and Qwen3, and the unroll's attention against one masked softmax."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from aerie.model.layers import (
     Documents,
     DraftLayer,
     KeyValueBuffer,
-    LayerSizes,
     Rotary,
     dense_attention,
     spans,
@@ -35,6 +35,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
+def rotary(scaling: dict[str, Any] | None, positions: int) -> Rotary:
+    config = {"rope_theta": 5e5, "rope_scaling": scaling, "head_dim": 16, "max_position_embeddings": positions}
+    return Rotary(SimpleNamespace(**config))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=str)
@@ -48,7 +53,7 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(family: str, sc
     theirs = kinds[1](config, 0).eval()
     for parameter in theirs.parameters():
         parameter.normal_(0.0, 0.3)
-    ours = DecoderLayer(LayerSizes(**SIZES, qk_norm=family == "qwen3"))
+    ours = DecoderLayer(SimpleNamespace(**SIZES, qk_norm=family == "qwen3"))
     ours.load_state_dict(theirs.state_dict())
     x, positions = torch.randn(1, 11, 32), torch.arange(3, 14)[None]
     cos_and_sin = LlamaRotaryEmbedding(LlamaConfig(**SIZES, max_position_embeddings=128, rope_parameters=rope))(
@@ -56,9 +61,9 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(family: str, sc
     )
     mask = torch.ones(11, 11, dtype=torch.bool).tril()[None, None]
     expected = theirs(x, attention_mask=mask, position_embeddings=cos_and_sin)
-    table = Rotary(5e5, scaling, 16, 128)
+    table = rotary(scaling, 128)
     torch.testing.assert_close(ours(x, None, table.at(positions, 14, x)), expected, rtol=1e-5, atol=1e-5)
-    draft, buffer = DraftLayer(ours), KeyValueBuffer.allocate(1, ours.self_attn.sizes, 16, x)
+    draft, buffer = DraftLayer(ours), KeyValueBuffer.allocate(1, SimpleNamespace(**SIZES), 16, x)
     added = torch.zeros(11, 11).masked_fill(~mask[0, 0], float("-inf"))[None, None]
     found = draft(x, x, table.between(3, 14, x), added, buffer)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -66,12 +71,12 @@ def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(family: str, sc
 
 
 def test_a_position_beyond_the_heads_length_and_a_rope_that_changes_with_the_length_are_refused() -> None:
-    rotary = Rotary(1e4, None, 8, 32)
-    rotary.at(torch.arange(32), 32, torch.zeros(1))
+    short = rotary(None, 32)
+    short.at(torch.arange(32), 32, torch.zeros(1))
     with pytest.raises(UserError, match="max_position_embeddings 32"):
-        rotary.at(torch.arange(33), 33, torch.zeros(1))
+        short.at(torch.arange(33), 33, torch.zeros(1))
     with pytest.raises(UserError, match="dynamic"):
-        Rotary(1e4, {"rope_type": "dynamic", "factor": 2.0}, 8, 32)
+        rotary({"rope_type": "dynamic", "factor": 2.0}, 32)
 
 
 # The attention of the unroll against one softmax under one mask.

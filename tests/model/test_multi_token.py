@@ -93,7 +93,7 @@ def _prefix_head() -> HydraHead:
 
 def test_the_prefix_layer_over_a_buffer_is_the_one_over_the_whole_sequence() -> None:
     head, features = _prefix_head(), _features(1, 9)
-    buffers = [KeyValueBuffer.allocate(1, head.config.sizes(), 16, features)]
+    buffers = [KeyValueBuffer.allocate(1, head.config, 16, features)]
     with torch.no_grad():
         whole, pieces = head.prefix(features, (0, 9)), []
         for first, stop in ((0, 4), (4, 5), (5, 9)):

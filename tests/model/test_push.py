@@ -266,7 +266,7 @@ def test_mistakes_of_a_push_are_one_sentence(head: Path, tmp_path: Path) -> None
     refused("name it with --target-name", tmp_path / "bare", without_results=True)
     values = json.loads((tmp_path / "bare" / "config.json").read_text())
     write_json(tmp_path / "bare" / "config.json", {**values, "intermediate_size": 96})
-    refused("has shape", tmp_path / "bare")
+    refused("size mismatch", tmp_path / "bare")
 
 
 # ------------------------------------------------------------------------------------------------------ the Hub

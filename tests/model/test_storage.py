@@ -149,7 +149,7 @@ def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) ->
     with Lock(path) as first, Lock(path) as second:
         assert first.acquire() and not second.acquire(wait=False) and not second.acquire(shared=True, wait=False)
         first.forget()  # who waits takes the file that others see
-        first.release()
+        first.file.close()
         assert second.acquire(shared=True)
         with Lock(path) as third:
             assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)

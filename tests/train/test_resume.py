@@ -110,8 +110,8 @@ def test_a_run_killed_again_and_again_and_with_a_broken_newest_save_is_the_undis
 POINTS: dict[str, tuple[Any, str, int]] = {
     "before anything of the first save is written": (resume, "directory_atomically", 1),
     "before its record": (resume.Manifest, "write", 2),
-    "before it is durable": (storage, "sync_tree", 1),
-    "before the directory knows it": (storage, "sync_directory", 9),
+    "before it is durable": (storage, "sync", 1),
+    "before the directory knows it": (storage, "sync", 40),
     "before an older one goes": (resume, "remove_directory", 1),
     "while older ones go": (storage.shutil, "rmtree", 9),
     "before the best weights are the output": (resume, "publish", 3),

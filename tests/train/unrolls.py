@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aerie.data.cache import CachedRow
-from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.heads.eagle import Eagle3Head, EagleDraft
 from aerie.model.layers import KeyValueBuffer, rotate
 from aerie.model.target import VocabWeights
 from tests import tiny
@@ -26,8 +26,8 @@ def rows(count: int, seed: int = 0, num_taps: int = 2, hidden_size: int = 32) ->
 def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
     """[steps, D] outputs of drafting from `slot`: true features for the prefix, then own outputs and given tokens."""
     assert row.taps is not None
-    config, draft = head.config, head.fused()
-    buffers = [KeyValueBuffer.allocate(1, config.sizes(), 64, row.taps) for _ in range(config.num_hidden_layers)]
+    config, draft = head.config, EagleDraft(head)
+    buffers = [KeyValueBuffer.allocate(1, config, 64, row.taps) for _ in range(config.num_hidden_layers)]
     features = head.fuse(row.taps) if isinstance(head, Eagle3Head) else row.last_hidden
     outputs, x, first, count = [], features[None, : slot + 1], 0, slot + 1
     for _ in range(steps):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from aerie.configs.errors import UserError
 from aerie.infer.decode.shape import Drafter
 from aerie.model.heads import Head
-from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
+from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleDraft
 from aerie.model.layers import KeyValueBuffer
 from aerie.model.target import Target
 
@@ -31,7 +31,7 @@ class EagleDrafter(Drafter):
         self.max_positions = head.config.max_position_embeddings
         self.after_blocks: tuple[int, ...] = head.config.after_blocks if isinstance(head, Eagle3Head) else ()
         self._vocabulary = head.vocabulary if isinstance(head, Eagle3Head) else None
-        self._draft = head.fused()
+        self._draft = EagleDraft(head)
         self._logits = head.logits if isinstance(head, Eagle3Head) else target.logits
         self._fuse = head.fuse if isinstance(head, Eagle3Head) else None
         self._calls = ("_draft", "_logits", "_fuse") if own_laws else ("_draft", "_logits")
@@ -54,9 +54,7 @@ class EagleDrafter(Drafter):
     def reset(self, prompt: Tensor, capacity: int) -> None:
         """Forgets everything and makes room for `capacity` slots (prompt, answer and one tree's drafted slots)."""
         like, config = self.head.fc.weight, self.head.config
-        self._buffers = [
-            KeyValueBuffer.allocate(1, config.sizes(), capacity, like) for _ in range(config.num_hidden_layers)
-        ]
+        self._buffers = [KeyValueBuffer.allocate(1, config, capacity, like) for _ in range(config.num_hidden_layers)]
         self._nothing = like.new_empty(1, 0)
         self._length = 0
 

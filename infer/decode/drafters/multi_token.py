@@ -67,7 +67,7 @@ class HydraDrafter(Drafter):
         """Forgets everything and makes room for `capacity` positions."""
         self._length, self._buffers = 0, []
         if self.head.config.prefix_layer:
-            self._buffers = [KeyValueBuffer.allocate(1, self.head.config.sizes(), capacity, self._embedding)]
+            self._buffers = [KeyValueBuffer.allocate(1, self.head.config, capacity, self._embedding)]
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
         """Takes in last_hidden [n, D] of n tokens; the root is the last of the n tokens [n] that follow each."""
