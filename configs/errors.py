@@ -27,13 +27,13 @@ class Requeued(KeyboardInterrupt):
 
 def stop_on_signals() -> None:
     """From now on SIGTERM stops this process as Ctrl-C does, and SIGUSR1 raises Requeued."""
+
+    def requeue(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a batch script sends it again and again; the clean-up goes on
+        raise Requeued
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGUSR1, _requeue)
-
-
-def _requeue(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a batch script sends it again and again; the clean-up must not be disturbed
-    raise Requeued
+    signal.signal(signal.SIGUSR1, requeue)
 
 
 def warn(message: str) -> None:
@@ -57,11 +57,7 @@ def exit_code(main: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
         return 141
     except Requeued:
-        print(
-            "stopped before the time limit: what is whole is kept; the same command goes on",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("stopped before the time limit: what is whole is kept; the same command goes on", file=sys.stderr)
         return REQUEUE
     except KeyboardInterrupt:
         print("interrupted: finished parts are kept; the same command goes on from there", file=sys.stderr)

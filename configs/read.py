@@ -1,13 +1,13 @@
-"""YAML recipe -> frozen dataclasses, with every problem at once, each with its file, line and a suggestion.
+"""YAML recipe -> frozen dataclasses, with every problem at once, each with its file, line and a suggestion."""
 
-The schema is plain frozen dataclasses. pydantic's TypeAdapter validates them, and `yaml.compose` knows the lines.
-"""
-
+import copy
 import dataclasses
 import difflib
 import functools
+import itertools
 import re
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,51 +17,35 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from aerie.configs.errors import UserError
 
 T = TypeVar("T")
-_adapters: dict[Any, TypeAdapter[Any]] = {}
-STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+
+
+class Section:
+    """What a recipe's sections inherit: keys that they do not have are refused."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML with YAML 1.2 floats (3e-5 is a number) and booleans (only true and false)."""
+    """PyYAML, for which 3e-5 is a number as in YAML 1.2."""
 
 
-_Loader.yaml_implicit_resolvers = {
-    key: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
-    for key, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false)$"), list("tf"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.[0-9]+)$"),
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
 
 
+@functools.cache  # making one takes as long as thousands of its calls
 def adapter(schema: Any) -> TypeAdapter[Any]:
-    """pydantic's adapter of a section, kept: making one takes as long as thousands of its calls."""
-    if schema not in _adapters:
-        _adapters[schema] = TypeAdapter(schema)
-    return _adapters[schema]
+    """pydantic's adapter of a section."""
+    return TypeAdapter(schema)
 
 
-def load(path: Path, schema: type[T], overrides: list[str]) -> T:
-    """The recipe at path with `section.key=value` overrides applied.
-
-    Raises UserError that lists every unknown key (with a suggestion), wrong type and duplicate, with file:line.
-    """
+def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
+    """The recipe at path with `section.key=value` overrides applied; UserError lists every problem, with file:line."""
     values, lines = read_yaml(path)
-    for override in overrides:
-        _apply(override, values, lines)
-    return validate(values, schema, str(path), lines)
-
-
-def from_overrides(schema: type[T], overrides: list[str], source: str) -> T:
-    """A section made of `key=value` overrides alone; UserError lists every problem."""
-    values: dict[str, Any] = {}
-    lines: dict[str, str] = {}
-    for override in overrides:
-        _apply(override, values, lines)
-    return validate(values, schema, source, lines)
+    return validate(values, schema, str(path), lines, overrides)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -81,16 +65,59 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}")
     lines: dict[str, str] = {}
-    _mark_lines(node, "", path, lines)
-    return _copy(values), lines
+
+    def mark_lines(node: yaml.MappingNode, prefix: str) -> None:
+        for key, value in node.value:
+            name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+            if name in lines:
+                raise UserError(f"{where}: {name}: set twice (first at {lines[name]})")
+            lines[name] = where
+            if isinstance(value, yaml.MappingNode):
+                mark_lines(value, f"{name}.")
+
+    mark_lines(node, "")
+    return values, lines
 
 
-def validate(values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str]) -> T:
-    """values as a schema instance; UserError with one line per problem."""
+def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]) -> None:
+    """Sets `a.b.c=value` in values; unknown names are left to the validation."""
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            value = yaml.load(text, Loader=_Loader)  # noqa: S506
+        except yaml.YAMLError as error:
+            raise UserError(f"--{name}: cannot read the value {text!r}") from error
+        parts, section = name.split("."), typing.cast(Any, values)
+        for depth, part in enumerate(parts):
+            key: Any = part
+            if isinstance(section, list):
+                if not part.isdecimal() or int(part) >= len(section):
+                    raise UserError(f"--{name}: {part} is no position in a list of {len(section)} (the first is 0)")
+                key = int(part)
+            elif not isinstance(section, dict):
+                raise UserError(f"--{name}: {parts[depth - 1]} is not a section")
+            lines[".".join(parts[: depth + 1])] = f"--{name}"
+            if depth == len(parts) - 1:
+                section[key] = value
+            else:  # a copy, so that another use of the same YAML anchor stays as it is
+                inner = section.get(key) if isinstance(section, dict) else section[key]
+                section[key] = {} if inner is None else copy.copy(inner)
+                section = section[key]
+
+
+def validate(
+    values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str], overrides: Sequence[str] = ()
+) -> T:
+    """values, with overrides, as a schema instance; UserError with one line per problem."""
+    override(overrides, values, lines)
     try:
         checked: T = adapter(schema).validate_python(values)
     except ValidationError as error:
-        raise UserError("\n".join(_sentence(item, schema, source, lines) for item in error.errors())) from error
+        problems = error.errors()
+        # pydantic counts the wrong items of a list as missing ones, too
+        inside = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
+        told = [each for each in problems if each["type"] != "too_short" or each["loc"] not in inside]
+        raise UserError("\n".join(_sentence(each, values, schema, source, lines) for each in told)) from error
     return checked
 
 
@@ -105,116 +132,53 @@ def dump(recipe: Any) -> str:
     return yaml.safe_dump(as_dict(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _copy(value: Any) -> Any:
-    """A deep copy in which a YAML anchor used twice is two values, so that an override changes only one of them."""
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
-
-
-def _mark_lines(node: yaml.MappingNode, prefix: str, path: Path, lines: dict[str, str]) -> None:
-    for key, value in node.value:
-        name, where = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
-        if name in lines:
-            raise UserError(f"{where}: {name}: set twice (first at {lines[name]})")
-        lines[name] = where
-        if isinstance(value, yaml.MappingNode):
-            _mark_lines(value, f"{name}.", path, lines)
-
-
-def _apply(override: str, values: dict[str, Any], lines: dict[str, str]) -> None:
-    """Sets one `a.b.c=value` in values; unknown names are left to the validation."""
-    name, _, text = override.partition("=")
-    try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506
-    except yaml.YAMLError as error:
-        raise UserError(f"--{name}: cannot read the value {text!r}") from error
-    parts, place = name.split("."), typing.cast(Any, values)
-    for depth, part in enumerate(parts):
-        key: Any = part
-        if isinstance(place, list):
-            if not part.isdecimal() or int(part) >= len(place):
-                raise UserError(f"--{name}: {part} is no position in a list of {len(place)}; positions count from 0")
-            key = int(part)
-        elif not isinstance(place, dict):
-            raise UserError(f"--{name}: {parts[depth - 1]} is not a section")
-        lines[".".join(parts[: depth + 1])] = f"--{name}"
-        if depth == len(parts) - 1:
-            place[key] = value
-        elif isinstance(place, dict) and place.get(key) is None:
-            place[key] = {}
-        place = place[key]
-
-
-def _sentence(item: Any, schema: type, source: str, lines: dict[str, str]) -> str:
+def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[str, str]) -> str:
     """One line for one of pydantic's errors: place, what is wrong, and a suggestion."""
-    names, tags = _names(schema)
-    location: list[str] = []
-    for part in map(str, item["loc"]):
-        if not part.startswith(("tagged-union", "function-")) and _plain([*location, part]) not in tags:
-            location.append(part)
-    name = ".".join(location)
-    known = next((key for end in range(len(location), 0, -1) if (key := ".".join(location[:end])) in lines), None)
+    kind, parts = problem["type"], list[str]()
+    for number, part in enumerate(problem["loc"], start=1):
+        # What is neither a key nor a position there is pydantic's word for a union's member or a validator.
+        is_there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
+            parts.append(str(part))
+            values = values[part] if is_there else None
+    name = ".".join(parts)
+    known = next((key for key in reversed([*itertools.accumulate(parts, "{}.{}".format)]) if key in lines), None)
     where = lines[known] if known else source
-    prefix = where if where == f"--{name}" or where.startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
-    if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{prefix}: unknown key{_suggestion(location, names)}"
-    if item["type"] in ("union_tag_not_found", "union_tag_invalid"):
-        key, tag = item["ctx"]["discriminator"].strip("'"), item["ctx"].get("tag")
-        choices = sorted(each.rsplit(".", 1)[-1] for each in tags if each.rpartition(".")[0] == _plain(location))
-        if tag is None:
-            return f"{prefix}: needs a {key}: {', '.join(choices)}"
-        close = difflib.get_close_matches(str(tag), choices, n=1, cutoff=0.5)
-        advice = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(choices)}"
+    prefix = where if f"{where}.".startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{prefix}: unknown key; {_suggestion(parts, _names(schema))}"
+    if kind == "union_tag_not_found":
+        return f"{prefix}: needs a key {problem['ctx']['discriminator']}"
+    if kind == "union_tag_invalid":
+        key, tag, choices = (problem["ctx"][of].replace("'", "") for of in ("discriminator", "tag", "expected_tags"))
+        close = difflib.get_close_matches(tag, choices.split(", "), n=1, cutoff=0.5)
+        advice = f"did you mean {close[0]!r}?" if close else f"known here: {choices}"
         return f"{prefix}: unknown {key} {tag!r}; {advice}"
-    if item["type"] in ("missing", "missing_argument"):
+    if kind.startswith("missing"):
         return f"{prefix}: required, and not set"
-    message = item["msg"].removeprefix("Value error, ")
-    is_told = isinstance(item["input"], dict | list) or item["type"] == "value_error"
-    return f"{prefix}: {message[0].lower()}{message[1:]}" + ("" if is_told else f", not {item['input']!r}")
+    message = problem["msg"].removeprefix("Value error, ")
+    is_told = isinstance(problem["input"], dict | list) or kind == "value_error"
+    return f"{prefix}: {message[0].lower()}{message[1:]}" + ("" if is_told else f", not {problem['input']!r}")
 
 
-def _suggestion(location: list[str], names: list[str]) -> str:
+def _suggestion(parts: list[str], names: Sequence[str]) -> str:
     """The key that was meant: one of the same section, or of any section with a similar last part."""
-    *section, leaf = location
-    beside = [name.rsplit(".", 1)[-1] for name in names if name.rpartition(".")[0] == _plain(section)]
+    *section, leaf = parts
+    place = "".join("*." if part.isdecimal() else f"{part}." for part in section)
+    beside = dict.fromkeys(name.removeprefix(place) for name in names if re.fullmatch(re.escape(place) + r"\w+", name))
     if leaf in beside:  # of another member of a union
-        return f"; it belongs to another kind of {section[-1]}, leave it out"
-    close = difflib.get_close_matches(leaf, beside, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {'.'.join([*section, close[0]])!r}?"
-    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(names) if "*" not in name}
-    far = difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.8)
-    return f"; did you mean {leaves[far[0]]!r}?" if far else f"; known here: {', '.join(dict.fromkeys(beside))}"
-
-
-def _plain(parts: list[str]) -> str:
-    """A dotted name with * for positions in lists, as `_names` has them."""
-    return ".".join("*" if part.isdecimal() else part for part in parts)
+        return f"it belongs to another kind of {section[-1]}, leave it out"
+    meant = {name.rpartition(".")[2]: name for name in reversed(names) if "*" not in name}
+    close = difflib.get_close_matches(leaf, beside, n=1) or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.8)
+    meant |= {key: ".".join([*section, key]) for key in beside}
+    return f"did you mean {meant[close[0]]!r}?" if close else f"known here: {', '.join(beside)}"
 
 
 @functools.cache
-def _names(schema: type) -> tuple[list[str], set[str]]:
-    """Every dotted key of a schema (* is any position in a list), and the tags by which its unions choose a member."""
-    names: list[str] = []
-    tags: set[str] = set()
-
-    def visit(hint: Any, place: list[str], tag_key: str | None) -> None:
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            for key, inner in typing.get_type_hints(hint, include_extras=True).items():
-                if key == tag_key:
-                    tags.update(".".join([*place, str(tag)]) for tag in typing.get_args(inner))
-                names.append(".".join([*place, key]))
-                visit(inner, [*place, key], None)
-            return
-        arguments = typing.get_args(hint)
-        if typing.get_origin(hint) is typing.Annotated:
-            hint, *marks = arguments
-            arguments = typing.get_args(hint)
-            tag_key = next((mark.discriminator for mark in marks if getattr(mark, "discriminator", None)), tag_key)
-        deeper = [*place, "*"] if typing.get_origin(hint) in (tuple, list) else place
-        for argument in arguments:
-            visit(argument, deeper, tag_key)
-
-    visit(schema, [], None)
-    return list(dict.fromkeys(names)), tags
+def _names(schema: Any, place: str = "") -> tuple[str, ...]:
+    """Every dotted key of a schema; * is any position in a list."""
+    if isinstance(schema, type) and dataclasses.is_dataclass(schema):
+        hints = typing.get_type_hints(schema, include_extras=True).items()
+        return tuple(name for key, hint in hints for name in (place + key, *_names(hint, f"{place}{key}.")))
+    deeper = f"{place}*." if typing.get_origin(schema) in (tuple, list) else place
+    return tuple(name for inner in typing.get_args(schema) for name in _names(inner, deeper))

@@ -118,7 +118,9 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     status = _status(recipe, "distill", share)
     # What recipes measure with is never asked: whole sets, whatever part of them is measured and however.
     excluded = tuple(TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude)
-    measured = [*recipe.measuring, *([PromptsConfig(tasks=excluded)] if excluded else [])]
+    measured = [section.prompts for section in (recipe.bench, recipe.calibrate, recipe.tune) if section is not None]
+    measured += [recipe.tune.measure] if recipe.tune is not None and recipe.tune.measure is not None else []
+    measured += [PromptsConfig(tasks=excluded)] if excluded else []
     try:
         target, questions = target_inputs(recipe.target), list[str]()
         for prompts in measured:

@@ -13,7 +13,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
 from aerie.configs.errors import UserError, exit_code, stop_on_signals, warn
-from aerie.configs.read import as_dict, from_overrides, load, validate
+from aerie.configs.read import as_dict, load, validate
 from aerie.configs.schema import decode
 from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
@@ -246,13 +246,17 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
             raise UserError(f"generate needs --config RECIPE, or {fix}")
         usual, of_method = "vanilla" if given is None else USUAL[kind_at(given)], pipeline.pairs_of(unknown)
         words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
-        target = from_overrides(TargetConfig, [f"{key}={word}" for key, word in words.items() if word], "command line")
+        given_words = [f"{key}={word}" for key, word in words.items() if word]
+        target = validate({}, TargetConfig, "command line", {}, given_words)
     else:
-        of_method, others = pipeline.method_words(unknown)
+        pairs = pipeline.pairs_of(unknown)
+        of_method = [pair for pair in pairs if pair.startswith(("tree.", "typical.", "lookup.", "lookahead."))]
+        others = [f"--{pair}" for pair in pairs if pair not in of_method]
         recipe = pipeline.load(arguments, others)
         usual, target = USUAL[recipe.head.kind], recipe.target
     if row is None:
-        asked = pipeline.method_from(arguments.method or usual, of_method)
+        method = f"method={arguments.method or usual}"
+        asked = validate({}, MethodConfig, "command line", {}, [method, *of_method])
         if recipe is not None and asked.method == usual:  # the recipe's tree is that of its head's usual method alone
             words_of_tree = [f"--{word}" for word in of_method if word.startswith("tree.")]
             asked = replace(asked, tree=pipeline.load(arguments, [*others, *words_of_tree]).tree)

@@ -4,7 +4,7 @@ A method is a name for published settings (METHODS); what a recipe leaves out is
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -14,25 +14,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import STRICT, adapter, read_yaml, validate
+from aerie.configs.read import Section, adapter, read_yaml, validate
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Finite = Annotated[NonNegativeFloat, Field(lt=inf)]
 
 
 @dataclass(frozen=True)
-class ConstantConfig:
+class ConstantConfig(Section):
     """Every tree has the tree's `levels`."""
 
-    __pydantic_config__ = STRICT
     rule: Literal["constant"] = "constant"
 
 
 @dataclass(frozen=True)
-class HeuristicConfig:
+class HeuristicConfig(Section):
     """A length that follows what was accepted (transformers). The cap is the tree's `levels`; SVIP: 40."""
 
-    __pydantic_config__ = STRICT
     rule: Literal["heuristic"] = "heuristic"
     start: PositiveInt = 5  # SVIP's code; transformers starts at num_assistant_tokens
     more: PositiveInt = 2  # transformers: when all was accepted
@@ -41,10 +39,9 @@ class HeuristicConfig:
 
 
 @dataclass(frozen=True)
-class EntropyConfig:
+class EntropyConfig(Section):
     """SVIP: stop when sqrt(c * H) > h, H in nats. Its released code has the defaults; c: 1 is the paper's text."""
 
-    __pydantic_config__ = STRICT
     rule: Literal["entropy"] = "entropy"
     c: Annotated[Finite, Field(gt=0.0)] = 0.15
     h: Finite = 0.3
@@ -59,23 +56,21 @@ class EntropyConfig:
 
 
 @dataclass(frozen=True)
-class ConfidenceConfig:
+class ConfidenceConfig(Section):
     """Stop below a token with a smaller q than this (transformers' assistant_confidence_threshold)."""
 
-    __pydantic_config__ = STRICT
     rule: Literal["confidence"] = "confidence"
     threshold: Share = 0.4  # transformers; its levels (num_assistant_tokens) are 20
 
 
 @dataclass(frozen=True)
-class VoteConfig:
+class VoteConfig(Section):
     """DEAGLE's vote. Thresholds are the paper's; where its text and its equations differ, both readings are here.
 
     Momentum is section 3.4's S_d / S_{d-1}: the ratio of equation 25 is at least 1 and would never vote. Equations 22
     and 26 without a bonus are at most the depth: expectation always votes, and deciding alone it is refused.
     """
 
-    __pydantic_config__ = STRICT
     rule: Literal["vote"] = "vote"
     signals: tuple[Literal["probability", "momentum", "expectation"], ...] = ("probability", "momentum", "expectation")
     votes: int | None = None  # null: two, or one where there is one signal
@@ -104,10 +99,9 @@ class VoteConfig:
 
 
 @dataclass(frozen=True)
-class ProbabilitySumConfig:
+class ProbabilitySumConfig(Section):
     """Dynamic Depth Decoding: the frontier's summed survival, looked at now and then. The paper's `levels` are 11."""
 
-    __pydantic_config__ = STRICT
     rule: Literal["probability_sum"] = "probability_sum"
     checks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (5, 7, 9)  # depths
     threshold: Share = 0.15  # tuned per model in the paper (as its logarithm); this one is DEAGLE's
@@ -118,10 +112,9 @@ class ProbabilitySumConfig:
 
 
 @dataclass(frozen=True)
-class MarginalGainConfig:
+class MarginalGainConfig(Section):
     """OPT-Tree: what a level adds to the expected length. Its k is nodes - 1; its max_depth 10 verifies 9 levels."""
 
-    __pydantic_config__ = STRICT
     rule: Literal["marginal_gain"] = "marginal_gain"
     threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # expected tokens; its README, and 0.7 in its demonstration
 
@@ -137,19 +130,24 @@ StopConfig = Annotated[
     Discriminator("rule"),
 ]
 Choice = tuple[int, ...]  # a node of a static tree: the ranks of the children on its path
-
-
 Fit = Literal["temperature", "isotonic"]
+
+
+PUBLISHED = Path(__file__).resolve().parent.parent / "trees"
+
+
+@dataclass(frozen=True)
+class _File(Section):
+    choices: tuple[Choice, ...]
 
 
 # Of every shape: survival is made of the head's own confidence, or of what a fit in its calibrator.json (`calibrated`)
 # makes of it; `levels`, where there is one, is the deepest for every stop rule; nodes count the root, as SafeAILab's
 # total_token does.
 @dataclass(frozen=True, kw_only=True)
-class ChainConfig:
+class ChainConfig(Section):
     """`levels` tokens in a row: where the target samples drawn from q under its processors (R1), or q's best."""
 
-    __pydantic_config__ = STRICT
     shape: Literal["chain"] = "chain"
     levels: PositiveInt = 6
     children: Literal["best", "sampled"] = "sampled"
@@ -166,10 +164,9 @@ class ChainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticConfig:
+class StaticConfig(Section):
     """A tree whose form is known before anything is drafted. At temperature 0 children are q's most probable tokens."""
 
-    __pydantic_config__ = STRICT
     shape: Literal["static"] = "static"
     # the nodes as paths of child ranks, [[0], [1], [0, 0], ...]; or a YAML file that lists them under `choices`; or the
     # name of a published tree: eagle1 (25 nodes), medusa63
@@ -197,15 +194,27 @@ class StaticConfig:
     @cached_property
     def paths(self) -> tuple[Choice, ...]:
         """The nodes in level order, siblings by rank; UserError names what makes them no tree."""
-        source, choices = "tree.choices", self.choices
+        choices, source, sampled = self.choices, "tree.choices", self.children != "best"
         if isinstance(choices, str):
             path = self.file or PUBLISHED / f"{choices}.yaml"
             if not path.is_file():
                 known = ", ".join(sorted(file.stem for file in PUBLISHED.glob("*.yaml")))
                 raise UserError(f"tree.choices: {choices}: no such file (published trees: {known})")
             values, lines = read_yaml(path)
-            source, choices = f"{path}: choices", validate(values, _File, str(path), lines).choices
-        return ordered(choices, source, self.children != "best")
+            choices, source = validate(values, _File, str(path), lines).choices, f"{path}: choices"
+        nodes = {(), *choices}
+        if not choices or len(nodes) != len(choices) + 1 or min(map(min, choices)) < 0:
+            raise UserError(f"{source}: list at least one path, each once and none empty, of ranks that count from 0")
+        for *above, rank in choices:
+            if tuple(above) not in nodes:
+                raise UserError(f"{source}: {[*above, rank]} is listed without its parent {above}; add the parent")
+            # A sampled node's child of rank r is the token drawn r-th: none of those drawn before may be left out.
+            if sampled and rank and (*above, rank - 1) not in nodes:
+                raise UserError(
+                    f"{source}: {[*above, rank]} is listed without {[*above, rank - 1]}: leaving out a child that was "
+                    f"drawn would bias the output; list it too, or use children: best"
+                )
+        return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
 
     @property
     def levels(self) -> int:
@@ -221,10 +230,9 @@ class StaticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicConfig:
+class DynamicConfig(Section):
     """EAGLE-2's tree. Its children are the most probable tokens: reranking drops some, which would bias drawn ones."""
 
-    __pydantic_config__ = STRICT
     shape: Literal["dynamic"] = "dynamic"
     levels: PositiveInt = 6
     k: PositiveInt = 10  # branching and frontier width
@@ -247,32 +255,6 @@ class DynamicConfig:
 
 
 TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator("shape")]
-PUBLISHED = Path(__file__).resolve().parent.parent / "trees"
-
-
-@dataclass(frozen=True)
-class _File:
-    __pydantic_config__ = STRICT
-    choices: tuple[Choice, ...]
-
-
-def ordered(choices: Sequence[Choice], source: str, sampled: bool) -> tuple[Choice, ...]:
-    """The choices in level order, siblings by rank; UserError (about source) when they are no tree.
-
-    sampled: a node's child of rank r is then the token drawn r-th, and none of those drawn before it may be left out.
-    """
-    nodes = {(), *choices}
-    if not choices or len(nodes) != len(choices) + 1 or min(map(min, choices)) < 0:
-        raise UserError(f"{source}: list at least one path, each once and none empty, of ranks that count from 0")
-    for *above, rank in choices:
-        if tuple(above) not in nodes:
-            raise UserError(f"{source}: {[*above, rank]} is listed without its parent {above}; add the parent")
-        if sampled and rank and (*above, rank - 1) not in nodes:
-            raise UserError(
-                f"{source}: {[*above, rank]} is listed without {[*above, rank - 1]}: leaving out a child that was "
-                f"drawn would bias the output; list it too, or use children: best"
-            )
-    return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
 
 
 def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
@@ -283,22 +265,20 @@ def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class TypicalConfig:
+class TypicalConfig(Section):
     """Medusa's typical acceptance, in place of a lossless rule where tokens are sampled. NOT lossless.
 
     Token x is accepted where p(x) > min(epsilon, delta exp(-H(p))). Source: Medusa (arXiv 2401.10774), section 2.3.1.
     """
 
-    __pydantic_config__ = STRICT
     epsilon: Annotated[Share, Field(lt=1.0)] = 0.09  # published
     delta: NonNegativeFloat = 0.3  # published: the square root of epsilon
 
 
 @dataclass(frozen=True)
-class PromptLookupConfig:
+class PromptLookupConfig(Section):
     """Prompt lookup, as transformers 5 does it: any continuation, cut before an end token."""
 
-    __pydantic_config__ = STRICT
     ngram: PositiveInt = 2  # the longest that is looked up; transformers' default, prompt-lookup-decoding's is 3
     min_ngram: PositiveInt = 1
     length: PositiveInt = 10  # drafted tokens
@@ -321,10 +301,9 @@ class PromptLookupConfig:
 
 
 @dataclass(frozen=True)
-class LookaheadConfig:
+class LookaheadConfig(Section):
     """Lookahead decoding (arXiv 2402.02057); (N, W, G) = (5, 7, 7) are the published code's."""
 
-    __pydantic_config__ = STRICT
     ngram: Annotated[int, Field(ge=2)] = 5  # N: a guess has N - 1 tokens, the window N - 1 rows
     window: PositiveInt = 7  # W: the window's columns
     guesses: PositiveInt = 7  # G: n-grams kept for each first token, and verified at once
@@ -379,13 +358,8 @@ METHODS: dict[str, Published] = {
     "ddd": Published(EAGLE, {"shape": "dynamic", "levels": 11, "stop": {"rule": "probability_sum"}}),
     "opt-tree": Published(EAGLE, {"shape": "dynamic", "levels": 9, "k": 59, "stop": {"rule": "marginal_gain"}}),
 }
-USUAL: dict[str, str] = {  # how a head of each kind usually decodes
-    "eagle1": "eagle2",
-    "eagle3": "eagle3",
-    "medusa": "medusa",
-    "hydra": "hydra",
-    "draft_lm": "sps",
-}
+# how a head of each kind usually decodes
+USUAL = {"eagle1": "eagle2", "eagle3": "eagle3", "medusa": "medusa", "hydra": "hydra", "draft_lm": "sps"}
 if TYPE_CHECKING:
     Method = str
 else:
@@ -421,10 +395,9 @@ def published_tree(method: str, **changes: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class MethodConfig:
+class MethodConfig(Section):
     """One way of decoding: a method by its name, and what differs from its published form."""
 
-    __pydantic_config__ = STRICT
     method: Method
     tree: TreeConfig | None = None  # null for a method that grows none; a recipe names what differs from METHODS
     head: str | None = None  # a head's directory or Hub id; null: the run's own of a kind that the method drafts with
@@ -467,8 +440,5 @@ def check_kind(method: str, kind: str, place: str) -> None:
     if not heads:
         raise UserError(f"{place}: {method} needs no head; leave it out")
     if kind not in heads:
-        article = "an" if kind[0] in "aeiou" else "a"
-        raise UserError(
-            f"{place}: {method} drafts with {' or '.join(heads)}, and this is {article} {kind} head; "
-            f"give another head, or method {USUAL.get(kind, 'vanilla')}"
-        )
+        fix = f"give another head, or method {USUAL.get(kind, 'vanilla')}"
+        raise UserError(f"{place}: {method} drafts with {' or '.join(heads)}, and this head is of kind {kind}; {fix}")

@@ -10,21 +10,19 @@ from typing import Any
 
 from pydantic import model_validator
 
-from aerie.configs import read as yaml_recipe
 from aerie.configs.errors import UserError
-from aerie.configs.read import STRICT
+from aerie.configs.read import Section, override, read_yaml, validate
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
-from aerie.configs.schema.decode import OPTIONS, USUAL, MethodConfig, TreeConfig, completed
-from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, PromptsConfig, TuneConfig
+from aerie.configs.schema.decode import USUAL, TreeConfig, completed
+from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
 from aerie.configs.schema.target_and_head import DEFAULT_KIND, Eagle1Section, HeadConfig, TargetConfig
-from aerie.configs.schema.train import Eagle1Train, Train, for_head
+from aerie.configs.schema.train import Eagle1Train, Train
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Section):
     """One run: every section, validated once."""
 
-    __pydantic_config__ = STRICT
     run: str  # the run's directory
     target: TargetConfig
     data: DataConfig
@@ -44,39 +42,33 @@ class Recipe:
 
     @model_validator(mode="before")
     @classmethod
-    def _complete_trees(cls, values: Any) -> Any:
-        """`tree` is completed from the usual method of the head's kind, calibrate's from the method that it names.
-
-        `train` is told the head's kind, which decides its keys.
-        """
-        head, calibrate = (values.get(name) or {} for name in ("head", "calibrate"))
-        kind = str(head.get("kind", DEFAULT_KIND)) if isinstance(head, dict) else ""
-        usual, train = USUAL.get(kind), for_head(values.get("train"), kind)
-        values = {**values, "train": train, "tree": completed(usual, values.get("tree")) if usual else None}
+    def _complete(cls, values: Any) -> Any:
+        """Trees get what their methods have, and `train` the head's kind, which decides its keys."""
+        kind, method = _kind_and_method(values)
+        train, calibrate = values.get("train"), values.get("calibrate")
+        if train is None or isinstance(train, dict):  # of a wrong kind the section `head` tells
+            train = {**(train or {}), "kind": kind} if kind in USUAL else {"kind": DEFAULT_KIND}
+        tree = completed(USUAL[kind], values.get("tree")) if kind in USUAL else None
         if isinstance(calibrate, dict) and calibrate:
-            tree = completed(calibrate.get("method") or usual, calibrate.get("tree"))
-            values["calibrate"] = {**calibrate, "tree": tree}
-        return values
+            calibrate = {**calibrate, "tree": completed(method, calibrate.get("tree"))}
+        return {**values, "train": train, "tree": tree, "calibrate": calibrate}
 
-    @property
-    def measuring(self) -> tuple[PromptsConfig, ...]:
-        """The prompts that its sections measure with, those that a tree is tuned on among them."""
-        sections = (self.bench, self.calibrate, self.tune)
-        asked = tuple(section.prompts for section in sections if section is not None)
-        measure = None if self.tune is None else self.tune.measure
-        return asked if measure is None else (*asked, measure)
+
+def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
+    """The kind of a recipe's head, and the method that calibrate measures: its own, or the usual one of that kind."""
+    head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
+    kind = str(head.get("kind", DEFAULT_KIND))
+    return kind, calibrate.get("method") or USUAL.get(kind)
 
 
 class RunPaths:
     """The files of one run directory: each arrow of the pipeline is one of them."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.conversations, self.distilled, self.features = (
-            root / name for name in ("conversations", "distilled", "features")
-        )
-        self.calibration, self.bench, self.tune = (root / name for name in ("calibration", "bench", "tune"))
-        self.report, self.heads, self.status = (root / name for name in ("report", "heads", "status.json"))
+        self.root, self.status = root, root / "status.json"
+        self.conversations, self.distilled = root / "conversations", root / "distilled"
+        self.features, self.heads, self.report = root / "features", root / "heads", root / "report"
+        self.calibration, self.bench, self.tune = root / "calibration", root / "bench", root / "tune"
 
     def state(self, kind: str) -> Path:
         return self.root / "state" / kind
@@ -97,40 +89,22 @@ def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True)
 
 
 def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
-    """The recipe that --config names, with the command line's overrides; UserError lists every problem."""
+    """The recipe that --config names, with the command line's overrides; UserError lists every problem.
+
+    The file's trees are those of its own head and method: another kind or method on the command line forgets them.
+    """
     keys = {"run": "run", "target": "target.path", "dtype": "target.dtype", "device_map": "target.device_map"}
     flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
     overrides = [*pairs_of(unknown), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
-    return yaml_recipe.load(arguments.config, Recipe, [*_forgotten(arguments.config, overrides), *overrides])
-
-
-def _forgotten(path: Path, overrides: list[str]) -> list[str]:
-    """The overrides that forget the file's trees where the command line asks for another head's kind or method."""
-    given = dict(pair.split("=", 1) for pair in overrides if pair.startswith(("head.kind=", "calibrate.method=")))
-    if not given:
-        return []
-    values = yaml_recipe.read_yaml(path)[0]
-    head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
-    kind = head.get("kind", DEFAULT_KIND)
-    other_kind = given.get("head.kind", kind) != kind
-    method = calibrate.get("method") or USUAL.get(kind)
-    other_method = given.get("calibrate.method", method) != method or (other_kind and not calibrate.get("method"))
-    return [*(["tree={}"] if other_kind else []), *(["calibrate.tree={}"] if calibrate and other_method else [])]
-
-
-METHOD_SECTIONS = ("tree.", "typical.", *(f"{name}." for name in OPTIONS))
-
-
-def method_words(unknown: list[str], alone: bool = False) -> tuple[list[str], list[str]]:
-    """The overrides of a method as 'key=value', and the other words as they are; alone: there may be no others."""
-    pairs = pairs_of(unknown)
-    of_method = [pair for pair in pairs if alone or pair.startswith(METHOD_SECTIONS)]
-    return of_method, [f"--{pair}" for pair in pairs if pair not in of_method]
-
-
-def method_from(method: str, overrides: list[str]) -> MethodConfig:
-    """A method with what the command line changes of it ('tree.levels=4'); UserError lists every problem."""
-    return yaml_recipe.from_overrides(MethodConfig, [f"method={method}", *overrides], "command line")
+    values, lines = read_yaml(arguments.config)
+    kind, method = _kind_and_method(values)
+    override([pair for pair in overrides if pair.startswith(("head.kind=", "calibrate.method="))], values, lines)
+    other_kind, other_method = _kind_and_method(values)
+    if other_kind != kind:
+        values["tree"] = None
+    if other_method != method and isinstance(values.get("calibrate"), dict):
+        values["calibrate"] = {**values["calibrate"], "tree": None}
+    return validate(values, Recipe, str(arguments.config), lines, overrides)
 
 
 def pairs_of(words: list[str]) -> list[str]:

@@ -1,11 +1,11 @@
 """The sections `target` and `head` of a recipe. A head's kind decides which keys it has."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field
 
-from aerie.configs.read import STRICT
+from aerie.configs.read import Section
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 HeadKind = Literal["eagle1", "eagle3", "medusa", "hydra", "draft_lm"]
@@ -15,10 +15,9 @@ Count = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True)
-class TargetConfig:
+class TargetConfig(Section):
     """The frozen causal LM that is sped up."""
 
-    __pydantic_config__ = STRICT
     path: str  # local directory or Hub id
     revision: str | None = None
     dtype: DType = "auto"  # auto: what the checkpoint was saved in
@@ -28,8 +27,7 @@ class TargetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AnyHead:
-    __pydantic_config__ = STRICT
+class _AnyHead(Section):
     init_from: str | None = None  # warm start: a directory or Hub id, for EAGLE heads in any published layout
     max_position_embeddings: Count | None = None  # null: the target's
 
@@ -116,12 +114,8 @@ class DraftLMSection(_LayerSizes, _AnyHead):
             raise ValueError(f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)")
 
 
-def _with_kind(values: Any) -> Any:
-    return {"kind": DEFAULT_KIND, **values} if isinstance(values, dict) else values
-
-
 HeadConfig = Annotated[
     Eagle1Section | Eagle3Section | MedusaSection | HydraSection | DraftLMSection,
     Discriminator("kind"),
-    BeforeValidator(_with_kind),
+    BeforeValidator(lambda values: {"kind": DEFAULT_KIND, **values} if isinstance(values, dict) else values),
 ]

@@ -1,11 +1,11 @@
 """The section `train` of a recipe: one class per kind of head, so that another kind's keys cannot be written."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from aerie.configs.read import STRICT
+from aerie.configs.read import Section
 
 LossName = Literal[
     "soft_cross_entropy", "kl", "reverse_kl", "jsd", "total_variation", "negative_log_alpha", "lk_hybrid"
@@ -19,10 +19,9 @@ Decay = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Section):
     """Optimisation, the same for every head. Defaults are those of the EAGLE papers' code unless a comment differs."""
 
-    __pydantic_config__ = STRICT
     kind: str  # that of the head, which the recipe puts in
     epochs: Count = 20
     max_steps: int | None = None  # optimiser steps; null: epochs decide
@@ -112,10 +111,3 @@ class DraftLMTrain(TrainConfig):
 
 
 Train = Annotated[Eagle1Train | Eagle3Train | MultiTokenTrain | DraftLMTrain, Field(discriminator="kind")]
-
-
-def for_head(train: Any, kind: Any) -> Any:
-    """The section as the file has it, with the kind of the recipe's head, by which its class is chosen."""
-    if kind not in ("eagle1", "eagle3", "medusa", "hydra", "draft_lm"):
-        return {"kind": "eagle1"}  # the section `head` is wrong, and says so
-    return {**(train or {}), "kind": kind} if train is None or isinstance(train, dict) else train

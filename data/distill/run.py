@@ -228,7 +228,8 @@ def distilled(
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
     tokenizer = load_tokenizer(target)
-    thinking = Thinking(tokenizer, target_end_ids(target, tokenizer), server.template_arguments if server else None)
+    arguments = server.extra_body.get("chat_template_kwargs") if server else None
+    thinking = Thinking(tokenizer, target_end_ids(target, tokenizer), arguments)
     job.stage.require_own_directory(options.overwrite)
     prompts = job.prompts(questions, options.overwrite)
     print(f"distill: {plan_line(prompts)}", flush=True)

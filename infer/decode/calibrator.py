@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import STRICT, validate
+from aerie.configs.read import Section, validate
 from aerie.configs.schema.decode import Fit, Share
 from aerie.model.storage import CALIBRATOR, digests, read_json, write_json
 
@@ -28,13 +28,12 @@ def unchanged(log_q: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Calibrator:
+class Calibrator(Section):
     """Two fits of acceptance to confidence c, each monotone, so that neither moves the ranks below one node.
 
     temperature: sigmoid(logit(c) / temperature). isotonic: linear between the knots, level outside of them.
     """
 
-    __pydantic_config__ = STRICT
     temperature: PositiveFloat
     confidence: Annotated[tuple[Share, ...], Field(min_length=1)]  # the knots' places, ascending
     acceptance: tuple[Share, ...]  # their heights, never falling

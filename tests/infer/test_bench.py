@@ -220,7 +220,7 @@ def test_a_sweep_asks_its_own_prompts_and_a_temperature_beside_the_benchs_brings
         ("tree.depth", 6, r"bench\.sweeps\.0 \(tree\.depth 6\): .*tree\.depth: unknown key"),
         ("tree.levels", "six", r"tree\.levels: input should be a valid integer"),
         ("method.levels", 6, "method is not a section"),
-        ("temperature", -1, "temperature must not be negative"),
+        ("temperature", -1, "greater than or equal to 0"),
     ],
 )
 def test_a_key_or_a_value_that_no_row_has_is_refused(key: str, value: Any, message: str) -> None:

@@ -142,9 +142,9 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
      "--method eagle --tree.choices medusa63"),
     ("generate --method eagle --tree.choices {root}/broken.yaml", "broken.yaml: choices: [1, 0] is listed",
      "--method eagle --tree.choices {root}/shallow.yaml"),
-    ("generate --top-p 0", "sampling: top_p is a share", "--top-p 0.5 --temperature 1"),
+    ("generate --top-p 0", "sampling: top_p: input should be greater than 0", "--top-p 0.5 --temperature 1"),
     ("generate --top-k 5", "--top-k and --top-p shape what is drawn", "--top-k 5 --temperature 1"),
-    ("generate --temperature -1", "sampling: temperature must not be negative", "--temperature 0"),
+    ("generate --temperature -1", "sampling: temperature: input should be greater than or equal to 0", "--temperature 0"),
     ("generate --max-new-tokens 0", "--max-new-tokens: must be at least 1", "--max-new-tokens 1"),
     ("generate --dtype float17", "--target.dtype: input should be", "--dtype float32"),
     ("generate --method svip --head {root}/run/heads/medusa", "svip drafts with eagle1 or eagle3",
@@ -152,18 +152,18 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
     ("generate --method pld --head {root}/run/heads/eagle1", "pld needs no head", "--method pld"),
     (f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}", "bench.rows.1: tree: is 3",
      ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}")),
-    (f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}", "drafts with eagle1, and this is an",
+    (f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}", "drafts with eagle1, and this head is of",
      ROWS.format("method: eagle3, head: {root}/run/heads/eagle3")),
-    ("bench --bench.sampling '[{temperature: 1.0, top_p: 1.5}]'", "top_p is a share, more than 0", None),
+    ("bench --bench.sampling '[{temperature: 1.0, top_p: 1.5}]'", "top_p: input should be less than or equal to 1", None),
     ("bench --bench.sampling []", "sampling is a list of one or more", "--bench.sampling [{}]"),
-    ("bench --bench.prompts.max_new_tokens 0", "num_prompts and max_new_tokens are at least 1", None),
+    ("bench --bench.prompts.max_new_tokens 0", "max_new_tokens: input should be greater than 0", None),
     ("bench --bench.prompts.num_promts 3", "did you mean 'bench.prompts.num_prompts'", None),
     ("bench --target {root}/gone", "no such target directory", None),
     ("bench --bench.prompts.path {root}/gone.jsonl", "no such file of prompts", None),
     ("tune", "has no section 'tune'", None),
     ("calibrate --calibrate.method medusa --calibrate.tree '{choices: {root}/deep.yaml}'", "calibrate: tree: is 3",
      "--calibrate.method medusa --calibrate.tree '{choices: {root}/shallow.yaml}'"),
-    ("calibrate --head {root}/run/heads/eagle3", "this is an eagle3 head", "--head {root}/run/heads/eagle1"),
+    ("calibrate --head {root}/run/heads/eagle3", "this head is of kind eagle3", "--head {root}/run/heads/eagle1"),
     ("calibrate --calibrate.method pld", "pld has no head", None),
     ("calibrate --head {root}/gone", "train the head", None),
     ("verify --methods eagle4", "'eagle4' is no method; methods are", "--methods eagle2"),
@@ -223,7 +223,7 @@ def test_a_head_without_weights_or_of_another_kind_than_its_directory_is_named(
     shutil.rmtree(run / "heads" / "eagle1")
     shutil.copytree(run / "heads" / "eagle3", run / "heads" / "eagle1")
     for name in ("generate", "bench", "calibrate"):
-        assert "eagle2 drafts with eagle1, and this is an eagle3 head" in plan(name, "--run", str(run))[2]
+        assert "eagle2 drafts with eagle1, and this head is of kind eagle3" in plan(name, "--run", str(run))[2]
 
 
 def test_what_only_loading_shows_is_one_line_too(command: Command, tmp_path: Path) -> None:

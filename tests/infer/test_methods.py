@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import as_dict, from_overrides, validate
+from aerie.configs.read import as_dict, validate
 from aerie.configs.schema.decode import (
     METHODS,
     USUAL,
@@ -30,7 +30,7 @@ from tests import tiny
 
 
 def overridden(*words: str) -> MethodConfig:
-    return from_overrides(MethodConfig, [*words], "command line")
+    return validate({}, MethodConfig, "command line", {}, words)
 
 
 def test_every_method_has_a_tree_that_can_be_grown_or_none() -> None:
@@ -167,7 +167,7 @@ def test_what_is_no_tree_is_named(choices: tuple[Choice, ...], message: str) -> 
 def test_a_method_of_another_head_is_refused() -> None:
     for kind in METHODS["deagle"].heads:
         check_kind("deagle", kind, "x")
-    with pytest.raises(UserError, match="x: eagle2 drafts with eagle1, and this is an eagle3 head"):
+    with pytest.raises(UserError, match="x: eagle2 drafts with eagle1, and this head is of kind eagle3"):
         check_kind("eagle2", "eagle3", "x")
     with pytest.raises(UserError, match="x: pld needs no head"):
         check_kind("pld", "eagle1", "x")
@@ -191,7 +191,7 @@ def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
     assert find_head(named, heads, "eagle1", None, "x") == str(tmp_path / "lm")
     with pytest.raises(UserError, match=r"x: sps drafts with a head of kind draft_lm, and .*draft_lm holds none"):
         find("sps")
-    with pytest.raises(UserError, match="sps drafts with draft_lm, and this is an eagle1 head"):
+    with pytest.raises(UserError, match="sps drafts with draft_lm, and this head is of kind eagle1"):
         find("sps", given=heads / "eagle1")
     with pytest.raises(UserError, match="no such file"):
         kind_at(tmp_path / "nowhere")

@@ -225,8 +225,9 @@ def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(
         (["--shard", "3/2"], "--shard: 3/2 is no share; write i/n"),
         (["--merge", "--retry-failed"], "leave --retry-failed and --shard out"),
         (["--distill.gate.cut", "maybe"], "distill.gate.cut: input should be 'keep' or 'drop'"),
-        (["--distill.server.urls", "[host]"], "http://host:8000/v1, not host"),
-        (["--distill.sources", json.dumps([{"path": "x", "ask": "problem"}])], "ask belongs to personas"),
+        (["--distill.server.urls", "[host]"], "distill.server.urls.0: string should match pattern '^https?://', not 'host'"),
+        (["--distill.sources", json.dumps([{"path": "x", "samples": 0}])], "samples: input should be greater than 0"),
+        (["--distill.sources", json.dumps([{"path": "x", "ask": "problem"}])], "ask to personas"),
     ],
 )
 def test_mistakes_are_refused_in_a_line(
