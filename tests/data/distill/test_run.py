@@ -225,7 +225,7 @@ def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(
         (["--shard", "3/2"], "--shard: 3/2 is no share; write i/n"),
         (["--merge", "--retry-failed"], "leave --retry-failed and --shard out"),
         (["--distill.gate.cut", "maybe"], "distill.gate.cut: input should be 'keep' or 'drop'"),
-        (["--distill.server.urls", "[host]"], "distill.server.urls.0: string should match pattern '^https?://', not 'host'"),
+        (["--distill.server.urls", "[host]"], "urls.0: string should match pattern '^https?://', not 'host'"),
         (["--distill.sources", json.dumps([{"path": "x", "samples": 0}])], "samples: input should be greater than 0"),
         (["--distill.sources", json.dumps([{"path": "x", "ask": "problem"}])], "ask to personas"),
     ],
