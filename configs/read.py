@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,10 +36,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-@functools.cache  # making one takes as long as thousands of its calls
-def adapter(schema: Any) -> TypeAdapter[Any]:
-    """pydantic's adapter of a section."""
-    return TypeAdapter(schema)
+# pydantic's adapter of a section, kept: making one takes as long as thousands of its calls
+adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
