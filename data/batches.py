@@ -4,11 +4,13 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from aerie.data.cache import CachedRow, decode
 from aerie.data.chat import Row
@@ -91,17 +93,12 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
     for field, name in (("features", "last_hidden"), ("taps", "taps"), ("scales", "scales")):
         if getattr(rows[0], name, None) is not None:
             columns[field] = [getattr(row, name) for row in rows]
-    joined: dict[str, Any] = {}
-    for name, tensors in columns.items():
-        if packed:
-            if name == "turns":  # turn numbers that no two conversations share
-                used = [0, *accumulate(int(row.max()) for row in tensors)]
-                tensors = [torch.where(row > 0, row + before, 0) for row, before in zip(tensors, used, strict=False)]
-            joined[name] = torch.cat(tensors)[None]  # [1, sum of T, ...]
-        else:
-            joined[name] = tensors[0].new_zeros(len(rows), max(2, *lengths), *tensors[0].shape[1:])  # [B, T, ...]
-            for padded, row in zip(joined[name], tensors, strict=True):
-                padded[: len(row)] = row
+    if packed:  # turn numbers that no two conversations share
+        used = [0, *accumulate(int(turns.max()) for turns in columns["turns"])]
+        pairs = zip(columns["turns"], used, strict=False)
+        columns["turns"] = [torch.where(turns > 0, turns + before, 0) for turns, before in pairs]
+    join = (lambda parts: torch.cat(parts)[None]) if packed else partial(pad_sequence, batch_first=True)  # [B, T, ...]
+    joined: dict[str, Any] = {name: join(parts) for name, parts in columns.items()}
     documents, dtype = tuple(lengths) if packed else None, getattr(rows[0], "dtype", None)
     return Batch(**joined, lengths=torch.tensor(lengths), rows=tuple(numbers), documents=documents, dtype=dtype)
 
@@ -221,19 +218,15 @@ class OnlineFeatures:
         """The batch with states, on its own device; one that has them already (of a process without rows) as it is."""
         if batch.features is not None:
             return batch
-        # Packed conversations go through the target one a row, and are packed again afterwards.
-        is_packed = batch.documents is not None
-        longest = max(batch.documents or batch.input_ids.shape[1:])
-        mask = torch.arange(longest, device=batch.input_ids.device) < batch.lengths[:, None]  # [N, T]
-        ids = batch.input_ids
-        if is_packed:
-            ids = torch.zeros_like(mask, dtype=torch.long)  # [N, T]
-            ids[mask] = batch.input_ids[0]
+        ids, sizes = batch.input_ids, batch.documents
+        if sizes is not None:  # packed conversations go through the target one a row, and are packed again afterwards
+            ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
+        mask = torch.arange(ids.shape[1], device=ids.device) < batch.lengths[:, None]  # [N, T]
         device = self.target.device
         attention_mask = None if bool(mask.all()) else mask.long().to(device)
         output = self.target.features(ids.to(device), attention_mask, self.after_blocks)
         # [B, T, D] as a cache yields them, zero in padding. Copies: autograd cannot keep inference tensors.
         states = {"features": output.last_hidden, "taps": output.taps}
         copies = {k: v.to(ids.device, self.dtype, copy=True) for k, v in states.items() if v is not None}
-        used: dict[str, Any] = {k: v[mask][None] if is_packed else v * mask[..., None] for k, v in copies.items()}
+        used: dict[str, Any] = {k: v * mask[..., None] if sizes is None else v[mask][None] for k, v in copies.items()}
         return replace(batch, **used)

@@ -51,10 +51,6 @@ class Storage:
         """The dtype of the stored values."""
         return self.dtype if self.form is None else VALUES[self.form]
 
-    @property
-    def is_scaled(self) -> bool:
-        return self.values in LARGEST
-
     def __str__(self) -> str:
         """'float32', 'int8 for bfloat16'."""
         dtype = str(self.dtype).removeprefix("torch.")
@@ -63,7 +59,7 @@ class Storage:
 
 def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, Tensor | None]:
     """States [..., S * D] as they are stored: values [..., S * D], and scales float32 [..., S] of scaled ones."""
-    if not storage.is_scaled:
+    if storage.values not in LARGEST:
         return states.to(storage.values), None
     split = states.float().unflatten(-1, (num_states, -1))  # [..., S, D]
     largest, smallest = LARGEST[storage.values], torch.finfo(torch.float32).tiny  # a state of zeros needs a scale, too
@@ -108,9 +104,6 @@ def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
             first, tokens = row, 0
         tokens += length
     yield slice(first, len(lengths))
-
-
-# ---------------------------------------------------------------------------------------------------------- writing
 
 
 @dataclass(frozen=True)
@@ -160,7 +153,7 @@ class CachePlan:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in a shard: its id and turn (int32 each), values and scales."""
-        state = self.hidden_size * self.storage.values.itemsize + 4 * self.storage.is_scaled
+        state = self.hidden_size * self.storage.values.itemsize + 4 * (self.storage.values in LARGEST)
         return 8 + (1 + len(self.after_blocks)) * state
 
     def bytes_of(self, shard: Shard) -> int:
@@ -184,8 +177,7 @@ class CachePlan:
         """UserError when another recipe left shards and overwrite was not asked for."""
         if not overwrite and (foreign := self.foreign()):
             raise UserError(
-                f"{foreign[0]}: was made from other rows or by another target; choose another --run, or replace it "
-                f"with --overwrite"
+                f"{foreign[0]}: made from other rows or by another target; choose another --run or --overwrite"
             )
 
     def write_index(self, fingerprint: dict[str, Any]) -> Manifest:
@@ -207,9 +199,6 @@ class CachePlan:
         index = Manifest(files, {**fingerprint, **shape, "rows": rows_made_from}, facts)
         index.write(self.directory, INDEX)
         return index
-
-
-# ---------------------------------------------------------------------------------------------------------- reading
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
@@ -56,21 +57,15 @@ def shared_start(first: str, second: str) -> int:
     return len(first) if second.startswith(first) else len(commonprefix([first, second]))  # noqa: RUF071
 
 
-def end_of_turn_ids(tokenizer: Any, generation_eos: int | Sequence[int] | None) -> set[int]:
-    """The ids at which the target stops: the tokenizer's EOS and eos_token_id of the generation config."""
-    listed = [generation_eos] if isinstance(generation_eos, int) else list(generation_eos or [])
-    return {*listed, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-
-
 def target_end_ids(config: TargetConfig, tokenizer: Any) -> set[int]:
-    """end_of_turn_ids of a target's tokenizer and its generation config, which is optional."""
+    """The ids at which the target stops: the tokenizer's EOS and those of its generation config, which is optional."""
     from transformers import GenerationConfig
 
-    try:
+    ids: set[int | None] = {tokenizer.eos_token_id}
+    with suppress(OSError):
         stops = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
-    except OSError:
-        stops = None
-    return end_of_turn_ids(tokenizer, stops)
+        ids.update(stops if isinstance(stops, list) else [stops])
+    return {number for number in ids if number is not None}
 
 
 class Chat:
@@ -81,8 +76,7 @@ class Chat:
         self.name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                f"{self.name}: {type(tokenizer).__name__} is a slow tokenizer, which cannot say which characters a "
-                f"token covers; use a checkpoint with tokenizer.json"
+                f"{self.name}: a slow tokenizer has no character offsets; use a checkpoint with tokenizer.json"
             )
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
@@ -99,10 +93,8 @@ class Chat:
         conversation, UserError when there is no template or it is broken.
         """
         if not self.tokenizer.chat_template:
-            raise UserError(
-                f"{self.name}: the tokenizer has no chat template; name one with target.chat_template: FILE.jinja "
-                f"({SHIPPED_TEMPLATE} ships for Vicuna targets)"
-            )
+            fix = f"name one with target.chat_template: FILE.jinja ({SHIPPED_TEMPLATE} ships for Vicuna targets)"
+            raise UserError(f"{self.name}: the tokenizer has no chat template; {fix}")
         messages, source = conversation.messages, conversation.place
         if supervise_all:
             whole = self._text(conversation, len(messages), False)

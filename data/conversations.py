@@ -1,8 +1,4 @@
-"""Rows of files and Hub data sets, and the conversations in them: kept, mended or skipped, each with a counted reason.
-
-Known shapes: ShareGPT turns ({from, value}), messages ({role, content}), pairs such as prompt and completion, and rows
-that come as tokens (input_ids, loss_mask).
-"""
+"""Rows of files and Hub data sets, and the conversations in them: kept, mended or skipped, with counted reasons."""
 
 import difflib
 import json
@@ -13,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
@@ -40,32 +36,26 @@ PAIRS = (
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # a turn with one of them needs no text
 
 
-@dataclass(frozen=True)
-class RawRow:
+class RawRow(NamedTuple):
     """One row of a source as it stands; number counts from 1 (in a JSONL file it is the line)."""
 
-    source: str
+    place: str  # 'file: row n'
     number: int
     value: Any
-
-    @property
-    def place(self) -> str:
-        return f"{self.source}: row {self.number:,}"
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages that begin with (system and) user and end with the assistant, or tokens that came with a loss mask.
 
-    digest names the content alone, so a duplicate has the same one wherever it stands. The mask is 1 where the
-    assistant must produce the token.
+    The mask is 1 where the assistant must produce the token.
     """
 
     place: str
-    digest: str
     messages: tuple[Message, ...]
     tools: Any | None = None
     tokens: tuple[list[int], list[int]] | None = None  # ids and their mask
+    is_held_out: bool = False
 
 
 class UnusableRow(Exception):
@@ -113,9 +103,6 @@ class Tally:
         return "; ".join(" ".join(line.split()) for line in self.table().splitlines())
 
 
-# ------------------------------------------------------------------------------------------------------------- rows
-
-
 def is_local(name: str) -> bool:
     """Whether a name of rows is a file or directory that is there."""
     return Path(name).expanduser().exists()
@@ -155,11 +142,9 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     try:
         rows: Any = datasets.load_dataset(identifier, subset, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{name}: no such file, and the Hub data set cannot be loaded: {first_line(error)} "
-            f"(write owner/name, owner/name:split or owner/name:subset:split; of a gated one: hf auth login)"
-        ) from error
-    yield from (RawRow(name, number, value) for number, value in enumerate(rows, start=1))
+        fix = "write owner/name, owner/name:split or owner/name:subset:split; of a gated one: hf auth login"
+        raise UserError(f"{name}: no file, and no Hub data set that loads: {first_line(error)} ({fix})") from error
+    yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in enumerate(rows, start=1))
 
 
 def _read_file(path: Path) -> Iterator[RawRow]:
@@ -174,7 +159,7 @@ def _read_file(path: Path) -> Iterator[RawRow]:
             values = enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
         else:
             values = _read_json(path)
-        yield from (RawRow(str(path), number, value) for number, value in values)
+        yield from (RawRow(f"{path}: row {number:,}", number, value) for number, value in values)
     except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
         raise UserError(f"{path}: cannot be read ({first_line(error)})") from error
 
@@ -193,9 +178,8 @@ def _read_json(path: Path) -> Any:
                 return
             except json.JSONDecodeError as error:
                 if text.lstrip().startswith("["):
-                    raise UserError(
-                        f"{path}:{error.lineno}: not JSON ({error.msg}); expected an array of rows"
-                    ) from error
+                    place = f"{path}:{error.lineno}"
+                    raise UserError(f"{place}: not JSON ({error.msg}); expected an array of rows") from error
             file.seek(0)
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -205,21 +189,13 @@ def _read_json(path: Path) -> Any:
                     raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
 
 
-# ---------------------------------------------------------------------------------------------------- conversations
-
-
-def split_by_hash(content_digest: str, share: float) -> bool:
-    """True when the conversation is held out: decided by its content, not by its place, so duplicates stay together."""
-    value = int.from_bytes(sha256(content_digest.encode()).digest()[:8], "big")
-    return value < share * 2**64
-
-
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
     """The usable conversations of every source in the recipe's order, streamed; the tally counts all the others.
 
-    UserError when a source cannot be read, when the first row of a file has keys of no known shape, and when nothing is
-    left at the end.
+    After config.limit conversations for training it ends. UserError when a source cannot be read, when the first row of
+    a file has keys of no known shape, and when nothing is left at the end.
     """
+    num_train = 0
     for name in config.conversations:
         for row in read_rows(name):
             tally.rows += 1
@@ -229,8 +205,11 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
                 if error.reason == UNKNOWN_KEYS and row.number == 1:
                     raise UserError(f"{row.place} {error.sentence}") from error
                 tally.add("skipped", error.reason, row.place, error.sentence)
-            else:
-                yield conversation
+                continue
+            yield conversation
+            num_train += not conversation.is_held_out
+            if config.limit is not None and num_train >= config.limit:
+                return
     if tally.kept == 0:
         raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {tally.line()}")
 
@@ -249,7 +228,7 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
         ):
             sentence = "input_ids and loss_mask must be lists of one length, of integers and of 0 and 1"
             raise UnusableRow("token ids and their mask do not fit", sentence)
-        return Conversation(row.place, digest([ids, mask]), (), tokens=(ids, mask))
+        return Conversation(row.place, (), None, (ids, mask), _is_held_out([ids, mask], config))
     fields = tuple(name for name in (config.prompt_field, config.completion_field) if name is not None)
     messages, reasons = mend(to_messages(value, fields))
     if isinstance(tools, str):  # a list that is stored as text
@@ -259,10 +238,15 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
         raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}; expected a list or its JSON")
     for reason in reasons:
         tally.add("mended", reason, row.place)
-    content = digest([messages, tools or None])
+    is_held_out = _is_held_out([messages, tools or None], config)
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return Conversation(row.place, content, tuple(messages), tools or None)
+    return Conversation(row.place, tuple(messages), tools or None, None, is_held_out)
+
+
+def _is_held_out(content: Any, config: DataConfig) -> bool:
+    """Decided by the content and not by its place, so duplicates stay together."""
+    return int.from_bytes(sha256(digest(content).encode()).digest()[:8], "big") < config.held_out * 2**64
 
 
 def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:

@@ -60,16 +60,13 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
     """UserError for a row that is longer than the target's context, or has a token that it has not."""
     context = getattr(text_config, "max_position_embeddings", None)
     for row in rows:
-        if context is not None and len(row.input_ids) > context:
-            raise UserError(
-                f"{row.source}: {len(row.input_ids):,} tokens, but the context of {target_path} is {context:,}; "
-                f"set data.max_length to {context} or less"
-            )
-        if max(row.input_ids) >= text_config.vocab_size:
-            raise UserError(
-                f"{row.source}: token id {max(row.input_ids):,} is outside the vocabulary of {target_path} "
-                f"({text_config.vocab_size:,} rows); its tokenizer and weights do not belong together"
-            )
+        length, largest, size = len(row.input_ids), max(row.input_ids), text_config.vocab_size
+        if context is not None and length > context:
+            fix = f"set data.max_length to {context} or less"
+            raise UserError(f"{row.source}: {length:,} tokens, the context of {target_path} is {context:,}; {fix}")
+        if largest >= size:
+            fix = "its tokenizer and weights do not belong together"
+            raise UserError(f"{row.source}: token id {largest:,} is outside {target_path}'s {size:,} rows; {fix}")
 
 
 def size(num_bytes: float) -> str:
@@ -102,9 +99,6 @@ def storage_error(
         f"{storage}: relative error of a dimension: last state {last}{', taps ' if others else ''}{', '.join(others)}; "
         f"the target's law moves by {distance:.2%}, its likeliest token stays in {same:.1%} ({len(p):,} tokens)"
     )
-
-
-# ------------------------------------------------------------------------------------------------------- extraction
 
 
 def extract(
@@ -152,10 +146,8 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
             for path in locks.glob("cache-*"):
                 with Lock(path) as other:
                     if path != lock.path and not other.acquire(wait=False):
-                        raise UserError(
-                            f"{plan.directory}: another process is writing another cache there; wait for its end, or "
-                            f"choose another --run"
-                        )
+                        fix = "wait for its end, or choose another --run"
+                        raise UserError(f"{plan.directory}: another process is writing another cache there; {fix}")
             is_alone = lock.acquire(wait=False)
             if is_alone:  # beside another writer of this cache nothing is removed
                 plan.require_own_directory(overwrite)
@@ -165,10 +157,7 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
                 for path in (*stale, *plan.directory.glob(".tmp*"), plan.directory / INDEX, plan.directory / FILE):
                     path.unlink(missing_ok=True)
             if is_alone == "unknown":
-                warn(
-                    f"{plan.directory}: this file system knows no locks: another writer is not noticed, and temporary "
-                    f"files stay; write from one job at a time"
-                )
+                warn(f"{plan.directory}: no locks here, so temporary files stay; write from one job at a time")
             elif is_alone:
                 remove_temporaries(plan.directory)
             lock.acquire(shared=True)
@@ -244,10 +233,8 @@ class Writer:
                 broken = ~torch.isfinite(decode(encoded[name], scales, storage.dtype)).all(-1).cpu()  # [N]
                 if broken.any():
                     row = rows[bisect_right(starts, int(places[broken][0])) - 1]
-                    raise UserError(
-                        f"{row.source}: the target's states are not finite in {storage}; try another features.dtype or "
-                        f"target.dtype (bfloat16, float32)"
-                    )
+                    fix = "try another features.dtype or target.dtype (bfloat16, float32)"
+                    raise UserError(f"{row.source}: the target's states are not finite in {storage}; {fix}")
             if all_scales:
                 encoded["scales"] = torch.cat(all_scales, dim=-1)  # [N, 1 + L]
             for name, values in encoded.items():
@@ -262,9 +249,6 @@ def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
     with lock:
         shard.save(tensors)
         lock.forget()
-
-
-# --------------------------------------------------------------------------------------------------------- commands
 
 
 def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: int = 0) -> tuple[CachePlan, Any, Any]:
@@ -292,10 +276,8 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
         )
     plan.require_own_directory(overwrite)
     if needed > free:
-        raise UserError(
-            f"{plan.directory}: the cache needs {size(needed)} more ({needed:,} bytes) and the disk has {size(free)} "
-            f"free; lower data.limit or data.max_length, set features.storage to fp8 or int8, or choose another --run"
-        )
+        fix = "lower data.limit or data.max_length, set features.storage to fp8 or int8, or choose another --run"
+        raise UserError(f"{plan.directory}: needs {size(needed)} more and the disk has {size(free)} free; {fix}")
     return plan, tokenizer, facts
 
 

@@ -14,7 +14,6 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -26,7 +25,6 @@ from aerie.data.stage import INDEX, Share, feature_inputs, target_inputs
 from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, with_status, write_status
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
-Command = Callable[[argparse.Namespace, Recipe], int]
 
 
 def main() -> int:
@@ -34,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Conversations, loss masks and the feature cache.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(command: Command, summary: str) -> argparse.ArgumentParser:
+    def add(command: Any, summary: str) -> argparse.ArgumentParser:
         name = command.__name__
         options = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
         add_arguments(options)
@@ -59,16 +57,20 @@ def main() -> int:
     add(check, "read every byte of the feature cache and say what is wrong where; exit code 1 if anything is")
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
-    return int(arguments.run_command(arguments, load(arguments, unknown)))
+    recipe = load(arguments, unknown)
+    try:
+        return int(arguments.run_command(arguments, recipe))
+    except UserError:
+        if getattr(arguments, "is_whole", False):
+            return 1  # the stage before has not written the target, or the evaluation's questions, yet
+        raise
 
 
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
     """Writes RUN/conversations and RUN/tokenizer, or reuses them."""
     config, paths = recipe.synthetic, RunPaths(Path(recipe.run))
     if config is None:
-        raise UserError(
-            f"{arguments.config}: no section 'synthetic'; the embedded corpus needs one (configs/embedded.yaml)"
-        )
+        raise UserError(f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one")
     stages = {"corpus": paths.conversations, "tokenizer": paths.root / "tokenizer"}
     corpus, tokenizer = (Stage(name, path, {"synthetic": as_dict(config)}) for name, path in stages.items())
     if corpus.is_whole() and tokenizer.is_whole():
@@ -77,9 +79,8 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         stage.require_own_directory(arguments.overwrite)
         is_used = stage.output.is_dir() and any(stage.output.iterdir())
         if is_used and not arguments.overwrite and not stage.is_whole():
-            raise UserError(
-                f"{stage.output}: holds files that this stage did not write; choose another --run, or use --overwrite"
-            )
+            fix = "choose another --run, or use --overwrite"
+            raise UserError(f"{stage.output}: holds files that this stage did not write; {fix}")
     if arguments.plan:
         counts = f"{config.num_conversations:,} conversations, 2 x {config.num_prompts:,} prompts"
         print(f"synthetic: {counts} to {corpus.output}")
@@ -121,16 +122,11 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     measured = [section.prompts for section in (recipe.bench, recipe.calibrate, recipe.tune) if section is not None]
     measured += [recipe.tune.measure] if recipe.tune is not None and recipe.tune.measure is not None else []
     measured += [PromptsConfig(tasks=excluded)] if excluded else []
-    try:
-        target, questions = target_inputs(recipe.target), list[str]()
-        for prompts in measured:
-            tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
-            whole_sets = load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None))
-            questions += [turn for prompt in whole_sets for turn in prompt.turns]
-    except UserError:
-        if arguments.is_whole:
-            return 1  # the stage before has not written the target, or the evaluation's questions, yet
-        raise
+    target, questions = target_inputs(recipe.target), list[str]()
+    for prompts in measured:
+        tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
+        whole_sets = load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None))
+        questions += [turn for prompt in whole_sets for turn in prompt.turns]
     job = Job.of(RunPaths(Path(recipe.run)).distilled, recipe.distill, target, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
         return 0 if arguments.is_whole else _reuse("distill", job.stage, None if arguments.plan else status)
@@ -172,10 +168,9 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
         )
         return generation.new_ids
 
-    limits = [getattr(target.config, "max_position_embeddings", None)]
-    limits += [decoder.proposer.max_positions] if decoder.proposer is not None else []
-    context = min((limit for limit in limits if limit is not None), default=None)
-    return local_target(decode, thinking, None if context is None else context - sampling.max_tokens)
+    limits = [(target.config, "max_position_embeddings"), (decoder.proposer, "max_positions")]
+    known = [limit for owner, name in limits if (limit := getattr(owner, name, None)) is not None]
+    return local_target(decode, thinking, min(known) - sampling.max_tokens if known else None)
 
 
 def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
@@ -205,12 +200,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return 0
     if recipe.features.after_blocks is None and recipe.head.kind != "eagle3":
         recipe = replace(recipe, features=replace(recipe.features, after_blocks=()))
-    try:
-        inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
-    except UserError:
-        if arguments.is_whole:
-            return 1  # the stage before has not written the target yet
-        raise
+    inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
     stage = Stage("features", RunPaths(Path(recipe.run)).features, inputs)
     # The sizes of the shards tell at once whether the cache is there; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
@@ -243,15 +233,11 @@ def _processes(recipe: Recipe) -> Any:
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER) if launched else PartialState()
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != state.num_processes:
-        raise UserError(
-            f"WORLD_SIZE: the launcher asked for {asked} processes and {state.num_processes} answer; two processes on "
-            f"a CPU go through configs/accelerate/zero1.yaml or torchrun"
-        )
+        fix = "two processes on a CPU go through configs/accelerate/zero1.yaml or torchrun"
+        raise UserError(f"WORLD_SIZE: {asked} processes were asked for and {state.num_processes} answer; {fix}")
     if recipe.target.device_map is not None and state.num_processes > 1:
-        raise UserError(
-            f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
-            f"{state.num_processes} processes cannot share; start one process"
-        )
+        fix = f"{state.num_processes} processes cannot share them; start one"
+        raise UserError(f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs; {fix}")
     return state
 
 

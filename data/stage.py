@@ -19,7 +19,6 @@ COMMAND = "python data/main.py features --config RECIPE"  # builds and mends a f
 INDEX = "index.json"  # of a feature cache; written last
 WHOLE_FILE_BYTES = 10**9  # longer files are sampled
 SAMPLES, SAMPLE_BYTES = 256, 4096
-WEIGHT_FILES = ("*.safetensors", "*.bin")
 OTHER_FILES = (
     "config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json chat_template* vocab* "
     "merges.txt *.model *.py"
@@ -34,10 +33,9 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     inputs: dict[str, Any] = {"path": config.path, "revision": config.revision, "dtype": config.dtype}
     directory = Path(config.path)
     if directory.is_dir():
-        others = {path for pattern in OTHER_FILES for path in directory.glob(pattern) if path.is_file()}
-        weights = {path for pattern in WEIGHT_FILES for path in directory.glob(pattern)}
-        inputs["files"] = {path.name: _content(path) for path in sorted(others)}
-        inputs["files"] |= {path.name: sampled_digest(path) for path in sorted(weights)}
+        patterns = dict.fromkeys(OTHER_FILES, _content) | dict.fromkeys(("*.safetensors", "*.bin"), sampled_digest)
+        found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
+        inputs["files"] = {path.name: read(path) for path, read in found if path.is_file()}
     elif directory.exists() or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
         raise UserError(f"{config.path}: no such target directory (target.path is a local directory or a Hub id)")
     if config.chat_template is not None:

@@ -15,7 +15,7 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.chat import Chat, Rendered, Row, shared_start, target_end_ids
-from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations, split_by_hash
+from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import digest
 from aerie.model.target import load_tokenizer
@@ -48,10 +48,10 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
-    conversations = _limited(load_conversations(config, tally), config)
+    conversations = load_conversations(config, tally)
     with tqdm(desc="tokenise", unit=" conversations", disable=None if speaks else True) as progress:
         while batch := list(islice(conversations, BATCH)):
-            for (conversation, is_held_out), rows in zip(batch, _rows(batch, chat, config, num_ids), strict=True):
+            for conversation, rows in zip(batch, _rows(batch, chat, config, num_ids), strict=True):
                 reasons, kept = list[str](), list[Row]()
                 for row in rows:
                     if len(row.input_ids) > max_length:
@@ -69,7 +69,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
                         tally.add("left out", reasons[-1], row.source)
                 if rows and not kept:
                     tally.add("skipped", reasons[0], conversation.place)
-                (data.held_out if is_held_out else data.train).extend(kept)
+                (data.held_out if conversation.is_held_out else data.train).extend(kept)
             progress.update(len(batch))
     names = ", ".join(config.conversations)
     if not data.train:
@@ -77,30 +77,17 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
             raise UserError(f"{names}: all {tally.kept:,} conversations are held out; lower data.held_out")
         raise UserError(f"{names}: no conversation to train on: {tally.line()}")
     if num_supervised / num_tokens < config.min_supervised_share:
-        raise UserError(
-            f"{names}: {num_supervised / num_tokens:.2%} of {num_tokens:,} tokens are supervised, under "
-            f"data.min_supervised_share {config.min_supervised_share:.2%}; check the chat template with the show "
-            f"command, or lower the floor"
-        )
+        share = f"{num_supervised / num_tokens:.2%} of {num_tokens:,} tokens are supervised"
+        fix = "check the chat template with the show command, or lower data.min_supervised_share"
+        raise UserError(f"{names}: {share}, less than {config.min_supervised_share:.2%}; {fix}")
     return data
 
 
-def _limited(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[tuple[Conversation, bool]]:
-    """Up to config.limit conversations for training, and the held-out (true) ones met on the way."""
-    num_train = 0
-    for conversation in conversations:
-        is_held_out = split_by_hash(conversation.digest, config.held_out)
-        yield conversation, is_held_out
-        num_train += not is_held_out
-        if config.limit is not None and num_train >= config.limit:
-            return
-
-
-def _rows(batch: list[tuple[Conversation, bool]], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
+def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
     """For each conversation its rows; an empty list where the template refused it (counted)."""
     is_all = config.supervise == "all"
     renders: list[list[Rendered]] = []
-    for conversation, _ in batch:
+    for conversation in batch:
         renders.append([])
         try:
             if conversation.tokens is None:
@@ -108,15 +95,13 @@ def _rows(batch: list[tuple[Conversation, bool]], chat: Chat, config: DataConfig
         except UnusableRow as error:
             chat.tally.add("skipped", error.reason, conversation.place, error.sentence)
     encoded = iter(chat.encode([rendered for parts in renders for rendered in parts]))
-    for (conversation, _), parts in zip(batch, renders, strict=True):
+    for conversation, parts in zip(batch, renders, strict=True):
         rows = list(islice(encoded, len(parts)))
         if conversation.tokens is not None:  # each run of ones in the mask is a turn
             ids, mask = conversation.tokens
             if max(ids, default=0) >= num_ids or min(ids, default=0) < 0:
-                raise UserError(
-                    f"{conversation.place}: token id {max(ids):,} is outside the target's vocabulary ({num_ids:,}); "
-                    f"these rows were made with another tokenizer"
-                )
+                fix = f"outside the {num_ids:,} of the target's tokenizer: the row was made with another one"
+                raise UserError(f"{conversation.place}: token ids {min(ids):,} to {max(ids):,} are {fix}")
             runs = list(accumulate(int(bit and not before) for before, bit in pairwise([0, *mask])))
             turns = array("i", [run * bit for run, bit in zip(runs, mask, strict=True)])
             rows = [Row(array("i", ids), turns, conversation.place)]
@@ -161,9 +146,6 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
     return "\n\n".join(shown)
 
 
-# -------------------------------------------------------------------------------------------------- draft vocabulary
-
-
 class CountedVocabulary(NamedTuple):
     """A draft vocabulary; the facts of its counting, which are stored beside the head, and a line for printing."""
 
@@ -188,11 +170,6 @@ def draft_vocabulary(
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turns in rows:
         tokens = np.asarray(input_ids)[np.asarray(turns) != 0]
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            raise UserError(
-                f"draft vocabulary: the data hold token id {int(tokens.max()):,}, the target's vocabulary has "
-                f"{vocab_size:,}; tokenizer and weights do not belong together"
-            )
         np.add.at(counts, tokens, 1)
     if given is None:
         size = min(DEFAULT_SIZE, vocab_size) if size is None else size

@@ -1,13 +1,16 @@
 """Laws of the loss mask: what is learnt is the answer and its end, whatever the template does around it."""
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
-from aerie.data.chat import Chat, Row, end_of_turn_ids
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.data.chat import Chat, Row, target_end_ids
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.storage import template_path
 from tests.data import chat_targets as targets
@@ -34,8 +37,8 @@ def rows_of(
     template: str | None, eos: str, messages: Any = TURNS, trim_offsets: bool = True
 ) -> tuple[Any, list[Row], Tally]:
     tokenizer, tally = targets.build_tokenizer(template, eos, trim_offsets), Tally(rows=1)
-    chat = Chat(tokenizer, end_of_turn_ids(tokenizer, None), tally)
-    return tokenizer, chat.encode(chat.render(Conversation("here: row 1", "digest", tuple(messages)))), tally
+    chat = Chat(tokenizer, {tokenizer.eos_token_id}, tally)
+    return tokenizer, chat.encode(chat.render(Conversation("here: row 1", tuple(messages)))), tally
 
 
 def learnt(tokenizer: Any, row: Row) -> list[str]:
@@ -138,7 +141,7 @@ def test_midnight_between_two_renders_does_no_harm(monkeypatch: pytest.MonkeyPat
     days = iter(["Monday", "Monday", "Tuesday"])
     monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: next(days, "Tuesday") + render(*a, **k))
     chat = Chat(tokenizer, {tokenizer.eos_token_id}, Tally())
-    ((text, spans, _),) = chat.render(Conversation("here: row 1", "digest", TURNS))
+    ((text, spans, _),) = chat.render(Conversation("here: row 1", TURNS))
     assert text.startswith("Tuesday")
     answers = [f"{TURNS[at]['content']}<|im_end|>\n" for at in (2, 4)]
     assert [text[start:end] for start, end in spans] == answers
@@ -149,9 +152,15 @@ def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
         rows_of(None, "</s>")
     with pytest.raises(UserError, match=r"chat template: line 2:"):
         rows_of("{{ 1 }}\n{% for %}", "</s>")
-    with pytest.raises(UserError, match=r"SimpleNamespace is a slow tokenizer"):
+    with pytest.raises(UserError, match="a slow tokenizer has no character offsets"):
         Chat(SimpleNamespace(is_fast=False), set(), Tally())
+
+
+@pytest.mark.parametrize("listed", [None, 3, [3, 4]])
+def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config(tmp_path: Path, listed: Any) -> None:
     tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
-    own = tokenizer.eos_token_id
-    ends = [end_of_turn_ids(tokenizer, listed) for listed in (None, 3, [3, 4])]
-    assert ends == [{own}, {own, 3}, {own, 3, 4}]
+    expected = {tokenizer.eos_token_id, *([listed] if listed == 3 else listed or [])}
+    GenerationConfig(eos_token_id=listed).save_pretrained(tmp_path)
+    assert target_end_ids(TargetConfig(path=str(tmp_path)), tokenizer) == expected
+    (tmp_path / "generation_config.json").unlink()
+    assert target_end_ids(TargetConfig(path=str(tmp_path)), tokenizer) == {tokenizer.eos_token_id}

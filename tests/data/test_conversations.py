@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.conversations import MAX_REASONS, Tally, load_conversations, read_rows, split_by_hash
+from aerie.data.conversations import MAX_REASONS, Tally, load_conversations, read_rows
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
 ROWS: list[dict[str, Any]] = [{"question": "one", "answer": "eins"}, {"question": "two", "answer": "zwei \N{OWL}"}]
@@ -85,8 +85,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str | byt
 def test_every_shape_gives_the_same_conversation(tmp_path: Path, row: dict[str, Any]) -> None:
     fields = {"prompt_field": "ask", "completion_field": "say"} if "ask" in row else {}
     (conversation,), tally = load(tmp_path, row, **fields)
-    (same,), _ = load(tmp_path, {"messages": HELLO})
-    assert list(conversation.messages) == HELLO and conversation.digest == same.digest and not tally.counts
+    assert list(conversation.messages) == HELLO and not tally.counts
 
 
 def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
@@ -179,9 +178,9 @@ def test_the_tally_counts_each_reason_with_its_first_place_and_endless_reasons_t
 
 def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:
     rows = [{"conversations": turns(f"human=hello {number}|gpt=fine")} for number in range(400)]
-    forward, _ = load(tmp_path, *rows)
-    backward, _ = load(tmp_path, *reversed(rows), *rows, system_prompt="another")
-    out = {row.messages[0]["content"] for row in forward if split_by_hash(row.digest, 0.1)}
-    assert out == {row.messages[1]["content"] for row in backward if split_by_hash(row.digest, 0.1)}
+    forward, _ = load(tmp_path, *rows, held_out=0.1)
+    backward, _ = load(tmp_path, *reversed(rows), *rows, system_prompt="another", held_out=0.1)
+    out = {row.messages[0]["content"] for row in forward if row.is_held_out}
+    assert out == {row.messages[1]["content"] for row in backward if row.is_held_out}
     assert 20 <= len(out) <= 60  # 40 expected, standard deviation 6
-    assert not any(split_by_hash(row.digest, 0.0) for row in forward)
+    assert not any(row.is_held_out for row in load(tmp_path, *rows, held_out=0.0)[0])

@@ -58,8 +58,8 @@ def is_done(plan: CachePlan, whole: dict[str, bytes]) -> bool:
 @pytest.mark.parametrize(
     ("row", "taps", "said"),
     [
-        (Row([1] * 65, [0] + [1] * 64, "a: row 7"), (), "a: row 7: 65 tokens, but the context of owner/target is 64"),
-        (Row([1, 320, 2], [0, 1, 1], "a: row 7"), (), "a: row 7: token id 320 is outside the vocabulary of owner/"),
+        (Row([1] * 65, [0] + [1] * 64, "a: row 7"), (), "a: row 7: 65 tokens, the context of owner/target is 64"),
+        (Row([1, 320, 2], [0, 1, 1], "a: row 7"), (), "a: row 7: token id 320 is outside owner/target's 320 rows"),
         (ROWS[0], (1, 4), "features.after_blocks: 4 is no tap of owner/target, which has 4 blocks"),
     ],
 )
@@ -257,7 +257,7 @@ def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
         assert (plan.directory / WRITING).exists()  # somebody is still at work
     fewer = caches.plan(plan.directory, target, TokenisedData(DATA.train[:3], DATA.held_out))
     for foreign in (other, fewer):
-        with pytest.raises(UserError, match=r"was made from other rows or by another target; .*--overwrite"):
+        with pytest.raises(UserError, match=r"made from other rows or by another target; .*--overwrite"):
             caches.write(target, foreign)
     caches.write(target, fewer, overwrite=True)
     alone = caches.plan(tmp_path / "alone", target, TokenisedData(DATA.train[:3], DATA.held_out))

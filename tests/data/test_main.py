@@ -24,7 +24,6 @@ from tests.data.caches import contents
 from tests.train.sittings import ended_by, kill_at
 
 ROOT = Path(__file__).resolve().parents[2]
-Command = Callable[..., int]
 
 
 def call(command: Callable[[], int], *words: object) -> int:
@@ -35,17 +34,6 @@ def call(command: Callable[[], int], *words: object) -> int:
     finally:
         sys.argv = before
         PartialState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a target, conversations, a recipe and a run with a feature cache of some shards."""
-    root = tmp_path_factory.mktemp("made")
-    tiny.target(root / "target")
-    tiny.write_conversations(root / "rows.jsonl", 24)
-    write_recipe(root, root)
-    assert call(main, "features", "--config", root / "recipe.yaml") == 0
-    return root
 
 
 def write_recipe(root: Path, directory: Path) -> Path:
@@ -59,8 +47,17 @@ def write_recipe(root: Path, directory: Path) -> Path:
         "head": {"kind": "eagle1"},
         "train": {"max_steps": 2, "batch_size": 8, "warmup_steps": 1, "eval_every": 0},
     }
-    path: Path = tiny.recipe(directory / "recipe.yaml", values)
-    return path
+    return Path(tiny.recipe(directory / "recipe.yaml", values))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target, conversations, a recipe and a run with a feature cache of some shards."""
+    root = tmp_path_factory.mktemp("made")
+    tiny.target(root / "target")
+    tiny.write_conversations(root / "rows.jsonl", 24)
+    assert call(main, "features", "--config", write_recipe(root, root)) == 0
+    return root
 
 
 @pytest.fixture
@@ -82,24 +79,16 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
-def status(run: Path) -> Any:
-    return json.loads((run / "status.json").read_text())
-
-
-def test_features_are_written_once_and_then_reused_without_torch(
-    recipe: Path, features: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = contents(features)
+def test_features_are_written_once_and_then_reused_without_torch(recipe: Path, features: Path, capsys: Any) -> None:
+    whole, words = contents(features), ("features", "--config", recipe)
     shutil.rmtree(features)
-    assert call(main, "features", "--config", recipe, "--is-whole") == 1
-    assert call(main, "features", "--config", recipe) == 0
+    assert call(main, *words, "--is-whole") == 1 and call(main, *words) == 0
     assert "24 read, 24 kept" in capsys.readouterr().out
     assert contents(features) == whole and len(FeatureCache.open(features)) == 24
-    assert status(recipe.parent / "run") == {"stage": "features", "state": "done", "code": 0}
-    assert call(main, "features", "--config", recipe, "--is-whole") == 0
-    words = ["data/main.py", "features", "--config", str(recipe)]
+    status = json.loads((features.parent / "status.json").read_text())
+    assert status == {"stage": "features", "state": "done", "code": 0} and call(main, *words, "--is-whole") == 0
     script = (
-        f"import sys; sys.argv = {words}; from aerie.data.main import main; main(); "
+        f"import sys; sys.argv = {['data/main.py', *map(str, words)]}; from aerie.data.main import main; main(); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -107,22 +96,21 @@ def test_features_are_written_once_and_then_reused_without_torch(
 
 
 def test_plan_and_estimate_read_no_more_than_they_need_and_write_nothing(
-    recipe: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, made: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    run = ("--run", tmp_path / "other")
-    assert call(main, "features", "--config", recipe, *run, "--estimate", "--features.storage", "int8") == 0
+    words = ("--config", recipe, "--run", tmp_path / "other")
+    assert call(main, "features", *words, "--estimate", "--features.storage", "int8") == 0
     out = capsys.readouterr().out
     assert " tokens x 44 bytes (int8 for float32)" in out and re.search(r"tok/s \(measured now.* take \d.* h;", out)
     shutil.copytree(made / "target", tmp_path / "target")
     (tmp_path / "target/model.safetensors").write_bytes(b"weights are not read")
-    words = ("--target", tmp_path / "target", "--features.after_blocks", "[1]")
-    assert call(main, "features", "--config", recipe, *run, "--plan", *words) == 0
+    bare = ("--target", tmp_path / "target", "--features.after_blocks", "[1]")
+    assert call(main, "features", *words, "--plan", *bare) == 0
     out = capsys.readouterr().out
     assert "features: 24 rows, " in out and " tokens x 264 bytes (float32)" in out
-    for command in ("check", "show"):
-        assert call(main, command, "--config", recipe, *run, "--plan") == 0
+    assert [call(main, command, *words, "--plan") for command in ("check", "show")] == [0, 0]
     assert not (tmp_path / "other").exists()
-    deep = ("--config", recipe, *run, "--target", tiny.target(tmp_path / "deep", num_blocks=8), "--head.kind", "eagle3")
+    deep = (*words, "--target", tiny.target(tmp_path / "deep", num_blocks=8), "--head.kind", "eagle3")
     assert call(main, "features", *deep) == 0  # an eagle3 head has default taps, and the cache says which
     taps = FeatureCache.open(tmp_path / "other/features", {"after_blocks": [2, 4, 5]})[0].taps
     assert taps is not None and taps.shape[1] == 3 * 32 and call(main, "features", *deep, "--is-whole") == 0
@@ -139,6 +127,8 @@ MISTAKES: list[tuple[str, str]] = [
     ("--features.mode online --features.storage fp8", "storage and shuffle_shards are of a cache"),
     ("--data.limit many", "--data.limit: "),
     ("--shard 3/2", "--shard: 3/2 is no share; write i/n"),
+    ("--shard 0/4", "--shard: 0/4 is no share; write i/n"),
+    ("--shard 1/", "--shard: 1/ is no share; write i/n"),
     ("--head.kind eagle3", "has 4 blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps"),
     ("--target BARE", "target.chat_template"),
 ]
@@ -146,7 +136,7 @@ MISTAKES: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("words", "said"), MISTAKES)
 def test_a_mistake_exits_with_2_and_one_line_and_overwrites_nothing(
-    words: str, said: str, recipe: Path, features: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, recipe: Path, features: Path, tmp_path: Path, capsys: Any
 ) -> None:
     before = contents(features)
     if "BARE" in words:
@@ -156,54 +146,48 @@ def test_a_mistake_exits_with_2_and_one_line_and_overwrites_nothing(
 
 
 def test_another_recipes_cache_is_refused_whole_or_not_and_replaced_only_with_overwrite(
-    recipe: Path, features: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, features: Path, capsys: Any
 ) -> None:
-    before, changed = contents(features), ("--config", recipe, "--features.storage", "fp8")
-    assert call(main, "features", *changed) == 2
+    changed = ("features", "--config", recipe, "--features.storage", "fp8")
+    before, provenance = contents(features), features / "provenance.json"
+    assert call(main, *changed) == 2
     line = refusal(capsys)
     assert "features.storage: None there, fp8 asked" in line and "--overwrite" in line
-    provenance = features / "provenance.json"
     provenance.write_text(provenance.read_text().replace('"max_length": 128', '"max_length": 129'))
-    assert call(main, "features", "--config", recipe) == 2
-    assert "provenance.json: cannot be read; write it anew with --overwrite" in refusal(capsys)
-    for name in ("provenance.json", "index.json"):
-        (features / name).unlink()
-    assert call(main, "features", *changed) == 2
-    assert "was made from other rows or by another target" in refusal(capsys)
+    assert call(main, *changed) == 2 and "provenance.json: cannot be read; write it anew" in refusal(capsys)
+    provenance.unlink()
+    (features / "index.json").unlink()
+    assert call(main, *changed) == 2 and "made from other rows or by another target" in refusal(capsys)
     assert {**contents(features), "index.json": b""} == {**before, "index.json": b""}
-    assert call(main, "features", *changed, "--overwrite") == 0
+    assert call(main, *changed, "--overwrite") == 0
     assert re.search(r"fp8 for float32: relative error of a dimension: last state \d", capsys.readouterr().out)
     assert FeatureCache.open(features, {"storage": "fp8"})[0].scales is not None
 
 
 def test_shares_of_any_number_are_continued_by_any_other_after_a_kill(
-    recipe: Path, features: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, features: Path, capsys: Any
 ) -> None:
-    whole, run = contents(features), features.parent
+    whole, words = contents(features), ("features", "--config", recipe)
     shutil.rmtree(features)
 
     def die(share: str, shard: int) -> None:
         kill_at(cache_module, "write_atomically", shard)
-        call(main, "features", "--config", recipe, "--shard", share)
+        call(main, *words, "--shard", share)
 
     for share, shard in (("1/2", 2), ("1/1", 1)):  # none of them gets through
         assert ended_by(lambda share=share, shard=shard: die(share, shard)) == -signal.SIGKILL
-        assert call(main, "features", "--config", recipe, "--is-whole") == 1
-        assert call(train, "--config", recipe) == 2
-    assert call(main, "features", "--config", recipe, "--shard", "2/3") == 0
-    assert "share 2/3 is written" in capsys.readouterr().out
-    assert json.loads((run / "status-features-2-of-3.json").read_text())["state"] == "share-done"
-    assert call(main, "check", "--config", recipe) == 1
-    assert "index.json: No such file" in capsys.readouterr().out
-    assert call(main, "features", "--config", recipe) == 0 and contents(features) == whole
-    assert call(main, "features", "--config", recipe, "--shard", "1/3") == 0
-    assert json.loads((run / "status-features-1-of-3.json").read_text())["state"] == "done"
+        assert call(main, *words, "--is-whole") == 1 and call(train, "--config", recipe) == 2
+    assert call(main, *words, "--shard", "2/3") == 0 and "share 2/3 is written" in capsys.readouterr().out
+    assert call(main, "check", "--config", recipe) == 1 and "index.json: No such file" in capsys.readouterr().out
+    assert call(main, *words) == 0 and contents(features) == whole and call(main, *words, "--shard", "1/3") == 0
+    states = {
+        index: json.loads((features.parent / f"status-features-{index}-of-3.json").read_text()) for index in (1, 2)
+    }
+    assert (states[1]["state"], states[2]["state"]) == ("done", "share-done")
 
 
-def test_damage_is_named_by_check_and_training_and_mended_by_verify(
-    recipe: Path, features: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole, shard = contents(features), features / "shard-00001.safetensors"
+def test_damage_is_named_by_check_and_training_and_mended_by_verify(recipe: Path, features: Path, capsys: Any) -> None:
+    whole, shard, words = contents(features), features / "shard-00001.safetensors", ("features", "--config", recipe)
     content = bytearray(shard.read_bytes())
     content[-9] ^= 1
     shard.write_bytes(content)
@@ -212,27 +196,15 @@ def test_damage_is_named_by_check_and_training_and_mended_by_verify(
     assert call(train, "--config", recipe) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert str(shard) in error and "features --config RECIPE --verify" in error
-    assert not (recipe.parent / "run/heads/eagle1/config.json").exists()
-    assert call(main, "features", "--config", recipe, "--verify", "--plan") == 0 and contents(features) != whole
-    assert call(main, "features", "--config", recipe, "--verify") == 0 and contents(features) == whole
+    assert not (features.parent / "heads/eagle1/config.json").exists()
+    assert call(main, *words, "--verify", "--plan") == 0 and contents(features) != whole
+    assert call(main, *words, "--verify") == 0 and contents(features) == whole
     shard.unlink()  # a missing one is noticed without --verify
-    assert call(main, "features", "--config", recipe, "--is-whole") == 1
-    assert call(main, "features", "--config", recipe) == 0 and contents(features) == whole
+    assert call(main, *words, "--is-whole") == 1
+    assert call(main, *words) == 0 and contents(features) == whole
 
 
-def test_show_marks_the_answers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(main, "show", "--config", recipe, "--limit", "2") == 0
-    out = capsys.readouterr().out
-    assert out.count("supervised") == 2 and "\x1b[32m" in out
-    assert call(main, "show", "--config", recipe, "--limit", "1", "--plain") == 0
-    answer = tiny.conversations(1)[0]["conversations"][1]["value"]
-    assert f"[1:{answer}<|end|>]" in capsys.readouterr().out
-    assert call(main, "show", "--config", recipe, "--limit", "0") == 2
-
-
-def test_the_corpus_and_its_tokenizer_are_written_whole_and_reused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_corpus_and_its_tokenizer_are_written_whole_reused_and_shown(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
     values: dict[str, Any] = {
         "run": str(run),
@@ -240,19 +212,21 @@ def test_the_corpus_and_its_tokenizer_are_written_whole_and_reused(
         "synthetic": {"num_conversations": 30, "num_prompts": 8, "vocab_size": 400},
         "data": {"conversations": [str(run / "conversations/train.jsonl")]},
     }
-    recipe = tiny.recipe(tmp_path / "recipe.yaml", values)
-    assert call(main, "synthetic", "--config", recipe, "--plan") == 0 and not run.exists()
-    assert call(main, "synthetic", "--config", recipe) == 0
+    words = ("--config", tiny.recipe(tmp_path / "recipe.yaml", values))
+    assert call(main, "synthetic", *words, "--plan") == 0 and not run.exists()
+    assert call(main, "synthetic", *words) == 0
     before = contents(run)
     assert {"conversations/train.jsonl", "conversations/prompts.jsonl", "tokenizer/tokenizer.json"} < set(before)
-    assert call(main, "synthetic", "--config", recipe) == 0
-    assert "synthetic: whole, reused" in capsys.readouterr().out
-    assert call(main, "show", "--config", recipe, "--plain") == 0  # the tokenizer's own template marks the answers
-    assert "<|assistant|>[1:" in capsys.readouterr().out
-    assert call(main, "synthetic", "--config", recipe, "--synthetic.seed", "1") == 2
+    assert call(main, "synthetic", *words) == 0 and "synthetic: whole, reused" in capsys.readouterr().out
+    first = json.loads((run / "conversations/train.jsonl").read_text().splitlines()[0])["conversations"]
+    answer = next(turn["value"] for turn in first if turn["from"] == "gpt")
+    for option, shown in ((), f"\x1b[32m{answer}"), (("--plain",), f"[1:{answer}<|end|>]"):
+        assert call(main, "show", *words, "--limit", "1", *option) == 0 and shown in capsys.readouterr().out
+    assert call(main, "show", *words, "--limit", "0") == 2 and "--limit" in refusal(capsys)
+    assert call(main, "synthetic", *words, "--synthetic.seed", "1") == 2
     assert "synthetic.seed: 0 there, 1 asked" in refusal(capsys)
     (run / "conversations/provenance.json").unlink()
-    assert call(main, "synthetic", "--config", recipe) == 2
+    assert call(main, "synthetic", *words) == 2
     assert "holds files that this stage did not write" in refusal(capsys)
     assert {**contents(run), "status.json": b""} == {**before, "status.json": b""}
 
@@ -260,11 +234,9 @@ def test_the_corpus_and_its_tokenizer_are_written_whole_and_reused(
 @pytest.mark.slow
 def test_two_processes_write_the_same_bytes_as_one(recipe: Path, features: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    zero = str(ROOT / "configs/accelerate/zero1.yaml")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", zero]
-    words = [str(ROOT / "data/main.py"), "features", "--config", str(recipe), f"--run={tmp_path / 'two'}"]
-    done = subprocess.run(
-        [*launcher, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    zero, script = ROOT / "configs/accelerate/zero1.yaml", ROOT / "data/main.py"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(zero), str(script)]
+    words = [*launcher, "features", "--config", str(recipe), f"--run={tmp_path / 'two'}"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "process 1 of 2" in done.stderr, done.stderr
     assert contents(tmp_path / "two/features") == contents(features)

@@ -12,7 +12,6 @@ import torch
 
 from aerie.configs.errors import exit_code
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.chat import end_of_turn_ids
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Outcome, Thinking
 from aerie.data.main import main
@@ -23,7 +22,7 @@ KEEP = dict.fromkeys(("cut", "empty", "loop", "language", "refusal", "repeated")
 
 def thinking(chat_template: str | None = tiny.TEMPLATE) -> Thinking:
     tokenizer = tiny.tokenizer(chat_template=chat_template)
-    return Thinking(tokenizer, end_of_turn_ids(tokenizer, None))
+    return Thinking(tokenizer, {tokenizer.eos_token_id})
 
 
 def config(**keys: Any) -> DistillConfig:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from aerie.configs.schema.data import DataConfig
-from aerie.data.chat import end_of_turn_ids
 from aerie.data.conversations import Tally
 from aerie.data.distill.answer import Answer, Outcome, Thinking
 from aerie.data.distill.gate import training_rows
@@ -22,7 +21,7 @@ IN_TAGS, OPENING, DROPPING = chat_targets.CHATML, chat_targets.THINK_OPENING, ch
 def of(template: str, **arguments: Any) -> Thinking:
     end = "<|eot_id|>" if template is chat_targets.TRIMMING else "<|im_end|>"
     tokenizer = chat_targets.build_tokenizer(template, end)
-    return Thinking(tokenizer, end_of_turn_ids(tokenizer, None), arguments)
+    return Thinking(tokenizer, {tokenizer.eos_token_id}, arguments)
 
 
 def rows_of(reader: Thinking, *answers: Answer) -> list[dict[str, Any]]:
