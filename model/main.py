@@ -13,14 +13,10 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 import json
-import re
 
 from aerie.configs.errors import UserError, exit_code
-from aerie.model.hub import HUB_ID, head_directory, require_login
-from aerie.model.storage import is_dirty, read_json
-
-TARGET = "check against this target (local directory or Hub id)"
-TAPS = "taps of an EAGLE-3 head that names none, as 2,16,29"
+from aerie.model.hub import HUB_ID
+from aerie.model.storage import CONFIG, read_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
     def add(name: str, summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.add_argument("head", help="a head's directory, or a Hub repository (user/name, user/name@revision)")
-        command.add_argument("--target", required=name == "convert", help=TARGET)
-        command.add_argument("--after-blocks", help=TAPS)
+        command.add_argument("--target", required=name == "convert", help="check against it (local or Hub id)")
+        command.add_argument("--after-blocks", type=taps, help="taps of an EAGLE-3 head that names none, as 2,16,29")
         return command
 
     inspect = add("inspect", "what a head's files hold, and whether it fits a target")
@@ -67,110 +63,82 @@ def main() -> int:
     warnings.filterwarnings("ignore")  # no chatter from the libraries between the lines
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    name = getattr(arguments, "target_name", None)
-    if name is not None and re.fullmatch(r"[\w./~][\w./~:@+-]*", name) is None:
-        raise UserError(f"--target-name {name!r}: no name of a model, such as user/name or a path without blanks")
     return {"inspect": inspect, "convert": convert, "push": push}[arguments.command](arguments)
+
+
+def taps(text: str) -> tuple[int, ...]:
+    """2,16,29 as (2, 16, 29); ValueError, which argparse explains, unless they ascend."""
+    numbers = tuple(map(int, text.split(",")))
+    if list(numbers) != sorted(set(numbers)):
+        raise ValueError
+    return numbers
 
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Prints one screen, or JSON with --json; 1 when the head would not load or does not fit the target."""
-    from aerie.model.export import TargetFacts
+    from aerie.model.formats.content import TargetFacts
     from aerie.model.inspection import inspect_head, screen
 
     target = None if arguments.target is None else TargetFacts.load(arguments.target)
-    head = inspect_head(arguments.head, target, taps_of(arguments))
+    head = inspect_head(arguments.head, target, arguments.after_blocks)
     print(json.dumps(head, indent=1) if arguments.json else screen(head))
     return 1 if head["problems"] else 0
 
 
 def convert(arguments: argparse.Namespace) -> int:
     """Writes --out, and prints what its reader would have to be told."""
-    from aerie.model.export import TargetFacts, export
+    from aerie.model.export import export
+    from aerie.model.formats.content import TargetFacts, table
 
-    out, drafts, taps = arguments.out, arguments.speculative_tokens, taps_of(arguments)
+    out, to, drafts = arguments.out, arguments.to, arguments.speculative_tokens
     if drafts is not None and drafts < 1:
         raise UserError(f"--speculative-tokens {drafts}: a cycle drafts at least one token")
-    require_own_directory(out, arguments.overwrite)
+    there = list(out.iterdir()) if out.is_dir() else []
+    if there:  # nothing but an earlier export is ever removed
+        values = read_json(out / CONFIG) if out / CONFIG in there else {}
+        is_export = "exported_from" in table(values, "aerie") and all(path.is_file() for path in there)
+        if not (arguments.overwrite and is_export):
+            fix = "replace it with --overwrite" if is_export else "it is no earlier export; name a new directory"
+            raise UserError(f"--out {out}: not empty; {fix}")
     target = TargetFacts.load(arguments.target, arguments.target_name, drafts)
     try:
-        done = export(arguments.head, arguments.to, out, target, taps, arguments.any_target)
+        layout, notes = export(arguments.head, to, out, target, arguments.after_blocks, arguments.any_target)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}; name another directory") from error
-    print("".join(f"note: {note}\n" for note in done.notes), end="")
-    print(
-        f"convert: {done.source_layout} -> {arguments.to}: {done.num_tensors} tensors in {done.weights}, read back and "
-        f"equal bit for bit"
-    )
+    print("".join(f"note: {note}\n" for note in notes), end="")
+    print(f"convert: {layout} -> {to}: {out}, read back and equal bit for bit")
     return 0
 
 
 def push(arguments: argparse.Namespace) -> int:
     """Ships the head, or with --dry-run prints what would go."""
-    from aerie.model.export import TargetFacts
-    from aerie.model.push import Order, Repository, look, pack, upload
+    from aerie.model.formats.content import TargetFacts
+    from aerie.model.inspection import inspect_head
+    from aerie.model.push import pack, removals, upload
 
-    if HUB_ID.fullmatch(arguments.repo) is None or "@" in arguments.repo:
-        raise UserError(f"--repo {arguments.repo}: no repository name; it looks like user/name")
-    directory, taps = head_directory(arguments.head), taps_of(arguments)
-    if not directory.is_dir():
-        raise UserError(f"{arguments.head}: no such head directory")
-    target = None if arguments.target is None else TargetFacts.load(arguments.target)
-    names = (directory, arguments.repo, arguments.run, arguments.target_name, arguments.license, target, taps)
-    shipment = pack(Order(*names, arguments.without_results, arguments.uncommitted), is_dirty())
-    print("".join(f"note: {note}\n" for note in shipment.notes), end="")
-    where = f"{arguments.repo}{'' if arguments.revision is None else '@' + arguments.revision}"
+    repo, revision, target = arguments.repo, arguments.revision, None
+    if HUB_ID.fullmatch(repo) is None or "@" in repo:
+        raise UserError(f"--repo {repo}: no repository name; it looks like user/name")
+    if arguments.target is not None:
+        target = TargetFacts.load(arguments.target)
+    head = inspect_head(arguments.head, target, arguments.after_blocks)
+    allowed = [name for name in ("without_results", "uncommitted") if getattr(arguments, name)]
+    files, notes = pack(head, repo, arguments.run, arguments.target_name, arguments.license, allowed)
+    print("".join(f"note: {note}\n" for note in notes), end="")
+    where = repo if revision is None else f"{repo}@{revision}"
     if not arguments.dry_run:
-        require_login()
-    visibility = ""
-    try:
-        repository = look(arguments.repo, arguments.revision)
-    except UserError as error:
-        if not arguments.dry_run:
-            raise
-        why = str(error).split("; nothing is half there")[0]
-        print(f"note: whether it is there, whose it is and what a push would remove is not known: {why}")
-        repository, visibility = Repository(arguments.repo, arguments.revision), ", if it is new"
-    repository.require_visibility(arguments.private)
-    removed = ", ".join(repository.removals(shipment.files))
-    if arguments.dry_run:
-        readme = shipment.files["README.md"]
-        assert isinstance(readme, bytes)
-        goes = f"\ngoes there: {removed}" if removed else ""
-        visibility = ("private" if repository.is_private or arguments.private else "public") + visibility
-        print(f"push: would ship to {where} ({visibility}):\n{shipment.text()}{goes}\n\nREADME.md:\n{readme.decode()}")
+        address, removed = upload(repo, files, revision, arguments.private)
+        print(f"push: {len(files)} files to {where}, removed {', '.join(removed) or 'nothing'}: {address}")
         return 0
-    address = upload(repository, shipment.files, arguments.private, "A draft head")
-    gone = f", removed {removed} of an earlier push" if removed else ""
-    print(f"push: {len(shipment.files)} files to {where}{gone}: {address}")
+    try:
+        does = f"remove {', '.join(removals(repo, files, revision)) or 'nothing'}"
+    except UserError as error:
+        does = f"fail now ({error})"
+    print(f"push: would {does}, and ship to {where}:")
+    for name, file in sorted(files.items()):
+        print(f"  {len(file) if isinstance(file, bytes) else file.stat().st_size:>16,} bytes  {name}")
+    print(f"\nREADME.md:\n{bytes(files['README.md']).decode()}")
     return 0
-
-
-def require_own_directory(out: Path, overwrite: bool) -> None:
-    """UserError unless out is new, empty, or an earlier export that may be replaced: nothing else is ever removed."""
-    above = next((place for place in out.parents if place.exists()), out)
-    if not above.is_dir() or ((out.exists() or out.is_symlink()) and not out.is_dir()):
-        raise UserError(f"--out {out}: {out if above.is_dir() else above} is no directory; name another place")
-    names = [path.name for path in out.iterdir()] if out.is_dir() else []
-    if names and not overwrite:
-        raise UserError(f"--out {out}: not empty; name a new directory, or replace it with --overwrite")
-    values = read_json(out / "config.json") if "config.json" in names else {}
-    facts = values.get("aerie") if isinstance(values, dict) else None
-    is_export = isinstance(facts, dict) and "exported_from" in facts
-    if names and not (is_export and all(path.is_file() for path in out.iterdir())):
-        raise UserError(f"--out {out}: holds something else than an earlier export; name a new directory")
-
-
-def taps_of(arguments: argparse.Namespace) -> tuple[int, ...] | None:
-    """--after-blocks 2,16,29 as (2, 16, 29)."""
-    text = arguments.after_blocks
-    if text is None:
-        return None
-    words = text.split(",")
-    taps = tuple(int(word) for word in words if word.strip().isdecimal())
-    if len(taps) < len(words) or list(taps) != sorted(set(taps)):
-        raise UserError(f"--after-blocks {text}: must be ascending block numbers without repeats, like 2,16,29")
-    return taps
 
 
 if __name__ == "__main__":

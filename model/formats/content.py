@@ -1,21 +1,27 @@
-"""What every layout reads into and writes from: a head's configuration and tensors by this project's names.
+"""What every layout reads into and writes from, and what their config.json share: Llama's sizes, RoPE and the taps."""
 
-Also the parts of config.json that all layouts share: typed values, Llama's sizes, RoPE, and the numbers of the taps.
-"""
-
+import dataclasses
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import validate
+from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
+from aerie.model.layers import Rotary
+from aerie.model.storage import first_line
+from aerie.model.target import VocabWeights, default_taps, load_config, load_vocab
 
-T = TypeVar("T", int, float, bool, dict[str, Any])
+T = TypeVar("T", bound=AnyConfig)
+Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub: what of a name is changed, and what for
 SPECULATIVE_TOKENS = 5  # a server's drafts per cycle where nobody says (speculators' own default for EAGLE-3)
 
 
@@ -44,23 +50,40 @@ class HeadContent:
     def kind(self) -> str:
         return next(name for name, kind in HEADS.items() if kind.config is type(self.config))
 
-    @property
-    def eagle(self) -> Eagle1Config | Eagle3Config:
-        """The configuration of an EAGLE head, the only kind that servers' layouts carry; UserError for another."""
-        if not isinstance(self.config, Eagle1Config | Eagle3Config):
-            raise UserError(f"--to: servers' layouts carry EAGLE heads, and this is a {self.kind} head")
-        return self.config
-
 
 @dataclass(frozen=True)
-class Destination:
-    """What a written head has to know of its target and of its server."""
+class TargetFacts:
+    """A target without its trunk: its embedding and LM head, and what a server has to know of it."""
 
-    target: str  # what servers are told to load
-    architectures: tuple[str, ...]
-    num_blocks: int
-    max_position_embeddings: int
+    path: str
+    text_config: Any
+    vocab: VocabWeights
+    name: str  # what servers are told to load
+    architectures: tuple[str, ...] = ()
+    end_ids: tuple[int, ...] = ()  # the tokens at which its answers end
     speculative_tokens: int | None = None  # a server's drafts per cycle (default: the head's own)
+
+    @classmethod
+    def load(cls, path: str, name: str | None = None, speculative_tokens: int | None = None) -> "TargetFacts":
+        """Reads two tensors and the configuration."""
+        config = TargetConfig(path)
+        architectures = tuple(load_config(config).architectures or ())
+        text_config, vocab = load_vocab(config)
+        try:
+            stops = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:  # the file is optional
+            stops = None
+        end_ids = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
+        return cls(path, text_config, vocab, name or path, architectures, end_ids, speculative_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def default_taps(self) -> tuple[int, ...] | None:
+        """EAGLE-3's, None for a target that is too short for them."""
+        return default_taps(self.num_blocks) if self.num_blocks >= 7 else None
 
 
 @dataclass(frozen=True)
@@ -69,87 +92,127 @@ class Export:
 
     values: dict[str, Any]
     tensors: dict[str, Tensor]
-    pickled: bool = False
     notes: tuple[str, ...] = ()
+    pickled: bool = False
 
 
-def refuse(layout: str, what: str, instead: str) -> UserError:
-    """The error for a head that a layout's readers would silently misread."""
-    return UserError(f"--to {layout}: cannot carry {what}; {instead}")
+def table(values: Any, *keys: str) -> dict[str, Any]:
+    """The table under nested keys, empty where there is none."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
 
 
-def refuse_options(layout: str, config: Eagle3Config, flags: tuple[str, ...], instead: str) -> None:
-    """UserError for a head with an option, or more than one layer, that the layout's readers would drop."""
-    for name in flags:
-        if getattr(config, name):
-            raise refuse(layout, f"{name}, which its reader does not know", instead)
-    if config.num_hidden_layers > 1:
-        raise refuse(layout, f"{config.num_hidden_layers} layers, of which its reader takes one", instead)
+def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> dict[str, Tensor]:
+    """The tensors by the names that the rules make one after the other, without those whose name they make empty.
 
-
-WORDS = {
-    int: "a positive whole number",
-    float: "a positive number",
-    bool: "true or false, without quotes",
-    dict: "a table of keys or null",
-}
-DEPTHS = ("num_hidden_layers", "num_heads", "num_layers")  # layers are built one by one: a limit against nonsense
-
-
-def take(values: dict[str, Any], name: str, kind: type[T], place: Path, default: Any = None) -> T:
-    """values[name] as a positive int or float, a bool or a table; a missing or null one is the default.
-
-    UserError, which names the file at place, for another type, and for a missing value without default.
+    UserError where two tensors of the file at place would be one.
     """
-    value = default if values.get(name) is None else values[name]
-    if value is None:
-        raise UserError(f"{place}: lacks {name}")
-    is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if not (0 < value < math.inf if is_number and kind in (int, float) else isinstance(value, kind)):
-        raise UserError(f"{place}: {name} is {value!r}; it must be {WORDS[kind]}")
-    most = 1024 if name in DEPTHS else 2**24
-    if kind is int and value > most:
-        raise UserError(f"{place}: {name} is {value:,}; no head has more than {most:,}")
-    return kind(value)
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        new = name
+        for pattern, replacement in rules:
+            new = re.sub(pattern, replacement, new)
+        if new in made:
+            raise UserError(f"{place}: {name!r} is a second {new!r} of the head; take out what is not its own")
+        if new:
+            made[new] = tensor
+    return made
 
 
-def renamed(tensors: dict[str, Tensor], rename: Callable[[str], str], place: Path) -> dict[str, Tensor]:
-    """The tensors under their new names; UserError where two of the file at place would be one."""
-    origin: dict[str, str] = {}
-    for name in tensors:
-        other = origin.setdefault(rename(name), name)
-        if other != name:
-            raise UserError(
-                f"{place}: {other!r} and {name!r} are the same tensor of a head by two names; take out the one that is "
-                f"not its own"
-            )
-    return {new: tensors[old] for new, old in origin.items()}
-
-
-def unread(values: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence for each key, at any level, that changes how a head drafts and that this project does not follow."""
-    sentences = []
-    for part in (values, values.get("transformer_layer_config"), values.get("eagle_config")):
-        if not isinstance(part, dict):
-            continue
-        kinds = part.get("layer_types") if isinstance(part.get("layer_types"), list) else []
-        other_kinds = sorted({str(kind) for kind in kinds or ()} - {"full_attention"})
-        if other_kinds:
-            sentences.append(f"layer_types names {', '.join(other_kinds)}: it drafts with full attention here")
-        window = part.get("sliding_window")
-        if window is not None and part.get("use_sliding_window", True) and (not kinds or other_kinds):
-            sentences.append(f"sliding_window is {window}: it drafts with full attention here")
-        if part.get("parallel_drafting"):
-            sentences.append("parallel_drafting is true: it was trained to draft several tokens at once")
-        if part.get("quantization_config"):
-            sentences.append("quantization_config is there: the weights are read as they lie, without its scales")
-    return tuple(dict.fromkeys(sentences))
-
-
-# -------------------------------------------------------------------------------------------------------------- taps
+# ------------------------------------------------------------------------------------------------------ config.json
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # the architecture of SpecForge's exports and of SGLang's draft module
+SIZES = (  # the keys of Llama that EAGLE heads have
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
+)
+PREFIX_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+DEPTHS = ("num_hidden_layers", "num_heads", "num_layers")  # layers are built one by one: a limit against nonsense
+MAX_POSITIONS = 2048
+ANY_LENGTH = (None, "linear", "llama3")  # kinds of RoPE whose frequencies do not depend on max_position_embeddings
+
+
+def configuration(schema: type[T], values: dict[str, Any], place: Path) -> T:
+    """A head's configuration, null standing for the default; UserError for what no head can have."""
+    given = {name: value for name, value in values.items() if value is not None}
+    needed = [field.name for field in dataclasses.fields(schema) if field.default is dataclasses.MISSING]
+    prefix = PREFIX_SIZES if values.get("prefix_layer") else ()
+    if lacking := [name for name in (*needed, *prefix) if name not in given]:
+        raise UserError(f"{place}: {'has a prefix layer and ' if prefix else ''}lacks {', '.join(lacking)}")
+    config: Any = validate(given, schema, str(place), {})
+    for name, size in vars(config).items():
+        limit = math.inf if isinstance(size, float) else 2**10 if name in DEPTHS else 2**24
+        if isinstance(size, int | float) and not isinstance(size, bool) and not 0 < size < limit:
+            raise UserError(f"{place}: {name} is {size:,}; it must be above 0 and below {limit:,}")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise UserError(f"{place}: hidden_act is {config.hidden_act!r}; heads have 'silu'")
+    if getattr(config, "rope_theta", None) is not None:
+        try:
+            Rotary(config)
+        except (KeyError, TypeError, ValueError, UserError) as error:
+            raise UserError(f"{place}: rope_scaling {config.rope_scaling}: {first_line(error)}") from error
+    return config
+
+
+def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
+    """The entries that Eagle1Config and Eagle3Config have in common; the defaults are those of SafeAILab's EConfig."""
+    width, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    theta, scaling = read_rope(values, place)
+    defaults = {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": heads,
+        "head_dim": width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": values.get("max_sequence_length") or MAX_POSITIONS,
+    }
+    given = {name: values[name] for name in SIZES if values.get(name) is not None}
+    return {**defaults, **given, "rope_theta": theta, "rope_scaling": scaling}
+
+
+def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling, from the keys of transformers 4 (rope_scaling, "type") and 5 (rope_parameters).
+
+    Without a base it is 10,000: published training code ignores the target's.
+    """
+    tables = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    tables["config.json"] = values
+    bases = {name: found["rope_theta"] for name, found in tables.items() if found.get("rope_theta")}
+    if len(set(bases.values())) > 1:
+        spelt = ", ".join(f"{base} in {name}" for name, base in bases.items())
+        raise UserError(f"{place}: rope_theta is {spelt}; the head was trained with one of them: take out the other")
+    scaling = {**(tables["rope_scaling"] or tables["rope_parameters"])}
+    scaling.pop("rope_theta", None)
+    kind = scaling.pop("type", None)
+    scaling = {"rope_type": kind, **scaling} if kind else scaling
+    is_plain = scaling.get("rope_type", "default") == "default"
+    return next(iter(bases.values()), 10000.0), None if is_plain else scaling
+
+
+def write_sizes(config: Eagle1Config | Eagle3Config, target: TargetFacts) -> tuple[dict[str, Any], list[str]]:
+    """The keys of config.json for every reader (RoPE in both spellings), and notes.
+
+    max_position_embeddings is the longer of the head's and the target's: servers draft nothing, or noise, beyond it.
+    """
+    notes, scaling = [], config.rope_scaling or {}
+    own, theirs = config.max_position_embeddings, int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
+    if theirs > own and scaling.get("rope_type") in ANY_LENGTH:
+        notes.append(f"max_position_embeddings {own:,} is written as {theirs:,}, the target's: servers stop there")
+        own = theirs
+    return {
+        "model_type": "llama",
+        **{name: getattr(config, name) for name in SIZES},
+        "max_position_embeddings": own,
+        "rope_scaling": dict(scaling) or None,
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": config.rope_theta},
+        "tie_word_embeddings": False,
+    }, notes
+
+
+def tap_numbers(values: dict[str, Any]) -> Any:
+    """The taps in one of the two numberings that circulate, None where config.json has none."""
+    return values.get(NUMBERED) or table(values, "eagle_config").get(NUMBERED)
 
 
 def read_taps(
@@ -160,155 +223,42 @@ def read_taps(
     Two numberings circulate: entries of hidden_states, and outputs of blocks (one less). fallback are the taps to take
     where the files name none; numbers that mean these in either numbering are theirs.
     """
-    if values.get("after_blocks") is not None:
-        if values.get("tap_convention") != TAP_CONVENTION:
-            raise UserError(
-                f"{place}: tap_convention is {values.get('tap_convention')!r}; after_blocks must be entries of "
-                f"transformers' hidden_states ({TAP_CONVENTION!r})"
-            )
-        return _ascending(values["after_blocks"], "after_blocks", place), None
-    numbers = _numbers(values, place)
-    if numbers is None and fallback is None:
-        raise UserError(
-            f"{place}: does not say which of the target's states this head reads; load it with its target, or add "
-            f'"after_blocks" (entries of transformers\' hidden_states) and "tap_convention": "{TAP_CONVENTION}"'
-        )
+    named, numbers, convention = values.get("after_blocks"), tap_numbers(values), values.get("tap_convention")
+    for name, ids in (("after_blocks", named), (NUMBERED, numbers)):
+        is_list = isinstance(ids, list) and ids and all(type(k) is int and k >= 0 for k in ids)
+        if ids is not None and not (is_list and ids == sorted(set(ids))):
+            raise UserError(f"{place}: {name} is {ids!r}; block numbers must ascend without repeats")
+    fix = f'entries of transformers\' hidden_states with "tap_convention": {TAP_CONVENTION!r}'
+    if named is not None:
+        if convention != TAP_CONVENTION:
+            raise UserError(f"{place}: tap_convention is {convention!r}; after_blocks must be {fix}")
+        return tuple(named), None
     if numbers is None:
-        assert fallback is not None
+        if fallback is None:
+            what = "does not say which of the target's states this head reads"
+            raise UserError(f'{place}: {what}; load it with its target, or add "after_blocks", {fix}')
         return fallback, f"names no taps; {list(fallback)} are taken (entries of hidden_states)"
-    ids = _ascending(numbers, NUMBERED, place)
+    entries, outputs = tuple(numbers), tuple(k + 1 for k in numbers)
     if is_speculators:
-        return ids, None
-    outputs = tuple(k + 1 for k in ids)
+        return entries, None
     counts_outputs = fallback is not None and values.get("architectures") == [COUNTS_OUTPUTS]
-    is_output = outputs == fallback or (ids != fallback and (ids[0] == 1 or counts_outputs))
-    taps, what = (outputs, "outputs of blocks") if is_output else (ids, "entries of hidden_states")
-    return taps, f"{NUMBERED} {list(ids)} are taken as {what}: the head reads hidden_states {list(taps)}"
+    is_output = outputs == fallback or (entries != fallback and (entries[0] == 1 or counts_outputs))
+    taps, what = (outputs, "outputs of blocks") if is_output else (entries, "entries of hidden_states")
+    return taps, f"{NUMBERED} {numbers} are taken as {what}: the head reads hidden_states {list(taps)}"
 
 
-def open_taps(values: dict[str, Any], place: Path) -> str | None:
-    """What config.json alone leaves open; None where it names the states that the head reads.
-
-    "unnamed": it names none. "ambiguous": it names some, in a numbering that only the target's number of blocks tells.
-    """
-    if values.get("after_blocks") is not None:
-        return None
-    numbers = _numbers(values, place)
-    if numbers is None:
-        return "unnamed"
-    begins_with_one = isinstance(numbers, list) and numbers[:1] == [1]
-    return "ambiguous" if values.get("architectures") == [COUNTS_OUTPUTS] and not begins_with_one else None
-
-
-def _numbers(values: dict[str, Any], place: Path) -> Any:
-    top = values.get(NUMBERED)
-    return take(values, "eagle_config", dict, place, {}).get(NUMBERED) if top is None else top
-
-
-def _ascending(numbers: Any, name: str, place: Path) -> tuple[int, ...]:
-    if not isinstance(numbers, list | tuple) or not all(type(k) is int and k >= 0 for k in numbers):
-        raise UserError(f"{place}: {name} is {numbers!r}; it must be a list of block numbers")
-    if not numbers or list(numbers) != sorted(set(numbers)):
-        raise UserError(f"{place}: {name} {list(numbers)} must ascend without repeats")
-    return tuple(numbers)
-
-
-# ---------------------------------------------------------------------------------------------------- sizes and RoPE
-
-ROPE_THETA = 10000.0  # the training code ignores the target's base, so a head without the key was trained with this
-MAX_POSITIONS = 2048
-ROPE_WORDS = ("rope_type", "attn_factors", "short_factor", "long_factor", "truncate")  # of its table, no numbers
-ROPE_NUMBERS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
-ANY_LENGTH = (None, "linear", "llama3")  # kinds of RoPE whose frequencies do not depend on max_position_embeddings
-
-
-def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
-    """The fields that Eagle1Config and Eagle3Config have in common.
-
-    Defaults: as many key heads as heads, hidden_size / heads, 1e-6, 2,048 positions, a plain RoPE of base 10,000.
-    Source: SafeAILab's EConfig.
-    """
-    if values.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{place}: hidden_act is {values['hidden_act']!r}; heads have 'silu'")
-    if take(values, "mlp_bias", bool, place, False):
-        raise UserError(f"{place}: mlp_bias is true; heads have no biases in their MLP")
-    heads, width = take(values, "num_attention_heads", int, place), take(values, "hidden_size", int, place)
-    positions = (
-        "max_position_embeddings" if values.get("max_position_embeddings") is not None else "max_sequence_length"
-    )
-    theta, scaling = read_rope(values, place)
-    return {
-        "hidden_size": width,
-        "intermediate_size": take(values, "intermediate_size", int, place),
-        "num_attention_heads": heads,
-        "num_key_value_heads": take(values, "num_key_value_heads", int, place, heads),
-        "head_dim": take(values, "head_dim", int, place, width // heads or None),
-        "num_hidden_layers": take(values, "num_hidden_layers", int, place, 1),
-        "vocab_size": take(values, "vocab_size", int, place),
-        "rms_norm_eps": take(values, "rms_norm_eps", float, place, 1e-6),
-        "max_position_embeddings": take(values, positions, int, place, MAX_POSITIONS),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-    }
-
-
-def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, from the keys of transformers 4 (rope_scaling, "type") and 5 (rope_parameters)."""
-    parameters, scaling = (take(values, name, dict, place, {}) for name in ("rope_parameters", "rope_scaling"))
-    tables = {"config.json": values, "rope_parameters": parameters, "rope_scaling": scaling}
-    bases = {name: take(table, "rope_theta", float, place) for name, table in tables.items() if table.get("rope_theta")}
-    if len(set(bases.values())) > 1:
-        spelt = ", ".join(f"{base:g} in {name}" for name, base in bases.items())
-        raise UserError(f"{place}: rope_theta is {spelt}; the head was trained with one of them: take out the other")
-    theta = next(iter(bases.values()), ROPE_THETA)
-    scaling = {k: v for k, v in (scaling or parameters).items() if k != "rope_theta"}
-    kind = scaling.pop("type", None)
-    scaling = {"rope_type": kind, **scaling} if kind else scaling
-    if scaling.get("rope_type", "default") == "default":
-        return theta, None
-    kind = str(scaling["rope_type"])
-    missing = [name for name in ROPE_NUMBERS.get(kind, ()) if scaling.get(name) is None]
-    for name, value in scaling.items():
-        is_number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        if name not in ROPE_WORDS and not is_number:
-            raise UserError(f"{place}: rope_scaling of type {kind!r}: {name} is {value!r}, no number")
-    if missing:
-        raise UserError(f"{place}: rope_scaling of type {kind!r}: lacks {missing[0]}")
-    return theta, scaling
-
-
-def write_sizes(config: Eagle1Config | Eagle3Config, destination: Destination) -> tuple[dict[str, Any], list[str]]:
-    """The keys of config.json for every reader (RoPE in both spellings), and notes.
-
-    max_position_embeddings is the longer of the head's and the target's: servers draft nothing, or noise, beyond it.
-    """
-    notes, positions = [], config.max_position_embeddings
-    kind = (config.rope_scaling or {}).get("rope_type")
-    if destination.max_position_embeddings > positions and kind in ANY_LENGTH:
-        notes.append(
-            f"max_position_embeddings {positions:,} is written as {destination.max_position_embeddings:,}, the "
-            f"target's: servers cannot draft beyond it (the head was not trained there)"
-        )
-        positions = destination.max_position_embeddings
-    scaling = config.rope_scaling
-    return {
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": positions,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else dict(scaling),
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta},
-        "tie_word_embeddings": False,
-    }, notes
+def unread(values: dict[str, Any]) -> tuple[str, ...]:
+    """A sentence for each key, at any level, that changes how a head drafts and that this project does not follow."""
+    sentences = []
+    for part in (values, table(values, "transformer_layer_config"), table(values, "eagle_config")):
+        kinds, window = part.get("layer_types") or [], part.get("sliding_window")
+        others = sorted({str(kind) for kind in kinds} - {"full_attention"})
+        is_windowed = window is not None and part.get("use_sliding_window", True) and (others or not kinds)
+        meanings = {
+            f"layer_types names {', '.join(others)}: it drafts with full attention here": others,
+            f"sliding_window is {window}: it drafts with full attention here": is_windowed,
+            "parallel_drafting is true: it was trained to draft several tokens at once": part.get("parallel_drafting"),
+            "quantization_config is there: the weights are read as they lie": part.get("quantization_config"),
+        }
+        sentences += [sentence for sentence, applies in meanings.items() if applies]
+    return tuple(dict.fromkeys(sentences))

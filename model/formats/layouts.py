@@ -1,134 +1,140 @@
-"""The layouts in which heads are published: how each is told apart, read and written; and this project's own.
+"""The layouts in which heads are published: how each is told apart and read; Medusa's and Hydra's, and our own.
 
-Our own config.json names the head's kind and every key of its configuration, so nothing is guessed.
+Our config.json names the head's kind and every key, so nothing is guessed. Medusa and Hydra publish the state dict of a
+module: `i.j.linear` is block j of future token i, `i.L.weight` its LM head. Their config.json has often been left at
+another count: the weights are believed.
+Source: FasterDecoding/Medusa, zankner/Hydra.
 """
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from aerie.configs.errors import UserError
-from aerie.model.formats import medusa, safeailab, sglang, speculators
-from aerie.model.formats.content import Destination, Export, HeadContent, HeadFiles, read_rope, read_taps, take
+from aerie.model.formats.content import (
+    MAX_POSITIONS,
+    HeadContent,
+    HeadFiles,
+    Rule,
+    configuration,
+    read_rope,
+    read_taps,
+    renamed,
+    table,
+)
+from aerie.model.formats.eagle import FIRST_LAYER, TYPE, read_eagle1, read_eagle3
 from aerie.model.heads import HEADS
-from aerie.model.heads.eagle import Eagle1Config, Eagle3Config
+from aerie.model.heads.eagle import Eagle3Config
+from aerie.model.heads.multi_token import HydraConfig, MedusaConfig
 from aerie.model.storage import CONFIG, read_json
 from aerie.model.weights import read_tensors
 
 KIND = "aerie_kind"
-PREFIX_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+SPECULATORS = {"eagle": "eagle1", "eagle3": "eagle3"}
+SGLANG = {"LlamaForCausalLMEagle": "eagle1", "LlamaForCausalLMEagle3": "eagle3"}
+SGLANG |= {"Eagle3LlamaForCausalLM": "eagle3"}  # AngelSlim and ModelOpt write vLLM's name
+WHOLE_MODEL = ("model.layers.", "transformer.h.", "model.decoder.layers.")
+
+NO_LIMIT = 2**20  # positions: a head without attention is limited by its target's context alone
+HEAD_DIM = 128  # of Vicuna, where config.json does not say
+MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {
+    "medusa": (
+        (r"^(\d+)\.(\d+)\.linear\.", r"branches.\1.blocks.\2.linear."),
+        (r"^(\d+)\.(\d+)\.weight$", r"laws.lm_heads.\1.weight"),
+    ),
+    "hydra": (  # dropout stands between its blocks; the prefix layer is spelt so
+        (r"^prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)$", ""),
+        (r"^prefix_embeding_layer\.(layers\.0\.)?", "prefix_layer."),
+        (r"^hydra_mlp\.(\d+)\.(\d+)\.", lambda found: f"branches.{found[1]}.blocks.{int(found[2]) // 2}."),
+        (r"\.res_connection\.", ".projection."),
+        (r"^hydra_lm_head\.(\d+)\.1\.", r"laws.lm_heads.\1."),
+    ),
+}
 
 
-def kind_of(values: dict[str, Any], names: set[str]) -> str | None:
-    """The kind of head in our own layout, None where it holds none that is known."""
-    kind = values.get(KIND)
-    return kind if isinstance(kind, str) and kind in HEADS else None
-
-
-def read(files: HeadFiles) -> HeadContent:
-    """A head in our own layout; UserError for a missing key, a wrong type, or taps in another numbering."""
-    place, values, kind = files.config_place, files.values, files.values[KIND]
-    schema, entries = HEADS[kind].config, {}
-    missing = [f.name for f in dataclasses.fields(schema) if f.name not in values and f.default is dataclasses.MISSING]
-    if missing:
-        raise UserError(f"{place}: lacks {', '.join(missing)}")
-    for name, hint in get_type_hints(schema).items():
-        options = get_args(hint) or (hint,)
-        if name not in values:
-            continue
-        value = values[name]
-        if name == "after_blocks":
-            value = read_taps(values, None, place)[0]
-        elif name == "rope_scaling":
-            value = read_rope({name: value}, place)[1]
-        elif all(isinstance(option, str) for option in options):  # a Literal
-            if value not in options:
-                raise UserError(f"{place}: {name} is {value!r}; it must be one of {', '.join(options)}")
-        elif value is not None or type(None) not in options:
-            number = next((option for option in (bool, int, float) if option in options), None)
-            value = value if number is None else take(values, name, number, place)
-        entries[name] = value
-    if kind == "hydra" and entries.get("prefix_layer"):
-        missing = [name for name in (*PREFIX_SIZES, "rms_norm_eps") if entries.get(name) is None]
-        if missing:
-            raise UserError(f"{place}: has a prefix layer and lacks {', '.join(missing)}")
-    return HeadContent(schema(**entries), files.tensors, is_embedding_optional=schema is Eagle3Config)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One layout. kind_of tells a head's kind by config.json and the tensors' names, None for another layout."""
-
-    name: str
-    kind_of: Callable[[dict[str, Any], set[str]], str | None]
-    read: Callable[[HeadFiles], HeadContent]
-    write: Callable[[HeadContent, Destination], Export] | None = None
-
-
-LAYOUTS = (  # the first that knows the files reads them
-    Layout("aerie", kind_of, read),
-    Layout("medusa", medusa.kind_of, medusa.read),
-    Layout("hydra", medusa.kind_of_hydra, medusa.read_hydra),
-    Layout("speculators", speculators.kind_of, speculators.read, speculators.write),
-    Layout("sglang", sglang.kind_of, sglang.read, sglang.write),
-    Layout("safeailab", safeailab.kind_of, safeailab.read, safeailab.write),
-)
-WRITABLE = {layout.name: layout.write for layout in LAYOUTS if layout.write is not None}
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """config.json, which must be a table."""
-    values = read_json(directory / CONFIG)
-    if not isinstance(values, dict):
-        raise UserError(f"{directory / CONFIG}: not a table of keys: not a head of this project or another")
-    return values
-
-
-def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[Layout, str]:
+def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[str, str]:
     """The layout and the head's kind; UserError for files that are no head, or of a layout that is not known."""
-    declared, theirs = values.get(KIND), values.get(speculators.TYPE)
-    only = "aerie" if declared is not None else "speculators" if theirs is not None else None
-    for layout in LAYOUTS:
-        kind = layout.kind_of(values, names) if only in (None, layout.name) else None
-        if kind is not None:
-            return layout, kind
-    if only == "speculators":
-        raise UserError(f"{place}: {speculators.TYPE} is {theirs!r}; of speculators' heads, eagle3 and eagle are read")
-    if only is None and is_whole_model(values, names):
-        raise UserError(
-            f"{place}: a whole language model and no draft head: a target, or a draft_lm, which decodes as it is "
-            f"(--head) and needs no conversion"
-        )
-    known = "" if only else f", nor one in a layout that it reads ({', '.join(WRITABLE)})"
-    raise UserError(f"{place}: not a head of this project ({KIND} is {declared!r}){known}")
+    architectures = values.get("architectures") or [""]
+    first, has = str(architectures[0]), lambda *starts: any(name.startswith(starts) for name in names)
+    for key, known in ((KIND, tuple(HEADS)), (TYPE, tuple(SPECULATORS))):
+        if key in values and values[key] not in known:
+            raise UserError(f"{place}: {key} is {values[key]!r}; known here: {', '.join(known)}")
+    signs = (
+        (KIND in values, "aerie", values.get(KIND)),
+        (TYPE in values, "speculators", SPECULATORS.get(values.get(TYPE, ""))),
+        ("medusa_num_heads" in values or "0.0.linear.weight" in names, "medusa", "medusa"),
+        ("hydra_num_heads" in values or has("hydra_mlp."), "hydra", "hydra"),
+        (first in SGLANG, "sglang", SGLANG.get(first)),
+        ("draft_vocab_size" in values or FIRST_LAYER in names or has("midlayer."), "safeailab", "eagle3"),
+        ({"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names, "safeailab", "eagle1"),
+    )
+    for applies, layout, kind in signs:
+        if applies:
+            return layout, str(kind)
+    if has(*WHOLE_MODEL) or first.endswith(("ForCausalLM", "LMHeadModel")):
+        fix = "it decodes as it is (--head), needs no conversion, and is shipped with hf upload"
+        raise UserError(f"{place}: a whole language model and no draft head: a target, or a draft_lm; {fix}")
+    raise UserError(f"{place}: not a head of this project, nor one in a layout that it reads")
 
 
-def is_whole_model(values: dict[str, Any], names: set[str]) -> bool:
-    """Whether files that are no head are a causal LM as transformers saves it."""
-    architectures = values.get("architectures")
-    first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if any(name.startswith(("model.layers.", "transformer.h.", "model.decoder.layers.")) for name in names):
-        return True
-    return first.endswith(("ForCausalLM", "LMHeadModel")) and not {"fc.weight", "d2t"} & names
-
-
-def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -> tuple[Layout, HeadFiles, HeadContent]:
-    """A head's directory in whatever layout; after_blocks are the taps to take where its files name none."""
-    values, place = read_config(directory), directory / CONFIG
-    weights, tensors = read_tensors(directory)
-    layout, _ = recognise(values, set(tensors), place)
+def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -> tuple[str, HeadFiles, HeadContent]:
+    """A head's directory in whatever layout, which comes first; after_blocks are the taps where its files name none."""
+    place = directory / CONFIG
+    values, (weights, tensors) = table(read_json(place)), read_tensors(directory)
+    layout, kind = recognise(values, set(tensors), place)
     files = HeadFiles(place, values, weights, tensors, after_blocks)
-    content = layout.read(files)
-    config = content.config
-    if isinstance(config, Eagle1Config | Eagle3Config) and config.num_attention_heads % config.num_key_value_heads:
-        raise UserError(
-            f"{place}: num_attention_heads {config.num_attention_heads} is no multiple of num_key_value_heads "
-            f"{config.num_key_value_heads}"
-        )
-    if isinstance(config, Eagle3Config) and config.draft_vocab_size > config.vocab_size:
-        raise UserError(
-            f"{place}: draft_vocab_size {config.draft_vocab_size:,} is larger than vocab_size {config.vocab_size:,}"
-        )
+    if layout in ("medusa", "hydra"):
+        content = _read_multi_token(files, kind)
+    elif layout != "aerie":
+        content = (read_eagle1 if kind == "eagle1" else read_eagle3)(files, layout)
+    else:
+        schema = HEADS[kind].config
+        if schema is Eagle3Config:
+            values = {**values, "after_blocks": read_taps(values, None, place)[0]}
+        config = configuration(schema, values, place)
+        content = HeadContent(config, tensors, is_embedding_optional=schema is Eagle3Config)
     return layout, files, content
+
+
+def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
+    """A Medusa or Hydra head; heads and layers are counted in the weights."""
+    values, place = files.values, files.config_place
+    if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
+        raise UserError(f"{place}: grounded_heads false or a hidden_state_offset: such heads are not supported")
+    tensors, guesses = renamed(files.tensors, MULTI_TOKEN_NAMES[kind], files.weights_place), []
+    if "laws.lm_heads.0.weight" not in tensors:
+        raise UserError(f"{files.weights_place}: no tensor is the LM head of the first future token ('0.L.weight')")
+    vocab_size, width = tensors["laws.lm_heads.0.weight"].shape
+    sizes: dict[str, Any] = {"hidden_size": width, "vocab_size": vocab_size, "max_position_embeddings": NO_LIMIT}
+    for name, pattern in (("heads", r"laws\.lm_heads\.(\d+)\.weight"), ("layers", r"branches\.0\.blocks\.(\d+)\..*")):
+        numbers = [int(match[1]) for key in tensors if (match := re.fullmatch(pattern, key))]
+        count = sizes[f"num_{name}"] = max(numbers, default=-1) + 1
+        said = values.get(f"{kind}_num_{name}")
+        if said not in (None, count):
+            guesses.append(f"{kind}_num_{name} is {said}, the weights have {count}, which are all taken")
+    if kind == "medusa":
+        return HeadContent(configuration(MedusaConfig, sizes, place), tensors, tuple(guesses))
+    sizes["lm_head_bias"] = "laws.lm_heads.0.bias" in tensors
+    if "prefix_layer.mlp.up_proj.weight" in tensors:  # Hydra++
+        mlp, keys = (tensors[f"prefix_layer.{name}_proj.weight"].shape[0] for name in ("mlp.up", "self_attn.k"))
+        heads = values.get("num_attention_heads")
+        if heads is None:
+            if width % HEAD_DIM:
+                raise UserError(f'{place}: add "num_attention_heads" of the target: the prefix layer has as many')
+            heads = width // HEAD_DIM
+            guesses.append(f"the prefix layer's attention is taken to have {heads} heads of {HEAD_DIM}, as Vicuna's")
+        if not 0 < heads <= width // 2 or keys < width // heads:
+            raise UserError(f"{place}: num_attention_heads is {heads}, which does not fit the width {width:,}")
+        theta, scaling = read_rope(values, place)
+        sizes |= {
+            "prefix_layer": True,
+            "intermediate_size": mlp,
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys // (width // heads),
+            "head_dim": width // heads,
+            "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "max_position_embeddings": values.get("max_position_embeddings", MAX_POSITIONS),
+        }
+    return HeadContent(configuration(HydraConfig, sizes, place), tensors, tuple(guesses))

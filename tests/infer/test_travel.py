@@ -18,8 +18,9 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters
 from aerie.model import main as travelling
 from aerie.model.checkpoint import save_head
-from aerie.model.export import TargetFacts, export
-from aerie.model.push import look, upload
+from aerie.model.export import export
+from aerie.model.formats.content import TargetFacts
+from aerie.model.push import upload
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.test_main import recipe
@@ -148,7 +149,7 @@ def test_a_head_on_the_hub_decodes_by_its_name(hub: Hub, tmp_path: Path, target:
     for revision in (None, "better"):
         files: dict[str, Path | bytes] = {p.name: p for p in (tmp_path / "head").iterdir()}
         files["README.md"] = b"---\ntags: [aerie]\n---\n"
-        upload(look("me/head", revision), files, False, "a head")
+        upload("me/head", files, revision)
     expected = decoded(target, tmp_path / "head")
     for name in ("me/head", "me/head@better"):
         decoder = SpeculativeDecoder.from_pretrained(target, name, tree=TREE)

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aerie.model.export import TargetFacts
-from aerie.model.formats.content import Destination
+from aerie.model.formats.content import TargetFacts
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from tests import tiny
@@ -187,7 +186,7 @@ def target_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) 
     vocab = tiny.vocab(**changes)
     text = tiny.llama(num_blocks=1, max_position_embeddings=max_positions).config
     text.num_hidden_layers = num_blocks
-    return TargetFacts("tiny", text, vocab, Destination("tiny", ("LlamaForCausalLM",), num_blocks, max_positions))
+    return TargetFacts("tiny", text, vocab, "tiny", ("LlamaForCausalLM",))
 
 
 def eagle3(**changes: Any) -> Eagle3Head:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from aerie.model.checkpoint import save_head
-from aerie.model.export import TargetFacts, export
+from aerie.model.export import export
+from aerie.model.formats.content import TargetFacts
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.layers import UnrollMemory
 from tests import tiny

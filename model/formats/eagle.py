@@ -1,0 +1,257 @@
+"""EAGLE heads as others publish them: the layouts of SafeAILab's code, of SGLang, and of speculators with vLLM.
+
+SafeAILab: a Llama-shaped config.json and a flat pytorch_model.bin, which vLLM reads too for EAGLE-1; no `bias` means
+true; EAGLE-3's layer is `midlayer`, its taps are always (2, n // 2, n - 3), its embedding is the target's.
+speculators: a nested config.json and `layers.0`. EAGLE-3 as version 0.9.0 writes it; EAGLE-1 as 0.1 to 0.4 did. vLLM
+takes a missing norm_before_residual for true, speculators for false: it is always written.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aerie.configs.errors import UserError
+from aerie.model.formats.content import (
+    NUMBERED,
+    SPECULATIVE_TOKENS,
+    Export,
+    HeadContent,
+    HeadFiles,
+    Rule,
+    TargetFacts,
+    configuration,
+    read_sizes,
+    read_taps,
+    renamed,
+    table,
+    write_sizes,
+)
+from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eagle3Config
+
+LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
+SERVER = "made_for"  # under "aerie": the versions of the server whose counting of taps the files follow
+ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": our fc.bias is the zeros that SGLang needs, and no part of the head
+FIRST_LAYER = "layers.0.hidden_norm.weight"  # as others name midlayer.hidden_norm.weight
+DERIVED: Rule = (r"^.*rotary_emb\.inv_freq$", "")  # old pickles hold RoPE's frequencies; config.json decides them
+EARLY_NAMES: tuple[Rule, ...] = ((r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0."))
+TO_MIDLAYER: tuple[Rule, ...] = (
+    (r"^layers\.0\.", "midlayer."),
+    (r"^layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) - 1}."),
+)
+FROM_MIDLAYER: tuple[Rule, ...] = (
+    (r"^layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}."),
+    (r"^midlayer\.", "layers.0."),
+)
+SPECULATORS_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+LOST: dict[str, tuple[str, ...]] = {  # options that a layout's readers would drop in silence
+    "safeailab": ("qk_norm", *SPECULATORS_FLAGS),
+    "sglang": ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc"),
+    "speculators": (),
+}
+CHECKED = "0.5.10 to 0.5.23"  # versions of SGLang
+ADDS_ONE = (
+    *("ApertusForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Glm4MoeForCausalLM"),
+    *("GptOssForCausalLM", "InternLM3ForCausalLM", "LlamaForCausalLM", "MiniMaxM2ForCausalLM", "MistralForCausalLM"),
+    *("Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    "Qwen3NextForCausalLM",
+)
+BY_THE_FIRST = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    "KimiK25ForConditionalGeneration",
+)
+
+
+def read_eagle1(files: HeadFiles, layout: str) -> HeadContent:
+    """An EAGLE-1 head, what its config.json leaves unsaid filled in; an early one of speculators has no embedding."""
+    values, place, is_early = files.values, files.config_place, layout == "speculators"
+    tensors = renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())), files.weights_place)
+    if values.get("layernorms"):
+        raise UserError(f"{place}: layernorms is true: a HASS head, which has norms that no EAGLE-1 head has")
+    if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
+        raise UserError(
+            f"{files.weights_place}: has no 'fc.bias', and {place.name} has no \"bias\", which means true; "
+            f'a head without one says "bias": false'
+        )
+    if table(values, "aerie").get(ZERO_BIAS) and not tensors.get("fc.bias", torch.ones(1)).any():
+        del tensors["fc.bias"]
+    sizes = read_sizes({**values[LAYER], "num_hidden_layers": 1} if is_early else values, place)
+    if is_early:
+        options = {"bias": values.get("fusion_bias")}
+    elif layout == "sglang":
+        options = {"bias": "fc.bias" in tensors}
+    else:
+        options = {"bias": values.get("bias", True), "qkv_bias": values.get("qkv_bias")}
+    config = configuration(Eagle1Config, {**sizes, **options}, place)
+    return HeadContent(config, tensors, is_embedding_optional=is_early)
+
+
+def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
+    """An EAGLE-3 head, what its config.json leaves unsaid filled in; UserError for one that reads no taps."""
+    values, place, is_speculators = files.values, files.config_place, layout == "speculators"
+    extra = table(values, "eagle_config")
+    if extra.get("use_aux_hidden_state") is False:
+        raise UserError(f"{place}: use_aux_hidden_state is false: the head reads no taps; such heads are not supported")
+    rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
+    tensors = renamed(files.tensors, rules, files.weights_place)
+    sizes = read_sizes(values[LAYER] if is_speculators else values, place)
+    taps, guess = read_taps(values, files.after_blocks, place, is_speculators)
+    guesses, draft, drafts = [guess] if guess else [], sizes.get("vocab_size"), None
+    if is_speculators:
+        draft = 32_000  # of a config.json that does not say
+        if "t2d" in tensors and tensors["t2d"].ndim == 1:
+            sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote another number
+        if "norm_before_residual" not in values:
+            guesses.append("norm_before_residual is not said; false is taken, as speculators does (vLLM takes true)")
+        proposals = table(values, "speculators_config").get("proposal_methods")
+        drafts = proposals[0].get("speculative_tokens") if proposals else None
+    options = {
+        "draft_vocab_size": values.get("draft_vocab_size") or draft,
+        "target_hidden_size": values.get("target_hidden_size") or sizes.get("hidden_size"),
+        "after_blocks": taps,
+        "qk_norm": "midlayer.self_attn.q_norm.weight" in tensors,
+        "fc_norm": "fc_norm.0.weight" in tensors,
+        "norm_output": values.get("norm_output"),
+        "norm_before_residual": values.get("norm_before_residual"),
+        "norm_before_fc": {**extra, **values}.get("norm_before_fc", "input_norm.weight" in tensors),
+    }
+    config = configuration(Eagle3Config, {**sizes, **options}, place)
+    return HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
+
+
+def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Export:
+    """The files of an EAGLE head; UserError for what the layout's readers would drop or misread in silence."""
+    config, tensors = content.config, dict(content.tensors)
+    if not isinstance(config, Eagle1Config | Eagle3Config):
+        raise UserError(f"--to {layout}: servers' layouts carry EAGLE heads, and this is a {content.kind} head")
+    _refuse_what_is_lost(layout, config, target)
+    values, notes = write_sizes(config, target)
+    if isinstance(config, Eagle3Config):
+        assert EMBEDDING in tensors  # not every reader takes it from the target
+        if config.draft_vocab_size == config.vocab_size:  # readers expect no tables then
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    if layout == "sglang":
+        return _write_sglang(config, target, values, tensors, notes)
+    if layout == "safeailab":
+        if isinstance(config, Eagle1Config) and config.bias:
+            notes.append("vLLM has no fc.bias and stops at it; SafeAILab's own code and SGLang read it")
+        scaling = config.rope_scaling or {}
+        if scaling.get("rope_type") == "linear":
+            values["rope_scaling"] = {"type": "linear", "factor": float(scaling["factor"])}
+        values = {"architectures": ["LlamaForCausalLM"], **values, **_options(config)}
+        return Export(values, tensors, tuple(notes), pickled=True)
+    assert isinstance(config, Eagle3Config)
+    options = _options(config)
+    drafts = target.speculative_tokens or content.speculative_tokens or SPECULATIVE_TOKENS
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts}
+    layer = {"model_type": "qwen3" if config.qk_norm else "llama", "attention_bias": False, "mlp_bias": False}
+    nested = {
+        "architectures": ["Eagle3DraftModel"],
+        TYPE: "eagle3",
+        "speculators_version": "0.9.0",
+        **{name: getattr(config, name) for name in ("draft_vocab_size", *SPECULATORS_FLAGS)},
+        NUMBERED: list(config.after_blocks),
+        "target_hidden_size": options.get("target_hidden_size"),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "after_blocks": list(config.after_blocks),
+        "tap_convention": TAP_CONVENTION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        },
+        LAYER: {**values, **layer},
+    }
+    return Export(nested, renamed(tensors, FROM_MIDLAYER, Path()), tuple(notes))
+
+
+def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, target: TargetFacts) -> None:
+    lost, instead = (
+        [name for name in LOST[layout] if getattr(config, name, False)],
+        "serve it with vLLM (--to speculators)",
+    )
+    if isinstance(config, Eagle1Config):
+        instead = "vLLM serves it from --to safeailab"
+        lost += ["an EAGLE-1 head"] if layout == "speculators" else []
+    elif layout == "speculators":
+        lost += ["norm_before_fc and fc_norm together"] if config.norm_before_fc and config.fc_norm else []
+    else:
+        lost += [f"{config.num_hidden_layers} layers"] if config.num_hidden_layers > 1 else []
+        if layout == "safeailab" and config.after_blocks != target.default_taps:
+            lost.append(f"the taps {list(config.after_blocks)}: SafeAILab's code reads {target.default_taps}")
+    if lost:
+        raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {instead}")
+
+
+def _options(config: Eagle1Config | Eagle3Config) -> dict[str, Any]:
+    """The keys that a flat config.json has beside Llama's."""
+    if isinstance(config, Eagle1Config):
+        return {"bias": config.bias, "qkv_bias": config.qkv_bias}
+    width = config.target_hidden_size
+    return {
+        "draft_vocab_size": config.draft_vocab_size,
+        **({} if width == config.hidden_size else {"target_hidden_size": width}),  # readers take a null for a width
+        "bias": False,
+        "after_blocks": list(config.after_blocks),
+        "tap_convention": TAP_CONVENTION,
+    }
+
+
+def _write_sglang(
+    config: Eagle1Config | Eagle3Config,
+    target: TargetFacts,
+    values: dict[str, Any],
+    tensors: dict[str, Tensor],
+    notes: list[str],
+) -> Export:
+    if isinstance(config, Eagle1Config):
+        values = {"architectures": ["LlamaForCausalLMEagle"], **values, "bias": False}
+        if not config.bias:
+            tensors = {**tensors, "fc.bias": torch.zeros_like(tensors["fc.weight"][:, 0])}
+            values["aerie"] = {ZERO_BIAS: True}
+            notes.append("fc.bias of zeros is added: SGLang has one in any case, random where the file has none")
+        return Export(values, tensors, tuple(notes))
+    for name in ("fc_norm", "norm_output"):
+        if getattr(config, name):
+            notes.append(f"{name} (EAGLE-3.1) is known to SGLang from 0.5.12 on; earlier ones drop it in silence")
+    numbers, versions = sglang_numbers(config.after_blocks, target.default_taps, target.architectures)
+    values = {"architectures": ["LlamaForCausalLMEagle3"], **values, **_options(config)}
+    values |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_residual": False}
+    values["aerie"] = {SERVER: f"SGLang {versions}"}
+    counted = "its default, so that config.json names none"
+    if numbers is not None:
+        values["eagle_config"] = {"use_aux_hidden_state": True, NUMBERED: numbers}
+        counted = f"written as {numbers}; for vLLM export with --to speculators"
+    notes.append(f"made for SGLang {versions}: the taps {list(config.after_blocks)} are {counted}")
+    return Export(values, tensors, tuple(notes))
+
+
+def sglang_numbers(
+    after_blocks: tuple[int, ...], default: tuple[int, ...] | None, architectures: tuple[str, ...]
+) -> tuple[list[int] | None, str]:
+    """What config.json says of these taps (None: nothing), and the versions of SGLang that then read these very taps.
+
+    Without numbers SGLang reads (2, n // 2, n - 3). Most of its models add one to every number; DeepSeek's and two more
+    do so up to 0.5.12, and from 0.5.13 on only to numbers that begin with 1. UserError where it has no such numbers.
+    Source: set_eagle3_layers_to_capture of SGLang 0.5.10 to 0.5.23.
+    """
+    if after_blocks == default:
+        return None, CHECKED
+    first, less_one = after_blocks[0], [k - 1 for k in after_blocks]
+    if first == 2:  # begins with 1 when written, so one is added by every rule
+        return less_one, CHECKED
+    if any(name in BY_THE_FIRST for name in architectures):
+        if first != 1:
+            return list(after_blocks), "0.5.13 to 0.5.23"
+        why = "one is added to what begins with 1"
+    elif not any(name in ADDS_ONE for name in architectures):
+        why = f"no rule known for {', '.join(architectures) or 'a target of unknown architecture'}"
+    elif first:
+        return less_one, CHECKED
+    else:
+        why = "SGLang has no number for the embedding"
+    taps = list(after_blocks)
+    raise UserError(f"--to sglang: cannot carry the taps {taps}: {why}; serve it with vLLM (--to speculators)")
