@@ -12,7 +12,6 @@ from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths
 from aerie.configs.schema.target_and_head import DraftLMSection, Eagle3Section
-from aerie.configs.schema.train import TrainConfig
 from aerie.data import tokens
 from aerie.data.batches import Batch, OnlineFeatures, Order, ShardPools, TokenisedRow
 from aerie.data.cache import FeatureCache, rows_digest
@@ -54,14 +53,9 @@ class Job:
     target: Target | None = None  # where it is loaded whole
     overwrite: bool = False
 
-    @property
-    def config(self) -> TrainConfig:
-        settings: TrainConfig = self.objective.settings
-        return settings
-
     def order(self, world: int) -> tuple[Order, int]:
         """The rows of each optimiser step, and the steps of the whole run: its epochs, cut by max_steps."""
-        config, rows = self.config, self.rows
+        config, rows = self.objective.settings, self.rows
         order = Order(rows.lengths, config.seed, config.batch_size, config.accumulation, world, rows.pools)
         steps = config.epochs * order.steps_per_epoch
         return order, steps if config.max_steps is None else min(steps, config.max_steps)
@@ -97,7 +91,6 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         features = OnlineFeatures(whole, taps, getattr(torch, recipe.features.dtype or "", None))
     if isinstance(section, DraftLMSection):
         head = lm.new_causal_lm(section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding))
-        _require_positions(recipe, head.config.get_text_config(), drafted=0)
         objective: Any = lm.LMObjective(head, vocab, settings)
         if settings.on_policy and not is_online:
             raise UserError(
@@ -110,8 +103,24 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     else:
         head, counted = _new_head(recipe, rows, tokenizer, end_ids, text_config, vocab, taps)
         objective = OBJECTIVES[section.kind](head, vocab, settings)
-        known = {"target_path": recipe.target.path, "target": fingerprint(text_config, vocab), **counted}
+        known: dict[str, Any] = {"target_path": recipe.target.path, "target": fingerprint(text_config, vocab)}
+        known |= {} if counted is None else {"draft_vocabulary": counted.facts}
         save = lambda head, directory, facts: save_head(head, directory, **known, **facts)  # noqa: E731
+    # Medusa and Hydra heads have no positions, or none below the last token that is kept.
+    drafted, length = 0, recipe.data.max_length
+    if section.kind in ("eagle1", "eagle3") and recipe.tree is not None:
+        drafted = max(recipe.tree.levels, settings.eval_depths, getattr(settings, "unroll_steps", 0))
+    positions = getattr(head.config, "max_position_embeddings", None)
+    if positions is not None and positions < length + drafted:
+        raise UserError(
+            f"head.max_position_embeddings: {positions:,} is less than data.max_length {length:,} + {drafted} drafted "
+            f"levels; set it to {length + drafted:,}"
+        )
+    if rank() == 0 and not isinstance(section, DraftLMSection):
+        for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
+            warn(sentence)
+        if counted is not None:
+            print(counted.line, flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
     return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, overwrite)
 
@@ -141,8 +150,8 @@ def _rows(
 
 def _new_head(
     recipe: Recipe, rows: Rows, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
-) -> tuple[Any, dict[str, Any]]:
-    """A draft head, and the facts of its draft vocabulary as it was counted on the training rows."""
+) -> tuple[Any, tokens.CountedVocabulary | None]:
+    """A draft head, and its draft vocabulary as it was counted on the training rows."""
     section, counted, num_tokens = recipe.head, None, len(vocab.embedding)
     if isinstance(section, Eagle3Section) and section.init_from is None:
         forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
@@ -153,30 +162,12 @@ def _new_head(
     if isinstance(section, Eagle3Section) and counted is None:
         head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
         counted = tokens.draft_vocabulary(rows.tokens, head.vocabulary.vocab_size, rows.origin, given=head.vocabulary)
-    assert recipe.tree is not None
-    depths = (recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
-    # Medusa and Hydra heads have no positions, or none below the last token that is kept.
-    _require_positions(recipe, head.config, drafted=max(depths) if section.kind in ("eagle1", "eagle3") else 0)
-    if rank() == 0:
-        for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
-            warn(sentence)
-        if counted is not None:
-            print(counted.line, flush=True)
-    return head, {} if counted is None else {"draft_vocabulary": counted.facts}
-
-
-def _require_positions(recipe: Recipe, config: Any, drafted: int) -> None:
-    positions, length = getattr(config, "max_position_embeddings", None), recipe.data.max_length
-    if positions is not None and positions < length + drafted:
-        raise UserError(
-            f"head.max_position_embeddings: {positions:,} is less than data.max_length {length:,} + {drafted} drafted "
-            f"levels; set it to {length + drafted:,}"
-        )
+    return head, counted
 
 
 def plan(job: Job) -> str:
     """Four lines with the steps and sizes of a job that is run by as many processes as there are now."""
-    config, rows, world, head = job.config, job.rows, world_size(), job.objective.config
+    config, rows, world, head = job.objective.settings, job.rows, world_size(), job.objective.config
     (order, steps), num_tokens = job.order(world), sum(rows.lengths)
     sizes = [(p.numel(), p.requires_grad) for p in job.objective.parameters()]
     trained, frozen = (sum(size for size, is_trained in sizes if is_trained == asked) for asked in (True, False))

@@ -28,12 +28,8 @@ def be_quiet() -> None:
     """No advice and no loading bars of the libraries, whose start-up messages are meant for their developers."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
-    for name, level in (
-        ("accelerate", logging.ERROR),
-        ("torch.distributed", logging.ERROR),
-        ("DeepSpeed", logging.WARNING),
-    ):
-        logging.getLogger(name).setLevel(level)
+    for name in ("accelerate", "torch.distributed", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
     from transformers.utils import logging as transformers_logging
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import as_dict
 from aerie.configs.schema.target_and_head import DraftLMSection, TargetConfig
 from aerie.configs.schema.train import DraftLMTrain
 from aerie.data.batches import Batch, keyed_generator
@@ -112,7 +113,9 @@ class LMObjective(Objective):
         return {**chain_sums(hits, alive), **self(batch).sums()}
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        return super().summarise(means) if "chain" in means else {"loss": means["cross_entropy"], **means}
+        if "chain" in means:
+            return super().summarise(means)
+        return {"loss": means["cross_entropy"], "accuracy": means["token_accuracy"]}
 
 
 def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int | None = None) -> Any:
@@ -130,25 +133,13 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
         rows, place = lm.get_input_embeddings().weight.shape[0], f"head.init_from: {config.init_from}"
         targets.require_same_token_ids(own, tokenizer.get_vocab(), rows, place, "the target")
         return lm.requires_grad_(True).train()
-    sizes = LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        initializer_range=config.initializer_range,
-        vocab_size=vocab_size or len(tokenizer),
-        rope_theta=config.rope_theta or 10000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        **_special_tokens(tokenizer),
-    )
+    sizes = {name: value for name, value in as_dict(config).items() if name not in ("kind", "init_from")}
+    sizes["rope_theta"] = config.rope_theta or 10000.0
+    fixed = {"vocab_size": vocab_size or len(tokenizer), "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
     # transformers draws from the global generator, which is put back.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        lm = LlamaForCausalLM(sizes)
+        lm = LlamaForCausalLM(LlamaConfig(**sizes, **fixed, **_special_tokens(tokenizer)))
     for name, parameter in lm.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data.mul_((2 * config.num_hidden_layers) ** -0.5)  # the residual stream keeps its scale (GPT-2)

@@ -5,9 +5,10 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -69,53 +70,18 @@ def means(sums: Sums, device: torch.device) -> dict[str, float]:
     return {name: found[name][0] / found[name][1] if found[name][1] else 0.0 for name in sums}
 
 
-@dataclass
-class Meter:
-    """Collects sums and times of the steps since the last log line, without waiting for the device."""
-
-    sums: Sums = field(default_factory=dict)
-    steps: int = 0
-    tokens: float = 0.0
-    seconds: float = 0.0  # with waiting for data
-    waited: float = 0.0
-
-    def add(self, sums: Sums) -> None:
-        # float64: a log window may hold millions of slots.
-        for name, (value, count) in sums.items():
-            before = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (before[0] + value.double(), before[1] + count.double())
-
-    def times(self, device: torch.device) -> dict[str, float]:
-        """Rates of the steps, and the most memory that the GPU or this process has held."""
-        # Linux counts in KiB, macOS in bytes.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
-        seconds = max(self.seconds, 1e-9)
-        return {
-            "data_wait_share": self.waited / seconds,
-            "tokens_per_s": self.tokens / seconds,
-            "step_ms": 1000.0 * seconds / max(self.steps, 1),
-            "peak_memory_gib": peak / 2**30,
-        }
+def add_sums(totals: Sums, sums: Sums) -> None:
+    """Adds sums to totals, which stay tensors: turning each step's into numbers would wait for the device."""
+    # float64: a log window may hold millions of slots.
+    for name, (value, count) in sums.items():
+        before = totals.get(name, (0.0, 0.0))
+        totals[name] = (before[0] + value.double(), before[1] + count.double())
 
 
-def step_line(record: dict[str, Any], total_steps: int, names: Iterable[str]) -> str:
-    """A dense line with units of a step's record; names are those of its means."""
-    left, norm = (total_steps - record["step"]) * record["step_ms"] / 1000.0, record["grad_norm"]
-    parts = [
-        f"step {record['step']:,}/{total_steps:,}",
-        f"loss {record['loss']:.4f}",
-        *shown({name: record[name] for name in names}),
-        "grad ?" if norm is None else f"grad {norm:.3g}",  # DeepSpeed without ZeRO clips without telling the norm
-        f"lr {record['learning_rate']:.2e}",
-        f"wait {record['data_wait_share']:.0%}",
-        f"{record['tokens_per_s']:,.0f} tok/s",
-        f"{record['step_ms']:.0f} ms",
-        f"{record['peak_memory_gib']:.2f} GiB",
-        f"eta {timedelta(seconds=int(left))}",
-    ]
-    return " | ".join(parts)
+STEP_LINE = (
+    "step {step:,}/{total:,} | loss {loss:.4f} | {terms} | grad {grad:.3g} | lr {learning_rate:.2e} | "
+    "wait {data_wait_share:.0%} | {tokens_per_s:,.0f} tok/s | {step_ms:.0f} ms | {peak_memory_gib:.2f} GiB | eta {eta}"
+)
 
 
 def shown(values: dict[str, float]) -> list[str]:
@@ -173,7 +139,8 @@ class Loop:
 
         measure decodes with a head; the weights are then chosen by its tau.
         """
-        self.job, self.config, self.accelerator, self.measure = job, job.config, accelerator, measure
+        self.job, self.accelerator, self.measure = job, accelerator, measure
+        self.config: TrainConfig = job.objective.settings
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
         config, rows, objective = self.config, job.rows, job.objective
         self.order, self.total = job.order(self.world)
@@ -183,7 +150,8 @@ class Loop:
         # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
         self.module, self.optimizer = accelerator.prepare(objective, build_optimizer(objective, config))
         self.module.train()
-        self.meter, self.held_out = Meter(), dict[str, float]()
+        self.sums, self.held_out = Sums(), dict[str, float]()  # sums and clock: since the last log line
+        self.clock: Any = Counter()
         made_of = {**made_of, "rows": rows.origin["rows"]}
         self.progress = self._going_on(resume.Progress(made_of, self.world, *engine_and_machine(accelerator)))
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
@@ -208,7 +176,7 @@ class Loop:
         progress, folder, warnings = answer[0]
         if folder is not None:
             self.accelerator.load_state(str(folder))
-            self.meter.sums = torch.load(folder / METER.format(self.rank), self.device, weights_only=True)
+            self.sums = torch.load(folder / METER.format(self.rank), self.device, weights_only=True)
         if self.rank == 0:
             for text in warnings:
                 warn(text)
@@ -265,7 +233,7 @@ class Loop:
                     with accelerator.accumulate(self.module):
                         output = self.module(self._load(batch))
                         accelerator.backward(output.total(self.job.objective.weights, scales))
-                        self.meter.add(output.sums())
+                        add_sums(self.sums, output.sums())
                         # Under DeepSpeed this only asks for the norm: its own engine clips.
                         if accelerator.sync_gradients:
                             self._grad_norm = accelerator.clip_grad_norm_(self.module.parameters(), config.clip_norm)
@@ -273,14 +241,10 @@ class Loop:
                         self.optimizer.zero_grad()
                 done, seconds = self.progress.tokens + int(tokens), time.monotonic() - self._since
                 self.progress = replace(self.progress, step=step + 1, tokens=done, seconds=seconds)
-                meter = self.meter
-                meter.steps, meter.tokens, meter.waited = meter.steps + 1, meter.tokens + tokens, meter.waited + waited
-                meter.seconds += time.monotonic() - before
+                self.clock.update(steps=1, tokens=tokens, waited=waited, seconds=time.monotonic() - before)
                 progress_bar.update(1)
-                if step + 1 == self.total:
-                    break
-                if asked:
-                    ending = asked
+                if asked or step + 1 == self.total:
+                    ending = asked if step + 1 < self.total else ending
                     break
                 if (step + 1) % config.log_every == 0:
                     self._log()
@@ -289,7 +253,20 @@ class Loop:
                 if (step + 1) % config.save_every == 0:
                     self._save_state()
                 before = time.monotonic()
-            self._end(ending)
+            step = self.progress.step
+            if ending in CODES:
+                # No log line: its sums are saved, and the line comes where it does in an unbroken run.
+                if step != self._saved_at:
+                    self._save_state()
+                self.say(f"stopped by a signal after step {step:,}; the same command goes on from there")
+            else:
+                self._log()
+                self._evaluate()
+                if ending == "budget":
+                    spent = f"train.max_seconds {config.max_seconds:g} is spent after step {step:,} of {self.total:,}"
+                    self.say(f"{spent}: the learning rate did not reach its end; raise it, or lower train.max_steps")
+                    self._save_state()
+                accelerator.wait_for_everyone()
         stop.is_stepping = False
         return ending
 
@@ -334,43 +311,33 @@ class Loop:
         endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
         return dict(zip(counts[0], rest[3:], strict=True)), tokens, endings[0] if endings else ""
 
-    def _end(self, ending: str) -> None:
-        step, config = self.progress.step, self.config
-        if ending in CODES:
-            # No log line: its sums are saved, and the line comes where it does in an unbroken run.
-            if step != self._saved_at:
-                self._save_state()
-            self.say(f"stopped by a signal after step {step:,}; the same command goes on from there")
-            return
-        self._log()
-        if ending == "budget":
-            self.say(
-                f"train.max_seconds {config.max_seconds:g} is spent after step {step:,} of {self.total:,}: the "
-                f"learning rate did not reach zero; lower train.max_steps, or raise the budget"
-            )
-        self._evaluate()
-        if ending == "budget":
-            self._save_state()
-        self.accelerator.wait_for_everyone()
-
     def _log(self) -> None:
-        if not self.meter.steps:
+        if not self.clock["steps"]:
             return
-        # Sums stay tensors until here: turning each step's into numbers would wait for the device.
-        found, times = means(self.meter.sums, self.device), self.meter.times(self.device)
-        self.meter = Meter()
-        step, weights = self.progress.step, self.job.objective.weights
+        found, step, clock = means(self.sums, self.device), self.progress.step, self.clock
+        self.sums, self.clock = {}, Counter()
+        # The most memory that the GPU or this process has held. Linux counts in KiB, macOS in bytes.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+        # DeepSpeed without ZeRO clips without telling the norm, which is that before clipping.
+        norm, seconds = None if self._grad_norm is None else float(self._grad_norm), max(clock["seconds"], 1e-9)
         record = {
             "kind": self.job.kind,
             "step": step,
             "epoch": self.order.epoch_of(step - 1),
-            "loss": sum(weight * found[name] for name, weight in weights.items()),
+            "loss": sum(weight * found[name] for name, weight in self.job.objective.weights.items()),
             **found,
-            "grad_norm": None if self._grad_norm is None else float(self._grad_norm),  # before clipping
+            "grad_norm": norm,
             "learning_rate": learning_rate(step - 1, self.total, self.config),
-            **times,
+            "data_wait_share": clock["waited"] / seconds,
+            "tokens_per_s": clock["tokens"] / seconds,
+            "step_ms": 1000.0 * seconds / clock["steps"],
+            "peak_memory_gib": peak / 2**30,
         }
-        self.say(step_line(record, self.total, found))
+        eta = timedelta(seconds=(self.total - step) * seconds // clock["steps"])
+        line = {**record, "total": self.total, "eta": eta, "grad": math.nan if norm is None else norm}
+        self.say(STEP_LINE.format(**line, terms=" | ".join(shown(found))))
         self._record(record, "train")
 
     def _record(self, values: dict[str, Any], section: str) -> None:
@@ -403,9 +370,8 @@ class Loop:
         if rows:
             self.held_out = self._measured(rows)
             score = self.held_out.get("tau", self.held_out.get("predicted_tau", -self.held_out["loss"]))
-            self.say(
-                " | ".join([f"step {step:,}/{self.total:,} | held out ({len(rows):,} rows)", *shown(self.held_out)])
-            )
+            place = f"step {step:,}/{self.total:,} | held out ({len(rows):,} rows)"
+            self.say(" | ".join([place, *shown(self.held_out)]))
             held_out = {f"held_out_{name}": value for name, value in self.held_out.items()}
             self._record({"kind": self.job.kind, "step": step, **held_out}, "held_out")
         elif step == self.total:
@@ -420,27 +386,27 @@ class Loop:
 
     def _measured(self, rows: Sequence[TokenisedRow]) -> dict[str, float]:
         """The held-out measures over all processes; UserError where any of them cannot read its rows."""
-        meter, error, size = Meter(), None, self.config.batch_size
+        sums, error, size = Sums(), None, self.config.batch_size
         # With fewer rows than processes each takes them all: the means are the same, and none has nothing to add.
         own = range(self.rank, len(rows), self.world) if len(rows) >= self.world else range(len(rows))
         try:
             for numbers in (own[first : first + size] for first in range(0, len(own), size)):
                 batch = self._load(collate([rows[number] for number in numbers], numbers))
                 with torch.no_grad():
-                    meter.add(self.twin.measure(batch))
+                    add_sums(sums, self.twin.measure(batch))
         # A process that cannot read a row must not leave the others waiting in the sum over all.
         except UserError as raised:
             error = raised
         failed = all_reduce(torch.tensor(float(error is not None), device=self.device))
         raise_together(error, float(failed), self.device)
-        measured = self.twin.summarise(means(meter.sums, self.device))
+        measured = self.twin.summarise(means(sums, self.device))
         return measured if self.measure is None else measured | self.measure(self.twin.head)
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
             # The sums since the last log line belong to the state, or that line would be another one.
             self.accelerator.save_state(str(folder))
-            torch.save(self.meter.sums, folder / METER.format(self.rank))
+            torch.save(self.sums, folder / METER.format(self.rank))
             if self.rank == 0 and self.progress.best_step:
                 resume.publish(self.job.output, folder / "best")
 

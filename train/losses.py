@@ -22,7 +22,6 @@ from aerie.configs.schema.train import LossName, TrainConfig
 from aerie.model.target import VocabWeights
 from aerie.train.launch import are_many
 
-VOCABULARY_CHUNK = 16384  # columns of logits that are held at once
 Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count)
 
 
@@ -140,9 +139,7 @@ LOSSES: dict[LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]] = {  
 
 
 @torch.no_grad()
-def drafted_law(
-    states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = VOCABULARY_CHUNK
-) -> tuple[TargetLaw, Tensor]:
+def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 16384) -> tuple[TargetLaw, Tensor]:
     """The law of last_hidden states [S, D] at the draft vocabulary's ascending target ids [Vd], and the likeliest
     token [S] of the full vocabulary.
 

@@ -106,12 +106,12 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
             )
             # The output is whole; only now the saves are forgotten: a kill before costs the steps since the last.
             resume.forget_saves(stage.output, job.state)
-            print(
-                f"train {recipe.head.kind}: {progress.step:,} steps, {progress.tokens:,} tokens in "
-                f"{progress.seconds:,.0f} s ({record['seconds']:,.0f} s since the command began); best at step "
-                f"{progress.best_step:,}: {stage.output}",
-                flush=True,
-            )
+            took = f"{progress.seconds:,.0f} s ({record['seconds']:,.0f} s since the command began)"
+            done = f"{progress.step:,} steps, {progress.tokens:,} tokens in {took}; best at step {progress.best_step:,}"
+            print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
+        # Before the process group, whose end would wait for Python where a module that is freed is its last owner.
+        del loop
+        accelerator.free_memory()
         accelerator.end_training()
     return ending if ending in resume.CODES else "done", resume.CODES.get(ending, 0)
 

@@ -21,24 +21,9 @@ from aerie.configs.errors import Requeued, UserError, warn
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, RunPaths
 from aerie.data.stage import COMMAND, changed_since, conversation_inputs, target_inputs
+from aerie.model import storage
 from aerie.model.hub import head_directory
-from aerie.model.storage import (
-    FILE,
-    Lock,
-    Manifest,
-    Stage,
-    Whole,
-    differences,
-    digest,
-    digests,
-    directory_atomically,
-    explained,
-    remove_directory,
-    remove_temporaries,
-    sound_record,
-    write_atomically,
-    write_text,
-)
+from aerie.model.storage import FILE, Lock, Manifest, Stage, Whole, digest, sound_record
 
 RECORD = "progress.json"  # a save's manifest
 BEGUN = ".training"  # lies in an output directory while its training is under way, and says where the saves are
@@ -79,7 +64,7 @@ def stage_inputs(recipe: Recipe) -> dict[str, Any]:
         if needs_target(recipe):
             inputs["features"] = {name: features[name] for name in ("mode", "after_blocks", "dtype")}
     if recipe.head.init_from is not None:
-        inputs["init_from"] = digests(head_directory(recipe.head.init_from))
+        inputs["init_from"] = storage.digests(head_directory(recipe.head.init_from))
     # Measured tau chooses the weights, and it is that of this tree.
     if getattr(recipe.train, "measure_prompts", 0):
         inputs["tree"] = as_dict(recipe.tree)
@@ -154,7 +139,7 @@ def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, P
         return fresh, None, [f"{text}; starting anew" for text in broken]
     # Found by its manifest, which is written last: every file is as it was written.
     saved, refusal = Progress(**checked.manifest.facts), ""
-    if changed := differences(decisive(saved.made_of), decisive(fresh.made_of)):
+    if changed := storage.differences(decisive(saved.made_of), decisive(fresh.made_of)):
         refusal = f"step {saved.step:,} of another recipe or other data ({changed}); choose another --run"
     elif saved.world_size != fresh.world_size:
         refusal = f"saved by {saved.world_size} processes, now there are {fresh.world_size}; "
@@ -190,7 +175,7 @@ def save(
     Earlier saves but the newest ones are removed when it is durable.
     """
     folder = directory / f"step-{progress.step:08d}"
-    with directory_atomically(folder, rank, wait) as temporary:
+    with storage.directory_atomically(folder, rank, wait) as temporary:
         fill(temporary)
         wait()
         if rank == 0:
@@ -205,8 +190,8 @@ def save(
 def clear(directory: Path, keep: list[Path] | None = None) -> None:
     """Removes all saves but those to keep, and what killed ones left."""
     for folder in {*folders(directory)} - {*(keep or [])}:
-        remove_directory(folder)
-    remove_temporaries(directory)
+        storage.remove_directory(folder)
+    storage.remove_temporaries(directory)
 
 
 def training_alone(directory: Path) -> Lock:
@@ -225,7 +210,7 @@ def keep_best(state: Path, write: Callable[[Path], None], output: Path) -> None:
     """Makes what write(directory) writes the output."""
     fresh = state / ".best.tmp"
     shutil.rmtree(fresh, ignore_errors=True)
-    with explained(output):
+    with storage.explained(output):
         fresh.mkdir(parents=True)
         write(fresh)
     publish(fresh, output)
@@ -236,11 +221,8 @@ def publish(source: Path, output: Path) -> None:
     """Copies weights to the output: file by file, each whole or as before, the weights first."""
     files = sorted(path for path in source.rglob("[!.]*") if path.is_file())
     for path in sorted(files, key=lambda path: ".safetensors" not in path.suffixes):
-        write_atomically(output / path.relative_to(source), partial(shutil.copyfile, path))
-    for stale in output.glob("*.safetensors*"):
-        if not (source / stale.name).exists():
-            stale.unlink()
-    remove_temporaries(output)
+        storage.write_atomically(output / path.relative_to(source), partial(shutil.copyfile, path))
+    storage.remove_temporaries(output)
 
 
 def require_own_output(stage: Stage, state: Path) -> None:
@@ -262,9 +244,9 @@ def require_own_output(stage: Stage, state: Path) -> None:
 
 def begin_output(output: Path, state: Path) -> None:
     """From here on what lies in the directory is this training's; the way is relative, so that a run can be moved."""
-    write_text(output / BEGUN, f"{os.path.relpath(state, output)}\n")
+    storage.write_text(output / BEGUN, f"{os.path.relpath(state, output)}\n")
     (output / FILE).unlink(missing_ok=True)
-    remove_temporaries(output)
+    storage.remove_temporaries(output)
 
 
 def forget_saves(output: Path, state: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,8 @@ class Cluster:
 
     def run(self, *command: str, **environment: str) -> str:
         """What a command prints; AssertionError with all that it said where it fails."""
-        done = subprocess.run(
-            command,
-            cwd=CHECKOUT,
-            env={**self.environment, **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        env = {**self.environment, **environment}
+        done = subprocess.run(command, cwd=CHECKOUT, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -94,18 +88,21 @@ class Cluster:
 
     def wait(self, numbers: Iterable[str], seconds: float = 600.0) -> None:
         """Until the jobs are out of the queue; AssertionError when that takes too long."""
-        end, wanted = time.monotonic() + seconds, set(numbers)
-        while left := wanted & set(self.run("squeue", "--noheader", "--format=%F").split()):
-            assert time.monotonic() < end, "\n".join(map(self.log, sorted(left)))
-            time.sleep(0.2)
+        wanted = set(numbers)
+
+        def is_over() -> bool:
+            return not wanted & set(self.run("squeue", "--noheader", "--format=%F").split())
+
+        _until(is_over, lambda: "\n".join(map(self.log, sorted(wanted))), seconds)
 
     def until(self, is_so: Callable[[], bool], number: str, seconds: float = 600.0) -> None:
         """Until is_so(); AssertionError with the job's log when that takes too long or the job has failed before."""
-        end = time.monotonic() + seconds
-        while not is_so():
-            assert time.monotonic() < end, f"waited {seconds:g} s\n{self.log(number)}"
+
+        def happened() -> bool:
             assert self.job(number).get("state") not in ("failed", "done") or is_so(), self.log(number)
-            time.sleep(0.1)
+            return is_so()
+
+        _until(happened, lambda: self.log(number), seconds)
 
 
 @contextmanager
@@ -142,11 +139,13 @@ def started() -> Iterator[Cluster]:
         for number, command in enumerate(commands):
             stack.enter_context(_daemon(command, environment, root / f"daemon-{number}.log"))
             if number == 0:
-                _until(Path(keys["socket"]).exists, "munged's socket")
+                _until(Path(keys["socket"]).exists, lambda: "munged's socket")
         cluster = Cluster(root, environment)
-        stack.callback(_cancel_all, cluster)
+        stack.callback(lambda: cluster.wait(cluster.run("squeue", "--noheader", "--format=%F").split(), 60.0))
+        stack.callback(cluster.run, "scancel", "--user=root")
         idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
-        _until(lambda: _said(idle, environment) == "2", "two idle nodes")
+        nodes = partial(subprocess.run, idle, env=environment, capture_output=True, text=True, check=False)
+        _until(lambda: nodes().stdout.strip() == "2", lambda: "two idle nodes")
         yield cluster
 
 
@@ -166,20 +165,11 @@ def _daemon(command: list[str], environment: dict[str, str], log: Path) -> Itera
                 process.kill()
 
 
-def _cancel_all(cluster: Cluster) -> None:
-    cluster.run("scancel", "--user=root")
-    _until(lambda: not cluster.run("squeue", "--noheader").strip(), "the last jobs' end")
-
-
-def _said(command: list[str], environment: dict[str, str]) -> str:
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
+def _until(is_so: Callable[[], bool], what: Callable[[], str], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < end, f"waited a minute for {what}"
-        time.sleep(0.05)
+        assert time.monotonic() < end, f"waited {seconds:g} s: {what()}"
+        time.sleep(0.1)
 
 
 def _free_ports(count: int) -> list[int]:

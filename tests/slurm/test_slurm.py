@@ -83,8 +83,7 @@ def morning(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Morni
 def write_recipe(root: Path) -> Path:
     tiny.target(root / "target", num_blocks=2)
     rows = str(tiny.write_conversations(root / "train.jsonl", 60, seed=2))
-    asked = [json.dumps({"turns": [f"How many owls are {number} lamps?"]}) for number in (2, 3)]
-    (root / "questions.jsonl").write_text("".join(f"{line}\n" for line in asked))
+    (root / "questions.jsonl").write_text(2 * '{"turns": ["How many owls are two lamps?"]}\n')
     tree = {"levels": 3, "k": 2, "nodes": 6}
     train = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 2, "learning_rate": 2e-3, "warmup_steps": 1}
     values = {
@@ -139,35 +138,25 @@ def test_an_arrays_shares_are_the_cache_that_one_process_makes(morning: Morning)
     assert ended[f"{array}_1"] == ended[f"{array}_2"] == "done"
 
 
-def test_a_training_that_is_signalled_on_two_nodes_is_requeued_and_ends_with_the_weights_of_an_undisturbed_one(
-    morning: Morning,
+@pytest.mark.parametrize(("name", "run"), [("train", "run"), ("continued", "cancelled")])
+def test_a_training_signalled_on_two_nodes_or_cancelled_ends_with_the_weights_of_an_undisturbed_one(
+    morning: Morning, name: str, run: str
 ) -> None:
     assert morning.after_the_signal == {"stage": "train", "state": "requeue", "code": 75}
-    status, log = morning.cluster.job(morning.jobs["train"]), morning.cluster.log(morning.jobs["train"])
-    assert status["nodes"] == "nest[1-2]" and (status["attempt"], status["state"]) == (2, "done")
-    begun = int(log.split("going on from step ")[1].split(" ")[0])
-    assert 5 <= begun < STEPS and f"stopped by a signal after step {begun};" in log
-    undisturbed = morning.cluster.job(morning.jobs["alone"])
+    cluster, jobs, directory = morning.cluster, morning.jobs, morning.recipe.parent / run
+    status, log, undisturbed = cluster.job(jobs[name]), cluster.log(jobs[name]), cluster.job(jobs["alone"])
+    if name == "train":
+        assert status["nodes"] == "nest[1-2]" and status["attempt"] == 2 and "stopped by a signal after step" in log
+    else:
+        cancelled = cluster.job(jobs["cancelled"])
+        assert (cancelled["attempt"], cancelled["state"], cancelled["code"]) == (1, "interrupted", 143)
+    assert (status["state"], state(directory / "status.json")) == ("done", "done"), log
+    assert 5 <= int(log.split("going on from step ")[1].split(" ")[0]) < STEPS
     assert undisturbed["nodes"] in ("nest1", "nest2") and undisturbed["attempt"] == 1
-    for run in (morning.run, morning.alone):
-        provenance = json.loads((run / "heads/eagle1/provenance.json").read_text())
+    for place in (directory, morning.alone):
+        provenance = json.loads((place / "heads/eagle1/provenance.json").read_text())
         assert (provenance["processes"], provenance["steps"]) == (2, STEPS)
-    weights = [run / "heads/eagle1/model.safetensors" for run in (morning.run, morning.alone)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_a_cancelled_training_goes_on_with_the_same_line_and_ends_with_the_weights_of_an_undisturbed_one(
-    morning: Morning,
-) -> None:
-    cancelled, continued = (morning.cluster.job(morning.jobs[name]) for name in ("cancelled", "continued"))
-    assert (cancelled["attempt"], cancelled["state"], cancelled["code"]) == (1, "interrupted", 143)
-    log = morning.cluster.log(morning.jobs["continued"])
-    assert (continued["attempt"], continued["state"]) == (1, "done"), log
-    begun = int(log.split("going on from step ")[1].split(" ")[0])
-    assert 5 <= begun < STEPS
-    run = morning.recipe.parent / "cancelled"
-    assert state(run / "status.json") == "done"
-    weights = [each / "heads/eagle1/model.safetensors" for each in (run, morning.alone)]
+    weights = [place / "heads/eagle1/model.safetensors" for place in (directory, morning.alone)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
@@ -184,15 +173,10 @@ def test_the_bench_waits_for_the_requeued_training_and_measures_its_head(morning
     assert [row["status"] for row in summary["rows"]] == ["ok", "ok"]
 
 
-def test_a_mistake_ends_a_job_in_one_line_before_any_step(morning: Morning) -> None:
-    status, log = morning.cluster.job(morning.jobs["mistake"]), morning.cluster.log(morning.jobs["mistake"])
+@pytest.mark.parametrize(("name", "said"), [("mistake", "'train.batch_size'?"), ("part", "(AERIE_SHARDS=n)")])
+def test_a_mistake_or_a_part_of_an_array_ends_a_job_in_one_line_before_any_step(
+    morning: Morning, name: str, said: str
+) -> None:
+    status, log = morning.cluster.job(morning.jobs[name]), morning.cluster.log(morning.jobs[name])
     assert (status["state"], status["code"], status["attempt"]) == ("failed", 2, 1)
-    assert len(log.splitlines()) == 1 and "did you mean 'train.batch_size'?" in log
-
-
-def test_a_part_of_an_array_is_refused_without_the_number_of_its_shares(morning: Morning) -> None:
-    status, log = morning.cluster.job(morning.jobs["part"]), morning.cluster.log(morning.jobs["part"])
-    assert (status["state"], status["code"]) == ("failed", 2)
-    assert log.splitlines() == [
-        "error: --array=1-n makes n shares; to submit some of them again say how many there are (AERIE_SHARDS=n)"
-    ]
+    assert len(log.splitlines()) == 1 and said in log

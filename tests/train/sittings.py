@@ -80,8 +80,8 @@ def sitting(made: Job, recipe: str = "recipe", measure: Any = None) -> tuple[Out
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     torch.manual_seed(int(torch.randint(1 << 30, ()).item()))  # nothing may depend on the global generator
-    accelerator = build_accelerator(made.config, made.state)
-    loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.config)}, measure)
+    accelerator = build_accelerator(made.objective.settings, made.state)
+    loop = Loop(made, accelerator, {"head": recipe, "train": as_dict(made.objective.settings)}, measure)
     with StopRequest() as stop:
         state = loop.run(stop)
     accelerator.end_training()

@@ -1,6 +1,5 @@
-"""EAGLE's objectives against plain forms: slot by slot, drafting step by step, one dense mask, counting by hand."""
+"""EAGLE's objectives against plain forms: slot by slot, drafting step by step, counting by hand."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +12,10 @@ from torch.utils._pytree import tree_leaves
 from aerie.configs.schema.train import Eagle1Train, Eagle3Train
 from aerie.data.batches import collate
 from aerie.data.cache import CachedRow
-from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
-from aerie.model.layers import unrolled_attention
-from aerie.train.loop import means
+from aerie.model.heads.eagle import Eagle3Head
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, Objective
 from tests import tiny
 from tests.train import unrolls
-from tests.train.test_objectives import assert_same, loss_and_gradient
 
 VOCAB = tiny.vocab()
 STEPS = 4
@@ -43,12 +39,6 @@ def sums(objective: Objective, batch: Any) -> Tensor:
     return torch.stack([value for value, _ in objective(batch).terms.values()])
 
 
-def held_out(objective: Objective, rows: list[CachedRow]) -> dict[str, float]:
-    with torch.no_grad():
-        found = objective.eval().measure(collate(rows, range(len(rows))))
-    return objective.summarise(means(found, torch.device("cpu")))
-
-
 def test_eagle1s_terms_are_those_of_each_supervised_slot_alone() -> None:
     row, head = tiny.rows(1)[0], tiny.head(VOCAB.embedding, scale=5.0)
     output = Eagle1Objective(head, VOCAB, PLAIN)(collate([row], [0]))
@@ -62,17 +52,6 @@ def test_eagle1s_terms_are_those_of_each_supervised_slot_alone() -> None:
             classification -= (law * (predicted @ VOCAB.lm_head.T).log_softmax(-1)).sum().item()
     assert output.terms["feature"][0].item() == pytest.approx(feature, rel=1e-5)
     assert output.terms["classification"][0].item() == pytest.approx(classification, rel=1e-5)
-
-
-def test_only_features_that_a_supervised_slot_may_use_matter() -> None:
-    row = tiny.rows(1)[0]
-    last = int(torch.as_tensor(row.turns).nonzero().max())  # the turn's end: its feature is neither given nor asked for
-    for position, matters in ((last, False), (last - 1, True), (0, True)):
-        features = row.last_hidden.clone()
-        features[position] += 1.0
-        objective = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0), VOCAB, PLAIN)
-        before, after = (sums(objective, collate([one], [0])) for one in (row, replace(row, last_hidden=features)))
-        assert before.equal(after) != matters
 
 
 def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row_alone() -> None:
@@ -110,62 +89,6 @@ def test_the_parallel_unroll_is_drafting_step_by_step(changes: dict[str, Any]) -
     assert sums(objective, collate(rows, range(4))).tolist() == pytest.approx(
         by_drafting(objective.head, rows), rel=1e-5
     )
-
-
-def test_the_check_against_drafting_sees_a_lost_position_diagonal_or_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    objective, rows = eagle3(), unrolls.rows(4)
-    head = objective.head
-    expected, batch = torch.tensor(by_drafting(head, rows)), collate(rows, range(4))
-
-    def off() -> float:
-        return float(((sums(objective, batch).detach() - expected) / expected).abs().max())
-
-    assert off() < 1e-5
-    unroll = head.unroll
-    with monkeypatch.context() as patch:
-        still = lambda tokens, x, positions, *rest: unroll(tokens, x, torch.arange(tokens.shape[1])[None], *rest)  # noqa: E731
-        patch.setattr(head, "unroll", still)
-        assert off() > 1e-3
-    with monkeypatch.context() as patch:
-        lost = lambda q, k, v, *rest: unrolled_attention(q, k[:1], v[:1], *rest)  # noqa: E731
-        patch.setattr("aerie.model.layers.unrolled_attention", lost)
-        assert off() > 1e-3
-    batch = replace(batch, turns=batch.turns.cummax(1).values.clamp(max=1) * (batch.positions < batch.lengths[:, None]))
-    assert off() > 1e-3
-
-
-def test_values_and_gradients_are_those_of_one_dense_mask_over_all_steps() -> None:
-    rows, objective, total = unrolls.rows(3), eagle3(num_key_value_heads=4), torch.zeros(())
-    head = objective.head
-    for row in rows:
-        logits = row.last_hidden @ VOCAB.lm_head.T  # [T, V]
-        inside, law = head.vocabulary.t2d[logits.argmax(-1)], logits[:, head.vocabulary.ids].softmax(-1)
-        for step, output in enumerate(unrolls.by_one_mask(head, row, STEPS)):
-            log_q = head.lm_head(head.norm(output)).log_softmax(-1)  # [T-1, Vd]
-            for slot, alive in unrolls.starts(row):
-                at = slot + 1 + step
-                if step < alive and inside[at]:
-                    total = total - 0.8**step * (law[at] * log_q[slot]).sum()
-    count = sum(len(unrolls.starts(row)) for row in rows)
-    (total / count).backward()
-    gradient = torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
-    found = loss_and_gradient(eagle3(num_key_value_heads=4), [collate(rows, range(3))])
-    assert_same(found, ((total / count).detach(), gradient), 1e-5)
-
-
-def test_the_check_of_packing_sees_a_lost_border_of_documents() -> None:
-    rows = unrolls.rows(4)
-    whole, packed = loss_and_gradient(eagle3(), [collate(rows, range(4))]), collate(rows, range(4), packed=True)
-    joined = replace(packed, documents=(sum(packed.documents or ()),))
-    assert (loss_and_gradient(eagle3(), [joined])[1] - whole[1]).norm() > 1e-2 * whole[1].norm()
-
-
-def test_recomputation_of_deep_heads_moves_nothing() -> None:
-    deep: dict[str, Any] = {"num_hidden_layers": 2, "qk_norm": True, "norm_output": True}
-    for packed in (False, True):
-        batch = collate(unrolls.rows(3), range(3), packed)
-        again = eagle3(replace(CONFIG, gradient_checkpointing=True), **deep)
-        assert_same(loss_and_gradient(again, [batch]), loss_and_gradient(eagle3(**deep), [batch]))
 
 
 class Largest(TorchDispatchMode):
@@ -214,48 +137,3 @@ def test_choices_outside_the_draft_vocabulary_are_misses_and_stay_in_the_divisor
     assert list(map(int, eagle3().counts(batch).values())) == [int(count)] * STEPS
     whole = eagle3(ids=torch.arange(320))
     assert whole(batch).metrics["in_vocabulary"][0] == count
-
-
-def own_choices(rows: list[CachedRow], drafts: Callable[[CachedRow, int], Tensor]) -> list[CachedRow]:
-    """The rows with states whose likeliest token is, for two of three, what the head drafts there."""
-    made = []
-    with torch.no_grad():
-        for row in rows:
-            states = row.last_hidden.clone()
-            for slot, _ in unrolls.starts(row):
-                if slot % 3:
-                    token = drafts(replace(row, last_hidden=states), slot)
-                    states[slot + 1] = 5.0 * VOCAB.lm_head[token] / VOCAB.lm_head[token].norm()
-            made.append(replace(row, last_hidden=states))
-    return made
-
-
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -> None:
-    objective: Any = eagle3(scale=15.0)
-    if kind == "eagle1":
-        objective = Eagle1Objective(tiny.head(VOCAB.embedding, scale=15.0), VOCAB, PLAIN)
-    head: Any = objective.eval().head
-
-    def tokens(row: CachedRow, slot: int, steps: int) -> Tensor:
-        outputs = unrolls.drafted(head, row, slot, steps)
-        if isinstance(head, Eagle1Head):
-            return VOCAB.logits(outputs).argmax(-1)
-        return head.vocabulary.target_ids(head.logits(outputs).argmax(-1))
-
-    rows = own_choices(unrolls.rows(5), lambda row, slot: tokens(row, slot, 1)[0])
-    runs, hits_at = [], [[0, 0] for _ in range(STEPS)]
-    with torch.no_grad():
-        for row in rows:
-            choices = (row.last_hidden @ VOCAB.lm_head.T).argmax(-1)
-            for slot, alive in unrolls.starts(row):
-                drafted = tokens(row, slot, min(alive, STEPS))
-                hits = (drafted == choices[slot + 1 : slot + 1 + len(drafted)]).long()
-                runs.append(int(hits.cumprod(0).sum()))
-                for step, hit in enumerate(hits.tolist()):
-                    hits_at[step] = [hits_at[step][0] + hit, hits_at[step][1] + 1]
-    found = held_out(objective, rows)
-    assert 0 < sum(runs) < STEPS * len(runs)  # neither all hits nor none
-    assert found["predicted_tau"] == pytest.approx(1 + sum(runs) / len(runs), abs=1e-6)
-    for step, (hit, count) in enumerate(hits_at):
-        assert found[f"accuracy_at_{step + 1}"] == pytest.approx(hit / count, abs=1e-6)

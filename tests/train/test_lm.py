@@ -58,10 +58,10 @@ def test_the_loss_is_transformers_own_on_the_learnt_tokens() -> None:
 def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     config, tokenizer = DraftLMSection(max_position_embeddings=64, **sizes), tiny.tokenizer()
-    lm, again, other = (new_causal_lm(config, tokenizer, seed).eval() for seed in (0, 0, 1))
+    lm, again = (new_causal_lm(config, tokenizer, 0).eval() for _ in range(2))
     weight = lm.get_input_embeddings().weight
     assert weight is lm.get_output_embeddings().weight and weight.shape[0] == len(tokenizer)
-    assert weight.equal(again.get_input_embeddings().weight) and not weight.equal(other.get_input_embeddings().weight)
+    assert weight.equal(again.get_input_embeddings().weight)
     save_causal_lm(lm, tokenizer, tmp_path / "lm")
     loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "lm"), torch.arange(5, 15)[None]
     assert loaded(ids).logits.equal(lm(ids).logits)
@@ -69,19 +69,17 @@ def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_pat
     assert AutoTokenizer.from_pretrained(tmp_path / "lm").chat_template == tokenizer.chat_template
     warm = new_causal_lm(DraftLMSection(init_from=str(tmp_path / "lm")), tokenizer, 0)
     assert warm.get_input_embeddings().weight.equal(weight) and all(p.requires_grad for p in warm.parameters())
-    with pytest.raises(UserError, match=r"head\.init_from"):
-        new_causal_lm(DraftLMSection(init_from=str(tmp_path / "none")), tokenizer, 0)
 
 
-@pytest.mark.parametrize("vocab_size", [320, 340])
-def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(vocab_size: int) -> None:
-    """The vocabulary of 340 is a padded one: the LM's softmax is over the common 320, the target's law over all."""
-    source, expected, count = target(vocab_size), torch.zeros(5), 0  # cross-entropy, KL, correct, alpha, agreement
-    rows, objective = rows_of(source), LMObjective(draft(), source.vocab, CONFIG)
+@pytest.mark.parametrize(("drafts", "targets"), [(320, 320), (320, 340), (340, 320)])
+def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(drafts: int, targets: int) -> None:
+    """340 is a padded vocabulary (Qwen2.5 has two): the LM's softmax is over the common 320, the target's over all."""
+    source, expected, count = target(targets), torch.zeros(5), 0  # cross-entropy, KL, correct, alpha, agreement
+    rows, objective = rows_of(source), LMObjective(draft(vocab_size=drafts), source.vocab, CONFIG)
     output = objective(collate(rows, range(4)))
     for row in rows:
         with torch.no_grad():
-            log_q = objective.head(row.input_ids[None]).logits[0].log_softmax(-1)
+            log_q = objective.head(row.input_ids[None]).logits[0, :, :320].log_softmax(-1)
             p = source.model(row.input_ids[None]).logits[0].softmax(-1)
         for position in (row.turns[1:] != 0).nonzero()[:, 0].tolist():
             count += 1
@@ -95,50 +93,9 @@ def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(v
     found = [value.detach().float() for value, _ in {**output.terms, **output.metrics}.values()]
     torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
     assert count == objective.counts(collate(rows, range(4)))["distill"] == output.terms["distill"][1]
-
-
-@pytest.mark.parametrize(("drafts", "targets"), [(151_936, 152_064), (152_064, 151_936)])
-def test_qwens_two_paddings_meet_in_their_common_prefix(drafts: int, targets: int) -> None:
-    """Qwen2.5 up to 3B has 151,936 rows, above 152,064, for one tokenizer (here two entries wide)."""
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
-    source = Target(tiny.llama(vocab_size=targets, seed=3, num_blocks=1, **sizes), TargetConfig("target"))
-    lm = draft(vocab_size=drafts, **sizes)
-    ids = torch.tensor([7, 151_600, 9, min(targets, 152_000) - 1])  # the last: a padding row, if the target has more
-    states = source.features(ids[None]).last_hidden[0].clone()
-    batch = collate([CachedRow(ids, torch.tensor([0, 1, 1, 1]), states, None, 0)], [0])
-    output = LMObjective(lm, source.vocab, CONFIG)(batch)
-    with torch.no_grad():
-        log_q = lm(ids[None, :3].clamp(max=drafts - 1)).logits[0, :, :151_936].log_softmax(-1)
-        log_p = source.model(ids[None]).logits[0, :3, :151_936].log_softmax(-1)
-    expected = (log_p.exp() * (log_p - log_q)).sum()
-    torch.testing.assert_close(output.terms["distill"][0].detach(), expected, rtol=1e-3, atol=1e-3)
-    told = -sum(log_q[place, ids[place + 1]] for place in range(3) if int(ids[place + 1]) < 151_936)
-    torch.testing.assert_close(output.terms["cross_entropy"][0].detach(), told, rtol=1e-4, atol=1e-4)
-
-
-def test_the_predicted_tau_is_that_of_chains_drafted_one_after_the_other() -> None:
-    source, lm = target(), tiny.llama(num_blocks=2, seed=3)  # the target with a little noise: some drafts hit
-    rows, accepted, starts = rows_of(source, 6), 0, 0
-    with torch.no_grad():
-        noise = torch.Generator().manual_seed(0)
-        for parameter in lm.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
-        for row in rows:
-            ids, turns = row.input_ids, row.turns.tolist()
-            drafted, wanted = (model(ids[None]).logits[0].argmax(-1).tolist() for model in (lm, source.model))
-            for first in range(1, len(turns) - 1):  # t_first is known, t_(first + 1) is the first to be drafted
-                if turns[first] and turns[first] == turns[first + 1]:
-                    starts += 1
-                    for position in range(first, min(first + 3, len(turns) - 1)):
-                        if turns[position + 1] != turns[first] or drafted[position] != wanted[position]:
-                            break
-                        accepted += 1
-        sums = LMObjective(lm, source.vocab, CONFIG).measure(collate(rows, range(6)))
-        perfect = LMObjective(source.model, source.vocab, CONFIG).measure(collate(rows, range(6)))
-    assert 0 < accepted < 2 * starts
-    assert [int(x) for x in sums["chain"]] == [accepted, starts]
-    assert perfect["greedy_agreement"][0] == perfect["greedy_agreement"][1] > 0
-    assert abs(perfect["distill"][0]) < 1e-3
+    # A token of padding, which the LM has no column for, is read as its last one, and not learnt.
+    odd = collate([replace(rows[0], input_ids=torch.full_like(rows[0].input_ids, max(drafts, targets) - 1))], [0])
+    assert (float(objective(odd).terms["cross_entropy"][0]) == 0.0) == (drafts != targets)
 
 
 def plain(count: int = 6) -> Batch:

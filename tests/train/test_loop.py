@@ -15,20 +15,19 @@ from aerie.configs.schema.train import Eagle1Train
 from aerie.data.batches import collate
 from aerie.model.checkpoint import load_head
 from aerie.train import resume
-from aerie.train.loop import Meter, MetricsFile, build_optimizer, learning_rate, means
+from aerie.train.loop import MetricsFile, build_optimizer, learning_rate
 from aerie.train.objectives import Eagle1Objective
 from tests import tiny
 from tests.train.sittings import VOCAB, config, job, lines, sitting, weights
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 4), (1, 8)])
 def test_cutting_a_step_into_accumulation_parts_moves_neither_losses_nor_weights(
     tmp_path: Path, batch_size: int, accumulation: int
 ) -> None:
-    whole, one = sitting(job(tmp_path / "whole", config(epochs=1, batch_size=8, accumulation=1)))
-    cut, other = sitting(job(tmp_path / "cut", config(epochs=1, batch_size=batch_size, accumulation=accumulation)))
+    log = {"epochs": 1, "log_every": 2}  # means over steps, which weigh slots and not steps
+    whole, one = sitting(job(tmp_path / "whole", config(batch_size=8, **log)))
+    cut, other = sitting(job(tmp_path / "cut", config(batch_size=batch_size, accumulation=accumulation, **log)))
     assert whole.progress.step == cut.progress.step == 3
     for first, second in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
         for name in {"loss", "grad_norm", "feature", "classification", "alpha"} & first.keys():
@@ -38,7 +37,7 @@ def test_cutting_a_step_into_accumulation_parts_moves_neither_losses_nor_weights
 
 def test_the_gradient_is_that_of_the_mean_over_supervised_slots_and_is_logged_before_clipping(tmp_path: Path) -> None:
     made = job(tmp_path, config(max_steps=1, batch_size=20, clip_norm=1e-6))
-    objective = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0).train(), VOCAB, made.config)
+    objective = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0).train(), VOCAB, made.objective.settings)
     total, count = torch.zeros(()), 0
     for number, row in enumerate(made.rows.train):
         batch = objective.prepare(collate([row], [number]), epoch=0)
@@ -49,7 +48,7 @@ def test_the_gradient_is_that_of_the_mean_over_supervised_slots_and_is_logged_be
     sitting(made)
     first = lines(tmp_path)[0]
     assert first["loss"] == pytest.approx((total / count).item(), rel=1e-5)
-    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5) and 0.05 < first["peak_memory_gib"] < 64
 
 
 def test_the_head_on_disk_is_the_one_with_the_best_held_out_score(tmp_path: Path) -> None:
@@ -62,16 +61,14 @@ def test_the_head_on_disk_is_the_one_with_the_best_held_out_score(tmp_path: Path
     outcome, _ = sitting(job(tmp_path, config(max_steps=3, eval_every=1)), measure=measure)
     assert outcome.progress.best_step == 2 and len(seen) == 3 and not seen[0].equal(seen[1])
     assert load_head(tmp_path / "head").fc.weight.equal(seen[1])
-    _, loop = sitting(job(tmp_path / "unmeasured", config(max_steps=2, eval_every=1), held_out=[]))
-    assert load_head(tmp_path / "unmeasured/head").fc.weight.equal(weights(loop)["fc.weight"])
+    half = replace(VOCAB, embedding=VOCAB.embedding.bfloat16(), lm_head=VOCAB.lm_head.bfloat16())
+    _, loop = sitting(job(tmp_path / "unmeasured", config(max_steps=2, eval_every=1), vocab=half, held_out=[]))
+    assert load_head(tmp_path / "unmeasured/head").fc.weight.equal(weights(loop)["fc.weight"].bfloat16())
 
 
-def test_a_spent_budget_ends_the_run_at_the_next_step_and_a_larger_one_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_spent_budget_ends_the_run_at_the_next_step_and_a_larger_one_goes_on(tmp_path: Path) -> None:
     outcome, _ = sitting(job(tmp_path, config(max_seconds=0.0)))
-    assert (outcome.state, outcome.progress.step) == ("budget", 1)
-    assert "max_seconds 0 is spent after step 1 of 15" in capsys.readouterr().out and load_head(tmp_path / "head")
+    assert (outcome.state, outcome.progress.step) == ("budget", 1) and load_head(tmp_path / "head")
     finished, continued = sitting(job(tmp_path, config(max_seconds=600.0)))
     whole, unbroken = sitting(job(tmp_path / "whole", config()))
     assert finished.progress.step == whole.progress.step
@@ -87,17 +84,6 @@ def test_a_training_that_diverges_stops_and_keeps_nothing_of_it(
     assert not (tmp_path / "head/model.safetensors").exists()
 
 
-def test_what_is_written_has_units_and_the_profilers_window_a_trace(tmp_path: Path) -> None:
-    half = replace(VOCAB, embedding=VOCAB.embedding.bfloat16(), lm_head=VOCAB.lm_head.bfloat16())
-    settings = config(max_steps=4, log_every=3)
-    sitting(job(tmp_path, settings, vocab=half))
-    assert load_head(tmp_path / "head").fc.weight.dtype == torch.bfloat16
-    train = [record for record in lines(tmp_path) if "loss" in record]
-    assert [record["step"] for record in train] == [3, 4]
-    units = {"data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib", "grad_norm", "learning_rate", "alpha"}
-    assert units <= train[0].keys() and 0.05 < train[0]["peak_memory_gib"] < 64
-
-
 @pytest.mark.parametrize("final_rate", [0.0, 0.33])
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_the_rate_rises_to_its_peak_and_falls_to_its_end_at_the_last_step(schedule: Any, final_rate: float) -> None:
@@ -107,8 +93,6 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_end_at_the_last_step(schedu
     assert rates[0] > 0 and max(rates) == rates[10] == 1.0
     assert (rates[60], rates[110]) == (pytest.approx(half), pytest.approx(end))
     assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
-    short = [learning_rate(step, 5, replace(settings, warmup_steps=2000)) for step in range(5)]
-    assert short == sorted(short) and max(short) <= 1.0
 
 
 def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> None:
@@ -120,20 +104,13 @@ def test_matrices_decay_and_norms_do_not_and_the_embedding_is_not_there() -> Non
     assert found == {id(p) for p in head.parameters() if p.requires_grad} and id(head.embed_tokens.weight) not in found
 
 
-def test_a_mean_over_steps_weighs_slots_and_not_steps() -> None:
-    meter = Meter()
-    meter.add({"feature": (torch.tensor(10.0), torch.tensor(10)), "alpha": (torch.tensor(0.0), torch.tensor(0))})
-    meter.add({"feature": (torch.tensor(90.0), torch.tensor(30)), "alpha": (torch.tensor(0.0), torch.tensor(0))})
-    assert means(meter.sums, CPU) == {"feature": 2.5, "alpha": 0.0} and means({}, CPU) == {}
-
-
 def test_a_run_that_goes_on_forgets_its_own_later_lines_and_keeps_what_another_training_writes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first, other = MetricsFile(path, "eagle1", 0), MetricsFile(path, "draft_lm", 0)
     for step in (10, 20, 30):
         first.write({"kind": "eagle1", "step": step})
     with path.open("a") as handle:
-        handle.write('{"kind": "eagle1", "st\n')
+        handle.write('{"kind": "eagle1", "st\n')  # cut off by a kill
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(lambda: [other.write({"kind": "draft_lm", "step": step}) for step in range(100)])
         while not training.done():

@@ -6,12 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aerie.configs.errors import exit_code
@@ -24,7 +25,7 @@ from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.storage import Stage
 from aerie.model.target import Target, load_vocab
-from aerie.train import jobs, resume
+from aerie.train import jobs, losses, resume
 from aerie.train import main as train_main
 from tests import tiny
 
@@ -36,6 +37,10 @@ class Killed(BaseException):
     """Ends a command as SIGKILL would: nothing catches it."""
 
 
+def dies(*_: Any, **__: Any) -> None:
+    raise Killed
+
+
 def call(module: Any, *words: object) -> int:
     """The exit code of a command run in this process."""
     before, sys.argv = sys.argv, ["main.py", *map(str, words)]
@@ -43,7 +48,14 @@ def call(module: Any, *words: object) -> int:
         return exit_code(module.main)
     finally:
         sys.argv = before
-        PartialState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def recipe_of(path: Path) -> Any:
+    parser = train_main.argparse.ArgumentParser()
+    train_main.pipeline.add_arguments(parser)
+    return train_main.pipeline.load(*parser.parse_known_args(["--config", str(path)]))
 
 
 def write_recipe(path: Path, root: Path, train: dict[str, Any], **sections: Any) -> Path:
@@ -105,42 +117,33 @@ def ends_of(root: Path) -> Any:
 def killed_at_its_end(*words: object) -> None:
     """A training that dies before its record is written."""
     with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Stage, "finish", lambda self, **facts: (_ for _ in ()).throw(Killed))
+        patched.setattr(Stage, "finish", dies)
         call(train_main, *words)
-
-
-def test_a_plan_prints_steps_tokens_and_bytes_and_writes_nothing(
-    made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = sorted(made.rglob("*"))
-    assert call(train_main, "--config", made / "eagle1.yaml", "--plan") == 0
-    out = capsys.readouterr().out
-    assert "steps: 6 of 8 rows x 1 x 1 process" in out and "trained" in out and "MiB with gradients and Adam" in out
-    assert sorted(made.rglob("*")) == before
 
 
 MISTAKES = [
     ("eagle1", "--train.learning_rat 1", "did you mean 'train.learning_rate'"),
     ("eagle1", "--train.batch_size 0", "--train.batch_size: input should be greater than or equal to 1, not 0"),
     ("eagle1", "--train.unroll_steps 3", "train.unroll_steps: unknown key"),
-    ("eagle1", "--train.packing true", "train.packing: unknown key"),
     ("eagle1", "--run nowhere", "nowhere/features: no such feature cache; build it with:"),
     ("eagle1", "--target /no/such/target", "/no/such/target: no such target directory"),
     ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
     ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
     ("eagle1", "--head.init_from /no/head", "/no/head: no such head directory"),
-    ("eagle1", "--head.head_dim 7", "input should be a multiple of 2, not 7"),
     ("draft_lm", "--train.measure_prompts 2", "train.measure_prompts: unknown key"),
-    ("draft_lm", "--train.loss kl", "train.loss: unknown key"),
     ("draft_lm", "--train.distill null", "do nothing without distill"),
     ("draft_lm", "--head.max_position_embeddings 100", "100 is less than data.max_length 128"),
     ("draft_lm", "--head.init_from OTHER", "a draft LM shares the tokenizer of its target"),
     ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens that are yet to be drawn"),
     ("eagle3", "--target SHALLOW", "has 4 blocks, and the default taps .* need at least 7"),
-    ("eagle3", "--features.after_blocks [4,2,3]", r"not \[4, 2, 3\]; did you mean \[2, 3, 4\]\?"),
     ("eagle3", "--features.after_blocks [2,3,9]", "9 is no tap of .*, which has 7 blocks"),
     ("eagle3", "--features.after_blocks [1,3,4]", r"after_blocks: \[2, 3, 4\] there, \[1, 3, 4\] asked; rebuild"),
     ("eagle3", "--head.draft_vocab_size 400", "400 is larger than the target's vocabulary of 320"),
+    (
+        "eagle3",
+        "--head.draft_vocab_size null --head.init_from ENDLESS",
+        r"none of the target's end-of-turn tokens \[3\]",
+    ),
     ("eagle3", "--train.loss lk", "--train.loss: input should be 'soft_cross_entropy', .* not 'lk'"),
 ]
 
@@ -153,18 +156,26 @@ def test_mistakes_get_one_line_and_code_2_before_anything_is_made(
     if "OTHER" in words:
         other = tiny.target(tmp_path / "other") / "tokenizer.json"
         other.write_text(other.read_text().replace("<|system|>", "<|tool|>"))
-    words = words.replace("OTHER", str(tmp_path / "other")).replace("SHALLOW", str(made / "target"))
-    path = root / f"{recipe}.yaml"
-    assert call(train_main, "--config", path, "--plan", "--output", tmp_path / "new", *words.split()) == 2
+    if "ENDLESS" in words:
+        endless = tiny.eagle3_head(ends_of(deep).embedding, ids=torch.arange(100, 200), after_blocks=(2, 3, 4))
+        save_head(endless, tmp_path / "endless")
+    for name, path in (("OTHER", tmp_path / "other"), ("SHALLOW", made / "target"), ("ENDLESS", tmp_path / "endless")):
+        words = words.replace(name, str(path))
+    config = ("--config", root / f"{recipe}.yaml", "--output", tmp_path / "new")
+    assert call(train_main, *config, "--plan", *words.split()) == 2
     error = capsys.readouterr().err
     assert re.search(said, error) and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "new").exists() and not Path("nowhere").exists()
 
 
-def test_a_run_is_trained_once_reused_and_never_overwritten_by_another(
+def test_a_run_is_planned_trained_once_reused_and_never_overwritten_by_another(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, head, status = made / "eagle1.yaml", made / "run/heads/eagle1", made / "run/status.json"
+    before = sorted(made.rglob("*"))
+    assert call(train_main, "--config", recipe, "--plan") == 0 and sorted(made.rglob("*")) == before
+    out = capsys.readouterr().out
+    assert "steps: 6 of 8 rows x 1 x 1 process" in out and "MiB with gradients and Adam" in out
     assert call(train_main, "--config", recipe, "--is-whole") == 1
     with monkeypatch.context() as patched:
         patched.setenv("WORLD_SIZE", "2")
@@ -180,17 +191,12 @@ def test_a_run_is_trained_once_reused_and_never_overwritten_by_another(
     assert load_head(head) and facts["step"] in (3, 6) and facts["predicted_tau"] >= 1
     assert record["steps"] == 6 and record["tokens"] > 0 and record["ended"] == "finished"
     assert json.loads(status.read_text()) == {"stage": "train", "state": "done", "code": 0}
-    assert {path.name for path in head.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "provenance.json",
-        "recipe.yaml",
-    }
+    names = {"config.json", "model.safetensors", "provenance.json", "recipe.yaml"}
+    assert {path.name for path in head.iterdir()} == names
     assert [path.name for path in (made / "run/state/eagle1").iterdir()] == [".lock"]
-    assert call(train_main, "--config", recipe, "--train.keep_last", 1, "--is-whole") == 0
     capsys.readouterr()
     assert call(train_main, "--config", recipe) == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
-    assert call(train_main, "--config", head / "recipe.yaml", "--is-whole") == 0
+    assert call(train_main, "--config", head / "recipe.yaml", "--train.keep_last", 1, "--is-whole") == 0
     written = (head / "model.safetensors").read_bytes()
     assert call(train_main, "--config", recipe, "--train.seed", "5") == 2
     assert "train.seed: 0 there, 5 asked" in capsys.readouterr().err
@@ -204,6 +210,38 @@ def test_a_run_is_trained_once_reused_and_never_overwritten_by_another(
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(recipe)], cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "draft_lm"])
+def test_from_the_command_to_a_loss_there_are_at_most_eight_frames(
+    made: Path, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    depths, originals = set(), list(losses.LOSSES.values())
+
+    def counted(real: Any) -> Any:
+        def wrapped(*arguments: Any) -> Any:
+            frames = [(Path(frame.filename).resolve(), frame.name) for frame in traceback.extract_stack()]
+            below = frames[frames.index((ROOT / "train/main.py", "main")) :]
+            ours = [path for path, name in below if path.is_relative_to(ROOT) and not name.startswith("<listcomp")]
+            if torch.is_grad_enabled():  # not in an evaluation
+                depths.add(
+                    1 + sum(not path.is_relative_to(ROOT / "tests") for path in ours if ".venv" not in path.parts)
+                )
+            return real(*arguments)
+
+        return wrapped
+
+    for name in ("soft_cross_entropy", "kl", "acceptance", "negative_log_alpha"):  # what all losses end in
+        monkeypatch.setattr(losses, name, counted(getattr(losses, name)))
+    every = lambda *arguments: sum(loss(*arguments) for loss in originals)  # noqa: E731
+    monkeypatch.setitem(losses.LOSSES, "kl", every)
+    recipe = deep / "eagle3.yaml" if kind == "eagle3" else made / f"{kind if kind == 'draft_lm' else 'eagle1'}.yaml"
+    words: tuple[object, ...] = () if kind == "draft_lm" else ("--head.kind", kind, "--train.loss", "kl")
+    if kind in ("medusa", "hydra"):
+        words += ("--tree.levels", "null", "--train.law_weight", 1)
+    short = ("--run", tmp_path / "run", "--features.mode", "online", "--train.max_steps", 1)
+    assert call(train_main, "--config", recipe, *words, *short) == 0
+    assert max(depths) == 8
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -220,18 +258,12 @@ def test_heads_of_another_kind_train_in_the_same_run_on_the_same_cache(made: Pat
 
 def test_a_small_lm_is_trained_into_an_ordinary_directory(made: Path, tmp_path: Path) -> None:
     data = {"conversations": [str(made / "train.jsonl")], "max_length": 128, "supervise": "all", "held_out": 0.3}
-    train = {"max_steps": 12, "learning_rate": 1e-2, "eval_every": 6}
-    sections = {
-        "data": data,
-        "head": {"kind": "draft_lm", "num_hidden_layers": 2, **LM},
-        "output": str(tmp_path / "lm"),
-    }
-    recipe = write_recipe(tmp_path / "lm.yaml", made, train, run=str(tmp_path / "run"), **sections)
+    train, head = {"max_steps": 12, "learning_rate": 1e-2, "eval_every": 6}, {"kind": "draft_lm", **LM}
+    sections = {"data": data, "head": head, "output": str(tmp_path / "lm"), "run": str(tmp_path / "run")}
+    recipe = write_recipe(tmp_path / "lm.yaml", made, train, **sections)
     assert call(train_main, "--config", recipe) == 0
-    losses = [line["held_out_loss"] for line in lines(tmp_path / "run", "held_out_loss")]
-    assert (
-        losses[-1] < losses[0] and AutoModelForCausalLM.from_pretrained(tmp_path / "lm").config.num_hidden_layers == 2
-    )
+    found = [line["held_out_loss"] for line in lines(tmp_path / "run", "held_out_loss")]
+    assert found[-1] < found[0] and AutoModelForCausalLM.from_pretrained(tmp_path / "lm").config.hidden_size == 32
     assert (tmp_path / "lm/model.safetensors").stat().st_mode & 0o044  # readable for the group
     assert call(train_main, "--config", recipe, "--is-whole") == 0
 
@@ -241,7 +273,6 @@ def test_a_draft_lm_learns_the_targets_laws_from_the_cache_and_alike_without_one
     assert call(train_main, "--config", recipe) == 0
     held_out = [line for line in lines(made / "run", "held_out_distill") if line["kind"] == "draft_lm-kl"]
     assert held_out[-1]["held_out_distill"] < held_out[0]["held_out_distill"]
-    assert held_out[-1]["held_out_predicted_tau"] >= 1.0
     lm = AutoModelForCausalLM.from_pretrained(output)
     assert AutoTokenizer.from_pretrained(output).get_vocab() == tiny.tokenizer().get_vocab()
     online = ("--config", recipe, "--features.mode", "online")
@@ -258,48 +289,31 @@ def test_a_draft_lm_learns_the_targets_laws_from_the_cache_and_alike_without_one
 def test_an_eagle3_head_is_trained_from_the_cache_and_alike_online_or_packed(
     deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--config", deep / "eagle3.yaml")
+    """The best weights are chosen by the tau of decoding held-out prompts."""
+    measuring = ("--train.measure_prompts", "3", "--train.measure_new_tokens", "12")
+    words = ("--config", deep / "eagle3.yaml", *measuring)
     assert call(train_main, *words) == 0
     out = capsys.readouterr().out
     assert "draft vocabulary: 160 of 320 tokens cover" in out and "loss @1 " in out and "accuracy @1 " in out
-    facts = head_facts(deep / "run/heads/eagle3")
-    assert facts["draft_vocabulary"]["size"] == 160 and facts["step"] in (3, 6)
-    head = load_head(deep / "run/heads/eagle3", vocab=ends_of(deep))
-    assert isinstance(head, Eagle3Head) and head.config.after_blocks == (2, 3, 4)
-    assert call(train_main, *words, "--run", tmp_path / "run", "--features.mode", "online") == 0
-    for found, expected in zip(
-        lines(tmp_path / "run", "held_out_loss"), lines(deep / "run", "held_out_loss"), strict=True
-    ):
-        assert found["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-4)
-        assert found["held_out_predicted_tau"] == pytest.approx(expected["held_out_predicted_tau"], rel=1e-3)
-    assert call(train_main, *words, "--output", tmp_path / "packed", "--train.packing", "true", "--overwrite") == 0
-    packed = load_head(tmp_path / "packed", vocab=ends_of(deep)).fc.weight
-    assert (packed - head.fc.weight).abs().max() < 1e-3 * packed.abs().max()
-    assert call(train_main, *words, "--features.after_blocks", "[1, 3, 4]", "--is-whole") == 1
-
-
-def test_the_best_weights_are_chosen_by_the_tau_of_decoding_held_out_prompts(deep: Path, tmp_path: Path) -> None:
-    measuring = ("--train.measure_prompts", "3", "--train.measure_new_tokens", "12")
-    words = ("--config", deep / "eagle3.yaml", "--output", tmp_path / "head", "--overwrite", *measuring)
-    assert call(train_main, *words) == 0
-    measured = {line["step"]: line["held_out_tau"] for line in lines(deep / "run", "held_out_tau")}
-    facts = head_facts(tmp_path / "head")
-    assert set(measured) == {3, 6} and facts["tau"] == max(measured.values()) == measured[facts["step"]]
     target = Target.load(TargetConfig(str(deep / "target"), dtype="float32"))
-    head = load_head(tmp_path / "head", vocab=target.vocab)
-    tree = jobs_recipe(deep / "eagle3.yaml").tree
-    decoder, cycles = SpeculativeDecoder(target, drafting(DRAFTERS["eagle3"](head, target), tree)), [0, 0]
+    facts, head = head_facts(deep / "run/heads/eagle3"), load_head(deep / "run/heads/eagle3", vocab=target.vocab)
+    assert isinstance(head, Eagle3Head) and head.config.after_blocks == (2, 3, 4)
+    measured = {line["step"]: line["held_out_tau"] for line in lines(deep / "run", "held_out_tau")}
+    assert set(measured) == {3, 6} and facts["tau"] == max(measured.values()) == measured[facts["step"]]
+    drafter = DRAFTERS["eagle3"](head, target)
+    decoder, cycles = SpeculativeDecoder(target, drafting(drafter, recipe_of(deep / "eagle3.yaml").tree)), [0, 0]
     for row in FeatureCache.open(deep / "run/features").split("held_out")[:3]:
         prompt = row.input_ids[None, : int(row.turns.nonzero()[0])]
         found = decoder.generate(prompt, max_new_tokens=12, do_sample=False).statistics
         cycles = [cycles[0] + sum(found.cycle_tokens), cycles[1] + len(found.cycle_tokens)]
     assert facts["tau"] == pytest.approx(cycles[0] / cycles[1])
-
-
-def jobs_recipe(path: Path, *words: object) -> Any:
-    parser = train_main.argparse.ArgumentParser()
-    train_main.pipeline.add_arguments(parser)
-    return train_main.pipeline.load(*parser.parse_known_args(["--config", str(path), *map(str, words)]))
+    assert call(train_main, *words, "--run", tmp_path / "run", "--features.mode", "online") == 0
+    for one, other in zip(lines(tmp_path / "run", "held_out_loss"), lines(deep / "run", "held_out_loss"), strict=True):
+        assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-4)
+        assert one["held_out_predicted_tau"] == pytest.approx(other["held_out_predicted_tau"], rel=1e-3)
+    assert call(train_main, *words, "--output", tmp_path / "packed", "--train.packing", "true", "--overwrite") == 0
+    packed = load_head(tmp_path / "packed", vocab=target.vocab).fc.weight
+    assert (packed - head.fc.weight).abs().max() < 1e-3 * packed.abs().max()
 
 
 @pytest.mark.parametrize("changed", ["train.jsonl", "target/tokenizer.json", "target/generation_config.json"])
@@ -325,19 +339,15 @@ def test_neither_cache_nor_draft_vocabulary_outlives_its_data_or_tokenizer(
 def test_a_warm_start_keeps_its_vocabulary_and_odd_positions_are_noticed(
     deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, ids in (("good", torch.arange(0, 100)), ("endless", torch.arange(100, 200))):
-        save_head(tiny.eagle3_head(ends_of(deep).embedding, ids=ids, after_blocks=(2, 3, 4)), tmp_path / name)
+    warm = tiny.eagle3_head(ends_of(deep).embedding, ids=torch.arange(100), after_blocks=(2, 3, 4))
+    save_head(warm, tmp_path / "warm")
     words = ("--config", deep / "eagle3.yaml", "--output", tmp_path / "new", "--head.draft_vocab_size", "null")
-    assert call(train_main, *words, "--head.init_from", tmp_path / "endless", "--plan") == 2
-    error = capsys.readouterr().err
-    assert f"head.init_from: {tmp_path / 'endless'}: none of the target's end-of-turn tokens [3]" in error
-    assert call(train_main, *words, "--head.init_from", tmp_path / "good", "--train.max_steps", "1") == 0
-    assert "draft vocabulary: 100 of 320 tokens cover" in capsys.readouterr().out
+    assert call(train_main, *words, "--head.init_from", tmp_path / "warm", "--train.max_steps", "1") == 0
     stored = head_facts(tmp_path / "new")["draft_vocabulary"]
     assert stored["size"] == 100 and 0.0 < stored["coverage"] < 1.0
     odd = ("--output", tmp_path / "odd", "--head.rope_theta", "5e5", "--head.max_position_embeddings", "200")
     assert call(train_main, *words, *odd, "--plan") == 0
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = capsys.readouterr().err.splitlines()[-2:]
     assert first.startswith("warning: head: rope_theta is 500,000 with scaling None, its target's 10,000")
     assert second.startswith("warning: head: max_position_embeddings is 200, its target's 256")
 
@@ -369,7 +379,7 @@ def test_a_kill_at_the_very_end_costs_no_training_and_leaves_nothing(
     (head / ".model.safetensors.01234567.tmp").write_bytes(written[:100])
     assert not (head / "provenance.json").exists() and call(train_main, *run, "--is-whole") == 1
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(resume, "forget_saves", lambda *_: (_ for _ in ()).throw(Killed))
+        patched.setattr(resume, "forget_saves", dies)
         call(train_main, *run)
     assert "going on from step 2 of 3" in capsys.readouterr().out
     assert call(train_main, *run) == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
@@ -391,33 +401,14 @@ def test_a_run_that_its_budget_ended_goes_on_with_another_and_as_no_other_run(
 
 
 def test_what_a_save_does_not_depend_on_may_change_and_the_rest_may_not(
-    made: Path, run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = (*run, "--train.measure_prompts", "1", "--train.measure_new_tokens", "4")
     killed_at_its_end(*measured)
     assert call(train_main, *measured, "--tree.levels", "3") == 2
     assert "of another recipe or other data (tree.levels: 4 there, 3 asked)" in capsys.readouterr().err
-    assert (
-        call(train_main, *run, "--overwrite") == 0 and call(train_main, *run, "--tree.levels", "3", "--is-whole") == 0
-    )
     killed_at_its_end(*run, "--overwrite", "--train.seed", "1")
     conversations = tiny.write_conversations(tmp_path / "other.jsonl", 60, seed=1)
     other = (*run, "--train.seed", "1", "--data.conversations", f"[{conversations}]")
     assert call(data_main, "features", *other, "--overwrite") == 0 and call(train_main, *other) == 2
     assert "step 2 of another recipe or other data (features: " in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_signal_ends_a_command_cleanly_and_the_next_call_goes_on(
-    run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    long = ("--train.max_steps", 4000, "--train.epochs", 4000, "--train.log_every", 1, "--train.save_every", 4000)
-    command = [sys.executable, "train/main.py", *map(str, (*run, *long))]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert child.stdout is not None and next(line for line in child.stdout if line.startswith("step "))
-    child.send_signal(signal.SIGUSR1)
-    rest, _ = child.communicate(timeout=300)
-    assert child.returncode == 75 and "stopped by a signal after step" in rest and "Traceback" not in rest
-    assert json.loads((tmp_path / "run/status.json").read_text()) == {"stage": "train", "state": "requeue", "code": 75}
-    assert call(train_main, *run, *long, "--train.max_seconds", "0") == 0
-    assert "going on from step" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from aerie.configs.schema.train import DraftLMTrain, Eagle1Train, Eagle3Train, L
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.train.lm import LMObjective
+from aerie.train.loop import means
 from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective
 from tests import tiny
 from tests.train import unrolls
@@ -20,6 +21,7 @@ MULTI: dict[str, Any] = {"label_weight": 0.7, "law_weight": 0.3, "dropout": 0.3}
 SETTINGS: dict[str, TrainConfig] = {
     "eagle1": Eagle1Train(),
     "eagle3": Eagle3Train(unroll_steps=4),
+    "eagle3-deep": Eagle3Train(unroll_steps=3),
     "medusa": MultiTokenTrain(kind="medusa", **MULTI),
     "hydra": MultiTokenTrain(kind="hydra", **MULTI),
     "hydra++": MultiTokenTrain(kind="hydra", **MULTI),
@@ -34,8 +36,9 @@ def objective(kind: str, **changes: Any) -> Objective:
     made: Objective
     if kind == "eagle1":
         made = Eagle1Objective(tiny.head(VOCAB.embedding, scale=5.0), VOCAB, settings)
-    elif kind == "eagle3":
-        made = Eagle3Objective(tiny.eagle3_head(VOCAB.embedding, scale=8.0), VOCAB, settings)
+    elif kind.startswith("eagle3"):
+        deep: dict[str, Any] = {"num_hidden_layers": 2, "qk_norm": True, "norm_output": True} if "-" in kind else {}
+        made = Eagle3Objective(tiny.eagle3_head(VOCAB.embedding, scale=8.0, **deep), VOCAB, settings)
     elif kind in ("medusa", "hydra", "hydra++"):
         keys: dict[str, Any] = {"prefix_layer": True, "num_layers": 2} if kind == "hydra++" else {}
         head = tiny.multi_token_head(settings.kind, VOCAB, 0.05, num_heads=3, **keys)
@@ -73,7 +76,7 @@ def test_padding_company_packing_and_accumulation_move_neither_loss_nor_gradient
     rows = unrolls.rows(6)
     whole = loss_and_gradient(objective(kind), [prepared(objective(kind), rows, range(6))])
     for groups in ([[0], [1], [2], [3], [4], [5]], [[5, 0], [4, 2, 1], [3]]):
-        for packed in (False, True) if kind == "eagle3" else (False,):
+        for packed in (False, True) if kind.startswith("eagle3") else (False,):
             made = objective(kind)
             cut = [prepared(made, rows, group, packed) for group in groups]
             assert_same(loss_and_gradient(made, cut), whole)
@@ -83,9 +86,10 @@ def test_padding_company_packing_and_accumulation_move_neither_loss_nor_gradient
 def test_chunks_and_recomputation_move_neither_loss_nor_gradient(kind: str) -> None:
     rows = unrolls.rows(6)
     whole = loss_and_gradient(objective(kind), [prepared(objective(kind), rows, range(6))])
+    packed = kind.startswith("eagle3")
     for changes in ({"loss_chunk_slots": 7}, {"loss_chunk_slots": 1}, {"gradient_checkpointing": True}):
         made = objective(kind, **changes)
-        assert_same(loss_and_gradient(made, [prepared(made, rows, range(6))]), whole)
+        assert_same(loss_and_gradient(made, [prepared(made, rows, range(6), packed)]), whole)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -134,7 +138,7 @@ def test_overfitting_one_batch_lowers_every_term_and_leaves_the_target_alone(kin
     low = 1.0 if kind == "draft_lm" else 0.9
     assert all(found[-1][1][name] < low * found[0][1][name] for name in made.weights)
     assert VOCAB.lm_head.equal(before[0]) and VOCAB.embedding.equal(before[1])
-    if kind in ("eagle1", "eagle3"):
+    if kind.startswith("eagle"):
         assert made.head.embed_tokens.weight.equal(VOCAB.embedding)
 
 
@@ -162,3 +166,35 @@ def test_bf16_autocast_trains_and_stays_close(kind: str) -> None:
         found = made(batch).total(made.weights)
     found.backward()
     assert found.dtype == torch.float32 and abs(found.item() / exact.item() - 1) < 0.05
+
+
+def held_out(made: Objective, rows: list[CachedRow]) -> dict[str, float]:
+    with torch.no_grad():
+        sums = made.eval().measure(collate(rows, range(len(rows))))
+    return made.summarise(means(sums, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind != "lm"])
+def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -> None:
+    made, rows, runs, most = objective(kind, eval_depths=3).eval(), [], [], 3
+    hits_at: list[list[float]] = [[] for _ in range(most)]
+    with torch.no_grad():
+        for row in unrolls.rows(5):
+            states = row.last_hidden.clone()
+            for slot, _ in unrolls.starts(row):
+                if slot % 3:  # two of three states have as their likeliest token what the head drafts there
+                    (token,) = unrolls.choices(made.head, VOCAB, replace(row, last_hidden=states), slot, 1)
+                    states[slot + 1] = 5.0 * VOCAB.lm_head[token] / VOCAB.lm_head[token].norm()
+            rows.append(replace(row, last_hidden=states))
+            wanted = (states @ VOCAB.lm_head.T).argmax(-1)
+            for slot, alive in unrolls.starts(row):
+                drafted = unrolls.choices(made.head, VOCAB, rows[-1], slot, min(alive, most))
+                hits = (drafted == wanted[slot + 1 : slot + 1 + len(drafted)]).float()
+                runs.append(float(hits.cumprod(0).sum()))
+                for depth, hit in enumerate(hits.tolist()):
+                    hits_at[depth].append(hit)
+    found = held_out(made, rows)
+    assert 0 < sum(runs) < most * len(runs)  # neither all hits nor none
+    assert found["predicted_tau"] == pytest.approx(1 + sum(runs) / len(runs), abs=1e-6)
+    for depth, each in enumerate(hits_at):
+        assert found[f"accuracy_at_{depth + 1}"] == pytest.approx(sum(each) / len(each), abs=1e-6)

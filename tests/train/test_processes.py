@@ -1,12 +1,14 @@
-"""Two CPU processes have the losses of one, under ZeRO 1 to 3 and torchrun; stopped they go on bit for bit.
+"""Two CPU processes have the losses of one, under ZeRO 1 to 3 and DDP; stopped they go on bit for bit.
 
-Each start of two processes takes ten seconds, so a run is asked for several laws, and one process runs in this one.
+The processes are forks of this one with what a launcher gives its own, which saves their start-up; the first run and
+one that is stopped go through `accelerate launch` and torchrun themselves.
 """
 
 import json
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands import launch
 from safetensors.torch import load_file
 
 from aerie.data import main as data_main
@@ -22,9 +25,8 @@ from aerie.data.cache import FeatureCache
 from aerie.train import jobs
 from aerie.train import main as train_main
 from tests import tiny
-from tests.train.test_main import call, jobs_recipe
+from tests.train.test_main import ROOT, call, recipe_of
 
-ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 STEPS = 24
 CLOCKS = ("data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib")
@@ -32,18 +34,17 @@ CLOCKS = ("data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib")
 SMALL = {"loss_chunk_slots": 48, "max_steps": 6}
 LM = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 256}
 EAGLE1 = {"save_every": 2, "eval_every": 5}
-# name -> (launcher, head, train, what else is asked of the two processes)
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "eagle1": ("zero3", {"kind": "eagle1"}, EAGLE1, ()),
-    "eagle1-ddp": ("torchrun", {"kind": "eagle1"}, EAGLE1, ()),
-    "hydra": ("zero1", {"kind": "hydra", "prefix_layer": True}, {"dropout": 0.2, "law_weight": 0.5, **SMALL}, ()),
+# name -> (launcher, head, train)
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "eagle1": ("zero3", {"kind": "eagle1"}, EAGLE1),
+    "eagle1-ddp": ("torchrun", {"kind": "eagle1"}, EAGLE1),
+    "hydra": ("zero1", {"kind": "hydra", "prefix_layer": True}, {"dropout": 0.2, "law_weight": 0.5, **SMALL}),
     "eagle3": (
         "zero3",
         {"kind": "eagle3", "draft_vocab_size": 256},
-        {"unroll_steps": 3, "gradient_checkpointing": True, **SMALL},
-        ("--train.measure_prompts", "2", "--train.measure_new_tokens", "8"),
+        {"unroll_steps": 3, "gradient_checkpointing": True, "measure_prompts": 2, "measure_new_tokens": 8, **SMALL},
     ),
-    "draft_lm": ("zero2", {"kind": "draft_lm", **LM}, {"distill": "jsd", "on_policy": 0.5, **SMALL}, ()),
+    "draft_lm": ("zero2", {"kind": "draft_lm", **LM}, {"distill": "jsd", "on_policy": 0.5, **SMALL}),
 }
 
 pytestmark = pytest.mark.slow
@@ -59,7 +60,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_recipe(root: Path, name: str, mode: str = "online") -> Path:
-    _, head, train, _ = CASES[name]
+    _, head, train = CASES[name]
     fixed = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 1, "learning_rate": 2e-3, "warmup_steps": 1}
     values = {
         "run": str(root / name),
@@ -73,26 +74,51 @@ def write_recipe(root: Path, name: str, mode: str = "online") -> Path:
     return tiny.recipe(root / f"{name}.yaml", values)
 
 
-def command(launcher: str, recipe: Path, *words: object) -> list[str]:
-    script = ["train/main.py", "--config", str(recipe), *map(str, words)]
-    if launcher == "torchrun":  # the bare -- keeps torchrun from taking --run for an abbreviation of its own --run-path
-        return [str(BIN / "torchrun"), "--nproc-per-node", "2", "--", *script]
-    return [str(BIN / "accelerate"), "launch", "--config_file", f"configs/accelerate/{launcher}.yaml", *script]
-
-
-def start(words: list[str]) -> subprocess.Popen[str]:
+def launched(launcher: str, *words: object) -> subprocess.Popen[str]:
+    """Two processes under a launcher. The bare -- keeps torchrun from taking --run for its own --run-path."""
+    start = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--"]
+    if launcher != "torchrun":
+        start = [str(BIN / "accelerate"), "launch", "--config_file", f"configs/accelerate/{launcher}.yaml"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    return subprocess.Popen(
-        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [*start, "train/main.py", *map(str, words)]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def run(words: list[str], code: int = 0) -> str:
-    process = start(words)
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == code, said
-    return said
+def forked(launcher: str, log: Path, *words: object) -> list[int]:
+    """The numbers of two processes that run the command with the environment of a launcher's."""
+    environment: dict[str, str] = {}
+    if launcher != "torchrun":
+        config = ["--config_file", str(ROOT / f"configs/accelerate/{launcher}.yaml"), "train/main.py"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.distributed.run.run", lambda _: environment.update(os.environ))
+            launch.launch_command(launch.launch_command_parser().parse_args(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    children = []
+    for rank in ("0", "1"):
+        children.append(os.fork())
+        if children[-1] == 0:
+            code = 1
+            try:
+                os.environ.update(environment | {"RANK": rank, "LOCAL_RANK": rank, "DS_ACCELERATOR": "cpu"})
+                sys.stdout = sys.stderr = log.open("a", buffering=1)
+                code = call(train_main, *words)
+            finally:
+                os._exit(code)
+    return children
+
+
+def ended(children: list[int]) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def together(launcher: str, run: Path, *words: object) -> str:
+    """What a run of two processes says that ends well."""
+    log = run.with_suffix(".log")
+    assert ended(forked(launcher, log, *words, "--run", run)) == [0, 0], log.read_text()
+    return log.read_text()
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -107,22 +133,28 @@ def head_of(run: Path, kind: str = "eagle1") -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
-    launcher, head, train, words = CASES[name]
-    recipe, together = write_recipe(root, name), root / f"{name}-two"
+    launcher, head, train = CASES[name]
+    recipe, two = write_recipe(root, name), root / f"{name}-two"
     assert call(train_main, "--config", recipe, "--train.accumulation", 2) == 0
-    run(command(launcher, recipe, "--run", together, *words))
-    pairs = [[record for record in records(place) if "loss" in record] for place in (root / name, together)]
+    if name == "eagle1":
+        process = launched(launcher, "--config", recipe, "--run", two)
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+    else:
+        together(launcher, two, "--config", recipe)
+    pairs = [[record for record in records(place) if "loss" in record] for place in (root / name, two)]
     assert len(pairs[0]) == train.get("max_steps", STEPS)
     for first, second in zip(*pairs, strict=True):
         assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-3)
         assert second["learning_rate"] == first["learning_rate"]
-    output = together / "heads" / head["kind"]
+    output = two / "heads" / head["kind"]
     assert json.loads((output / "provenance.json").read_text())["processes"] == 2  # what WORLD_SIZE asked for
-    one, two = head_of(root / name, head["kind"]), head_of(together, head["kind"])
-    assert one.keys() == two.keys()
-    assert all((two[key].float() - value.float()).abs().max() < 1e-3 for key, value in one.items())
-    assert not words or json.loads((output / "config.json").read_text())["aerie"]["tau"] >= 1
+    weights = head_of(two, head["kind"])
+    assert weights.keys() == head_of(root / name, head["kind"]).keys()
+    for key, value in head_of(root / name, head["kind"]).items():
+        assert (weights[key].float() - value.float()).abs().max() < 1e-3
+    assert "measure_prompts" not in train or json.loads((output / "config.json").read_text())["aerie"]["tau"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -131,33 +163,32 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
 def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
     root: Path, name: str, number: signal.Signals, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe, cut = write_recipe(root, name), root / f"{name}-cut"
-    words = command(CASES[name][0], recipe, "--run", cut)
-    process = start(words)
-    assert process.stdout is not None
-    assert next(line for line in process.stdout if re.match("step 4/", line))
-    for one in [process.pid, *(below(process.pid) if number == signal.SIGKILL else [])]:
-        os.kill(one, number)  # the launcher passes a signal on, but for SIGKILL
-    process.communicate(timeout=300)
+    launcher, recipe, cut = CASES[name][0], write_recipe(root, name), root / f"{name}-cut"
+    if number == signal.SIGKILL:
+        children = forked(launcher, root / "killed.log", "--config", recipe, "--run", cut)
+        while "step 4/" not in (root / "killed.log").read_text() if (root / "killed.log").exists() else True:
+            assert os.waitpid(children[0], os.WNOHANG) == (0, 0)
+        for child in children:
+            os.kill(child, number)
+        assert ended(children) == [-number, -number]
+    else:
+        process = launched(launcher, "--config", recipe, "--run", cut)
+        assert process.stdout is not None and next(line for line in process.stdout if re.match("step 4/", line))
+        process.send_signal(number)  # which the launcher passes on
+        process.communicate(timeout=300)
     assert json.loads((cut / "status.json").read_text())["state"] == state
     assert call(train_main, "--config", recipe, "--run", cut) == 2
     assert "saved by 2 processes, now there are 1; go on with --num_processes 2" in capsys.readouterr().err
-    assert "going on from step" in run(words)
+    assert "going on from step" in together(launcher, cut, "--config", recipe)
     assert records(cut) == records(root / f"{name}-two")
     assert all(head_of(cut)[key].equal(value) for key, value in head_of(root / f"{name}-two").items())
-
-
-def below(process: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [number for child in children for number in (int(child), *below(int(child)))]
 
 
 def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
     recipe = write_recipe(root, "eagle1")
     # Adam forgets a constant factor, but not one that puts the gradient far below its eps of 1e-8.
-    run(command("zero1", recipe, "--run", root / "clipped", "--train.clip_norm", "1e-9"))
-    begun = jobs.build(jobs_recipe(recipe), root / "none", overwrite=False, is_plan=True).objective.head.fc.weight
+    together("zero1", root / "clipped", "--config", recipe, "--train.clip_norm", "1e-9")
+    begun = jobs.build(recipe_of(recipe), root / "none", overwrite=False, is_plan=True).objective.head.fc.weight
     moved = [(head_of(root / name)["fc.weight"] - begun).abs().max() for name in ("clipped", "eagle1-two")]
     assert moved[0] < 0.2 * moved[1]
 
@@ -175,8 +206,9 @@ def test_a_row_that_one_process_cannot_read_ends_both_with_the_same_code(root: P
     assert sum(0 < second != first for first, second in slots) >= 4
     # A bit in the states of a row of a step, or of the held-out rows, that rank 1 alone reads.
     damage(directory / "features", rows.numbers[next(two[0] for _, two in parts if two) if split == "train" else 1])
-    said = run(command("torchrun", recipe, "--run", directory), code=1)
-    assert "error: train: another process failed" in said and "checksum" in said, said
+    log = root / f"{split}.log"
+    assert ended(forked("torchrun", log, "--config", recipe, "--run", directory)) == [2, 2], log.read_text()
+    assert "error: train: another process failed" in log.read_text() and "checksum" in log.read_text()
     assert json.loads((directory / "status.json").read_text()) == {"stage": "train", "state": "failed", "code": 2}
 
 

@@ -1,5 +1,6 @@
 """Laws of resuming: the continued run is the unbroken one, bit for bit; broken saves are skipped, others refused."""
 
+import os
 import re
 import shutil
 import signal
@@ -24,17 +25,7 @@ from aerie.train.resume import RECORD, Progress, folders
 from tests.disks import small_disk  # noqa: F401
 from tests.train.sittings import Outcome, config, ended_by, job, kill_at, lines, sitting, weights
 
-KEYS = (
-    "kind",
-    "step",
-    "epoch",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "alpha",
-    "held_out_loss",
-    "held_out_predicted_tau",
-)
+CLOCKS = ("data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib")
 # Every step is logged in company, most saves lie between two log lines, and the best of the evaluations changes.
 BUSY: dict[str, Any] = {"log_every": 4, "save_every": 3, "eval_every": 5}
 SHORT: dict[str, Any] = {"epochs": 2, "save_every": 3, "eval_every": 2, "keep_last": 1}
@@ -51,7 +42,7 @@ def same(one: Run, other: Run) -> None:
     moved: dict[str, Any] = {"made_of": {}, "seconds": 0.0, "run_id": ""}
     assert replace(ended.progress, **moved) == replace(outcome.progress, **moved)
     assert ended.held_out == outcome.held_out
-    records = [[{key: line.get(key) for key in KEYS} for line in lines(run)] for run in (place, elsewhere)]
+    records = [[line | dict.fromkeys(CLOCKS) for line in lines(run)] for run in (place, elsewhere)]
     assert records[0] == records[1]
     heads = [{path.name: path.read_bytes() for path in (run / "head").iterdir()} for run in (place, elsewhere)]
     assert heads[0] == heads[1]
@@ -77,10 +68,7 @@ def cut(directory: Path, settings: Eagle1Train, batch: int = 8, measure: Any = N
         sitting(job(directory, settings, (batch, 0)), measure=measure)
 
 
-@pytest.mark.parametrize(
-    ("number", "state"),
-    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "requeue"), (signal.SIGUSR1, "requeue")],
-)
+@pytest.mark.parametrize(("number", "state"), resume.STATES.items())
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     tmp_path: Path, undisturbed: Callable[..., Run], number: signal.Signals, state: str
 ) -> None:
@@ -108,14 +96,14 @@ def test_a_run_killed_again_and_again_and_with_a_broken_newest_save_is_the_undis
 
 
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "before anything of the first save is written": (resume, "directory_atomically", 1),
+    "before anything of the first save is written": (storage, "directory_atomically", 1),
     "before its record": (resume.Manifest, "write", 2),
     "before it is durable": (storage, "sync", 1),
     "before the directory knows it": (storage, "sync", 40),
-    "before an older one goes": (resume, "remove_directory", 1),
+    "before an older one goes": (storage, "remove_directory", 1),
     "while older ones go": (storage.shutil, "rmtree", 9),
     "before the best weights are the output": (resume, "publish", 3),
-    "while the best weights become the output": (resume, "write_atomically", 5),
+    "while the best weights become the output": (storage, "write_atomically", 5),
     "before the last evaluation": (loop, "full_weights", 4),
 }
 
@@ -177,15 +165,13 @@ def test_a_tracker_goes_on_in_the_same_run_and_has_no_step_twice(
 
 def test_another_recipe_data_processes_or_engine_are_refused_each_with_its_sentence(tmp_path: Path) -> None:
     train = {"log_every": 1, "seed": 0}
-    made_of = {"features": "aaaa", "conversations": {"a.jsonl": "1"}, "rows": "r", "train": train}
+    made_of = {"features": "aaaa", "rows": "r", "train": train}
     fresh = Progress(made_of, 2, "ZeRO-2 bf16", "NVIDIA A")
     resume.save(tmp_path, replace(fresh, step=7), lambda folder: None)
+    another = {**made_of, "train": {**train, "seed": 1}}
     others: dict[str, dict[str, Any]] = {
-        r"step 7 of another recipe or other data \(train.seed: 0 there, 1 asked\); choose another --run, or start": {
-            "made_of": {**made_of, "train": {**train, "seed": 1}}
-        },
+        r"step 7 of another recipe or other data \(train.seed: 0 there, 1 asked\); choose .*": {"made_of": another},
         r"\(features: aaaa there, bbbb": {"made_of": {**made_of, "features": "bbbb"}},
-        r"\(conversations.a.jsonl: 1 there, 2 asked\)": {"made_of": {**made_of, "conversations": {"a.jsonl": "2"}}},
         r"\(rows: r there, s asked\)": {"made_of": {**made_of, "rows": "s"}},
         "saved by 2 processes, now there are 4; go on with --num_processes 2, or": {"world_size": 4},
         "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": {"engine": "plain bf16"},
@@ -225,15 +211,11 @@ def save(directory: Path, step: int, keep_last: int = 2) -> Path:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (
-        lambda folder: (folder / "weights.bin").write_bytes((folder / "weights.bin").read_bytes()[:-9]),
-        r"step-00000006/weights.bin: is not what was written",
-    ),
+    "truncated": (lambda folder: os.truncate(folder / "weights.bin", 99), r"weights.bin: is not what was written"),
     "flipped": (lambda folder: flip(folder / "weights.bin", 200), r"weights.bin: is not what was written"),
     "flipped in the record": (lambda folder: flip(folder / RECORD, 40), RECORD),
     "a file missing": (lambda folder: (folder / "ranks/0").unlink(), r"ranks/0: missing"),
     "the record missing": (lambda folder: (folder / RECORD).unlink(), rf"{RECORD}: No such file"),
-    "of another version": (lambda folder: (folder / RECORD).write_text('{"step": 6}'), "is not what was written"),
 }
 
 
@@ -254,15 +236,6 @@ def test_a_broken_newest_save_is_skipped_with_its_name_and_a_broken_only_one_ref
         resume.find(tmp_path / "one", FRESH, overwrite=False)
     progress, folder, (warning,) = resume.find(tmp_path / "one", FRESH, overwrite=True)
     assert folder is None and progress == FRESH and "starting anew" in warning
-
-
-@pytest.mark.parametrize("keep_last", [1, 2, 4])
-def test_so_many_saves_stay_as_the_recipe_says(tmp_path: Path, keep_last: int) -> None:
-    for step in (2, 4, 6, 8):
-        save(tmp_path, step, keep_last)
-    assert [int(folder.name[5:]) for folder in folders(tmp_path)] == [8, 6, 4, 2][:keep_last]
-    resume.clear(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_one_line_and_the_save_before_stays(small_disk: Path) -> None:  # noqa: F811

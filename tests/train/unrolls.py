@@ -1,6 +1,5 @@
-"""Two slow forms of the training-time test: drafting step by step, and one dense mask over all steps' keys."""
+"""The slow forms of training: drafting from each slot on, step by step, as the head would be asked in decoding."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import Eagle3Head, EagleDraft
-from aerie.model.layers import KeyValueBuffer, rotate
+from aerie.model.layers import KeyValueBuffer
 from aerie.model.target import VocabWeights
 from tests import tiny
 
@@ -61,34 +60,23 @@ def cross_entropy(head: Eagle3Head, vocab: VocabWeights, output: Tensor, state: 
     return -(law * head.logits(output).log_softmax(-1)).sum().item(), bool(head.vocabulary.t2d[logits.argmax()])
 
 
-def by_one_mask(head: Eagle3Head, row: CachedRow, steps: int) -> list[Tensor]:
-    """steps x [T-1, D] outputs: at each step one softmax over all keys so far, masked [causal | I | I ...].
+def log_law(head: Any, vocab: VocabWeights, row: CachedRow, slot: int, index: int) -> Tensor:
+    """log q [V] of one Medusa or Hydra head at one slot, asked of the head as drafting asks it."""
+    if head.kind == "medusa":
+        head.laws.vocab = vocab
+        return head(row.last_hidden[slot])[index].log_softmax(-1)
+    state = head.prefix(row.last_hidden[None, : slot + 1], (0, slot + 1))[:, -1]
+    embeddings = vocab.embedding[row.input_ids[slot + 1 : slot + 2 + index]].flatten()[None]
+    return head.step(index, state, embeddings)[0].log_softmax(-1)
 
-    Written from the weights alone, without the head's own forward: one layer, one key/value head per query head.
-    """
-    assert row.taps is not None
-    layer, config = head.midlayer, head.config
-    attention, slots, dim = layer.self_attn, len(row.input_ids) - 1, config.head_dim
-    ids = torch.cat([row.input_ids, row.input_ids.new_zeros(steps)])
-    hidden, outputs = row.taps[:-1] @ head.fc.weight.T, []
-    keys, values, masks = [], [], []
-    for step in range(steps):
-        embedded = head.embed_tokens.weight[ids[1 + step : 1 + step + slots]]
-        x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], dim=-1)
-        shape = (slots, config.num_attention_heads, dim)
-        q, k, v = (
-            (x @ projection.weight.T).view(shape).transpose(0, 1)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        rope = head.rotary.at(torch.arange(slots) + step, config.max_position_embeddings, x)
-        keys.append(rotate(k, *rope))
-        values.append(v)
-        identity = torch.eye(slots, dtype=torch.bool)
-        masks.append(identity if step else torch.ones_like(identity).tril())
-        scores = rotate(q, *rope) @ torch.cat(keys, dim=1).mT / math.sqrt(dim)
-        law = scores.masked_fill(~torch.cat(masks, dim=1), -torch.inf).softmax(-1)
-        attended = (law @ torch.cat(values, dim=1)).transpose(0, 1).flatten(1) @ attention.o_proj.weight.T
-        hidden = hidden + attended
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        outputs.append(hidden)
-    return outputs
+
+def choices(head: Any, vocab: VocabWeights, row: CachedRow, slot: int, steps: int) -> Tensor:
+    """The tokens [steps] that a head, or a small LM, drafts greedily from a slot on, along the row's own tokens."""
+    if not hasattr(head, "kind"):
+        return head(row.input_ids[None, : slot + 1 + steps]).logits[0, slot + 1 :].argmax(-1)
+    if head.kind in ("medusa", "hydra"):
+        return torch.stack([log_law(head, vocab, row, slot, k).argmax() for k in range(steps)])
+    outputs = drafted(head, row, slot, steps)
+    if isinstance(head, Eagle3Head):
+        return head.vocabulary.target_ids(head.logits(outputs).argmax(-1))
+    return vocab.logits(outputs).argmax(-1)
