@@ -95,7 +95,7 @@ def test_terms_of_a_draft_lm_are_those_of_plain_forwards_at_the_targets_tokens(d
     assert count == objective.counts(collate(rows, range(4)))["distill"] == output.terms["distill"][1]
     # A token of padding, which the LM has no column for, is read as its last one, and not learnt.
     odd = collate([replace(rows[0], input_ids=torch.full_like(rows[0].input_ids, max(drafts, targets) - 1))], [0])
-    assert (float(objective(odd).terms["cross_entropy"][0]) == 0.0) == (drafts != targets)
+    assert (objective(odd).terms["cross_entropy"][0].item() == 0.0) == (drafts != targets)
 
 
 def plain(count: int = 6) -> Batch:
