@@ -71,11 +71,8 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     calibrators = {head: head_directory(head) / storage.CALIBRATOR for head in sorted(fitted)}
     digests = {head: storage.file_digest(path) for head, path in calibrators.items() if path.is_file()}
     inputs |= {"calibrators": digests} if digests else {}  # where one is missing, the decoder says so
-    most = section.prompts.max_new_tokens
-    plan = (
-        f"bench: {len(section.rows)} rows x {len(section.sampling)} samplings, {len(section.sweeps)} sweeps of "
-        f"{len(suite.points)} points, at most {most} new tokens a turn -> {paths.bench}"
-    )
+    samplings, points = len(section.sampling), len(suite.points)
+    plan = f"bench: {len(section.rows)} rows x {samplings} samplings, {points} points of sweeps -> {paths.bench}"
     return _stage(arguments, recipe, heads, inputs, section.prompts, plan, measure)
 
 
@@ -100,10 +97,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
         print("\n".join([*lines, *([rebuilt] if rebuilt else [])]))
         return {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
 
-    plan = (
-        f"calibrate: {section.prompts.num_prompts} prompts x {section.prompts.max_new_tokens} new tokens, "
-        f"{asked.method}, {as_dict(asked.tree)}, {head} -> {paths.calibration}"
-    )
+    plan = f"calibrate: {asked.method}, {as_dict(asked.tree)}, {head} -> {paths.calibration}"
     inputs = {"calibrate": as_dict(section), **decode.digests([asked.tree])}
     return _stage(arguments, recipe, [head], inputs, section.prompts, plan, measure)
 
@@ -182,16 +176,15 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.report.page import Facts, write_report
     from aerie.infer.report.tables import console_table
 
-    head = arguments.head or paths.head(recipe)
+    head, again = arguments.head or paths.head(recipe), f"--config {arguments.config}"
     stages = (paths.features, head, paths.calibration, paths.bench, paths.tune)
     made = {path: storage.read_json(path / storage.FILE) for path in stages if (path / storage.FILE).is_file()}
     if paths.bench not in made:
-        again = f"run: python infer/main.py bench --config {arguments.config}"
-        raise UserError(f"{paths.bench}: holds no bench, or one that was stopped; {again}")
-    commands = []  # that made the run
-    for words in (facts["argv"] for facts in made.values() if facts.get("argv")):
-        launched = words[0] in ("data/main.py", "train/main.py")
-        commands.append(f"{'accelerate launch' if launched else 'python'} {shlex.join(words)}")
+        raise UserError(f"{paths.bench}: no bench, or one that was stopped; run: python infer/main.py bench {again}")
+    commands = [f"python infer/main.py report {again}"]  # that made the run
+    for words in (facts["argv"] for facts in reversed(made.values()) if facts.get("argv")):
+        launch = "accelerate launch" if words[0] in ("data/main.py", "train/main.py") else "python"
+        commands.insert(0, f"{launch} {shlex.join(words)}")
     trained = made.get(head, {})
     training = {name: trained[name] for name in ("training_tokens", "steps", "seconds") if name in trained}
     facts = Facts(
@@ -200,7 +193,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         target={"name": recipe.target.path, "dtype": recipe.target.dtype},
         head={"kind": recipe.head.kind, "name": str(head)} | training,
         hardware=made[paths.bench].get("hardware", {}),
-        commands=(*commands, f"python infer/main.py report --config {arguments.config}"),
+        commands=tuple(commands),
     )
     print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, seed=recipe.seed)))
     print(f"\nreport: {paths.report / 'index.html'}")
@@ -240,10 +233,8 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
     """stream an answer; accepted draft tokens are green"""
     given, row, recipe = arguments.head, arguments.row, None
     if arguments.config is None:
-        headless = given is None and row is None
-        if arguments.target is None or (headless and (arguments.method is None or METHODS[arguments.method].heads)):
-            fix = "--target and --head (or --method vanilla, pld or lookahead)"
-            raise UserError(f"generate needs --config RECIPE, or {fix}")
+        if arguments.target is None:
+            raise UserError("generate needs --config RECIPE, or --target and --head (or a method that needs none)")
         usual, of_method = "vanilla" if given is None else USUAL[kind_at(given)], pipeline.pairs_of(unknown)
         words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
         given_words = [f"{key}={word}" for key, word in words.items() if word]
@@ -270,7 +261,7 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
     else:
         head = asked.head if given is None else str(given)
         if head is None and METHODS[asked.method].heads:
-            raise UserError(f"{row}: {asked.method} needs a head; give --head")
+            raise UserError(f"{asked.method} needs a head; give --head")
         check_levels(asked.tree, head, "generate")
     _check(target, [head])
     settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
@@ -279,9 +270,7 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
         raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
     validate(sampling, SamplingConfig, "sampling", {})
     if sampling.keys() & {"top_k", "top_p"} and not arguments.temperature:
-        raise UserError(
-            "--top-k and --top-p shape what is drawn, and greedy decoding draws nothing; add --temperature 1"
-        )
+        raise UserError("--top-k and --top-p: greedy decoding draws nothing that they could shape; add --temperature 1")
     if arguments.plan:
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
         tree = as_dict(asked.tree) if asked.tree else "no tree"

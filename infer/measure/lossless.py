@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import validate
 from aerie.configs.schema import decode as methods
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
@@ -66,9 +67,7 @@ RULES: dict[str, methods.StopConfig] = {
 }
 MINIATURES = {
     "sps-heuristic": MethodConfig.of("sps-heuristic", stop=methods.HeuristicConfig(start=2)),
-    "lookahead": MethodConfig(
-        "lookahead", lookahead=methods.LookaheadConfig(ngram=3, window=5, guesses=7, pool_from_text=True)
-    ),
+    "lookahead": MethodConfig("lookahead", lookahead=methods.LookaheadConfig(3, 5, 7, pool_from_text=True)),  # N, W, G
     **{method: MethodConfig.of(method, **SMALL) for method in ("eagle2", "eagle3", "svip")},
     **{method: MethodConfig.of(method, **SMALL, stop=rule) for method, rule in RULES.items()},
 }
@@ -162,26 +161,20 @@ def demonstrate(
 
     heads: directories by kind; a method without one is proven in law alone. others: rows that may not be lossless.
     """
-    names: list[Any] = [name.strip() for name in options.methods.split(",")]
-    foreign = [name for name in names if name not in METHODS]
-    if foreign:
-        raise UserError(f"--methods: {foreign[0]!r} is no method; methods are {', '.join(METHODS)}")
     if options.prompts < 1 or options.draws < MIN_DRAWS:
         given = f"--prompts {options.prompts} --draws {options.draws}"
         raise UserError(f"{given}: at least 1 prompt and {MIN_DRAWS} draws are needed to tell a law from another")
+    named = [validate({"method": name.strip()}, MethodConfig, "--methods", {}) for name in options.methods.split(",")]
     rows: list[Row] = []
-    for asked in (*map(MethodConfig, dict.fromkeys(names)), *(other for other in others if other.typical is not None)):
+    for asked in (*named, *(other for other in others if other.typical is not None)):
         kinds = METHODS[asked.method].heads
         there = [Row(asked, kind, heads[kind]) for kind in kinds if kind in heads]
         rows += there or [Row(asked, kinds[0] if kinds else None)]
     if options.plan:
-        print(
-            f"verify: {config.path} in {config.dtype}, {options.prompts} prompts greedily and 2 x {options.draws} "
-            f"sampled answers for each of {len(rows)} rows: {', '.join(row.asked.method for row in rows)}"
-        )
+        print(f"verify: {config.path} in {config.dtype}: {', '.join(row.asked.method for row in rows)}")
         return 0
     target, tokenizer = load_quietly(config, threads), load_tokenizer(config)
-    texts = [f"{task} {topic}." for topic in TOPICS for task in TASKS][: options.prompts]
+    texts = [f"{task} {topic}." for topic in TOPICS for task in TASKS]
     if prompts is not None:
         texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))]
     references = []

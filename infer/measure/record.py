@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import as_dict
+from aerie.configs.read import adapter, as_dict, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig, published_tree
 from aerie.model.storage import digest, read_json
 
@@ -250,22 +250,22 @@ class Asked:
 
 def line_of(record: Record) -> str:
     """The record as one line of JSON, newline included."""
-    return TypeAdapter(Record).dump_json(record).decode() + "\n"
+    return adapter(Record).dump_json(record).decode() + "\n"
 
 
 def read_records(path: Path) -> list[Record]:
     """Every record of the file; UserError (file:line) for a damaged line or an answer that was measured twice."""
-    adapter = TypeAdapter(Record)
     records: dict[Key, Record] = {}
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # behind the last newline is a write that was cut
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; measure first with: python infer/main.py bench") from error
+        raise UserError(f"{path}: {error.strerror}; measure first with: python infer/main.py bench") from error
     for number, line in enumerate(lines, start=1):
         try:
-            record = adapter.validate_json(line)
+            record: Record = adapter(Record).validate_json(line)
         except ValidationError as error:
-            raise UserError(f"{path}:{number}: {_problem(error)}; delete the line to measure it again") from error
+            problem = f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
+            raise UserError(f"{path}:{number}: {problem}; delete the line to measure it again") from error
         if record.key in records:
             raise UserError(f"{path}:{number}: an answer that was measured already {record.key}; delete the line")
         records[record.key] = record
@@ -274,15 +274,7 @@ def read_records(path: Path) -> list[Record]:
 
 def read_as(path: Path, schema: type[T]) -> T:
     """reference.json, overhead.json or suite.json as its type; UserError where it holds something else."""
-    try:
-        return TypeAdapter(schema).validate_python(read_json(path))
-    except ValidationError as error:
-        raise UserError(f"{path}: {_problem(error)}; measure again with: python infer/main.py bench") from error
-
-
-def _problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return ".".join(map(str, first["loc"])) + ": " + first["msg"]
+    return validate(read_json(path), schema, str(path), {})
 
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:

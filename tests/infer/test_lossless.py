@@ -14,15 +14,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from aerie.configs.schema.decode import (
-    METHODS,
-    ChainConfig,
-    DynamicConfig,
-    Method,
-    MethodConfig,
-    TreeConfig,
-    TypicalConfig,
-)
+from aerie.configs.schema.decode import METHODS, ChainConfig, DynamicConfig, Method, MethodConfig, TypicalConfig
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode import engine, verify
@@ -33,27 +25,8 @@ from aerie.infer.decode.sampling import Sampler, draw
 from aerie.infer.decode.shape import Drafting, make_shape
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import Verdict
-from aerie.infer.measure.lossless import (
-    ALPHA,
-    EDGES,
-    LENGTH,
-    SETTINGS,
-    Difference,
-    GreedyResult,
-    Law,
-    Reference,
-    Row,
-    SampledProver,
-    answer_law,
-    compare_greedy,
-    demonstrate,
-    p_value,
-    reference,
-    remember,
-    table,
-    verdict_of,
-    write_miniature,
-)
+from aerie.infer.measure import lossless
+from aerie.infer.measure.lossless import ALPHA, EDGES, SETTINGS, Difference, GreedyResult, Law, Reference, SampledProver
 from aerie.model.storage import read_json
 from aerie.model.target import Target
 from tests import tiny
@@ -75,7 +48,7 @@ class Prompts:
     """A target in miniature, and any number of random prompts of 2 to 7 tokens with what transformers answers."""
 
     def __init__(self, directory: Path, vocabulary: int) -> None:
-        self.heads, self.config = directory / "heads", write_miniature(directory, vocabulary=vocabulary)
+        self.heads, self.config = directory / "heads", lossless.write_miniature(directory, vocabulary=vocabulary)
         self.target, self._vocabulary = Target.load(self.config), vocabulary
         self._generator = torch.Generator().manual_seed(7)
         self._known: list[Reference] = []
@@ -83,7 +56,7 @@ class Prompts:
     def first(self, count: int) -> list[Reference]:
         while len(self._known) < count:
             ids = torch.randint(0, self._vocabulary, (1, 2 + len(self._known) % NUM_PROMPTS), generator=self._generator)
-            self._known.append(reference(self.target, ids))
+            self._known.append(lossless.reference(self.target, ids))
         return self._known[:count]
 
     def decoder(self, method: Method, kind: str | None) -> SpeculativeDecoder:
@@ -121,10 +94,10 @@ def test_greedy_answers_of_every_row_are_generates_own_in_every_edge_case(
         wanted -= {"ended"}
     for count in range(NUM_PROMPTS, MOST_PROMPTS + 1, NUM_PROMPTS):
         known = prompts.first(count)[-NUM_PROMPTS:]
-        met |= edges_of(compare_greedy(prompts.decoder(method, kind), known))
+        met |= edges_of(lossless.compare_greedy(prompts.decoder(method, kind), known))
         for right in (True, False) if kind else ():
             told = steered(prompts.decoder(method, kind), known[: NUM_PROMPTS // 2], right)
-            met |= edges_of(compare_greedy(told, known[: NUM_PROMPTS // 2]))
+            met |= edges_of(lossless.compare_greedy(told, known[: NUM_PROMPTS // 2]))
         if wanted <= met:
             break
     assert met == wanted
@@ -195,7 +168,7 @@ def test_a_broken_rule_is_found(sampled: SampledProver, name: str, monkeypatch: 
 
 def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "verify", judged_by(second_best))
-    result = compare_greedy(terse.decoder("vanilla", None), terse.first(2))
+    result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(2))
     assert result.identical == 0
     known, first = terse.first(1)[0], result.differences[0]
     best = terse.target.model(torch.cat([known.ids, torch.tensor([known.answer[:1]])], dim=1)).logits[0, -1].topk(2)
@@ -206,26 +179,27 @@ def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkey
 def test_a_difference_within_rounding_fails_only_where_answers_must_be_exact() -> None:
     near, far = Difference(0, 3, 1, 2, gap=0.06, rounding=0.1), Difference(1, 3, 1, 2, gap=0.2, rounding=0.1)
     greedy, laws = GreedyResult(2, 1, {}, [near]), (Law(1.0, 1.0, 0.4, 0.3), Law(0.6, 0.8, 0.5, 0.3))
-    row = Row(MethodConfig("pld"), None, None, greedy, laws)
-    assert verdict_of(row, 1e-3, exact=True) == "FAILED: greedy"
-    assert verdict_of(row, 1e-3, exact=False) == "lossless up to rounding"
-    assert "pld: prompt 0, new token 3: 1 instead of 2, logits 0.06 apart" in table([row])
+    row = lossless.Row(MethodConfig("pld"), None, None, greedy, laws)
+    assert lossless.verdict_of(row, 1e-3, exact=True) == "FAILED: greedy"
+    assert lossless.verdict_of(row, 1e-3, exact=False) == "lossless up to rounding"
+    assert "pld: prompt 0, new token 3: 1 instead of 2, logits 0.06 apart" in lossless.table([row])
     greedy.differences.append(far)
-    assert verdict_of(row, 1e-3, exact=False) == "FAILED: greedy"
+    assert lossless.verdict_of(row, 1e-3, exact=False) == "FAILED: greedy"
     for wrong in (1e-7, float("nan")):
-        row = Row(MethodConfig("pld"), None, laws=(Law(0.6, 0.8, wrong, 0.3),))
-        assert verdict_of(row, 1e-3, exact=True) == "FAILED: law at T=0.6/p=0.8"
+        row = lossless.Row(MethodConfig("pld"), None, laws=(Law(0.6, 0.8, wrong, 0.3),))
+        assert lossless.verdict_of(row, 1e-3, exact=True) == "FAILED: law at T=0.6/p=0.8"
 
 
 def test_the_law_of_an_answer_is_the_product_of_its_tokens_laws(sampled: SampledProver) -> None:
-    law = answer_law(sampled.target, sampled.ids, 3, SamplingConfig(0.7))
+    law = lossless.answer_law(sampled.target, sampled.ids, 3, SamplingConfig(0.7))
     assert len(law) == 8**3 and math.isclose(sum(law.values()), 1.0, rel_tol=1e-6)
     answer = (4, 0, 7)
     with torch.inference_mode():
         text = torch.cat([sampled.ids, torch.tensor([answer])], dim=1)
         laws = (sampled.target.model(text).logits[0, -4:-1] / 0.7).softmax(-1)
     assert law[answer] == pytest.approx(math.prod(float(laws[n, token]) for n, token in enumerate(answer)), rel=1e-4)
-    cut = answer_law(sampled.target, sampled.ids, 3, WARM)  # the processors leave out answers, and the rest is a law
+    # the processors leave out answers, and the rest is a law
+    cut = lossless.answer_law(sampled.target, sampled.ids, 3, WARM)
     assert 1 < len(cut) < 8**3 and math.isclose(sum(cut.values()), 1.0, rel_tol=1e-6)
 
 
@@ -234,10 +208,10 @@ def test_p_is_that_of_pearsons_test_with_rare_answers_pooled() -> None:
         seen = np.random.default_rng(draws).multinomial(draws, list(LAW.values()))
         wanted = np.array([chance * draws for chance in LAW.values()])
         cells = [[*side[:singles], side[singles:].sum()] if singles < 5 else side for side in (seen, wanted)]
-        ours = p_value(LAW, Counter({answer: int(count) for answer, count in zip(LAW, seen, strict=True)}))
+        ours = lossless.p_value(LAW, Counter({answer: int(count) for answer, count in zip(LAW, seen, strict=True)}))
         assert ours == pytest.approx(float(chisquare(*cells).pvalue), rel=1e-9)
-    assert p_value(LAW, Counter({(0,): 500, (1,): 300, (2,): 190, (9,): 1})) == 0.0  # which the law excludes
-    assert p_value({(0,): 1.0}, Counter({(0,): 10})) == 1.0
+    assert lossless.p_value(LAW, Counter({(0,): 500, (1,): 300, (2,): 190, (9,): 1})) == 0.0  # which the law excludes
+    assert lossless.p_value({(0,): 1.0}, Counter({(0,): 10})) == 1.0
 
 
 @pytest.mark.parametrize("method", ["sps", "eagle", "hydra", "lookahead"])
@@ -249,7 +223,7 @@ def test_a_decoder_that_remembers_writes_the_same_and_runs_no_model_twice(terse:
         settings: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0.8, "top_k": 0}
         return [decoder.generate(ids, generator=generator, **settings).new_ids for _ in range(8)]
 
-    remembering, calls = remember(terse.decoder(method, kind)), list[int]()
+    remembering, calls = lossless.remember(terse.decoder(method, kind)), list[int]()
     first = answers(remembering)
     assert first == answers(terse.decoder(method, kind))
     hook = terse.target.decoder.register_forward_hook(lambda *_: calls.append(1))
@@ -265,7 +239,7 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     options = Namespace(methods="vanilla,eagle2", prompts=2, draws=200, seed=0, json=written, plan=False)
     heads = {"eagle1": str(wordy.heads / "eagle1")}
     typical = MethodConfig("medusa", typical=TypicalConfig())
-    assert demonstrate(options, wordy.config, heads, others=(typical,)) == 0
+    assert lossless.demonstrate(options, wordy.config, heads, others=(typical,)) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["method", "head"]
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "medusa"]
@@ -274,7 +248,7 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     assert proof["holds"] and [row["greedy"]["identical"] for row in proof["rows"][:2]] == [2, 2]
     assert min(law["p_value"] for row in proof["rows"] for law in row["laws"]) > 0
     monkeypatch.setattr(engine, "verify", judged_by(second_best))
-    assert demonstrate(options, wordy.config, heads) == 1
+    assert lossless.demonstrate(options, wordy.config, heads) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 2
     assert "vanilla: prompt 0, new token 1: " in printed and not read_json(written)["holds"]
@@ -291,7 +265,7 @@ def test_the_miniatures_stop_rules_end_trees_before_what_is_left_to_write_does(s
                 sampled.ids,
                 generator=generator,
                 on_cycle=lambda cycle, levels=levels: levels.append(cycle.tree.levels),
-                max_new_tokens=LENGTH,
+                max_new_tokens=lossless.LENGTH,
                 temperature=1.0,
                 top_k=0,
             )
@@ -312,7 +286,7 @@ def test_random_targets_trees_and_prompts_are_decoded_losslessly() -> None:
         target = Target(tiny.llama(seed=seed, num_blocks=pick(1, 4), eos_token_id=pick(0, 319)), TargetConfig("tiny"))
         head = tiny.head(target.vocab.embedding.float(), seed=seed, scale=float(pick(1, 12)))
         chain, levels, k, nodes = pick(0, 3) == 0, pick(1, 8), pick(1, 8), pick(2, 40)
-        tree: TreeConfig = ChainConfig(levels=levels) if chain else DynamicConfig(levels=levels, k=k, nodes=nodes)
+        tree = ChainConfig(levels=levels) if chain else DynamicConfig(levels=levels, k=k, nodes=nodes)
         ids = torch.randint(0, 320, (1, pick(1, 60)), generator=dice)
         new = pick(1, 40)
         own = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
