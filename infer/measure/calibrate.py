@@ -1,9 +1,11 @@
 """`calibrate`: decodes held-out prompts, and says how a head's confidence predicts acceptance.
 
 Writes the recorded tables (*.parquet), calibration.json, analysis.json, calibrator.json (beside the head too), and for
-a static tree choices.yaml.
+a static tree choices.yaml. In what is said of laws, q is the draft's and p the target's, both at the same node;
+divergences and entropies are in nats.
 """
 
+import hashlib
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,24 +17,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
+from scipy import stats
 from scipy.optimize import minimize_scalar
 from scipy.special import log_expit, logit
 from sklearn.isotonic import IsotonicRegression
 from torch import Tensor
 
-from aerie.configs.schema.decode import Choice, ConstantConfig, Fit, MethodConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.calibrator import FLOOR, Calibrator, save
-from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
-from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.shape import Cycle, Drafting, make_shape
-from aerie.infer.decode.tree import Tree
-from aerie.infer.measure import bounds
-from aerie.infer.measure.bounds import curve, held_out, mean, reliability
-from aerie.infer.measure.cycles import COLUMNS, Recorder, Tables, keep_pools, tables_of
+from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, Tables, keep_pools, tables_of
 from aerie.infer.measure.record import FloatArray
 from aerie.model.storage import digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
@@ -42,6 +40,13 @@ EDGE = 1e-7  # confidence 0 or 1 in single precision is not certainty
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 CHOICES = "choices.yaml"
 REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
+SLACK = 1e-9  # rounding of sums over a vocabulary in float64
+CS = (0.02, 0.05, 0.1, 0.15, 0.18, 0.25, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0)
+PAPER_CS = (0.15, 0.18)  # SVIP's released code; its figure 4
+POINTS = 80  # of the curves of figure 4
+LEAST_ENTROPY = 1e-6  # nats; below it the ratio is a quotient of rounding errors
+CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)  # tokens before a draft: edges of oracle lengths
+EDGES = np.round(np.arange(0.0, 5.01, 0.25), 2).tolist()  # of the histogram of the ratio; its last bin is open
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,11 @@ def record(
 
     Sampling has neither top_k nor top_p. With section.oracle_levels the cycles have the columns `oracle` and `cap`.
     """
-    drafts, oracle = keep_pools(decoder), None
+    drafts, oracle, tables = keep_pools(decoder), None, []
     if section.oracle_levels is not None and drafts and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
     settings: dict[str, Any] = {"do_sample": section.temperature > 0, "temperature": section.temperature, "top_k": 0}
     settings |= {"top_p": 1.0, "max_new_tokens": section.prompts.max_new_tokens}
-    tables = []
     with bar(len(questions), "prompts", "calibrate") as progress:
         for number, (ids, _) in enumerate(questions):
             recorder, generator = Recorder(), torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
@@ -82,83 +86,103 @@ def record(
     return Recording(whole, tuple(task for _, task in questions), section.temperature)
 
 
-class Oracle(Drafting):
-    """Drafts to a cap at every cycle, has the target judge that, forgets it, and proposes as it would have anyway.
+def write_calibration(
+    output: Path, recording: Recording, bins: int, head: str | None, name: Callable[[int], str]
+) -> list[str]:
+    """Writes every file of a calibration but for choices.yaml; the lines tell what was found."""
+    nodes, cycles = recording.tables["nodes"], recording.tables["cycles"]
+    for table, rows in recording.tables.items():
+        write_atomically(output / f"{table}.parquet", partial(rows.to_parquet, index=False))
+    summary = summarise(nodes, cycles, recording.temperature, bins)
+    fitted = fit_and_score(recording, bins)
+    write_json(output / "calibration.json", summary)
+    write_json(output / "analysis.json", {**analyse(recording, name, bins), "calibrator": fitted and fitted[1]})
+    measured = f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}" if len(nodes) else ""
+    line = f"calibrate: {len(nodes):,} drafted nodes of {len(cycles):,} cycles{measured}"
+    if fitted is None:
+        return [line, "calibrate: no calibrator: one half of the prompts drafted nothing"]
+    calibrator, scores = fitted
+    places = places_of(output, head)
+    if len(places) > 1:
+        calibrator = replace(calibrator, head=digests(places[1]))
+    for place in places:
+        save(calibrator, place)
+    eces = ", ".join(f"{scores['held_out'][fit]['ece']:.4f} {fit}" for fit in ("before", *KINDS))
+    on = f"{scores['held_out_prompts']} prompts that the calibrator was not fitted on"
+    how = "decode by it with --tree.calibrated temperature or isotonic"
+    return [line, f"calibrate: ECE on {on}: {eces}; {how}"]
 
-    The generator is set back, so that what is decoded does not change, and a sampled chain is a prefix of the longer.
-    The longer draft has the policy's tree without its stop rule: a static tree is as deep as it is, and Medusa and
-    Hydra as their heads are many. Source: SVIP (arXiv 2411.18462), section 2.1.
+
+def places_of(output: Path, head: str | None) -> list[Path]:
+    """Where files about a head go: the output directory, and beside the head where that is a directory."""
+    return [output, *([Path(head)] if head is not None and Path(head).is_dir() else [])]
+
+
+# Whether confidence predicts acceptance
+
+
+def mean(values: Any) -> float | None:
+    """The mean of an array or a column; null for an empty one."""
+    return float(values.mean()) if len(values) else None
+
+
+def reliability(confidence: FloatArray, acceptance: FloatArray, bins: int = 20) -> dict[str, Any]:
+    """ECE, Brier score and the means of confidence and acceptance [n] in bins of equal width over [0, 1].
+
+    An outcome is 1 with probability a, so the expected squared error of confidence c is c^2 - 2ca + a, which is
+    (c - a)^2 where a is 0 or 1: figures at temperature 0 and above are on one scale.
+    Source: EAGLE-2 (arXiv 2406.16858), section 3.2 and its figure of acceptance against confidence.
     """
-
-    def __init__(self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int, seed: int = 0) -> None:
-        """Takes the place of the decoder's own proposer."""
-        own = decoder.proposer
-        assert isinstance(own, Drafting)
-        super().__init__(own.drafter, own.shape, own.forwards_per_tree)
-        self.keep = own.keep
-        if isinstance(own.drafter, MedusaDrafter | HydraDrafter):
-            levels = min(levels, own.drafter.head.config.num_heads)
-        deep = tree if isinstance(tree, StaticConfig) else replace(tree, levels=levels)
-        self.longer = make_shape(replace(deep, stop=ConstantConfig()))
-        self.max_nodes = max(own.max_nodes, self.longer.max_nodes)
-        self.lm, self.generator = decoder.lm, torch.Generator(decoder.target.device).manual_seed(seed)
-        self.lengths: list[tuple[int | None, int | None]] = []  # oracle length and cap of each cycle; null: no draft
-        decoder.proposer = self
-
-    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
-        super().reset(prompt, capacity + self.longer.draft_slots, sampler)
-
-    def propose(self, root: Tensor, max_levels: int) -> Tree:
-        assert self._sampler is not None, "reset first"
-        state = self._sampler.generator.get_state()
-        self.tree = self.longer.grow(self.drafter, root, max_levels, self._sampler)
-        self.logits = self.lm.extend(self.tree).logits  # [N, V]; the cycle's own forward writes over these rows
-        self._sampler.generator.set_state(state)
-        return super().propose(root, max_levels)
-
-    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
-        """Notes too how many tokens of the longer draft the target would have taken at this cycle."""
-        super().commit(tokens, features, cycle)
-        if cycle is not None:
-            is_judged = cycle.tree.levels > 0 and cycle.rule in ("R0", "R1", "R2")
-            length = oracle_length(cycle, self.tree, self.logits, self.generator) if is_judged else None
-            self.lengths.append((length, self.tree.levels if is_judged else None))
+    # the tolerance keeps float32 values such as 0.15 (stored as 0.15000001 or 0.1499999) on the side of their edge
+    index = np.clip(np.floor(confidence * bins + 1e-6).astype(np.int64), 0, bins - 1)
+    counts = np.bincount(index, minlength=bins)
+    sums = np.stack([np.bincount(index, weights=values, minlength=bins) for values in (confidence, acceptance)])
+    total, table = int(counts.sum()), []
+    for place, (count, (of_confidence, of_acceptance)) in enumerate(zip(counts.tolist(), sums.T.tolist(), strict=True)):
+        bounds = {"low": round(place / bins, 9), "high": round((place + 1) / bins, 9), "count": count}
+        means = {"confidence": of_confidence / count, "acceptance": of_acceptance / count} if count else {}
+        table.append({**bounds, "confidence": None, "acceptance": None, **means})
+    ece = float(abs(sums[0] - sums[1]).sum() / total) if total else None
+    brier = mean(confidence**2 - 2.0 * confidence * acceptance + acceptance)
+    return {"nodes": total, "ece": ece, "brier": brier, "bins": table}
 
 
-def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Generator) -> int:
-    """How many tokens of a deeper tree, with the target's logits [N, V], the target takes, given what it did take.
+def of_nodes(nodes: pd.DataFrame, bins: int) -> dict[str, Any]:
+    """The reliability of a table of nodes."""
+    return reliability(nodes.confidence.to_numpy(), nodes.acceptance.to_numpy(), bins)
 
-    A sampled chain (R1) is a longer one's beginning: a refusal is the oracle's too, and after a chain that was wholly
-    accepted the longer one's next tokens are judged. Where the target chooses (R0, R2) it is held to what it chose, and
-    chooses anew from there on. Never less than what the policy had accepted, for that depth is the oracle's to choose.
+
+def held_out(prompts: pd.Series, seed: int = 0) -> NDArray[np.bool_]:
+    """Which rows [n] are of the half of the prompts, by hash, on which a fit to the other half is judged."""
+    chosen = [n for n in prompts.unique() if hashlib.sha256(f"{seed}:{n}".encode()).digest()[0] % 2 == 1]
+    return np.asarray(prompts.isin(chosen), dtype=bool)
+
+
+def summarise(
+    nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20, seed: int = 0
+) -> dict[str, Any]:
+    """The content of calibration.json: reliability of all nodes and of the two halves of the prompts, and by depth.
+
+    By depth d: reached nodes with their means; `survived` is P(accepted length >= d) over all cycles, `conditional` the
+    same among cycles that got to d - 1.
     """
-    accepted, start = cycle.verdict.accepted, len(cycle.tree)
-    if cycle.rule == "R1":
-        if accepted < cycle.tree.num_drafted:
-            return accepted
-        if not torch.equal(tree.tokens[:start], cycle.tree.tokens) or tree.proposal is None:
-            return accepted  # a device that does not repeat its own arithmetic
-        p = cycle.sampler.law(logits)  # [N, V]
-        q = tree.proposal.over(p.shape[-1])  # [N, V]
-        for node in range(start, len(tree)):
-            drafted, uniform = tree.tokens[node], torch.rand((), generator=generator, device=p.device)
-            if not bool(uniform * q[node - 1, drafted] < p[node - 1, drafted]):
-                return node - 1
-        return len(tree) - 1
-    known = [*cycle.verdict.tokens, cycle.verdict.bonus]
-    pairs = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
-    children = {(parent, token): node for node, (parent, token) in enumerate(pairs) if node}
-    node = depth = 0
-    while True:
-        if depth < len(known):
-            token = known[depth]
-        elif cycle.rule == "R0":
-            token = int(cycle.sampler.choose(logits[node : node + 1]))
-        else:
-            token = int(cycle.sampler.law(logits[node : node + 1]).multinomial(1, generator=generator))
-        if (node, token) not in children:
-            return max(accepted, depth)
-        node, depth = children[node, token], depth + 1
+    deepest = int(max([0, *nodes.depth, *cycles.accepted]))
+    reached = [int((cycles.accepted >= depth).sum()) for depth in range(deepest + 1)]
+    by_depth = []
+    for depth in range(1, deepest + 1):
+        here, before = nodes[nodes.depth == depth], reached[depth - 1]
+        row = {"depth": depth, "nodes": len(here), "confidence": mean(here.confidence)}
+        row |= {"acceptance": mean(here.acceptance), "cycles": before}
+        row |= {"survived": reached[depth] / len(cycles) if len(cycles) else None}
+        by_depth.append(row | {"conditional": reached[depth] / before if before else None})
+    chosen = held_out(nodes.prompt, seed)
+    whole, fit, other = (
+        {"prompts": part.prompt.nunique(), **of_nodes(part, bins)} for part in (nodes, nodes[~chosen], nodes[chosen])
+    )
+    has_both = bool(fit["nodes"] and other["nodes"])
+    difference = {name: other[name] - fit[name] if has_both else None for name in ("ece", "brier")}
+    halves = {"seed": seed, "fit": fit, "held_out": other, "difference": difference}
+    return {"temperature": temperature, **whole, "cycles": len(cycles), "by_depth": by_depth, "halves": halves}
 
 
 def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) -> dict[str, Any]:
@@ -167,69 +191,207 @@ def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) ->
     A part is null where nothing was recorded for it.
     """
     cycles, nodes, laws, frontier = (recording.tables[name] for name in ("cycles", "nodes", "laws", "frontier"))
-    task_of = nodes.prompt.map(dict(enumerate(recording.tasks)))
     parts: dict[str, Any] = {"branches": None, "levels": None, "laws": None, "oracle": None}
     if len(frontier):
         outcomes = frontier.accepted.to_numpy(dtype=np.float64)
         parts["branches"] = reliability(frontier.survival.to_numpy(), outcomes, bins)
-        parts["levels"] = {"by_depth": bounds.level_table(frontier, cycles)}
+        parts["levels"] = {"by_depth": level_table(frontier, cycles)}
     if len(laws):
         parts["laws"] = {
-            "inequalities": bounds.token_inequalities(laws),
-            "deagle": bounds.deagle_bound(laws),
-            "bounds": [bounds.acceptance_bounds(laws, c) for c in bounds.PAPER_CS],
-            **bounds.entropy_ratio(laws),
-            "entropy": bounds.entropy_by_outcome(laws, recording.tasks),
-            "before_rejection": bounds.divergence_before_rejection(laws),
-            "sorted": bounds.sorted_laws(laws),
-            "tokens": bounds.token_table(laws, name),
+            **inequalities(laws),
+            "bounds": [acceptance_bounds(laws, c) for c in PAPER_CS],
+            **entropy_ratio(laws),
+            "entropy": entropy_by_outcome(laws, recording.tasks),
+            **rejections(laws),
+            "tokens": token_table(laws, name),
         }
     if "oracle" in cycles:
-        parts["oracle"] = bounds.oracle_summary(cycles)
+        parts["oracle"] = oracle_summary(cycles)
+
+    def curve(part: pd.DataFrame) -> dict[str, Any]:  # EAGLE-2, figure 6
+        return {"confidence": mean(part.confidence), "acceptance": mean(part.acceptance), **of_nodes(part, bins)}
+
+    task_of = nodes.prompt.map(dict(enumerate(recording.tasks)))
     return {
         "schema": SCHEMA,
         "temperature": recording.temperature,
         "prompts": len(recording.tasks),
         "cycles": len(cycles),
-        "by_depth": [{"depth": int(depth), **curve(part, bins)} for depth, part in nodes.groupby("depth")],
-        "by_task": [{"task": task, **curve(nodes[task_of == task], bins)} for task in dict.fromkeys(recording.tasks)],
-        "positions": bounds.by_place(nodes),
+        "by_depth": [{"depth": int(depth), **curve(part)} for depth, part in nodes.groupby("depth")],
+        "by_task": [{"task": task, **curve(nodes[task_of == task])} for task in dict.fromkeys(recording.tasks)],
+        "positions": by_place(nodes),
         **parts,
     }
 
 
-def write_calibration(
-    output: Path, recording: Recording, bins: int, head: str | None, name: Callable[[int], str]
-) -> list[str]:
-    """Writes every file of a calibration but for choices.yaml; the lines tell what was found."""
-    nodes, cycles = recording.tables["nodes"], recording.tables["cycles"]
-    for table, rows in recording.tables.items():
-        write_atomically(output / f"{table}.parquet", partial(rows.to_parquet, index=False))
-    summary = bounds.summarise(nodes, cycles, recording.temperature, bins)
-    fitted = fit_and_score(recording, bins)
-    write_json(output / "calibration.json", summary)
-    write_json(output / "analysis.json", {**analyse(recording, name, bins), "calibrator": fitted and fitted[1]})
-    measured = f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}" if len(nodes) else ""
-    lines = [f"calibrate: {len(nodes):,} drafted nodes of {len(cycles):,} cycles{measured}"]
-    if fitted is None:
-        return [*lines, "calibrate: no calibrator: one half of the prompts drafted nothing"]
-    calibrator, scores = fitted
-    eces = [f"{scores['held_out'][fit]['ece']:.4f} {fit}" for fit in ("before", *KINDS)]
-    lines.append(
-        f"calibrate: ECE on {scores['held_out_prompts']} prompts that the calibrator was not fitted on: "
-        f"{', '.join(eces)}; decode by it with --tree.calibrated temperature or isotonic"
-    )
-    places = places_of(output, head)
-    if len(places) > 1:
-        calibrator = replace(calibrator, head=digests(places[1]))
-    for place in places:
-        save(calibrator, place)
-    return lines
+def by_place(nodes: pd.DataFrame, most: int = 12) -> list[dict[str, Any]]:
+    """The most visited places of the tree with the quartiles of the prompts' own means (EAGLE-2, figure 5)."""
+    places = nodes.groupby("place")
+    visited = places.size().sort_values(ascending=False, kind="stable")[:most].index
+    rows = []
+    for place in sorted(visited, key=lambda place: (place.count("."), [int(rank) for rank in place.split(".")])):
+        here = places.get_group(place)
+        quartiles = np.percentile(here.groupby("prompt").acceptance.mean(), (0, 25, 50, 75, 100))
+        rows.append({"position": place, "acceptance": mean(here.acceptance), "quartiles": quartiles.tolist()})
+    return rows
 
 
-def places_of(output: Path, head: str | None) -> list[Path]:
-    """Where files about a head go: the output directory, and beside the head where that is a directory."""
-    return [output, *([Path(head)] if head is not None and Path(head).is_dir() else [])]
+def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, Any]]:
+    """By depth d, among the cycles that drafted it: means of S_d (`mass`), `held` and `reached`; `expected` is E_d.
+
+    `held`: one of the frontier's branches is what the target wrote. `reached`: the verified tree had d tokens accepted;
+    reranking drops nodes of a frontier and keeps others, so it may be either side of `held`.
+    Source: DEAGLE (equations 22 to 24).
+    """
+    levels = frontier.groupby(["prompt", "cycle", "depth"]).agg(mass=("survival", "sum"), held=("accepted", "any"))
+    levels = levels.reset_index().merge(cycles[["prompt", "cycle", "accepted"]], on=["prompt", "cycle"])
+    levels["mass"] = levels.mass.clip(upper=1.0)  # rounding, not probability
+    levels["reached"] = levels.pop("accepted") >= levels.depth
+    means: dict[str, Any] = {name: (name, "mean") for name in ("mass", "held", "reached")}
+    table = levels.groupby("depth").agg(cycles=("mass", "size"), **means).reset_index()
+    table["expected"] = table.mass.cumsum()
+    return list(table.to_dict("records"))
+
+
+def inequalities(laws: pd.DataFrame) -> dict[str, Any]:
+    """`inequalities`: shares of laws in which |q(y) - p(y)| <= TV <= sqrt(KL(p||q) / 2) fails for a drafted y.
+
+    They are theorems, so zero. `gap` is |q(y) - p(y)| of the child proposed first; the failures are counted over all
+    drafted children. `deagle`: how often equations 15 to 19 fail with DEAGLE's own alpha, which is whether argmax q is
+    argmax p (8 to 10), 0 or 1 for one token: |alpha - c| against TV (17 and 19) and against sqrt(KL(p||q) / 2) (18 and
+    19, and with that KL as delta_cls also 15 and 16).
+    """
+    bound, deagle_gap = np.sqrt(laws.kl_pq / 2.0), (laws.agrees - laws.top_q).abs()
+    theorems = {
+        "laws": len(laws),
+        "gap_above_tv": mean(laws.largest_gap > laws.tvd + SLACK),
+        "tv_above_bound": mean(laws.tvd > bound + SLACK),
+        "gap": mean((laws.q - laws.p).abs()),
+        "tv": mean(laws.tvd),
+        "bound": mean(bound[np.isfinite(bound)]),
+    }
+    above = {"above_tv": mean(deagle_gap > laws.tvd + SLACK), "above_bound": mean(deagle_gap > bound + SLACK)}
+    return {"inequalities": theorems, "deagle": {"greedy_agreement": mean(laws.agrees), **above}}
+
+
+def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
+    """Means of beta = 1 - TV and of three lower bounds, how often each holds, and the curves of SVIP's figure 4.
+
+    oracle: 1 - sqrt(KL(q||p) / 2) (Pinsker). approximation: 1 - sqrt(c H(q)). bretagnolle_huber:
+    1 - sqrt(1 - exp(-KL(q||p))). A negative bound says nothing, so that the means are over bounds cut at 0. `tighter`
+    is the share of laws where Pinsker's bound is above Bretagnolle-Huber's. A point of a curve is the mean of
+    neighbours in the order of beta, of bounds cut at -1.
+    """
+    beta, kl = 1.0 - laws.tvd.to_numpy(), laws.kl_qp.to_numpy()
+    bounds = {
+        "oracle": 1.0 - np.sqrt(kl / 2.0),
+        "approximation": 1.0 - np.sqrt(c * laws.entropy.to_numpy()),
+        "bretagnolle_huber": 1.0 - np.sqrt(-np.expm1(-kl)),
+    }
+    parts, curves = np.array_split(np.argsort(beta, kind="stable"), min(POINTS, len(beta))), {"acceptance": beta}
+    curves |= {name: values.clip(min=-1.0) for name, values in bounds.items()}
+    return {
+        "c": c,
+        "acceptance": mean(beta),
+        "means": {name: mean(values.clip(min=0.0)) for name, values in bounds.items()},
+        "holds": {name: mean(beta >= values - SLACK) for name, values in bounds.items()},
+        "tighter": mean(bounds["oracle"] > bounds["bretagnolle_huber"]),
+        "curve": {name: [mean(values[part]) for part in parts] for name, values in curves.items()},
+    }
+
+
+def entropy_ratio(laws: pd.DataFrame, cs: Sequence[float] = CS) -> dict[str, Any]:
+    """The excess CE(q, p) / H(q) - 1 = KL(q||p) / H(q) of laws that have one (SVIP, section 2.2 and appendix C).
+
+    ratio: its histogram, its Gamma fit, and the histogram expected of it. by_c: how often SVIP's approximation is below
+    the oracle bound, and below beta itself; `conservative`: ratio <= 2c + 1 (equation 8); `gamma`: the same by the
+    Gamma fit (equation 9); `holds`: beta >= 1 - sqrt(c H), of all laws; `bound`: its mean, cut at 0.
+    """
+    usable = laws[(laws.entropy >= LEAST_ENTROPY) & np.isfinite(laws.kl_qp)]
+    excess = np.asarray(usable.kl_qp / usable.entropy)
+    positive, fitted = excess[excess > 0], None
+    ratio: dict[str, Any] = {"laws": len(excess), "gamma": None, "edges": EDGES, "expected": None}
+    ratio["counts"] = np.histogram(excess, bins=[*EDGES, np.inf])[0].tolist()
+    if len(positive) > 1 and np.ptp(positive) > 0:
+        shape, _, scale = stats.gamma.fit(positive, floc=0)
+        fitted = stats.gamma(shape, scale=scale)
+        ratio["gamma"] = {"alpha": shape, "beta": 1.0 / scale}
+        ratio["expected"] = (np.diff([*fitted.cdf(EDGES), 1.0]) * len(excess)).tolist()
+    by_c = []
+    for c in cs:
+        bound = np.sqrt(c * laws.entropy)
+        row = {"c": c, "conservative": mean(excess <= 2.0 * c + SLACK), "gamma": fitted and float(fitted.cdf(2.0 * c))}
+        by_c.append(row | {"holds": mean(bound >= laws.tvd - SLACK), "bound": mean((1.0 - bound).clip(lower=0.0))})
+    return {"ratio": ratio, "by_c": by_c}
+
+
+def entropy_by_outcome(laws: pd.DataFrame, tasks: Sequence[str]) -> list[dict[str, Any]]:
+    """Mean entropy of accepted and of rejected tokens over all and for each task; tasks[prompt] names the task."""
+    task_of, rows = laws.prompt.map(dict(enumerate(tasks))), []
+    for task in ["all", *(dict.fromkeys(tasks) if len(set(tasks)) > 1 else ())]:
+        part = laws if task == "all" else laws[task_of == task]
+        means = {"accepted": mean(part.entropy[part.accepted]), "rejected": mean(part.entropy[~part.accepted])}
+        rows.append({"task": task, "laws": len(part), **means})
+    return rows
+
+
+def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
+    """SVIP's figure 3. `before_rejection` (a): mean KL(q||p) at a cycle's rejected token (offset 0) and before it.
+
+    Infinite ones, which only a processor or a smaller vocabulary makes, are left out of the mean. `sorted` (b): mean
+    log q of the 1st, 2nd, 4th ... token where the first child was accepted and where not.
+    """
+    kl, rejected = laws.set_index(["prompt", "cycle", "depth"]).kl_qp, laws[~laws.followed]
+    before = []
+    for offset in range(-most, 1):
+        values = kl.reindex(pd.MultiIndex.from_arrays([rejected.prompt, rejected.cycle, rejected.depth + offset]))
+        before.append({"offset": offset, "kl": mean(values[np.isfinite(values)])})
+    ranked = np.stack(laws.ranked.to_list())
+    means: dict[str, Any] = {"ranks": [2**power for power in range(ranked.shape[1])]}
+    for name, rows in (("accepted", laws.accepted), ("rejected", ~laws.accepted)):
+        columns = ranked[np.asarray(rows)].T
+        means[name] = [mean(column) if np.isfinite(column).all() else None for column in columns]
+    return {"before_rejection": before, "sorted": means}
+
+
+def token_table(
+    laws: pd.DataFrame, name: Callable[[int], str], most: int = 12, least_count: int = 5
+) -> list[dict[str, Any]]:
+    """All tokens, then the hardest and the easiest drafted ones by mean acceptance, with their entropy (SVIP, table 4).
+
+    Only tokens that were drafted first least_count times; ties go to the more frequent token.
+    """
+    means = {key: (key, "mean") for key in ("entropy", "acceptance")}
+    table = laws.groupby("token").agg(count=("token", "size"), **means).reset_index()
+    table = table[table["count"] >= least_count].sort_values("count", ascending=False, kind="stable")
+    hardest = table.nsmallest(most // 2, "acceptance")
+    easiest = table.drop(hardest.index).nlargest(most - most // 2, "acceptance")
+    rows = [{**row, "text": name(row["token"])} for row in pd.concat([hardest, easiest[::-1]]).to_dict("records")]
+    totals = {"count": len(laws), "entropy": mean(laws.entropy), "acceptance": mean(laws.acceptance)}
+    return [{"token": None, "text": "all tokens", **totals}, *rows]
+
+
+def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
+    """What the cycles that drafted say of the oracle: their columns are position, levels, accepted, oracle and cap.
+
+    by_context: per bucket of the root's place in the text. `variance` is that of the oracle length (figure 1), `delta`
+    the mean of proposed minus oracle (figure 7b), and `censored` the share of cycles whose oracle length may be longer
+    than the cap. Source: SVIP (arXiv 2411.18462), section 2.1 and figures 1 and 7b.
+    """
+    drafted = cycles.dropna(subset="oracle")
+    if drafted.empty:
+        return None
+    edges = {float(edge): edge for edge in CONTEXTS}  # the last bucket has none
+    buckets = drafted.groupby(pd.cut(drafted.position, [0, *CONTEXTS, np.inf]), observed=True)
+    rows = []
+    for bucket, here in [(None, drafted), *buckets]:
+        row: dict[str, Any] = {"above": int(bucket.left), "up_to": edges.get(bucket.right)} if bucket else {}
+        row |= {"cycles": len(here), "oracle": mean(here.oracle), "variance": float(here.oracle.var(ddof=0))}
+        rows.append(row | {"delta": mean(here.levels - here.oracle), "censored": mean(here.oracle >= here.cap)})
+    return {"all": rows[0], "by_context": rows[1:]}
+
+
+# The calibrator
 
 
 def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
@@ -273,14 +435,9 @@ def fit_and_score(recording: Recording, bins: int, seed: int = 0) -> tuple[Calib
         table = reliability(confidence, acceptance, bins)
         plain[name] = {"ece": table["ece"], "brier": table["brier"], "log_loss": loss}
         scores[name] = {**plain[name], "bins": table["bins"]}
-    return replace(calibrator, decoded_at=recording.temperature, scores=plain), {
-        "temperature": calibrator.temperature,
-        "fit_nodes": len(mine),
-        "fit_prompts": mine.prompt.nunique(),
-        "held_out_nodes": len(other),
-        "held_out_prompts": other.prompt.nunique(),
-        "held_out": scores,
-    }
+    facts = {"temperature": calibrator.temperature, "fit_nodes": len(mine), "fit_prompts": mine.prompt.nunique()}
+    facts |= {"held_out_nodes": len(other), "held_out_prompts": other.prompt.nunique(), "held_out": scores}
+    return replace(calibrator, decoded_at=recording.temperature, scores=plain), facts
 
 
 # A static tree, rebuilt from how often a head's r-th guess is the target's token
@@ -296,25 +453,35 @@ def rebuild(
 ) -> str | None:
     """One line about the tree of section.nodes nodes that suits the head best; null for a method without a static tree.
 
-    Decodes the prompts greedily with a wide tree, and writes choices.yaml into the output directory and beside the
-    head.
+    Decodes the prompts greedily with a wide tree, the method's own and so many ranks below every likely node, and
+    writes choices.yaml into the output directory and beside the head.
     """
-    tree = asked.tree
+    tree, ranks = asked.tree, section.ranks
     if not isinstance(tree, StaticConfig):
         return None
-    wide = replace(asked, tree=replace(tree, choices=probe(tree, section.ranks)), typical=None)
-    decoder = make_decoder(Drafters(target), wide, head, "calibrate")
+    wide = {*tree.paths}
+    for depth in range(tree.levels):
+        for path in product(range(min(ranks, REACH + 1)), repeat=depth):
+            if sum(path) <= REACH:
+                wide |= {(*path, rank) for rank in range(ranks)}
+    probe = replace(asked, tree=replace(tree, choices=in_order(wide)), typical=None)
+    decoder = make_decoder(Drafters(target), probe, head, "calibrate")
     recording = record(decoder, None, questions, replace(section, temperature=0.0))
-    choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, section.ranks), section.nodes)
-    places = places_of(output, head)
+    choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)
     origin = f"for {asked.method}, rebuilt by `calibrate` from this head's own rank accuracies"
-    about = f"# {len(choices)} drafted nodes {origin}."
+    lines = [f"# {len(choices)} drafted nodes {origin}.", "choices:", *(f"  - {list(choice)}" for choice in choices)]
+    places = places_of(output, head)
     for place in places:
-        write_text(place / CHOICES, "\n".join([about, "choices:", *(f"  - {list(choice)}" for choice in choices), ""]))
+        write_text(place / CHOICES, "\n".join([*lines, ""]))
     return (
         f"{asked.method}: a tree of {len(choices)} drafted nodes rebuilt from the head's ranks; "
         f"use it with: --tree.choices {places[-1] / CHOICES}"
     )
+
+
+def in_order(choices: set[Choice]) -> tuple[Choice, ...]:
+    """The nodes by depth, then by rank."""
+    return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
 
 
 def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
@@ -323,16 +490,6 @@ def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
     rank = nodes.place.str.rsplit(".", n=1).str[-1].astype(int)
     shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().to_dict()
     return [[float(shares.get((depth, place), 0.0)) for place in range(ranks)] for depth in range(1, levels + 1)]
-
-
-def probe(tree: StaticConfig, ranks: int) -> tuple[Choice, ...]:
-    """The tree's nodes and so many ranks below every likely node, as deep as the tree."""
-    asked = {*tree.paths}
-    for depth in range(tree.levels):
-        for path in product(range(min(ranks, REACH + 1)), repeat=depth):
-            if sum(path) <= REACH:
-                asked |= {(*path, rank) for rank in range(ranks)}
-    return tuple(sorted(asked, key=lambda choice: (len(choice), choice)))
 
 
 def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None) -> tuple[Choice, ...]:
@@ -345,12 +502,12 @@ def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int 
     """
     if tree.children != "best":
         accuracy = [list(accumulate(shares, min)) for shares in accuracy]
-    choices: list[Choice] = []
+    choices: set[Choice] = set()
     heap: list[tuple[float, int, Choice]] = [(-1.0, 0, ())]
     while heap and len(choices) < (nodes or tree.nodes):
         chance, depth, choice = heapq.heappop(heap)
-        choices.append(choice)
+        choices.add(choice)
         for rank, share in enumerate(accuracy[depth] if depth < len(accuracy) else ()):
             if share > 0:
                 heapq.heappush(heap, (chance * share, depth + 1, (*choice, rank)))
-    return tuple(sorted(choices[1:], key=lambda choice: (len(choice), choice)))
+    return in_order(choices - {()})

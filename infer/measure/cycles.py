@@ -1,4 +1,4 @@
-"""Decoding cycles as records: what every one drafted, asked and had accepted.
+"""Decoding cycles as records: what each drafted, asked and had accepted, and how deep it would have paid to draft.
 
 A `Recorder` is called after each cycle (`on_cycle`) of a decoder that keeps the pools of its trees. Its records are
 written as lines of cycles.jsonl, or become the tables that calibration queries.
@@ -6,18 +6,21 @@ written as lines of cycles.jsonl, or become the tables that calibration queries.
 
 import json
 import os
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
+from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.shape import Cycle, Drafting
+from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.shape import Cycle, Drafting, make_shape
 from aerie.infer.decode.stop import entropy
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS
@@ -68,16 +71,26 @@ class Recorder:
     passengers and drafts without laws; acceptance is null where it was not asked). `level`: columns over the drafted
     levels (DEAGLE, equations 22 to 26): S_d of the frontier, the ratio S_d / S_{d-1}, and E_d without the bonus token.
     `law`: columns over the accepted nodes that drafted children, q against p. `frontier`: each level's branches before
-    reranking with their survival. Times are in ms, logarithms natural.
+    reranking with their survival. Times are in ms, logarithms natural. `stop_reason`: the stop rule, `levels`, `budget`
+    (max_new_tokens), `guess` (drafted without laws); null: nothing drafted.
     """
 
     def __init__(self) -> None:
         self.records: list[Record] = []
 
     def __call__(self, cycle: Cycle) -> None:
-        tree, verdict = cycle.tree, cycle.verdict
-        frontiers = [] if tree.pool is None else tree.pool.frontiers()[: tree.levels]
-        masses = [float(survival.exp().sum()) for _, survival in frontiers] if tree.pool else _masses(tree)
+        tree, pool, verdict = cycle.tree, cycle.tree.pool, cycle.verdict
+        frontiers, reason = [], "guess" if tree.num_drafted else None
+        if pool is not None:
+            frontiers = pool.frontiers()[: tree.levels]
+            masses = [float(survival.exp().sum()) for _, survival in frontiers]
+            answered = cycle.position - (self.records[0]["pos_start"] if self.records else cycle.position) + 1
+            room = cycle.sampler.decoding.max_new_tokens - answered - 1  # the bonus token takes one place
+            if tree.num_drafted:
+                reason = pool.stopped_by or ("budget" if tree.levels >= room else "levels")
+        else:
+            survival = tree.survival.exp() * (1 if tree.passengers is None else ~tree.passengers)
+            masses = [float(survival[tree.depth == depth].sum()) for depth in range(1, tree.levels + 1)]
         self.records.append(
             {
                 "cycle": len(self.records),
@@ -92,7 +105,7 @@ class Recorder:
                 "accepted": verdict.accepted,  # draft tokens on the accepted path
                 "bonus_id": verdict.bonus,
                 "new_tokens": cycle.new_tokens,  # up to the end token and max_new_tokens
-                "stop_reason": self._stop_reason(cycle),
+                "stop_reason": reason,
                 "node": _node_columns(cycle),
                 "level": {
                     "survival": masses,
@@ -107,23 +120,6 @@ class Recorder:
                 ],
             }
         )
-
-    def _stop_reason(self, cycle: Cycle) -> str | None:
-        """The stop rule, `levels`, `budget` (max_new_tokens), `guess` (drafted without laws); null: nothing drafted."""
-        pool = cycle.tree.pool
-        if cycle.tree.num_drafted == 0 or pool is None:
-            return "guess" if cycle.tree.num_drafted else None
-        answered = cycle.position - (self.records[0]["pos_start"] if self.records else cycle.position) + 1
-        room = cycle.sampler.decoding.max_new_tokens - answered - 1  # the bonus token takes one place
-        return pool.stopped_by or ("budget" if cycle.tree.levels >= room else "levels")
-
-
-def _masses(tree: Tree) -> list[float]:
-    """The summed survival of the nodes of each level, passengers apart."""
-    survival = tree.survival.exp()
-    if tree.passengers is not None:
-        survival = survival.masked_fill(tree.passengers, 0.0)
-    return [float(survival[tree.depth == depth].sum()) for depth in range(1, tree.levels + 1)]
 
 
 def _node_columns(cycle: Cycle) -> Record:
@@ -162,8 +158,7 @@ def _law_columns(cycle: Cycle) -> Record | None:
     tree, path = cycle.tree, cycle.verdict.path
     if tree.pool is None or tree.levels == 0:
         return None
-    below = asked(tree, path).nonzero()[:, 0].tolist()
-    parents = tree.parents.tolist()
+    parents, below = tree.parents.tolist(), asked(tree, path).nonzero()[:, 0].tolist()
     children = {node: [child for child in below if parents[child] == node] for node in path}
     nodes = [node for node in path if children[node]]
     if not nodes:
@@ -173,7 +168,6 @@ def _law_columns(cycle: Cycle) -> Record | None:
     log_q = (raw if tree.proposal is None else cycle.sampler.log_law(raw)).double().log_softmax(-1)
     log_p = cycle.sampler.log_law(cycle.step.logits[nodes]).double().log_softmax(-1)  # [M, V]
     q, p = log_q.exp(), log_p.exp()
-    p_drafted, log_p_drafted = p[:, ids], log_p[:, ids]  # [M, Vd]
     log_q_wide = torch.full_like(log_p, float("-inf")).index_copy_(1, ids, log_q)  # [M, V]
     gaps = (log_q_wide.exp() - p).abs()
     width = log_q.shape[-1]
@@ -188,19 +182,18 @@ def _law_columns(cycle: Cycle) -> Record | None:
         "acceptance": acceptance(cycle)[first],
         "top_q": q.max(-1).values,  # of the most probable token: DEAGLE's c
         "agrees": ids[log_q.argmax(-1)] == log_p.argmax(-1),  # that token is p's most probable one: DEAGLE's a
-        "tvd": 1.0 - torch.minimum(p_drafted, q).sum(-1).clamp(max=1.0),  # 1 - tvd is alpha
+        "tvd": 1.0 - torch.minimum(p[:, ids], q).sum(-1).clamp(max=1.0),  # 1 - tvd is alpha
         # infinite where the draft's vocabulary misses what p gives a chance, or a processor what q gives one
         "kl_pq": torch.where(p > 0, p * (log_p - log_q_wide), 0.0).sum(-1).clamp(min=0.0),
-        "kl_qp": torch.where(q > 0, q * (log_q - log_p_drafted), 0.0).sum(-1).clamp(min=0.0),
+        "kl_qp": torch.where(q > 0, q * (log_q - log_p[:, ids]), 0.0).sum(-1).clamp(min=0.0),
         "entropy": entropy(log_q),
         "ranked": log_q.sort(-1, descending=True).values[:, ranks],  # log q of the 1st, 2nd, 4th, 8th ... token
     }
-    on_path = set(path)
     return {
         "node": nodes,
         **{name: values.tolist() for name, values in columns.items()},
-        "accepted": [child in on_path for child in first],
-        "followed": [any(child in on_path for child in children[node]) for node in nodes],
+        "accepted": [child in path for child in first],
+        "followed": [any(child in path for child in children[node]) for node in nodes],
         # the largest |q(x) - p(x)| of the children x that were drafted
         "largest_gap": [float(gaps[row, tree.tokens[children[node]]].max()) for row, node in enumerate(nodes)],
     }
@@ -218,7 +211,7 @@ def lines_of(origin: Origin, records: Sequence[Record]) -> list[str]:
     return [json.dumps(line) + "\n" for line in lines]
 
 
-def append_lines(path: FilePath, lines: Sequence[str]) -> None:
+def append_lines(path: Path, lines: Sequence[str]) -> None:
     """Appends the lines of one answer to cycles.jsonl and syncs them."""
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
@@ -226,10 +219,8 @@ def append_lines(path: FilePath, lines: Sequence[str]) -> None:
         os.fsync(file.fileno())
 
 
-def keep_answers(path: FilePath, answers: Collection[Key]) -> None:
+def keep_answers(path: Path, answers: Collection[Key]) -> None:
     """Drops from cycles.jsonl a line that was cut by a kill, and those of any other answer than these."""
-    if not path.is_file():
-        return
 
     def is_kept(text: bytes) -> bool:
         if not text.endswith(b"\n"):
@@ -238,11 +229,15 @@ def keep_answers(path: FilePath, answers: Collection[Key]) -> None:
         sampling = (line["temperature"], line["top_k"], line["top_p"])
         return (line["row"], sampling, (line["task"], line["prompt_id"], line["turn"])) in answers
 
-    def write(temporary: FilePath) -> None:
+    def write(temporary: Path) -> None:
         with path.open("rb") as old, temporary.open("wb") as new:
             new.writelines(line for line in old if is_kept(line))
 
-    write_atomically(path, write)
+    if path.is_file():
+        write_atomically(path, write)
+
+
+# As tables
 
 
 def places(parents: Sequence[int]) -> list[str]:
@@ -266,38 +261,111 @@ COLUMNS = {  # of the tables, behind `prompt` and `cycle`, which tell rows apart
 
 
 def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables:
-    """The cycles of one answer as tables; text has the token ids of prompt and answer."""
+    """The cycles of one answer as tables; text has the token ids of prompt and answer.
+
+    Where the target chooses for itself (R0, R2) the text is a draw from its law whatever was drafted, so that a branch
+    of a frontier is in it with the branch's own chance, verified or not. Where children are drawn (R1, R3, R4) every
+    node is in the tree, and its branch counts when it was accepted. Branches beyond the text's end are left out.
+    """
     rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in COLUMNS}
     for number, record in enumerate(records):
         position, node, law = record["pos_start"], record["node"], record["law"]
         answered = position - records[0]["pos_start"] + 1
-        nodes = (node["depth"], places(node["parent"]), node["q"], node["survival"], node["acceptance"])
-        parts: dict[str, Iterable[tuple[Any, ...]]] = {
+        nodes = zip(node["depth"], places(node["parent"]), node["q"], node["survival"], node["acceptance"], strict=True)
+        written = tuple(text[position + 1 :])
+        left = len(written)
+        if record["verify"] not in ("R0", "R2"):
+            on_path = zip(node["token"], node["accepted"], strict=True)
+            written = tuple(token for token, is_accepted in on_path if is_accepted)[1:]
+        parts: dict[str, list[tuple[Any, ...]]] = {
             "cycles": [(position, answered, record["depth"], record["accepted"], record["verify"])],
-            "nodes": [row for row in zip(*nodes, strict=True) if row[-1] is not None],
-            "laws": zip(*(law[name] for name in LAWS), strict=True) if law else (),
-            "frontier": _branches(record, text),
+            "nodes": [row for row in nodes if row[-1] is not None],
+            "laws": list(zip(*(law[name] for name in LAWS), strict=True)) if law else [],
+            "frontier": [
+                (len(branch), survival, branch == written[: len(branch)])
+                for branch, survival in record["frontier"]
+                if len(branch) <= left
+            ],
         }
         for name, part in parts.items():
             rows[name] += [(prompt, number, *row) for row in part]
     return {name: pd.DataFrame(rows[name], columns=["prompt", "cycle", *COLUMNS[name]]) for name in rows}
 
 
-def _branches(record: Record, text: list[int]) -> list[tuple[int, float, bool]]:
-    """Every branch of a cycle's frontiers: its depth, its survival, and whether the target wrote the whole of it.
+class Oracle(Drafting):
+    """Drafts to a cap at every cycle, has the target judge that, forgets it, and proposes as it would have anyway.
 
-    Where the target chooses for itself (R0, R2) the text is a draw from its law whatever was drafted, so that a branch
-    is in it with the branch's own chance, verified or not. Where children are drawn (R1, R3, R4) every node is in the
-    tree, and its branch counts when it was accepted. Levels that reach beyond the text's end are left out.
+    The generator is set back, so that what is decoded does not change, and a sampled chain is a prefix of the longer.
+    The longer draft has the policy's tree without its stop rule: a static tree is as deep as it is, and Medusa and
+    Hydra as their heads are many. Source: SVIP (arXiv 2411.18462), section 2.1.
     """
-    written = tuple(text[record["pos_start"] + 1 :])
-    left, node = len(written), record["node"]
-    if record["verify"] not in ("R0", "R2"):
-        written = tuple(token for token, is_on_path in zip(node["token"], node["accepted"], strict=True) if is_on_path)[
-            1:
-        ]
-    return [
-        (len(branch), survival, branch == written[: len(branch)])
-        for branch, survival in record["frontier"]
-        if len(branch) <= left
-    ]
+
+    def __init__(self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int, seed: int = 0) -> None:
+        """Takes the place of the decoder's own proposer."""
+        own = decoder.proposer
+        assert isinstance(own, Drafting)
+        super().__init__(own.drafter, own.shape, own.forwards_per_tree)
+        self.keep = own.keep
+        if isinstance(own.drafter, MedusaDrafter | HydraDrafter):
+            levels = min(levels, own.drafter.head.config.num_heads)
+        deep = tree if isinstance(tree, StaticConfig) else replace(tree, levels=levels)
+        self.longer = make_shape(replace(deep, stop=ConstantConfig()))
+        self.max_nodes = max(own.max_nodes, self.longer.max_nodes)
+        self.lm, self.generator = decoder.lm, torch.Generator(decoder.target.device).manual_seed(seed)
+        self.lengths: list[tuple[int | None, int | None]] = []  # oracle length and cap of each cycle; null: no draft
+        decoder.proposer = self
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        super().reset(prompt, capacity + self.longer.draft_slots, sampler)
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        assert self._sampler is not None, "reset first"
+        state = self._sampler.generator.get_state()
+        self.tree = self.longer.grow(self.drafter, root, max_levels, self._sampler)
+        self.logits = self.lm.extend(self.tree).logits  # [N, V]; the cycle's own forward writes over these rows
+        self._sampler.generator.set_state(state)
+        return super().propose(root, max_levels)
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        """Notes too how many tokens of the longer draft the target would have taken at this cycle."""
+        super().commit(tokens, features, cycle)
+        if cycle is not None:
+            is_judged = cycle.tree.levels > 0 and cycle.rule in ("R0", "R1", "R2")
+            length = oracle_length(cycle, self.tree, self.logits, self.generator) if is_judged else None
+            self.lengths.append((length, self.tree.levels if is_judged else None))
+
+
+def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Generator) -> int:
+    """How many tokens of a deeper tree, with the target's logits [N, V], the target takes, given what it did take.
+
+    A sampled chain (R1) is a longer one's beginning: a refusal is the oracle's too, and after a chain that was wholly
+    accepted the longer one's next tokens are judged. Where the target chooses (R0, R2) it is held to what it chose, and
+    chooses anew from there on. Never less than what the policy had accepted, for that depth is the oracle's to choose.
+    """
+    accepted, start = cycle.verdict.accepted, len(cycle.tree)
+    if cycle.rule == "R1":
+        # another chain: a device that does not repeat its own arithmetic
+        is_longer = tree.proposal is not None and torch.equal(tree.tokens[:start], cycle.tree.tokens)
+        if accepted < cycle.tree.num_drafted or not is_longer:
+            return accepted
+        p = cycle.sampler.law(logits)  # [N, V]
+        q = tree.proposal.over(p.shape[-1])  # [N, V]
+        for node in range(start, len(tree)):
+            drafted, uniform = tree.tokens[node], torch.rand((), generator=generator, device=p.device)
+            if not bool(uniform * q[node - 1, drafted] < p[node - 1, drafted]):
+                return node - 1
+        return len(tree) - 1
+    known = [*cycle.verdict.tokens, cycle.verdict.bonus]
+    pairs = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    children = {(parent, token): node for node, (parent, token) in enumerate(pairs) if node}
+    node = depth = 0
+    while True:
+        if depth < len(known):
+            token = known[depth]
+        elif cycle.rule == "R0":
+            token = int(cycle.sampler.choose(logits[node : node + 1]))
+        else:
+            token = int(cycle.sampler.law(logits[node : node + 1]).multinomial(1, generator=generator))
+        if (node, token) not in children:
+            return max(accepted, depth)
+        node, depth = children[node, token], depth + 1

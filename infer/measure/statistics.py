@@ -12,16 +12,7 @@ import numpy as np
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.measure import CONTEXT
-from aerie.infer.measure.record import (
-    Asked,
-    AskedPoint,
-    FloatArray,
-    Milliseconds,
-    PromptKey,
-    Record,
-    Sampling,
-    SummaryRow,
-)
+from aerie.infer.measure.record import Asked, AskedPoint, FloatArray, Milliseconds, Record, Sampling, SummaryRow
 
 RESAMPLES = 2000
 VANILLA, ALL_TASKS = "vanilla", "all"
@@ -33,7 +24,7 @@ class Group:
     """The answers of one row at one sampling, and vanilla's answers at the same sampling by prompt and turn."""
 
     records: tuple[Record, ...]
-    baseline: dict[PromptKey, Record]
+    baseline: dict[Any, Record]  # by prompt_key
 
     @property
     def first(self) -> Record:
@@ -49,33 +40,32 @@ class Group:
         good = [record for record in self.records if record.status == "ok"]
         return [(record, self.baseline[record.prompt_key]) for record in good if record.prompt_key in self.baseline]
 
-    def by_task(self) -> dict[str, "Group"]:
+    def by_task(self) -> list["Group"]:
         """The same row for each task alone, in order of appearance."""
         tasks = dict.fromkeys(record.task for record in self.records)
-        return {task: replace(self, records=tuple(r for r in self.records if r.task == task)) for task in tasks}
+        return [replace(self, records=tuple(r for r in self.records if r.task == task)) for task in tasks]
 
 
-def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[PromptKey, Record]]:
-    """The good answers of the first vanilla row, by sampling and turn."""
+def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[Any, Record]]:
+    """The good answers of the first vanilla row, by sampling and prompt_key."""
     first: dict[Sampling, int] = {}
-    baselines: dict[Sampling, dict[PromptKey, Record]] = {}
-    for record in sorted(records, key=lambda record: record.row):
-        if record.method == VANILLA and first.setdefault(record.sampling, record.row) == record.row:
-            answers = baselines.setdefault(record.sampling, {})
-            if record.status == "ok":
-                answers[record.prompt_key] = record
+    baselines: dict[Sampling, dict[Any, Record]] = {}
+    for record in sorted((one for one in records if one.method == VANILLA), key=lambda record: record.row):
+        if first.setdefault(record.sampling, record.row) == record.row and record.status == "ok":
+            baselines.setdefault(record.sampling, {})[record.prompt_key] = record
     return baselines
 
 
 def group(records: Iterable[Record]) -> list[Group]:
     """One group per (sampling, row): samplings in order of appearance, rows in the recipe's order."""
-    members: dict[tuple[Sampling, int], list[Record]] = {}
+    records = list(records)
+    members: dict[Sampling, dict[int, list[Record]]] = {}
     for record in records:
-        members.setdefault((record.sampling, record.row), []).append(record)
-    samplings = list(dict.fromkeys(sampling for sampling, _ in members))
-    baselines = baselines_of(record for answers in members.values() for record in answers)
-    keys = sorted(members, key=lambda key: (samplings.index(key[0]), key[1]))
-    return [Group(tuple(members[key]), baselines.get(key[0], {})) for key in keys]
+        members.setdefault(record.sampling, {}).setdefault(record.row, []).append(record)
+    baselines, groups = baselines_of(records), []
+    for sampling, rows in members.items():
+        groups += [Group(tuple(rows[row]), baselines.get(sampling, {})) for row in sorted(rows)]
+    return groups
 
 
 def main_groups(records: Sequence[Record], asked: Asked | None) -> list[Group]:
@@ -91,13 +81,10 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
         first = members.failed[0]
         count = f"{len(members.failed)} of {len(records)} prompts failed"
         return replace(named, status="error", message=f"{count}; first {first.prompt_id!r}: {first.message}")
-    sums = {
-        name: sum(getattr(record, name) for record in records)
-        for name in ("new_tokens", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes")
-    }
+    names = ("new_tokens", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes")
+    sums = {name: sum(getattr(record, name) for record in records) for name in names}
     times = milliseconds(records)
     decode_seconds = (times.wall - times.prefill) / 1000.0
-    memory = [record.peak_memory_gib for record in records if record.peak_memory_gib is not None]
     compared = [record.identical for record in records if record.identical is not None]
     accepted = np.array([kept for record in records for kept in record.accepted], dtype=np.int64)
     tokens, forwards = per_prompt(records).T[:2]
@@ -112,7 +99,7 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
         accept_rate=int(accepted.sum()) / sums["draft_nodes"] if sums["draft_nodes"] else None,
         identical=sum(compared) if compared else None,
         mismatch=len(compared) - sum(compared) if compared else None,
-        peak_memory_gib=max(memory, default=None),
+        peak_memory_gib=max((r.peak_memory_gib for r in records if r.peak_memory_gib is not None), default=None),
         ms=times,
     )
 
@@ -141,16 +128,16 @@ def identity(members: Group) -> SummaryRow:
 def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     """The rows; those that differ in nothing but their head have it in their tree's variant."""
     heads: dict[str, set[tuple[str | None, str | None]]] = {}
-    for one in rows:
-        heads.setdefault(repr((one.method, one.tree)), set()).add((one.head, one.head_path))
-    named = list(rows)
-    for at, one in enumerate(rows):
-        alike = heads[repr((one.method, one.tree))]
-        if one.tree is not None and len(alike) > 1:
+    for row in rows:
+        heads.setdefault(repr((row.method, row.tree)), set()).add((row.head, row.head_path))
+    named = []
+    for row in rows:
+        alike = heads[repr((row.method, row.tree))]
+        if row.tree is not None and len(alike) > 1:
             by_kind = len({kind for kind, _ in alike}) == len(alike)
-            words = f"{one.head} head" if by_kind else f"head {one.head_path or 'of the run'}"
-            variant = ", ".join(filter(None, (one.tree.variant, words)))
-            named[at] = replace(one, tree=replace(one.tree, variant=variant))
+            words = f"{row.head} head" if by_kind else f"head {row.head_path or 'of the run'}"
+            row = replace(row, tree=replace(row.tree, variant=", ".join(filter(None, (row.tree.variant, words)))))
+        named.append(row)
     return named
 
 
@@ -164,8 +151,7 @@ def sweep_rows(records: Sequence[Record], asked: Asked | None, seed: int = 0) ->
     """`sweeps` of summary.json."""
     if asked is None:
         return []
-    baselines = baselines_of(records)
-    rows = []
+    baselines, rows = baselines_of(records), []
     for point in asked.points:
         if answers := members_of(records, point):
             measured = summary_row(Group(answers, baselines.get(point.sampling, {})), seed)
@@ -184,7 +170,7 @@ def tau(records: Sequence[Record]) -> float | None:
 def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None:
     """95 % bootstrap interval of tau over prompts."""
     tokens, forwards = per_prompt(records).T[:2]
-    return ratio_interval(tokens, forwards, seed) if forwards.any() else None
+    return interval([tokens], [forwards], seed) if forwards.any() else None
 
 
 def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str, Any]:
@@ -196,17 +182,14 @@ def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str,
     used = [(mine, base) for mine, base in pairs if mine.new_tokens > 1 and base.new_tokens > 1]
     if not used:
         return dict.fromkeys(("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill"))
-    tokens, _, seconds = per_prompt([mine for mine, _ in used]).T
-    base_tokens, _, base_seconds = per_prompt([base for _, base in used]).T
-    weights = resamples(len(tokens), seed)  # [R, n]
-    rate = (weights @ tokens) * (weights @ base_seconds)
-    base_rate = (weights @ base_tokens) * (weights @ seconds)
+    tokens, _, ms = per_prompt([mine for mine, _ in used]).T
+    base_tokens, _, base_ms = per_prompt([base for _, base in used]).T
     mine, base = (sum(pair[side].new_tokens for pair in pairs) for side in (0, 1))
     walls = [milliseconds([pair[side] for pair in pairs]).wall for side in (0, 1)]
     return {
-        "speedup": float(tokens.sum() * base_seconds.sum() / (base_tokens.sum() * seconds.sum())),
-        "speedup_ci95": interval(rate, base_rate) if len(tokens) > 1 else None,
-        "speedup_mean_per_prompt": float(np.mean(tokens * base_seconds / (base_tokens * seconds))),
+        "speedup": float(tokens.sum() * base_ms.sum() / (base_tokens.sum() * ms.sum())),
+        "speedup_ci95": interval([tokens, base_ms], [base_tokens, ms], seed),
+        "speedup_mean_per_prompt": float(np.mean(tokens * base_ms / (base_tokens * ms))),
         "speedup_with_prefill": mine / walls[0] / (base / walls[1]),
     }
 
@@ -227,30 +210,24 @@ def per_prompt(records: Sequence[Record]) -> FloatArray:
     return table
 
 
-def ratio_interval(numerators: FloatArray, denominators: FloatArray, seed: int = 0) -> list[float] | None:
-    """95 % bootstrap interval over prompts of sum(numerators) / sum(denominators); null for a single prompt."""
-    weights = resamples(len(numerators), seed)  # [R, n]
-    return interval(weights @ numerators, weights @ denominators) if len(numerators) > 1 else None
+def interval(above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int = 0) -> list[float] | None:
+    """95 % bootstrap interval over prompts [n] of (product of the sums above) / (product of the sums below).
 
-
-def resamples(size: int, seed: int) -> FloatArray:
-    """How often each prompt is drawn in each resample: [RESAMPLES, size]."""
-    generator = np.random.default_rng(seed)
-    return generator.multinomial(size, np.full(size, 1.0 / size), size=RESAMPLES).astype(np.float64)
-
-
-def interval(numerators: FloatArray, denominators: FloatArray) -> list[float]:
-    """The middle 95 % of the resamples' ratios; a resample of prompts without one decode step has none."""
-    valid = denominators > 0
-    low, high = np.percentile(numerators[valid] / denominators[valid], [2.5, 97.5])
+    Null for a single prompt. A resample of prompts without one decode step has no ratio.
+    """
+    size = len(above[0])
+    if size < 2:
+        return None
+    drawn = np.random.default_rng(seed).multinomial(size, np.full(size, 1.0 / size), size=RESAMPLES).astype(float)
+    over, under = (np.prod([drawn @ values for values in side], axis=0) for side in (above, below))  # [RESAMPLES]
+    low, high = np.percentile(over[under > 0] / under[under > 0], [2.5, 97.5])
     return [float(low), float(high)]
 
 
 def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
     """The difference of tau between two sets of rows (numbers of bench.rows), each pooled over its rows, in one line.
 
-    A row may stand for one of several seeds: a resampled prompt brings the answers of all rows of both sets. UserError
-    for rows that do not have all prompts.
+    A row may stand for one of several seeds: a resampled prompt brings the answers of all rows of both sets.
     """
     if len({record.sampling for record in records}) > 1:
         raise UserError("the bench has several samplings; choose one with --temperature")
@@ -258,20 +235,16 @@ def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequen
     sides = []
     for rows in (of, against):
         chosen = [record for record in records if record.row in rows and record.status == "ok"]
-        for number in rows:
-            if sorted({record.prompt for record in chosen if record.row == number}) != prompts or not prompts:
-                raise UserError(
-                    f"row {number} of bench.rows (counted from 0) lacks answers; measure every prompt in all"
-                )
+        for row in rows:
+            if sorted({record.prompt for record in chosen if record.row == row}) != prompts or not prompts:
+                raise UserError(f"row {row} of bench.rows (counted from 0) lacks answers; measure every prompt in all")
         sides.append(per_prompt(sorted(chosen, key=lambda record: record.prompt))[:, :2])  # [n, 2]
     drawn = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
-
-    def ratio(sums: FloatArray) -> FloatArray:
-        return sums[..., 0] / np.maximum(sums[..., 1], 1.0)
-
-    mine, other = sides
-    low, high = np.percentile(ratio(mine[drawn].sum(1)) - ratio(other[drawn].sum(1)), [2.5, 97.5])
-    one, two = float(ratio(mine.sum(0))), float(ratio(other.sum(0)))
+    drawn = np.vstack([np.arange(len(prompts)), drawn])  # the prompts themselves first
+    tokens_and_forwards = np.stack([side[drawn].sum(1) for side in sides])  # [2, 1 + RESAMPLES, 2]
+    taus = tokens_and_forwards[..., 0] / np.maximum(tokens_and_forwards[..., 1], 1.0)
+    one, two = taus[:, 0]
+    low, high = np.percentile(taus[0, 1:] - taus[1, 1:], [2.5, 97.5])
     return (
         f"tau {one:.3f} against {two:.3f}: {one - two:+.3f} [{low:+.3f}, {high:+.3f}] "
         f"(95 %, paired bootstrap over {len(prompts)} prompts)"
@@ -287,39 +260,38 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
     """
     if members.failed:
         return []
-    said_before = {record.prompt_key: repeats(record.output_ids) for record in members.records}
+    repeated = {record.prompt_key: repeats(record.output_ids) for record in members.records}
     rows = []
     for place, length in enumerate(contexts):
         for span in ("cumulative", "bucket") if limit is None or length <= limit else ():
             above = contexts[place - 1] if span == "bucket" and place else 0
-            pairs = []
-            again: list[bool] = []
+            pairs, again = [], list[bool]()
             for one, other in members.pairs:
                 mine, base = reached(one, above, length), reached(other, above, length)
                 if mine is not None and base is not None:
                     pairs.append((mine, base))
                     first = one.prompt_tokens + NGRAM  # the context length at which the answer's first n-gram ends
-                    again += said_before[one.prompt_key][max(above - first + 1, 0) : max(length - first + 1, 0)]
+                    again += repeated[one.prompt_key][max(above - first + 1, 0) : max(length - first + 1, 0)]
             if not pairs:
                 continue
             tokens, ms, cycles, accepted, nodes = np.sum([mine for mine, _ in pairs], axis=0).tolist()
             # tokens are as many in both, so that the speedup is a ratio of times
             times, base_times = np.array([(mine[1], base[1]) for mine, base in pairs]).T  # [n]
-            measured = replace(
+            point = replace(
                 identity(members),
                 prompts=len(pairs),
                 new_tokens=round(tokens),
                 tau=tokens / cycles,
                 tokens_per_s=1000 * tokens / ms,
                 speedup=float(base_times.sum() / times.sum()),
-                speedup_ci95=ratio_interval(base_times, times, seed),
+                speedup_ci95=interval([base_times], [times], seed),
                 speedup_mean_per_prompt=float(np.mean(base_times / times)),
                 target_forwards=cycles,
                 draft_nodes=nodes,
                 accept_rate=accepted / nodes if nodes else None,
                 repeated=sum(again) / len(again) if again else None,
             )
-            rows.append(replace(measured, sweep=CONTEXT, key=CONTEXT, value=length, span=span))
+            rows.append(replace(point, sweep=CONTEXT, key=CONTEXT, value=length, span=span))
     return rows
 
 
@@ -335,12 +307,6 @@ def reached(record: Record, above: int, length: int) -> FloatArray | None:
     columns = (record.cycle_ms, [1.0] * len(record.cycle_tokens), record.accepted, record.cycle_nodes)
     spent = [np.diff(np.interp([start, length], ends, np.cumsum((0.0, *values))))[0] for values in columns]
     return np.array([length - start, *spent])
-
-
-def distinct_ngrams(answers: Iterable[Sequence[int]], size: int = NGRAM) -> tuple[int, int]:
-    """(distinct n-grams, all n-grams) pooled over the answers; n-grams do not cross from one answer to the next."""
-    ngrams = [tuple(answer[at : at + size]) for answer in answers for at in range(len(answer) - size + 1)]
-    return len(set(ngrams)), len(ngrams)
 
 
 def repeats(answer: Sequence[int], size: int = NGRAM) -> list[bool]:

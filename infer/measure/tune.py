@@ -1,18 +1,20 @@
 """`tune`: the fastest method for a run's heads on this machine.
 
-Every draft of some answers is recorded once; any fixed tree is replayed from it and priced with measured costs
-(infer/measure/replay.py). Stop rules are decoded, priced the same way, and the finalists timed in turn with vanilla.
-The choice is then measured on other prompts.
+Every draft of some answers is recorded once; any fixed tree is replayed from it without a model, which counts its
+cycles exactly, and priced with measured costs. Stop rules are decoded, priced the same way, and the finalists timed in
+turn with vanilla. The choice is then measured on other prompts.
 """
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.errors import UserError
@@ -20,21 +22,31 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
+from aerie.data.stage import bar
 from aerie.infer.decode.calibrator import calibrate_of
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, drafting
-from aerie.infer.measure import replay
+from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
+from aerie.infer.measure.record import Record
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.tasks import encode, load_prompts
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
 
+Integers = NDArray[np.int64]
 GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
 TUNED = "tuned.yaml"
 NODES = (3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 60)  # of the trees that are replayed
 SHOWN = 20  # of them in tune.json
+COST_PROMPTS, COST_REPETITIONS = 2, 3
+TIMED_TOKENS = 48  # new tokens of one timed answer
+# levels, k and nodes of the trees that are timed: two depths give the first level's cost and that of each further one
+TIMED_TREES = (
+    ((2, 1, 2), (8, 1, 4)), ((2, 2, 6), (8, 2, 8)), ((2, 4, 12), (8, 4, 16)), ((2, 8, 24), (8, 8, 32)),
+    ((2, 10, 48), (8, 10, 60)),
+)  # fmt: skip
 
 # stop rules: every one is tried on a few prompts, the finalists on all of them and then timed
 THRESHOLDS = (0.1, 0.2, 0.3, 0.45, 0.6)
@@ -48,6 +60,212 @@ WORTH = 1.03  # a rule must be that much faster than a fixed tree: the best of t
 GRID = [(levels, k, nodes or levels + 1) for k, nodes, depths in (
     (1, None, (3, 5, 8)), (2, 12, (4, 6, 8)), (4, 24, (4, 6, 8)), (8, 60, (5, 7, 9)),
 ) for levels in depths]  # fmt: skip
+
+# Replays
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The drafts at the P places of some answers: L levels, at most K rows (expanded nodes) a level, K children a row.
+
+    Row r of level l + 1 is below the node with flat index frontier[:, l, r] (row * K + child) of level l; level 0 has
+    one row, below the root. Children stand by falling confidence.
+    """
+
+    tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
+    survival: NDArray[np.float32]  # [P, L, K, K] log survival; -inf where there is no node
+    frontier: Integers  # [P, L, K]
+    room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
+    text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
+    answer: Integers  # [P] which answer the place belongs to; its places stand in order
+    left: Integers  # [P] tokens that the answer still had after the place's root
+
+
+def record(
+    target: Target, drafter: Drafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
+) -> Recording:
+    """The widest draft at every place of the greedy answers to prompts of token ids [1, T]."""
+    proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
+    assert isinstance(proposer.shape, DynamicTree)
+    proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
+    proposer.keep = True
+    decoder = SpeculativeDecoder(target, proposer)
+    places: list[tuple[Any, ...]] = []
+    drafts: list[tuple[Any, ...]] = []
+
+    def keep(cycle: Cycle) -> None:
+        if cycle.tree.pool is None:
+            return  # the answer's last token, or the last but one, has no draft
+        drafted = cycle.tree.pool.levels
+        tokens, frontier = np.full((levels, k, k), -1, dtype=np.int64), np.zeros((levels, k), dtype=np.int64)
+        survival = np.full((levels, k, k), -np.inf, dtype=np.float32)
+        for depth, level in enumerate(drafted):
+            rows = level.parents.shape[0]
+            tokens[depth, :rows] = level.tokens.view(rows, k).cpu()
+            survival[depth, :rows] = level.survival.view(rows, k).cpu()
+            frontier[depth] = level.frontier.cpu()
+        drafts.append((tokens, survival, frontier, len(drafted)))
+
+    for number, ids in enumerate(prompts):
+        drafts.clear()
+        answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
+        padded = [*answer, *([-1] * levels)]
+        for place, draft in enumerate(drafts, start=1):
+            places.append((*draft, padded[place : place + levels], number, len(answer) - place))
+    return Recording(*map(np.array, zip(*places, strict=True)))
+
+
+def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
+    """[P, levels]: where the text's own token at each depth stands among the candidates of a tree of this depth and k.
+
+    0 is the best of all candidates of all levels by survival, ties going to the shallower; the largest integer where
+    the tree does not have the token. Never falls with depth.
+
+    A node that the wide recording did not expand has no children here either. It is one that k' > k rows outranked: its
+    chance to be on the text's path is small, and the count of a tree can only be underestimated.
+    """
+    places, _, full, _ = recording.tokens.shape
+    at = np.arange(places)
+    alive = np.zeros((places, full), dtype=bool)  # rows of this level that the small tree expands
+    alive[:, 0] = True
+    row = np.zeros(places, dtype=np.int64)  # the row below the text's own path; -1: the path was left
+    pool: list[NDArray[np.float32]] = []
+    chosen = np.full((places, levels), -1, dtype=np.int64)  # the text's candidate of each level in the whole pool
+    for level in range(levels):
+        allowed = alive[:, :, None] & (np.arange(full) < k)
+        survival = np.where(allowed, recording.survival[:, level], -np.inf).astype(np.float32)  # [P, K, K]
+        pool.append(survival.reshape(places, -1))
+        hit = (recording.tokens[at, level, row] == recording.text[:, level, None]) & allowed[at, row]  # [P, K]
+        hit &= ((row >= 0) & (recording.text[:, level] >= 0))[:, None]
+        flat = np.where(hit.any(1), row * full + hit.argmax(1), -1)
+        chosen[:, level] = np.where(flat >= 0, level * full * full + flat, -1)
+        best = np.argsort(-pool[-1], axis=1, kind="stable")[:, :k]  # [P, k] the small tree's frontier
+        wide = recording.frontier[:, level]  # [P, K] the recording's
+        alive = (wide[:, :, None] == best[:, None]).any(-1) & np.isfinite(np.take_along_axis(pool[-1], wide, axis=1))
+        below = (wide == flat[:, None]) & alive & (flat >= 0)[:, None]
+        row = np.where(below.any(1), below.argmax(1), -1)
+    order = np.argsort(-np.concatenate(pool, axis=1), axis=1, kind="stable")  # the earlier first where they tie
+    ranks = np.take_along_axis(np.argsort(order, axis=1), chosen.clip(min=0), axis=1)
+    return np.where(chosen >= 0, ranks, np.iinfo(np.int64).max)
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """What a tree does to some answers. draft_levels sums the levels drafted; tokens exclude the prefill's."""
+
+    tokens: int
+    target_forwards: int
+    draft_trees: int  # cycles that drafted (the last token of an answer may need no draft)
+    draft_levels: int
+
+    @property
+    def tau(self) -> float:
+        return self.tokens / self.target_forwards if self.target_forwards else 1.0
+
+
+def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> Cycles:
+    """The cycles of a tree of these levels and nodes (with the root), each beginning where the last one ended.
+
+    ranks: path_ranks of its levels and k.
+    """
+    accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
+    tokens = forwards = trees = drafted = 0
+    for number in np.unique(recording.answer):
+        places = recording.answer == number
+        count, room = accepted[places].tolist(), recording.room[places].tolist()
+        place, end = 0, int(recording.left[places][0])
+        while place < end:
+            has_draft = place < len(count)
+            gain = min(count[place] + 1, end - place) if has_draft else 1
+            forwards += 1
+            trees += has_draft
+            drafted += min(levels, room[place]) if has_draft else 0
+            tokens += gain
+            place += gain
+    return Cycles(tokens, forwards, trees, drafted)
+
+
+def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
+    """The cycles of a decoder's answers, and the mean of the nodes that a drafting cycle verifies."""
+    counts = [(one.new_tokens - 1, one.target_forwards, one.draft_forwards, one.draft_nodes) for one in answers]
+    tokens, forwards, levels, nodes = map(sum, zip(*counts, strict=True))
+    trees = sum(drafted > 0 for one in answers for drafted in one.cycle_nodes)
+    return Cycles(tokens, forwards, trees, levels), 1 + nodes / max(trees, 1)
+
+
+# Costs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of one cycle's parts. Widths and node counts that were not measured are interpolated."""
+
+    draft: dict[int, tuple[float, float]]  # by k: one level, and each further one, of a tree with this frontier
+    verify: dict[int, float]  # v(N) by nodes: a target forward over them with the choice among them
+    rest: float  # what a drafting cycle costs beside them (committing)
+    plain: float  # a whole cycle without drafting
+
+    def price(self, total: Cycles, k: int, nodes: float) -> float:
+        """Milliseconds of these cycles, each drafting with this k and verifying so many nodes."""
+        widths, counts = sorted(self.draft), sorted(self.verify)
+        first, further = (np.interp(k, widths, [self.draft[width][part] for width in widths]) for part in (0, 1))
+        verify, idle = np.interp([nodes, 1], counts, [self.verify[count] for count in counts])
+        ms = total.draft_trees * (first + verify) + max(total.draft_levels - total.draft_trees, 0) * further
+        ms += (total.target_forwards - total.draft_trees) * idle + total.target_forwards * self.rest
+        return float(ms)
+
+
+def in_turns(
+    decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str
+) -> list[list[Statistics]]:
+    """Greedy answers of each decoder to the prompts [1, T], so many times.
+
+    All answer in turn, so that other work on the machine slows one as much as the others; medians leave it out.
+    """
+    for decoder in decoders:
+        decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
+    settings: dict[str, Any] = {"max_new_tokens": TIMED_TOKENS, "do_sample": False, "timed": True}
+    turns: list[list[Statistics]] = [[] for _ in decoders]
+    with bar(repetitions * len(prompts), "turns", name) as progress:
+        for repetition, prompt in product(range(repetitions), prompts):
+            for offset in range(len(decoders)):  # each repetition begins with another decoder
+                place = (repetition + offset) % len(decoders)
+                turns[place].append(decoders[place].generate(prompt, **settings).statistics)
+            progress.update()
+    return turns
+
+
+def cycle_ms(answers: Sequence[Statistics]) -> float:
+    """Milliseconds of a mean cycle, the prefill apart: the median over answers."""
+    times = [(one.ms["wall"] - one.ms["prefill"]) / max(one.target_forwards, 1) for one in answers]
+    return statistics.median(times)
+
+
+def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -> Costs:
+    """What a drafter's trees cost on the first prompts [1, T]: medians over answers; v(N) is kept from falling."""
+
+    def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
+        return statistics.median(sum(one.ms[phase] for phase in phases) / one.target_forwards for one in answers)
+
+    trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for pair in TIMED_TREES for levels, k, nodes in pair]
+    decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees)]
+    plain, *others = in_turns(decoders, prompts[:COST_PROMPTS], COST_REPETITIONS, "costs")
+    draft = {}
+    for at in range(0, len(trees), 2):  # a width's shallow and deep tree
+        pair = others[at : at + 2]
+        levels = [statistics.mean(one.draft_forwards / one.target_forwards for one in answers) for answers in pair]
+        times = [per_cycle(answers, "draft") for answers in pair]
+        slope = max(float(np.polyfit(levels, times, 1)[0]), 0.0)
+        draft[trees[at].k] = (float(np.mean(np.array(times) - slope * (np.array(levels) - 1))), slope)
+    verify = np.array([per_cycle(answers, "verify") for answers in (plain, *others)])
+    # the middle between the rising curves around the values: more nodes never cost less
+    verify = (np.maximum.accumulate(verify) + np.minimum.accumulate(verify[::-1])[::-1]) / 2
+    by_nodes = dict(zip([1, *(tree.nodes for tree in trees)], verify.tolist(), strict=True))
+    drafting_answers = [one for answers in others for one in answers]
+    return Costs(draft, by_nodes, per_cycle(drafting_answers, "commit", "other"), cycle_ms(plain))
+
+
+# The search
 
 
 @dataclass(frozen=True)
@@ -68,10 +286,11 @@ class Prediction:
 def check_apart(config: TuneConfig) -> None:
     """UserError for a choice that would be measured on a prompt that it is made on."""
     texts = {prompt.text for prompt in load_prompts(config.prompts)}
-    measured = load_prompts(config.measure) if config.measure else []
-    shared = [prompt.prompt_id for prompt in measured if prompt.text in texts]
-    if shared:
-        raise UserError(f"tune.measure: the choice is made on its prompt {shared[0]!r} too; measure on others")
+    for prompt in load_prompts(config.measure) if config.measure else []:
+        if prompt.text in texts:
+            raise UserError(
+                f"tune.measure: the choice is made on its prompt {prompt.prompt_id!r} too; measure on others"
+            )
 
 
 def tree_with(levels: int, k: int, nodes: int) -> GrownConfig:
@@ -91,18 +310,6 @@ def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
         for width in range(2, k + 1):
             candidates = width + (depth - 1) * width * width
             yield from (tree_with(depth, width, nodes) for nodes in NODES if nodes <= candidates + 1)
-
-
-def counted(answers: Sequence[Statistics]) -> tuple[replay.Cycles, float]:
-    """The cycles of a decoder's answers, and the mean of the nodes that a drafting cycle verifies."""
-    trees = sum(nodes > 0 for one in answers for nodes in one.cycle_nodes)
-    total = replay.Cycles(
-        tokens=sum(one.new_tokens - 1 for one in answers),
-        target_forwards=sum(one.target_forwards for one in answers),
-        draft_trees=trees,
-        draft_levels=sum(one.draft_forwards for one in answers),
-    )
-    return total, 1 + sum(one.draft_nodes for one in answers) / max(trees, 1)
 
 
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, GrownConfig]]:
@@ -130,12 +337,12 @@ class HeadTuning:
         self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
         self.drafter = Drafters(target).of(head)
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
-        self.recording = replay.record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
-        self.costs = replay.measure_costs(target, self.drafter, prompts)
-        self.trees = self.replayed(trees_up_to(config.levels, k))[:SHOWN]
+        self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
+        self.costs = measure_costs(target, self.drafter, prompts)
+        self.trees = self.replay(trees_up_to(config.levels, k))[:SHOWN]
         usual = schema.published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
-        (self.published,) = self.replayed([replace(usual, levels=min(usual.levels, config.levels), **narrower)])
+        (self.published,) = self.replay([replace(usual, levels=min(usual.levels, config.levels), **narrower)])
         self.rules: list[Prediction] = []
         self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
         self.choice = self.trees[0]
@@ -144,17 +351,17 @@ class HeadTuning:
         calibrate = calibrate_of(tree.calibrated, head_directory(self.head))
         return SpeculativeDecoder(self.target, drafting(self.drafter, tree, calibrate))
 
-    def predicted(self, method: Method, tree: GrownConfig, total: replay.Cycles, nodes: float) -> Prediction:
-        ms = replay.price(total, tree.k, nodes, self.costs) / max(total.tokens, 1)
+    def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:
+        ms = self.costs.price(total, tree.k, nodes) / max(total.tokens, 1)
         return Prediction(method, tree, total.tau, ms, self.costs.plain / ms)
 
-    def replayed(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
+    def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
         """What fixed trees would have done, the fastest first; those of the same levels and k follow each other."""
         predictions = []
         for (levels, k), alike in groupby(trees, key=lambda tree: (tree.levels, tree.k)):
-            ranks = replay.path_ranks(self.recording, levels, k)
+            ranks = path_ranks(self.recording, levels, k)
             for tree in alike:
-                total = replay.cycles(self.recording, replay.accepted(ranks, tree.nodes), levels)
+                total = replayed(self.recording, ranks, levels, tree.nodes)
                 predictions.append(self.predicted(method_of(self.kind, tree), tree, total, tree.nodes))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
@@ -174,12 +381,11 @@ class HeadTuning:
         to cycle do to a forward. tau stays: it comes from more prompts.
         """
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
-        plain, *others = replay.in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
-        plain_ms = statistics.median(map(replay.cycle_ms, plain))
+        plain, *others = in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
         timed = []
         for one, answers in zip(predictions, others, strict=True):
-            ms = statistics.median(map(replay.cycle_ms, answers)) / one.tau
-            timed.append(replace(one, ms_per_token=ms, speedup=plain_ms / ms))
+            ms = cycle_ms(answers) / one.tau
+            timed.append(replace(one, ms_per_token=ms, speedup=cycle_ms(plain) / ms))
         return timed
 
     def try_rules(self) -> None:
@@ -200,23 +406,13 @@ class HeadTuning:
 
     def facts(self) -> dict[str, Any]:
         """tune.json's entry of this head."""
+        single = {"choice": self.choice, "published": self.published, "fixed": self.fixed}
+        several = {"trees": self.trees, "rules": self.rules}
         return {
-            "kind": self.kind,
-            "head": self.head,
-            "costs_ms": asdict(self.costs),
-            "choice": self.choice.facts(),
-            "published": self.published.facts(),
-            "fixed": self.fixed and self.fixed.facts(),
-            "trees": [one.facts() for one in self.trees],
-            "rules": [one.facts() for one in self.rules],
+            **{"kind": self.kind, "head": self.head, "costs_ms": asdict(self.costs)},
+            **{name: one and one.facts() for name, one in single.items()},
+            **{name: [one.facts() for one in predictions] for name, predictions in several.items()},
         }
-
-    def line(self) -> str:
-        choice, published = self.choice, self.published
-        return (
-            f"{self.kind}: {name_of(MethodConfig(choice.method, choice.tree))}: predicted tau {choice.tau:.2f}, "
-            f"speedup {choice.speedup:.2f} (published tree: {published.tau:.2f}, {published.speedup:.2f})"
-        )
 
 
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> HeadTuning:
@@ -225,16 +421,17 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
     tunings = [HeadTuning(target, kind, head, prompts, config) for kind, head in heads.items()]
     best = max(tunings, key=lambda one: one.choice.speedup)
     best.try_rules()
-    print(f"tune: {best.line()}", flush=True)
-    changes = {key: value for key, value in as_dict(best.choice.tree).items() if value is not None}
-    chosen = {"method": best.choice.method, "head": best.head, "tree": changes}
-    note = f"# tuned on {describe(target)['device']}: {best.line()}\n"
-    write_text(output / TUNED, note + yaml.safe_dump(chosen, sort_keys=False))
+    choice, published = best.choice, best.published
+    line = (
+        f"{best.kind}: {name_of(MethodConfig(choice.method, choice.tree))}: predicted tau {choice.tau:.2f}, "
+        f"speedup {choice.speedup:.2f} (published tree: {published.tau:.2f}, {published.speedup:.2f})"
+    )
+    print(f"tune: {line}", flush=True)
+    tree = {key: value for key, value in as_dict(choice.tree).items() if value is not None}
+    chosen = yaml.safe_dump({"method": choice.method, "head": best.head, "tree": tree}, sort_keys=False)
+    write_text(output / TUNED, f"# tuned on {describe(target)['device']}: {line}\n{chosen}")
     write_json(output / "tune.json", {"chosen": best.kind, "heads": [one.facts() for one in tunings]})
     return best
-
-
-# The choice on other prompts
 
 
 def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodConfig]:
@@ -245,30 +442,24 @@ def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodCon
 
 
 def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig, output: Path, seed: int) -> None:
-    """Writes measured.json: each row's speed, the choice's relative to it (paired by prompt), and the prediction's."""
+    """Writes measured.json: each row's speed on other prompts, the choice's relative to it, and the prediction's."""
     assert config.measure is not None
     predicted = best.choice
     methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
-    heads = [None if method.method == "vanilla" else best.head for method in methods]
+    kinds = [None, *([best.kind] * (len(methods) - 1))]
+    decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])
     section = BenchConfig(prompts=config.measure, rows=tuple(methods))
-    kinds = [None if head is None else best.kind for head in heads]
-    bench = Bench(target, tokenizer, make_decoders(target, methods, heads), kinds, section, output / "bench")
+    bench = Bench(target, tokenizer, decoders, kinds, section, output / "bench")
     bench.records_path.unlink(missing_ok=True)
     groups = {members.first.row: members for members in group(run(bench, load_prompts(config.measure), seed))}
-    chosen = {record.prompt_key: record for record in groups[1].records if record.status == "ok"}
     rows = []
     for number, method in enumerate(methods):
-        figures = summary_row(groups[number], seed).as_dict()
-        answers = [one for one in groups[number].records if one.prompt_key in chosen and one.status == "ok"]
-        against = speedups([(chosen[one.prompt_key], one) for one in answers], seed)
-        rows.append(
-            {
-                "method": as_dict(method),
-                **{name: figures.get(name) for name in ("tau", "speedup", "speedup_ci95")},
-                "chosen_against_it": against["speedup"],
-                "chosen_against_it_ci95": against["speedup_ci95"],
-            }
-        )
+        figures = summary_row(groups[number], seed)
+        answers = {one.prompt_key: one for one in groups[number].records if one.status == "ok"}
+        against = speedups(replace(groups[1], baseline=answers).pairs, seed)  # the choice's speed relative to it
+        row = {"method": as_dict(method), "tau": figures.tau, "speedup": figures.speedup}
+        row |= {"speedup_ci95": figures.speedup_ci95, "chosen_against_it": against["speedup"]}
+        rows.append(row | {"chosen_against_it_ci95": against["speedup_ci95"]})
     tau, speedup = rows[1]["tau"], rows[1]["speedup"]
     facts = {
         "predicted_over_measured": predicted.speedup / speedup if speedup else None,

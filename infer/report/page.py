@@ -10,22 +10,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from aerie.configs.errors import UserError
+from aerie.infer.measure import record as bench_files
 from aerie.infer.measure import statistics
-from aerie.infer.measure.record import (
-    OVERHEAD,
-    RECORDS,
-    REFERENCE,
-    SUITE,
-    Asked,
-    Overhead,
-    Record,
-    Reference,
-    SummaryRow,
-    read_as,
-    read_records,
-)
-from aerie.infer.measure.statistics import Group, summary_row, told_apart
-from aerie.infer.report import papers, tables
+from aerie.infer.measure.record import Record, SummaryRow
+from aerie.infer.measure.statistics import NGRAM, Group, summary_row, told_apart
+from aerie.infer.report import tables
 from aerie.infer.report.plots import pictures, standalone
 from aerie.model.storage import read_json, write_json, write_text
 
@@ -51,69 +40,63 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
 
     bench holds records.jsonl with suite.json, and, when these were timed, reference.json and overhead.json; calibration
     holds calibration.json, or is absent and then left out. Where the suite asks for rows by task, these are what
-    summary.json and the text tables have; the page shows them pooled. The seed is the bootstrap's. UserError for
-    missing or damaged input.
+    summary.json and the text tables have; the page shows them pooled. The seed is the bootstrap's.
     """
-    records = read_records(bench / RECORDS)
+    records = bench_files.read_records(bench / bench_files.RECORDS)
     if not records:
-        raise UserError(f"{bench / RECORDS}: holds no whole record; measure first with: python infer/main.py bench")
-    asked = read_as(bench / SUITE, Asked) if (bench / SUITE).is_file() else None
+        fix = "holds no whole record; measure first with: python infer/main.py bench"
+        raise UserError(f"{bench / bench_files.RECORDS}: {fix}")
+    asked = _read(bench / bench_files.SUITE, bench_files.Asked)
     groups = statistics.main_groups(records, asked)
     rows = told_apart([summary_row(members, seed) for members in groups])
-    tasks = [list(members.by_task().values()) for members in groups]
-    parts = [(at, summary_row(one, seed)) for at, each in enumerate(tasks) if len(each) > 1 for one in each]
+    by_task = [members.by_task() for members in groups]
+    parts = [(at, summary_row(one, seed)) for at, each in enumerate(by_task) if len(each) > 1 for one in each]
     sweeps = statistics.sweep_rows(records, asked, seed)
     curve = _calibration(calibration / "calibration.json", (*CALIBRATION_CONTRACT, "nodes", "by_depth", "halves"))
-    analysis = _calibration(calibration / "analysis.json", ("schema", "calibrator", "by_depth", "laws", "oracle"))
-    tuning = _optional(bench.parent / "tune" / "tune.json")
+    tuning = _read(bench.parent / "tune" / "tune.json")
     if tuning is not None:
-        tuning["measured"] = _optional(bench.parent / "tune" / "measured.json")
-    reference = read_as(bench / REFERENCE, Reference) if (bench / REFERENCE).is_file() else None
+        tuning["measured"] = _read(bench.parent / "tune" / "measured.json")
+    reference = _read(bench / bench_files.REFERENCE, bench_files.Reference)
+    overhead = _read(bench / bench_files.OVERHEAD, list[bench_files.Overhead]) or []
+    places = {members.first.row: at for at, members in reversed(list(enumerate(groups)))}
     details: dict[str, Any] = {
         "schema": SCHEMA,
-        "rows": [_row_detail(members, seed) for members in groups],
+        "rows": [row_details(members, seed) for members in groups],
         "by_task": [{"row": at, **part.as_dict()} for at, part in parts],  # row: the position over all tasks
         "reference": None if reference is None else asdict(reference),
-        "diversity": _diversity(groups),
+        "diversity": diversity(groups),
         "calibration": curve,
-        "overhead": _overhead(bench / OVERHEAD, groups),
-        "analysis": analysis,
+        "overhead": [{**asdict(one), "position": places[one.row]} for one in overhead if one.row in places] or None,
+        "analysis": _calibration(calibration / "analysis.json", ("schema", "calibrator", "by_depth", "laws", "oracle")),
         "tuning": tuning,
-        "deagle": papers.claims(records, asked, tuning),
+        "deagle": tables.claims(records, asked, tuning),
     }
-    depths, varied, contexts = papers.depth_grids(sweeps), papers.varied_grids(sweeps), papers.context_grids(sweeps)
+    grids, contexts = tables.sweep_grids(sweeps), tables.context_grids(sweeps)
+    drawn = pictures(rows, details, grids, contexts)
     suite = {
-        "sweeps": bool(sweeps),
-        "ablation": papers.ablation(sweeps),
-        "depths": depths,
+        "sweeps": grids,
         "contexts": contexts,
-        "varied": varied,
-        "tasks": papers.task_grid(rows, parts),
-        "beside": papers.beside(rows, parts),
+        "tasks": tables.task_grid(rows, parts),
+        "beside": tables.beside(rows, parts),
+        "published": {name: tables.published(name) for name in ("ablation", "depths", "contexts")},
     }
-    drawn = pictures(rows, details, [*depths, *varied], contexts)
-    page = _render(facts, rows, details, suite, drawn, _sample_answers(groups, rows))
+    texts = {f"{name}.svg": standalone(svg) for name, svg in drawn.items()}
+    texts["index.html"] = render(facts, rows, details, suite, drawn, sample_answers(groups, rows))
     shown = rows
     if asked is not None and asked.by_task:
-        shown = told_apart([summary_row(one, seed) for each in tasks for one in each])
+        shown = told_apart([summary_row(one, seed) for each in by_task for one in each])
         details["pooled"] = [row.as_dict() for row in rows]
-    about = {name: value for name, value in asdict(facts).items() if name != "commands"}
     summary = {
         "schema": SCHEMA,
-        **about,
+        **{name: value for name, value in asdict(facts).items() if name != "commands"},
         "rows": [row.as_dict() for row in shown],
         "sweeps": [point.as_dict() for point in sweeps],
-        "calibration": None if curve is None else {name: curve[name] for name in CALIBRATION_CONTRACT},
+        "calibration": curve and {name: curve[name] for name in CALIBRATION_CONTRACT},
     }
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
-    texts = {
-        "table.md": tables.markdown_table(shown, sweeps),
-        "table.csv": tables.csv_table(shown),
-        **({"sweeps.csv": tables.csv_table(sweeps, sweeps=True)} if sweeps else {}),
-        **{f"{name}.svg": standalone(svg) for name, svg in drawn.items()},
-        "index.html": page,
-    }
+    texts |= {"table.md": tables.markdown_table(shown, sweeps), "table.csv": tables.csv_table(shown)}
+    texts |= {"sweeps.csv": tables.csv_table(sweeps, sweeps=True)} if sweeps else {}
     for name, text in texts.items():
         write_text(output / name, text)
     for stale in {*output.glob("*.svg"), *output.glob("sweeps.csv")} - {output / name for name in texts}:
@@ -121,7 +104,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     return rows
 
 
-def _render(
+def render(
     facts: Facts,
     rows: Sequence[SummaryRow],
     details: Mapping[str, Any],
@@ -138,21 +121,16 @@ def _render(
         lstrip_blocks=True,
     )
     environment.filters.update(number=tables.number, count=lambda value: f"{value:,}", fact=fact_text)
-    environment.globals.update(
-        tree_text=tables.tree_text, sampling_text=tables.sampling_text, identical_text=tables.identical_text,
-        interval=tables.interval, ms_per_cycle=tables.ms_per_cycle, label=tables.label,
-        nothing=tables.NOTHING, limits=papers.LIMITS,
-    )  # fmt: skip
     kinds = {row.head for row in rows if row.head}
     drafting = [row for row in rows if row.status == "ok" and row.tree is not None]
     return environment.get_template("report.html.jinja").render(
+        tables=tables,
+        nothing=tables.NOTHING,
         facts=facts,
         heads=f"{len(kinds)} draft heads" if len(kinds) > 1 else f"{facts.head.get('kind', 'draft')} head",
         rows=rows,
         details=details,
         suite=suite,
-        published={name: papers.published(name) for name in ("depths", "contexts")},
-        paper_tasks=list(papers.TASKS.items()),
         pictures={name: Markup(svg) for name, svg in drawn.items()},  # noqa: S704
         lossless=lossless(rows, details["rows"]),
         best_tau=max((row for row in drafting if row.tau), key=lambda row: row.tau or 0.0, default=None),
@@ -162,26 +140,18 @@ def _render(
     )
 
 
-def lossless(rows: Sequence[SummaryRow], row_details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def lossless(rows: Sequence[SummaryRow], extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the comparison of greedy outputs showed, over every drafting row; state: good, partial, bad or unknown."""
-    greedy = [
-        (row, extra)
-        for row, extra in zip(rows, row_details, strict=True)
-        if row.status == "ok" and row.tree is not None and row.temperature == 0 and row.identical is not None
-    ]
-    counts = {
-        "identical": sum(row.identical or 0 for row, _ in greedy),
-        "compared": sum((row.identical or 0) + (row.mismatch or 0) for row, _ in greedy),
-        "identical_to_generate": sum(extra["identical_to_generate"] or 0 for _, extra in greedy),
-        "compared_to_generate": sum(extra["compared_to_generate"] or 0 for _, extra in greedy),
-        "failed": sum(row.status != "ok" for row in rows),
-        "lossy": sum(map(tables.is_lossy, rows)),
-    }
-    pairs = [("identical", "compared"), ("identical_to_generate", "compared_to_generate")]
-    state = "partial" if counts["failed"] or counts["lossy"] else "good"
-    if any(counts[same] != counts[compared] for same, compared in pairs):
+    counts = dict.fromkeys(("identical", "compared", "identical_to_generate", "compared_to_generate"), 0)
+    for row, extra in zip(rows, extras, strict=True):
+        if row.status == "ok" and row.tree is not None and row.temperature == 0 and row.identical is not None:
+            seen = {**extra, "identical": row.identical, "compared": row.identical + (row.mismatch or 0)}
+            counts = {name: count + (seen[name] or 0) for name, count in counts.items()}
+    failed, lossy = sum(row.status != "ok" for row in rows), sum(map(tables.is_lossy, rows))
+    state = "partial" if failed or lossy else "good"
+    if any(counts[f"identical{of}"] != counts[f"compared{of}"] for of in ("", "_to_generate")):
         state = "bad"
-    return {"state": state if counts["compared"] else "unknown", **counts}
+    return {"state": state if counts["compared"] else "unknown", **counts, "failed": failed, "lossy": lossy}
 
 
 def segments(record: Record) -> list[tuple[str, int, str]]:
@@ -202,7 +172,7 @@ def fact_text(value: Any) -> str:
     return tables.NOTHING if value is None else str(value)
 
 
-def _sample_answers(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> list[tuple[str, Record]]:
+def sample_answers(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> list[tuple[str, Record]]:
     """The answers of lowest, median and highest tau (named so) of the fastest greedy row that drafts."""
     drafting = [at for at, row in enumerate(rows) if row.status == "ok" and row.tree and row.temperature == 0]
     if not drafting:
@@ -215,7 +185,8 @@ def _sample_answers(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> list
     return [("lowest tau", usable[0]), ("median tau", usable[len(usable) // 2]), ("highest tau", usable[-1])]
 
 
-def _row_detail(members: Group, seed: int) -> dict[str, Any]:
+def row_details(members: Group, seed: int) -> dict[str, Any]:
+    """The interval of a row's tau, and how many of its answers are those of transformers' generate."""
     compared = [one.identical_to_generate for one in members.records if one.identical_to_generate is not None]
     known = bool(compared) and not members.failed
     return {
@@ -225,37 +196,28 @@ def _row_detail(members: Group, seed: int) -> dict[str, Any]:
     }
 
 
-def _diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
+def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
     """How varied the greedy answers are, measured on vanilla's (or else the first greedy row's); None without any."""
     greedy = [members for members in groups if members.first.temperature == 0 and not members.failed]
+    greedy.sort(key=lambda members: members.first.method != statistics.VANILLA)
     if not greedy:
         return None
-    chosen = next((members for members in greedy if members.first.method == statistics.VANILLA), greedy[0])
-    distinct, total = statistics.distinct_ngrams([record.output_ids for record in chosen.records])
-    return {
-        "method": chosen.first.method,
-        "answers": len(chosen.records),
-        "distinct_4grams": distinct,
-        "total_4grams": total,
-    }
+    answers = [record.output_ids for record in greedy[0].records]
+    ngrams = [ids[at : at + NGRAM] for ids in answers for at in range(len(ids) - NGRAM + 1)]
+    counts = {"distinct_4grams": len(set(ngrams)), "total_4grams": len(ngrams)}
+    return {"method": greedy[0].first.method, "answers": len(answers), **counts}
 
 
-def _overhead(path: Path, groups: Sequence[Group]) -> list[dict[str, Any]] | None:
-    """overhead.json with each row's position among the rows over all tasks; None where it was not measured."""
+def _read(path: Path, schema: Any = None) -> Any:
+    """A file of the bench's or tune's; None where it was not made."""
     if not path.is_file():
         return None
-    places = {members.first.row: at for at, members in reversed(list(enumerate(groups)))}
-    measured = [one for one in read_as(path, list[Overhead]) if one.row in places]
-    return [{**asdict(one), "position": places[one.row]} for one in measured] or None
-
-
-def _optional(path: Path) -> Any:
-    return read_json(path) if path.is_file() else None
+    return read_json(path) if schema is None else bench_files.read_as(path, schema)
 
 
 def _calibration(path: Path, expected: Sequence[str]) -> dict[str, Any] | None:
     """A file of calibrate's; None where it wrote none, UserError where another version did."""
-    value: dict[str, Any] | None = _optional(path)
+    value: dict[str, Any] | None = _read(path)
     if value is not None and (not {*expected} <= value.keys() or value.get("schema", SCHEMA) != SCHEMA):
         raise UserError(f"{path}: of another version; make it again with: python infer/main.py calibrate --overwrite")
     return value

@@ -1,4 +1,4 @@
-"""The report's pictures: each a short function from rows to SVG text, drawn with matplotlib."""
+"""The report's pictures: each a short function from rows to a matplotlib figure, which becomes SVG text."""
 
 import io
 import re
@@ -10,8 +10,7 @@ import numpy as np
 from aerie.configs.errors import UserError
 from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA
-from aerie.infer.report.papers import Grid, Line, numeric
-from aerie.infer.report.tables import label, ms_per_cycle
+from aerie.infer.report.tables import LEVELS, Grid, Line, label, ms_per_cycle, numeric
 
 try:
     from matplotlib import rc_context
@@ -32,7 +31,6 @@ MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
 DASHED = (0, (3, 3))
 Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (null: no point), colour, line style
 RC = {
-    "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10.5,
     "svg.fonttype": "none",  # text stays text: selectable, and in the page's own font
     "svg.hashsalt": "aerie",  # same data, same bytes
@@ -40,6 +38,7 @@ RC = {
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
     "axes.axisbelow": True,
+    "axes.grid": True,
     "lines.linewidth": 2.0,
     "lines.markersize": 4,
     "legend.frameon": False,
@@ -49,7 +48,6 @@ RC = {
     **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size"), 0),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
-    "axes.grid": True,
 }
 
 
@@ -63,16 +61,17 @@ def pictures(
         figures = {
             "tau": _method_bars(rows, "tau", [row["tau_ci95"] for row in details["rows"]]),
             "speedup": _method_bars(rows, "speedup", [row.speedup_ci95 for row in rows]),
-            "milliseconds": _row_bars(rows, parts, [sum(ms for ms, _ in each) for each in parts], " ms")[0],
-            **_accepted(rows),
+            "milliseconds": _row_bars(rows, parts, "milliseconds per cycle", " ms")[0],
         }
+        if drafting := [row for row in rows if row.tree and row.target_forwards]:
+            figures["depth"] = _accepted(drafting)
         if calibration is not None and calibration["nodes"]:
-            figures["reliability"] = _reliability(calibration)
+            figures["reliability"] = _reliability(calibration["bins"])
         if analysis is not None:
-            of_calibration = {**_nodes(analysis), **(_laws(analysis["laws"]) if analysis["laws"] else {})}
-            figures |= {f"calibration-{name}": figure for name, figure in of_calibration.items()}
+            figures |= _nodes(analysis)
+            figures |= _laws(analysis["laws"]) if analysis["laws"] else {}
         if tuning is not None:
-            figures["tuning-costs"] = _cost_curves(tuning["heads"])
+            figures["tuning-costs"] = _costs(tuning["heads"])
         figures |= {grid.picture: _sweep(grid) for grid in grids if grid.picture is not None}
         if contexts:
             figures["sweep-contexts"] = _contexts(**contexts)
@@ -81,9 +80,8 @@ def pictures(
 
 def standalone(svg: str) -> str:
     """The same picture as a file of its own, on white."""
-    head, rest = svg.split(">", 1)
     style = "<style>svg{background:#fff;font-family:sans-serif}</style>"
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{head}>{style}{rest}'
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace(">", f">{style}", 1)
 
 
 def _svg(figure: Figure, name: str) -> str:
@@ -98,32 +96,20 @@ def _svg(figure: Figure, name: str) -> str:
     return text.replace("'DejaVu Sans'", "var(--sans, 'DejaVu Sans')").strip() + "\n"
 
 
-def _panels(
-    titles: Sequence[str], legend: Sequence[tuple[str, str]] = (), heights: Sequence[float] = (116.0,), columns: int = 2
+def _figure(
+    panels: Mapping[str, Sequence[Curve]], xlabel: str, legend: Mapping[str, str] | None = None, height: float = 116.0
 ) -> tuple[Figure, list[Axes]]:
-    """Axes under each title, of these heights in points, below a legend of (name, colour)."""
-    heights = [*heights] * (len(titles) // len(heights))
-    lines = -(-len(legend) // columns)
-    total = sum(heights) + 42.0 * len(titles) + 16.0 * lines + 14.0
+    """A panel of this height in points under each title with its curves, below a legend of name -> colour."""
+    legend = legend or {}
+    columns = 4 if max(map(len, legend), default=0) < 8 else 1
+    total = (height + 42.0) * len(panels) + 16.0 * -(-len(legend) // columns) + 14.0
     figure = Figure(figsize=(WIDTH / POINTS, total / POINTS), dpi=POINTS, layout="constrained")
-    panels = figure.subplots(len(titles), height_ratios=heights, squeeze=False)[:, 0]
-    for axes, title in zip(panels, titles, strict=True):
-        axes.set_title(title)
+    every: list[Axes] = list(figure.subplots(len(panels), squeeze=False)[:, 0])
     if legend:
-        handles = [Line2D([], [], color=colour, linewidth=5.0) for _, colour in legend]
-        figure.legend(
-            handles, [name for name, _ in legend], loc="outside upper left", ncols=columns, handlelength=1.0,
-            borderpad=0.0, labelspacing=0.35, columnspacing=1.6, handletextpad=0.6,
-        )  # fmt: skip
-    return figure, list(panels)
-
-
-def _lines(
-    panels: Mapping[str, Sequence[Curve]], xlabel: str, legend: Sequence[tuple[str, str]] = (), height: float = 116.0
-) -> tuple[Figure, list[Axes]]:
-    """A panel under each title with its curves (x, y, colour, style), through the values that are there."""
-    figure, every = _panels(list(panels), legend, [height], columns=1 if len(panels) > 1 else 2)
-    for axes, curves in zip(every, panels.values(), strict=True):
+        handles = [Line2D([], [], color=colour, linewidth=5.0) for colour in legend.values()]
+        figure.legend(handles, list(legend), loc="outside upper left", ncols=columns, handlelength=1.0, borderpad=0.0)
+    for axes, (title, curves) in zip(every, panels.items(), strict=True):
+        axes.set_title(title)
         for places, values, colour, style in curves:
             points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
             if points:
@@ -143,23 +129,29 @@ def _unit(axes: Axes) -> None:
 def _row_bars(
     rows: Sequence[SummaryRow],
     bars: Sequence[Sequence[tuple[float, str]]],
-    ends: Sequence[float],
+    xlabel: str,
     unit: str,
+    whiskers: Sequence[Sequence[float] | None] = (),
 ) -> tuple[Figure, Axes]:
     """A band for each row, the first on top: its label above stacked bars (value, colour), their sum at the end."""
     bands = max(2, len(rows))
-    figure, (axes,) = _panels([""], list(PARTS.items()) if unit == " ms" else (), [44.0 * bands], columns=4)
+    figure, (axes,) = _figure({"": ()}, xlabel, PARTS if unit == " ms" else None, 44.0 * bands)
+    totals = [sum(value for value, _ in members) for members in bars]
+    whiskers = whiskers or [None] * len(rows)
+    ends = [max(total, bounds[1] if bounds else 0.0) for total, bounds in zip(totals, whiskers, strict=True)]
     limit = 1.25 * max([1.0, *ends])
-    for place, (row, members) in enumerate(zip(rows, bars, strict=True)):
-        total = 0.0
+    for place, (row, members, bounds) in enumerate(zip(rows, bars, whiskers, strict=True)):
+        left = 0.0
         for value, colour in members:
-            axes.barh(place, value, left=total, height=0.42, color=colour)
-            total += value
+            axes.barh(place, value, left=left, height=0.42, color=colour)
+            left += value
+        if bounds:
+            axes.plot(bounds, [place, place], color=INK, linewidth=1.3, marker="|", markersize=6)
         failed = "not measured" if row.status == "ok" else "failed: no figure"
-        text, colour = (f"{total:.2f}{unit}", INK) if members else (failed, BAD)
+        text, colour = (f"{totals[place]:.2f}{unit}", INK) if members else (failed, BAD)
         axes.annotate(label(row, rows), (0, place), (1, 16), textcoords="offset points", va="center", in_layout=False)
         axes.text(ends[place] + limit * 0.018, place, text, va="center", color=colour, weight="bold", in_layout=False)
-    axes.set(xlim=(0, limit), ylim=(bands - 0.6, -0.6), yticks=[], xlabel="milliseconds per cycle")
+    axes.set(xlim=(0, limit), ylim=(bands - 0.6, -0.6), yticks=[])
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     return figure, axes
@@ -167,69 +159,58 @@ def _row_bars(
 
 def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[float] | None]) -> Figure:
     """tau or speedup with its interval; a failed row says so and has no bar."""
-    values: list[float | None] = [getattr(row, key) for row in rows]
-    whiskers = [None if row.method == VANILLA else bounds for row, bounds in zip(rows, intervals, strict=True)]
     colours = [SERIES[at % len(SERIES)] if row.tree else QUIET for at, row in enumerate(rows)]
+    values = [getattr(row, key) for row in rows]
     bars = [[] if value is None else [(value, colour)] for value, colour in zip(values, colours, strict=True)]
-    ends = [max(value or 0.0, bounds[1] if bounds else 0.0) for value, bounds in zip(values, whiskers, strict=True)]
-    figure, axes = _row_bars(rows, bars, ends, "×" if key == "speedup" else "")
-    axes.set_xlabel("tau (tokens per target forward)" if key == "tau" else "speedup over vanilla")
+    whiskers = [None if row.method == VANILLA else bounds for row, bounds in zip(rows, intervals, strict=True)]
+    xlabel, unit = ("tau (tokens per target forward)", "") if key == "tau" else ("speedup over vanilla", "×")
+    figure, axes = _row_bars(rows, bars, xlabel, unit, whiskers)
     axes.axvline(1.0, color=QUIET, linewidth=1.0, linestyle=DASHED, zorder=0)
-    for place, bounds in enumerate(whiskers):
-        if bounds:
-            axes.plot(bounds, [place, place], color=INK, linewidth=1.3, marker="|", markersize=6)
     return figure
 
 
-def _accepted(rows: Sequence[SummaryRow]) -> dict[str, Figure]:
+def _accepted(rows: Sequence[SummaryRow]) -> Figure:
     """What the MAX_ROWS rows of highest tau had accepted by depth, from their histograms."""
-    candidates = [row for row in rows if row.tree and row.target_forwards]
-    least = sorted((row.tau or 0.0 for row in candidates), reverse=True)[:MAX_ROWS][-1:]
-    chosen = [row for row in candidates if [row.tau or 0.0] >= least][:MAX_ROWS]
-    if not chosen:
-        return {}
-    legend = [(label(row, rows), colour) for row, colour in zip(chosen, SERIES, strict=False)]
-    above: list[Curve] = []
-    below: list[Curve] = []
-    for row, (_, colour) in zip(chosen, legend, strict=True):
-        histogram = np.array(row.accepted_histogram)
-        reached = histogram[::-1].cumsum()[::-1]  # cycles that keep at least d draft tokens
+    best = sorted(rows, key=lambda row: row.tau or 0.0, reverse=True)[:MAX_ROWS]
+    chosen = [row for row in rows if row in best]
+    above, below, legend = list[Curve](), list[Curve](), {}
+    for row, colour in zip(chosen, SERIES, strict=False):
+        legend[label(row, rows)] = colour
+        reached = np.array(row.accepted_histogram)[::-1].cumsum()[::-1]  # cycles that keep at least d draft tokens
         enough = np.flatnonzero(reached[:-1] >= MIN_CYCLES)
         above.append((range(1, len(reached)), reached[1:] / reached[0], colour, "-"))
         below.append((enough + 1, reached[enough + 1] / reached[enough], colour, "-"))
     panels = {"P(accepted ≥ d)": above, "P(accepted ≥ d | accepted ≥ d − 1)": below}
-    depth, (first, second) = _lines(panels, "draft depth d", legend, 90.0)
+    figure, (first, second) = _figure(panels, "draft depth d", legend, 90.0)
     for axes in (first, second):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _unit(axes)
     second.set_xlim(first.get_xlim())
-    return {"depth": depth}
+    return figure
 
 
 # Calibration
 
 
-def _confidence_curves(
-    title: str, xlabel: str, curves: Sequence[tuple[str, Sequence[Mapping[str, Any]], str]], least: int = MIN_NODES
+def _confidence(
+    title: str, curves: Mapping[str, Any], colours: Sequence[str] = SERIES, least: int = MIN_NODES
 ) -> tuple[Figure, Axes]:
-    """Acceptance against confidence: the curves (name, bins, colour) and the diagonal."""
+    """Acceptance against confidence: the curves (name -> bins) and the diagonal."""
     drawn: list[Curve] = [([0, 1], [0, 1], MUTED, DASHED)]
-    for _, bins, colour in curves:
+    for bins, colour in zip(curves.values(), colours, strict=False):
         filled = [item for item in bins if item["count"] >= least]
         drawn.append(([item["confidence"] for item in filled], [item["acceptance"] for item in filled], colour, "-"))
-    legend = [(name, colour) for name, _, colour in curves] if len(curves) > 1 else ()
-    figure, (axes,) = _lines({title: drawn}, xlabel, legend, 190.0)
+    legend = dict(zip(curves, colours, strict=False)) if len(curves) > 1 else None
+    figure, (axes,) = _figure({title: drawn}, "confidence (q of the drafted token)", legend, 190.0)
     axes.lines[0].set(marker="", linewidth=1.0)
     _unit(axes)
     axes.set(xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1])
     return figure, axes
 
 
-def _reliability(calibration: Mapping[str, Any]) -> Figure:
+def _reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
     """Acceptance against confidence in bins, over the nodes of each bin."""
-    bins = calibration["bins"]
-    curves = [("all prompts", bins, SERIES[0])]
-    figure, axes = _confidence_curves("acceptance", "confidence (q of the drafted token)", curves, least=1)
+    figure, axes = _confidence("acceptance", {"all prompts": bins}, least=1)
     counts = axes.twinx()
     middles = [(item["low"] + item["high"]) / 2 for item in bins]
     counts.bar(middles, [item["count"] for item in bins], width=0.86 / len(bins), color=QUIET, alpha=0.25)
@@ -242,16 +223,18 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
     """Pictures of the drafted nodes: calibrators, depths and places in the tree."""
     figures = {}
     if scores := analysis["calibrator"]:
-        fits = {"before": QUIET, "temperature": SERIES[1], "isotonic": SERIES[0]}
-        held_out = [(fit, scores["held_out"][fit], colour) for fit, colour in fits.items()]
-        curves = [(f"{fit}, ECE {one['ece']:.3f}", one["bins"], colour) for fit, one, colour in held_out]
-        figures["calibrator"], _ = _confidence_curves("acceptance, held-out half", "confidence", curves)
-    if depths := list(zip(analysis["by_depth"][:4], SERIES, strict=False)):
-        curves = [(f"depth {one['depth']}, ECE {one['ece']:.3f}", one["bins"], colour) for one, colour in depths]
-        figures["by-depth"], _ = _confidence_curves("acceptance", "confidence", curves)
+        fits = {"before": "the head’s own", "temperature": "temperature", "isotonic": "isotonic"}
+        held_out = [(name, scores["held_out"][fit]) for fit, name in fits.items()]
+        curves = {f"{name}, ECE {one['ece']:.3f}": one["bins"] for name, one in held_out}
+        figures["calibration-calibrator"], _ = _confidence(
+            "acceptance, held-out half", curves, (QUIET, SERIES[1], SERIES[0])
+        )
+    if depths := analysis["by_depth"][:4]:
+        curves = {f"depth {one['depth']}, ECE {one['ece']:.3f}": one["bins"] for one in depths}
+        figures["calibration-by-depth"], _ = _confidence("acceptance", curves)
     if places := analysis["positions"]:
         # a box per place over the prompts' own acceptance rates, as EAGLE-2's figure 5 has points
-        figures["places"], (axes,) = _panels(["acceptance rate of each prompt"], heights=[170.0])
+        figures["calibration-places"], (axes,) = _figure({"acceptance rate of each prompt": ()}, "", height=170.0)
         names, at = ("whislo", "q1", "med", "q3", "whishi"), range(len(places))
         boxes = [dict(zip(names, one["quartiles"], strict=True)) for one in places]
         axes.bxp(boxes, positions=at, showfliers=False, showcaps=False, medianprops={"color": INK})
@@ -263,30 +246,28 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
 
 def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
     """Pictures of the draft's laws beside the target's: SVIP's figures 3 and 4."""
-    figures = {}
-    if laws["bounds"]:
-        table = laws["bounds"][-1]
-        names = {"acceptance": "acceptance", "oracle": "oracle bound", "approximation": f"1 − √({table['c']:g} H)"}
-        names["bretagnolle_huber"] = "Bretagnolle–Huber"
-        legend = list(zip(names.values(), (INK, SERIES[1], SERIES[0], SERIES[2]), strict=True))
-        figures["bounds"], (axes,) = _panels(["probability"], legend, [190.0])
-        for key, (_, colour) in zip(names, legend, strict=True):
-            values = table["curve"][key]
-            axes.plot(np.linspace(0, 100, len(values)), values, color=colour, linewidth=1.5)
-        axes.set(ylim=(-1.05, 1.05), xlabel="laws, by their acceptance probability")
-        axes.xaxis.set_major_formatter("{x:g} %")
+    table = laws["bounds"][-1]
+    names = {"acceptance": "acceptance", "oracle": "oracle bound", "approximation": f"1 − √({table['c']:g} H)"}
+    names["bretagnolle_huber"] = "Bretagnolle–Huber"
+    legend = dict(zip(names.values(), (INK, SERIES[1], SERIES[0], SERIES[2]), strict=True))
+    curves: list[Curve] = []
+    for key, name in names.items():
+        values = table["curve"][key]
+        curves.append((np.linspace(0, 100, len(values)), values, legend[name], "-"))
+    bounds, (axes,) = _figure({"probability": curves}, "laws, by their acceptance probability (%)", legend, 190.0)
+    axes.set_ylim(-1.05, 1.05)
+    for line in axes.lines:
+        line.set(marker="", linewidth=1.5)
     colours = {"accepted": SERIES[1], "rejected": SERIES[0]}
     ranks: list[Curve] = [(laws["sorted"]["ranks"], laws["sorted"][key], colours[key], "-") for key in colours]
-    panels: dict[str, list[Curve]] = {"KL(q‖p), nats": [], "mean log q of the token of this rank": ranks}
-    figures["rejections"], (above, below) = _lines(panels, "rank in the vocabulary", list(colours.items()))
+    panels = {"KL(q‖p), nats; place 0: the rejected token": [], "mean log q of the token of this rank": ranks}
+    rejections, (above, below) = _figure(panels, "rank in the vocabulary", colours)
     for row in laws["before_rejection"]:
-        if row["kl"] is not None:
-            above.bar(row["offset"], row["kl"], width=0.6, color=SERIES[0] if row["offset"] == 0 else SERIES[1])
-    above.set(xlabel="place (0: the rejected token)")
+        above.bar(row["offset"], row["kl"] or 0.0, width=0.6, color=SERIES[0] if row["offset"] == 0 else SERIES[1])
     above.xaxis.set_major_locator(MaxNLocator(integer=True))
     below.set_xscale("log", base=4)
     below.xaxis.set_major_formatter("{x:,.0f}")
-    return figures
+    return {"calibration-bounds": bounds, "calibration-rejections": rejections}
 
 
 # Sweeps and costs
@@ -295,22 +276,19 @@ def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
 def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: Sequence[Any], xlabel: str) -> Figure:
     """A panel each, title -> (lines, keys), over evenly spaced values: the first key solid, the second dashed."""
     lines, _ = next(iter(panels.values()))
-    legend = [(line.label, colour) for line, colour in zip(lines, SERIES, strict=False)] if len(lines) > 1 else []
-    curves: dict[str, list[Curve]] = {}
+    legend = {line.label: colour for line, colour in zip(lines, SERIES, strict=False)} if len(lines) > 1 else None
+    curves: dict[str, list[Curve]] = {title: [] for title in panels}
     for title, (members, keys) in panels.items():
-        curves[title] = []
         for line, colour in zip(members, SERIES, strict=False):
-            measured: list[Any] = list(line.points)
-            places = [values.index(point.value) for point in measured]
+            places = [values.index(point.value) for point in line.points]
             for key, style in zip(keys, ("-", DASHED), strict=False):
-                figures = [getattr(point, key) for point in measured]
+                figures = [getattr(point, key) for point in line.points]
                 if key.startswith("draft_"):
-                    figures = [value and value / one.prompts for value, one in zip(figures, measured, strict=True)]
+                    figures = [value and value / one.prompts for value, one in zip(figures, line.points, strict=True)]
                 curves[title].append((places, figures, colour, style))
-    figure, every = _lines(curves, xlabel, legend, 96.0)
+    figure, every = _figure(curves, xlabel, legend, 96.0)
     for axes, title in zip(every, curves, strict=True):
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, 1.0) if title.startswith(("tau", "speedup")) else 0.0, high)
+        axes.set_ylim(min(axes.get_ylim()[0], 1.0) if title.startswith(("tau", "speedup")) else 0.0)
         if title.startswith("speedup"):
             axes.axhline(1.0, color=MUTED, linewidth=1.0, linestyle=DASHED)
         axes.yaxis.set_major_formatter("{x:g}")
@@ -321,13 +299,12 @@ def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: S
 
 def _sweep(grid: Grid) -> Figure:
     """Tau and speedup by the value of a setting; for depths also the draft forwards, the wasted ones among them."""
-    of_depth = (grid.picture or "").startswith("sweep-depths")
     panels: dict[str, tuple[Sequence[Line], Sequence[str]]] = {"tau": (grid.lines, ["tau"])}
-    if of_depth:
+    if grid.key == LEVELS:
         spent = ("draft_forwards", "draft_forwards_wasted")
         panels["draft forwards per prompt (dashed: wasted)"] = (grid.lines, spent)
     panels["speedup over vanilla"] = (grid.lines, ["speedup"])
-    return _along(panels, grid.values, "largest depth" if of_depth else grid.key)
+    return _along(panels, grid.values, "largest depth" if grid.key == LEVELS else grid.key)
 
 
 def _contexts(cumulative: Grid, bucket: Grid) -> Figure:
@@ -341,17 +318,18 @@ def _contexts(cumulative: Grid, bucket: Grid) -> Figure:
     return _along(panels, cumulative.values, "tokens, the prompt included")
 
 
-def _cost_curves(heads: Sequence[Mapping[str, Any]]) -> Figure:
+def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
     """v(N) above, and a further draft level by its width below: a line for each head."""
-    legend = [(str(head["kind"]), SERIES[at % len(SERIES)]) for at, head in enumerate(heads)]
-    verify: list[Curve] = []
-    draft: list[Curve] = []
-    for head, (_, colour) in zip(heads, legend, strict=True):
-        nodes, widths = (sorted(head["costs_ms"][part], key=int) for part in ("verify", "draft"))
-        verify.append(([int(n) for n in nodes], [head["costs_ms"]["verify"][n] for n in nodes], colour, "-"))
-        draft.append(([int(k) for k in widths], [head["costs_ms"]["draft"][k][1] for k in widths], colour, "-"))
+    legend = {str(head["kind"]): SERIES[at % len(SERIES)] for at, head in enumerate(heads)}
+    verify, draft = list[Curve](), list[Curve]()
+    for head, colour in zip(heads, legend.values(), strict=True):
+        costs = {
+            part: sorted((int(at), ms) for at, ms in head["costs_ms"][part].items()) for part in ("verify", "draft")
+        }
+        verify.append((*zip(*costs["verify"], strict=True), colour, "-"))
+        draft.append(([k for k, _ in costs["draft"]], [further for _, (_, further) in costs["draft"]], colour, "-"))
     panels = {"v(N): ms of a target forward by nodes with the root": verify, "ms of one more draft level": draft}
-    figure, every = _lines(panels, "k: expanded nodes of the level", legend)
+    figure, every = _figure(panels, "k: expanded nodes of the level", legend)
     for axes in every:
         axes.set(xlim=(0, None), ylim=(0, None))
     return figure

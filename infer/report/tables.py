@@ -1,12 +1,21 @@
-"""A row of the summary in words, and the rows as text: a console table, Markdown and CSV."""
+"""Rows of the summary in words and as text tables; sweeps and papers as grids; DEAGLE's claim."""
 
 import csv
-import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
-from aerie.infer.measure.record import Record, SummaryRow
-from aerie.infer.measure.statistics import VANILLA, group, identity, told_apart
+import pandas as pd
+import yaml
+
+from aerie.configs.schema.measure import CONTEXT
+from aerie.infer.measure import statistics
+from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
+from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, group, identity, told_apart
+from aerie.model.storage import digest
 
 NOTHING = "–"
 CONSOLE_COLUMNS = ("method", "tree", "T", "tau", "speedup", "95 % interval", "identical")
@@ -22,7 +31,13 @@ CSV_COLUMNS = (
     "draft_nodes", "accept_rate", "identical", "mismatch", "peak_memory_gib", "ms_prefill", "ms_draft", "ms_verify",
     "ms_commit", "ms_other", "ms_wall", "message",
 )  # fmt: skip
-SWEEP_COLUMNS = ("sweep", "key", "value", "span")
+LEVELS = "tree.levels"  # the key of a sweep over depths or lengths
+# at most this share of the fixed tree's wasted forwards, at least these of its best tau and the vote's own best speed
+LIMITS = {"waste": 0.5, "tau": 0.97, "speed": 0.97}
+TASKS = {
+    "mean": "mean", "mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "alpaca": "Alpaca",
+    "cnn_dm": "CNN/DM", "natural_questions": "NQ",
+}  # fmt: skip
 Item = TypeVar("Item")
 Key = TypeVar("Key")
 
@@ -35,6 +50,9 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
+# A row in words
+
+
 def tree_text(row: SummaryRow) -> str:
     """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'; a dash for vanilla.
 
@@ -43,11 +61,9 @@ def tree_text(row: SummaryRow) -> str:
     tree = row.tree
     if tree is None:
         return NOTHING
-    sizes = {"chain": "chain", "static": f"static, {tree.nodes} nodes"}.get(
-        tree.shape, f"k {tree.k}, {tree.nodes} nodes"
-    )
-    parts = (tree.text or f"{tree.levels} levels, {sizes}", tree.variant, "NOT lossless" if is_lossy(row) else "")
-    return ", ".join(part for part in parts if part)
+    words = {"chain": "chain", "static": f"static, {tree.nodes} nodes"}
+    sizes = f"{tree.levels} levels, {words.get(tree.shape, f'k {tree.k}, {tree.nodes} nodes')}"
+    return ", ".join(filter(None, (tree.text or sizes, tree.variant, "NOT lossless" if is_lossy(row) else "")))
 
 
 def is_lossy(row: SummaryRow) -> bool:
@@ -56,14 +72,11 @@ def is_lossy(row: SummaryRow) -> bool:
     return typical or "not lossless" in row.verify
 
 
-def sampling_text(row: SummaryRow | Record) -> str:
+def sampling_text(row: SummaryRow) -> str:
     """'0', '1', or '0.6, top-p 0.8'."""
-    parts = [f"{row.temperature:g}"]
-    if row.temperature > 0 and row.top_k:
-        parts.append(f"top-k {row.top_k}")
-    if row.temperature > 0 and row.top_p < 1:
-        parts.append(f"top-p {row.top_p:g}")
-    return ", ".join(parts)
+    top_k = f", top-k {row.top_k}" if row.temperature > 0 and row.top_k else ""
+    top_p = f", top-p {row.top_p:g}" if row.temperature > 0 and row.top_p < 1 else ""
+    return f"{row.temperature:g}{top_k}{top_p}"
 
 
 def label(row: SummaryRow, rows: Sequence[SummaryRow]) -> str:
@@ -72,11 +85,6 @@ def label(row: SummaryRow, rows: Sequence[SummaryRow]) -> str:
     if len({sampling_text(other) for other in rows}) > 1:
         words.append(f"T {sampling_text(row)}")
     return ", ".join(words)
-
-
-def identical_text(row: SummaryRow) -> str:
-    """'40/40'; a dash where nothing was compared."""
-    return NOTHING if row.identical is None else f"{row.identical}/{row.identical + (row.mismatch or 0)}"
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -97,51 +105,6 @@ def ms_per_cycle(row: SummaryRow) -> dict[str, float]:
     return {part: getattr(row.ms, part) / row.target_forwards for part in ("draft", "verify", "commit", "other")}
 
 
-def console_table(rows: Sequence[SummaryRow]) -> str:
-    """method, tree, T, tau, speedup, interval, identical: what a terminal shows at the end."""
-    lines = [dict(zip(CONSOLE_COLUMNS, CONSOLE_COLUMNS, strict=True)), *map(_cells, rows)]
-    widths = {name: max(len(line.get(name, "")) for line in lines) for name in CONSOLE_COLUMNS}
-    text = []
-    for line in lines:
-        padded = [
-            line.get(name, "").ljust(width) if name in ("method", "tree", "T", "95 % interval")
-            else line.get(name, "").rjust(width)
-            for name, width in widths.items()
-        ]  # fmt: skip
-        text.append("  ".join(padded).rstrip() + (f"  {line['error']}" if "error" in line else ""))
-    text.insert(1, "  ".join("─" * width for width in widths.values()))
-    return "\n".join(text)
-
-
-def markdown_table(rows: Sequence[SummaryRow], sweeps: Sequence[SummaryRow] = ()) -> str:
-    """The main table in GitHub's Markdown, and below it one for each sweep."""
-    text = _markdown(MARKDOWN_COLUMNS, map(_cells, rows))
-    for name, points in grouped(sweeps, lambda point: point.sweep).items():
-        key = str(points[0].key)
-        cells = []
-        for point in points:
-            value = str(point.value) + (f", {point.span}" if point.span else "")
-            cells.append({**_cells(point), "head": point.head_path or point.head or NOTHING, key: value})
-        columns = tuple(dict.fromkeys((key, "head", *MARKDOWN_COLUMNS)))
-        text += f"\nSweep {_escaped(str(name))}:\n\n{_markdown(columns, cells)}"
-    return text
-
-
-def csv_table(rows: Sequence[SummaryRow], sweeps: bool = False) -> str:
-    """One line per row with every figure, unrounded; points of sweeps begin with their sweep, key and value."""
-    buffer = io.StringIO()
-    columns = (*(SWEEP_COLUMNS if sweeps else ()), *CSV_COLUMNS)
-    writer = csv.DictWriter(buffer, columns, restval="", extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        values: dict[str, Any] = row.as_dict()
-        times = {f"ms_{part}": value for part, value in (values.get("ms") or {}).items()}
-        low, high = row.speedup_ci95 or (None, None)
-        tree = {} if row.tree is None else {**row.tree.as_dict(), "tree": tree_text(row)}
-        writer.writerow({**values, "tree": "", **tree, **times, "speedup_low": low, "speedup_high": high})
-    return buffer.getvalue()
-
-
 def names(records: Sequence[Record], rows: Sequence[int]) -> str:
     """'row 2 (eagle2, 6 levels, k 10, 60 nodes)': the rows as tables name them, each once."""
     groups = group(records)
@@ -150,7 +113,10 @@ def names(records: Sequence[Record], rows: Sequence[int]) -> str:
     return " and ".join(f"row {row} ({labels[row]})" for row in dict.fromkeys(rows))
 
 
-def _cells(row: SummaryRow) -> dict[str, str]:
+# Text tables
+
+
+def cells_of(row: SummaryRow) -> dict[str, str]:
     """A row's texts by column; a row that failed has its error in place of figures."""
     cells = {"method": row.method, "tree": tree_text(row), "task": row.task, "T": sampling_text(row)}
     cells["prompts"] = str(row.prompts)
@@ -162,18 +128,288 @@ def _cells(row: SummaryRow) -> dict[str, str]:
         "speedup": number(row.speedup, unit="x"),
         "95 % interval": interval(row),
         "tokens/s": number(row.tokens_per_s, 1),
-        "identical": identical_text(row),
+        "identical": NOTHING if row.identical is None else f"{row.identical}/{row.identical + (row.mismatch or 0)}",
         "accept rate": number(row.accept_rate, 3),
     }
 
 
-def _markdown(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+def console_table(rows: Sequence[SummaryRow]) -> str:
+    """method, tree, T, tau, speedup, interval, identical: what a terminal shows at the end."""
+    lines = [dict(zip(CONSOLE_COLUMNS, CONSOLE_COLUMNS, strict=True)), *map(cells_of, rows)]
+    widths = {name: max(len(line.get(name, "")) for line in lines) for name in CONSOLE_COLUMNS}
+    text = []
+    for line in lines:
+        sides = {name: ">" if name in ("tau", "speedup", "identical") else "<" for name in widths}
+        padded = [f"{line.get(name, ''):{sides[name]}{width}}" for name, width in widths.items()]
+        text.append("  ".join(padded).rstrip() + (f"  {line['error']}" if "error" in line else ""))
+    text.insert(1, "  ".join("─" * width for width in widths.values()))
+    return "\n".join(text)
+
+
+def markdown_table(rows: Sequence[SummaryRow], sweeps: Sequence[SummaryRow] = ()) -> str:
+    """The main table in GitHub's Markdown, and below it one for each sweep."""
+
+    def table(columns: Sequence[str], lines: Iterable[Mapping[str, str]]) -> str:
+        text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+        for line in lines:
+            cells = {"tau": line.get("error", NOTHING), **line}
+            texts = (cells.get(name, NOTHING).replace("|", "\\|").replace("\n", " ") for name in columns)
+            text += f"| {' | '.join(texts)} |\n"
+        return text
+
+    text = table(MARKDOWN_COLUMNS, map(cells_of, rows))
+    for name, points in grouped(sweeps, lambda point: point.sweep).items():
+        key, lines = str(points[0].key), []
+        for point in points:
+            value = str(point.value) + (f", {point.span}" if point.span else "")
+            lines.append({**cells_of(point), "head": point.head_path or point.head or NOTHING, key: value})
+        text += f"\nSweep {name}:\n\n{table(tuple(dict.fromkeys((key, 'head', *MARKDOWN_COLUMNS))), lines)}"
+    return text
+
+
+def csv_table(rows: Sequence[SummaryRow], sweeps: bool = False) -> str:
+    """One line per row with every figure, unrounded; points of sweeps begin with their sweep, key and value."""
+    lines = []
     for row in rows:
-        cells = {"tau": row.get("error", NOTHING), **row}
-        lines.append(f"| {' | '.join(_escaped(cells.get(name, NOTHING)) for name in columns)} |")
-    return "\n".join(lines) + "\n"
+        values = row.as_dict()
+        times = {f"ms_{part}": value for part, value in (values.get("ms") or {}).items()}
+        low, high = row.speedup_ci95 or (None, None)
+        tree = {"tree": None} if row.tree is None else {**row.tree.as_dict(), "tree": tree_text(row)}
+        lines.append({**values, **tree, **times, "speedup_low": low, "speedup_high": high})
+    columns = [*(("sweep", "key", "value", "span") if sweeps else ()), *CSV_COLUMNS]
+    return pd.DataFrame(lines, columns=columns, dtype=object).to_csv(index=False, lineterminator="\n")
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+# Grids: what a sweep, a paper's table or a picture shows
+
+
+@dataclass(frozen=True)
+class Published:
+    """A paper's figures; null: it does not say."""
+
+    value: Any
+    speedup: float | None
+    tau: float | None
+    status: str = "published"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a grid, measured or published; `value` of each point is its place along the line."""
+
+    label: str
+    points: tuple[Any, ...]  # SummaryRow or Published
+    note: str = ""
+
+    def at(self, value: Any) -> Any:
+        """The first point with this value; null: none."""
+        return next((point for point in self.points if point.value == value), None)
+
+    @property
+    def published(self) -> bool:
+        return isinstance(self.points[0], Published)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Figures by line and value."""
+
+    title: str
+    lines: tuple[Line, ...]
+    values: tuple[Any, ...]
+    key: str = ""  # what varies in a sweep
+    picture: str | None = None  # its name
+
+
+@cache
+def published(name: str) -> Grid:
+    """A paper's table out of published.yaml."""
+    table = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))[name]
+    lines = (Line(text, _published(table["values"], cells)) for text, cells in table["lines"].items())
+    return Grid(name, tuple(lines), tuple(table["values"]))
+
+
+@cache
+def published_methods() -> dict[tuple[str, float], list[Line]]:
+    """The lines of published.csv by method and temperature; a line's label is its model, its note the paper."""
+    rows = csv.DictReader(Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines())
+    lines: dict[tuple[str, float], list[Line]] = {}
+    for row in rows:
+        line = Line(row["model"], _published([*TASKS], [row[task] for task in TASKS]), row["source"])
+        lines.setdefault((row["method"], float(row["temperature"])), []).append(line)
+    return lines
+
+
+def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, ...]:
+    """One point per cell that is not empty: '2.81/3.92' (speedup and tau), '2.81/' or 2.81."""
+    points = []
+    for value, cell in zip(values, cells, strict=True):
+        speedup, length = (float(text) if text else None for text in f"{cell}/".split("/")[:2])
+        if speedup or length:
+            points.append(Published(value, speedup, length))
+    return tuple(points)
+
+
+def sweep_lines(points: Sequence[SummaryRow]) -> tuple[Line, ...]:
+    """The lines of a sweep: its first row at every value, its second, and so on."""
+
+    def words_of(point: SummaryRow) -> list[str]:
+        tree, about = point.tree, [f"{point.head_path or point.head} head", f"T {sampling_text(point)}"]
+        sizes = [] if tree is None else tree_text(replace(point, tree=replace(tree, variant=""))).split(", ")
+        variant = tree.variant.split(", ") if tree and tree.variant else []
+        return [point.method, *variant, *about, *sizes]
+
+    seen: Counter[str] = Counter()
+    lines: dict[int, list[SummaryRow]] = {}
+    for point in points:
+        lines.setdefault(seen[repr(point.value)], []).append(point)
+        seen[repr(point.value)] += 1
+    # a line is called by the words that all of its points have, its method first, without what all lines have
+    words = [[word for word in words_of(each[0]) if all(word in words_of(p) for p in each)] for each in lines.values()]
+    shared = set(words[0][1:]).intersection(*words[1:])
+    labels = [", ".join(word for word in each if word not in shared or word == each[0]) for each in words]
+    return tuple(Line(text, tuple(members)) for text, members in zip(labels, lines.values(), strict=True))
+
+
+def values_of(points: Sequence[SummaryRow]) -> tuple[Any, ...]:
+    """Every value, numbers by size, others in order of appearance."""
+    values: list[Any] = []
+    for point in points:
+        values += [] if point.value in values else [point.value]
+    return tuple(sorted(values) if numeric(values) else values)
+
+
+def numeric(values: Sequence[Any]) -> bool:
+    """Whether an axis can have these values."""
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def sweep_grids(sweeps: Sequence[SummaryRow]) -> list[Grid]:
+    """A grid for each sweep but that of context lengths; those over numbers have a picture."""
+    grids = []
+    points_of = grouped((point for point in sweeps if point.sweep != CONTEXT), lambda point: str(point.sweep))
+    for place, (name, points) in enumerate(points_of.items()):
+        values = values_of(points)
+        picture = f"sweep-{place}" if numeric(values) and len(values) > 1 else None
+        grids.append(Grid(name, sweep_lines(points), values, str(points[0].key), picture))
+    return grids
+
+
+def context_grids(sweeps: Sequence[SummaryRow]) -> dict[str, Grid]:
+    """'cumulative' (from the start to a length) and 'bucket' (between two lengths), the same lines in both."""
+    points = told_apart([point for point in sweeps if point.sweep == CONTEXT and point.tree is not None])
+    by_label = grouped(points, lambda point: label(point, points))
+    grids = {}
+    for span in ("cumulative", "bucket") if points else ():
+        lines = [Line(name, tuple(one for one in members if one.span == span)) for name, members in by_label.items()]
+        grids[span] = Grid(span, tuple(lines), values_of(points))
+    return grids
+
+
+def task_grid(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) -> Grid | None:
+    """Every drafting row by task; parts: (position in rows, the row on one task)."""
+    tasks, lines = tuple(dict.fromkeys(part.task for _, part in parts)), []
+    for position, row in enumerate(rows):
+        if row.tree is not None and row.status == "ok":
+            sampling = "" if sampling_text(row) == "0" else f", T {sampling_text(row)}"
+            points = tuple(replace(part, value=part.task) for at, part in parts if at == position)
+            lines.append(Line(row.method, points, tree_text(row) + sampling))
+    return Grid("By task", tuple(lines), tasks) if tasks and lines else None
+
+
+def beside(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) -> list[tuple[str, float, Line]]:
+    """(method, temperature, line): what was measured of a method and below it what was published of the same.
+
+    The point `mean` of a measured line is over all its tasks. Methods of which nothing was published are left out.
+    """
+    known = published_methods()
+    shown: dict[tuple[str, float], list[Line]] = {}
+    for position, row in enumerate(rows):
+        key = row.method, row.temperature
+        if row.status == "ok" and key in known:
+            whole = replace(row, value="mean" if row.task == ALL_TASKS else row.task)
+            by_task = [replace(part, value=part.task) for at, part in parts if at == position and part.status == "ok"]
+            shown.setdefault(key, []).append(Line(tree_text(row), (whole, *by_task)))
+    return [(*key, line) for key, lines in shown.items() for line in (*lines, *known[key])]
+
+
+# DEAGLE: a vote wastes less than half of a fixed tree's forwards and keeps tau and speed, however deep trees may grow
+
+
+def rule_of(tree: TreeShape) -> str:
+    """'fixed', 'vote' (all three signals), its signals where it has fewer, or the name of another rule."""
+    stop = tree.settings.get("stop", {"rule": "constant"})
+    if stop["rule"] == "vote":
+        return "vote" if len(stop["signals"]) == 3 else " and ".join(stop["signals"])
+    return "fixed" if stop["rule"] == "constant" else str(stop["rule"])
+
+
+def claims(records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The claim for each head, confidence and sampling with fixed and voting trees of the same depths and prompts.
+
+    Ratios are of the vote: `waste` against the fixed tree's at the largest depth, `tau` against the fixed tree's best
+    over the depths, `modelled` against the vote's own best, null where tune.json has no costs for this kind of head.
+    """
+    trees: dict[tuple[Any, ...], dict[tuple[str, int], tuple[Record, ...]]] = {}
+    for point in asked.points if asked else ():
+        answers = statistics.members_of(records, point) if point.key == LEVELS else ()
+        tree = answers[0].tree if answers else None
+        if tree is None or tree.shape != "dynamic" or any(record.status != "ok" for record in answers):
+            continue
+        if rule_of(tree) in ("fixed", "vote"):
+            first, alike = answers[0], digest([tree.k, tree.nodes, {**tree.settings, "stop": None}])
+            confidence, prompts = tree.settings.get("calibrated"), tuple(sorted(point.prompts))
+            key = (first.head, first.head_path, confidence, first.sampling, prompts, alike)
+            trees.setdefault(key, {}).setdefault((rule_of(tree), tree.levels), answers)
+    baselines, measured = statistics.baselines_of(records), []
+    for (kind, path, confidence, sampling, prompts, _), by_rule in trees.items():
+        depths = sorted(depth for rule, depth in by_rule if rule == "fixed" and ("vote", depth) in by_rule)
+        if len(depths) < 2:
+            continue
+        spent: dict[str, list[dict[str, Any]]] = {"fixed": [], "vote": []}
+        for depth in depths:
+            for rule in spent:
+                answers = by_rule[rule, depth]
+                sums = {"depth": depth, "tau": statistics.tau(answers)}
+                for name in ("draft_forwards", "draft_forwards_wasted"):
+                    sums[name] = sum(getattr(record, name) for record in answers)
+                sums["speedup"] = statistics.speedups(Group(answers, baselines.get(sampling, {})).pairs)["speedup"]
+                spent[rule].append({**sums, "modelled": modelled(answers, tuning)})
+        fixed, vote = spent["fixed"], spent["vote"]
+        best_tau = max(fixed, key=lambda one: one["tau"] or 0.0)
+        best_speed = max(vote, key=lambda one: one["modelled"] or 0.0)
+        waste = _ratio(vote[-1]["draft_forwards_wasted"], fixed[-1]["draft_forwards_wasted"])
+        kept = _ratio(vote[-1]["tau"], best_tau["tau"])
+        speed = _ratio(vote[-1]["modelled"], best_speed["modelled"])
+        measured.append(
+            {
+                "head": kind, "head_path": path, "calibrated": confidence,
+                "temperature": sampling[0], "top_k": sampling[1], "top_p": sampling[2],
+                "prompts": len(prompts), "largest": depths[-1], **spent,
+                "waste": waste, "waste_holds": None if waste is None else waste <= LIMITS["waste"],
+                "tau": kept, "tau_best_depth": best_tau["depth"],
+                "tau_holds": None if kept is None else kept >= LIMITS["tau"],
+                "modelled": speed, "modelled_best_depth": None if speed is None else best_speed["depth"],
+                "modelled_holds": None if speed is None else speed >= LIMITS["speed"],
+            }
+        )  # fmt: skip
+    return measured
+
+
+def modelled(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> float | None:
+    """Plain decoding's time per token over that of these trees' cycles, both by the costs that `tune` measured."""
+    heads = tuning["heads"] if tuning else ()
+    costs = next((head["costs_ms"] for head in heads if head["kind"] == answers[0].head), None)
+    tree = answers[0].tree
+    if costs is None or tree is None:
+        return None
+    from aerie.infer.measure.tune import Costs, counted  # imports torch
+
+    total, nodes = counted(answers)
+    draft, verify = ({int(key): value for key, value in costs[part].items()} for part in ("draft", "verify"))
+    ms = Costs(draft, verify, costs["rest"], costs["plain"]).price(total, tree.k, nodes)
+    return costs["plain"] * total.tokens / ms if total.draft_trees else None
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below

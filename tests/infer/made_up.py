@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from aerie.infer.measure.bounds import summarise
+from aerie.infer.measure.calibrate import summarise
 from aerie.infer.measure.record import Milliseconds, Record, TreeShape, line_of
 from aerie.model.storage import write_json, write_text
 

@@ -1,4 +1,4 @@
-"""Laws of the report: the contract of summary.json, an honest and self-contained page, tables, pictures."""
+"""Laws of the report: summary.json's contract, an honest and self-contained page, tables, sweeps, DEAGLE's claim."""
 
 import csv
 import html.parser
@@ -15,50 +15,77 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.infer.measure.record import SUITE, Asked, AskedCell, Record, line_of, read_records
+from aerie.configs.schema.decode import EntropyConfig, Method, MethodConfig, VoteConfig
+from aerie.infer.measure.record import (
+    SUITE,
+    Asked,
+    AskedCell,
+    AskedPoint,
+    Record,
+    SummaryRow,
+    TreeShape,
+    line_of,
+    read_records,
+    tree_shape,
+)
 from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.report import tables
 from aerie.infer.report.page import Facts, lossless, write_report
 from aerie.model.storage import write_json
-from tests.infer import test_papers as papers
-from tests.infer.calibration.made_up import analysis
-from tests.infer.made_up import drafted, record, write_run
+from tests.infer.made_up import drafted, milliseconds, record, write_run
+from tests.infer.test_calibrate import analysis
 
+GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+PROMPTS = (("sums", "a"), ("sums", "b"))
+# trees: a level costs 1 ms, verifying 2 ms for one node and 4 for 60, the rest 0.5 a cycle, a plain cycle 3
+COSTS = {"draft": {"1": [1.0, 1.0], "10": [1.0, 1.0]}, "verify": {"1": 2.0, "60": 4.0}, "rest": 0.5, "plain": 3.0}
+TUNED = {"shape": "dynamic", "levels": 6, "k": 10, "nodes": 60, "stop": {"rule": "constant"}}
+PREDICTED = {"method": "eagle2", "tree": TUNED, "tau": 3.0, "ms_per_token": 2.0, "speedup": 1.5}
+PREDICTIONS = {"choice": PREDICTED, "published": PREDICTED, "trees": [PREDICTED], "rules": []}
+TUNING: dict[str, Any] = {"chosen": "eagle1", "heads": [{"kind": "eagle1", "costs_ms": COSTS, **PREDICTIONS}]}
 ROW_KEYS = {
     "method", "head", "head_path", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree", "new_tokens",
     "tau", "tau_macro", "accepted_histogram", "tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt",
     "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes", "accept_rate",
     "identical", "mismatch", "peak_memory_gib", "ms", "status",
 }  # fmt: skip
-TREE = {"shape": "dynamic", "levels": 6, "k": 10, "nodes": 60, "stop": {"rule": "constant"}}
-PREDICTED = {"tree": TREE, "tau": 3.0, "ms_per_token": 2.0, "speedup": 1.5}
+
+
+def tree(method: Method, **changes: Any) -> TreeShape:
+    """What a record says of a method's tree with these changes."""
+    shape = tree_shape(MethodConfig.of(method, **changes))
+    assert shape is not None
+    return shape
+
+
+def voting() -> tuple[list[Record], Asked]:
+    """Fixed and voting trees of 2 and of 4 levels on two prompts, in a sweep whose 2 levels are rows too."""
+    spent: list[tuple[Method, int, tuple[int, ...], int, int, float]] = [  # ..., forwards, of them wasted, decode ms
+        ("eagle2", 2, (3, 1), 4, 2, 20.0), ("deagle", 2, (3, 1), 3, 1, 20.0),
+        ("eagle2", 4, (4,), 4, 4, 10.0), ("deagle", 4, (3, 1), 3, 2, 16.0),
+    ]  # fmt: skip
+    records = [record(prompt_id=name) for _, name in PROMPTS]  # 4 tokens after the prefill's in 40 ms
+    points = []
+    for row, (method, levels, tokens, forwards, wasted, ms) in enumerate(spent, start=1):
+        points.append(AskedPoint(row, **GREEDY, sweep="d", key="tree.levels", value=levels, prompts=PROMPTS))
+        for _, name in PROMPTS:
+            drafts = {"draft_forwards": forwards, "draft_forwards_wasted": wasted, "draft_nodes": 59 * len(tokens)}
+            drafts |= {"cycle_nodes": (59,) * len(tokens), "ms": milliseconds(10.0, 10.0 + ms)}
+            named = {"row": row, "method": method, "tree": tree(method, levels=levels), "head": "eagle1"}
+            records.append(drafted(tokens, prompt_id=name, **named, **drafts))
+    return records, Asked(tuple(AskedCell(row, **GREEDY) for row in (0, 1, 2)), tuple(points))
 
 
 def report(run: Path, output: str = "report") -> dict[str, Any]:
     """Writes the report of a run; the content of its summary.json."""
-    facts = Facts(
-        run="runs/made-up",
-        commit="0123abcd4567",
-        target={"name": "tiny <target>", "blocks": 12},
-        head={"kind": "eagle1"},
-        hardware={"device": "cpu", "threads": 1, "dtype": "float32"},
-        commands=("python infer/main.py bench --config a.yaml && true",),
-    )
+    about = {"target": {"name": "tiny <target>", "blocks": 12}, "head": {"kind": "eagle1"}}
+    hardware = {"device": "cpu", "threads": 1, "dtype": "float32"}
+    commands = ("python infer/main.py bench --config a.yaml && true",)
+    facts = Facts("runs/made-up", "0123abcd4567", **about, hardware=hardware, commands=commands)
     rows = write_report(run / "bench", run / "calibration", run / output, facts)
     summary: dict[str, Any] = json.loads((run / output / "summary.json").read_text(encoding="utf-8"))
     assert len(rows) <= len(summary["rows"])
     return summary
-
-
-def write_bench(run: Path, records: Sequence[Record], asked: Asked, head: str) -> None:
-    """A bench of these records, with a tuning of this kind of head."""
-    (run / "bench").mkdir()
-    (run / "bench" / "records.jsonl").write_text("".join(map(line_of, records)))
-    write_json(run / "bench" / SUITE, as_dict(asked))
-    costs = next(one for one in papers.TUNING["heads"] if one["kind"] == head)
-    choice = {"method": "eagle2", **PREDICTED}
-    heads = [{**costs, "head": head, "trees": [PREDICTED], "rules": [], "choice": choice, "published": PREDICTED}]
-    write_json(run / "tune" / "tune.json", {"chosen": head, "heads": heads})
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +102,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a report whose sweep is over fixed and voting depths, with a tuning."""
     run = tmp_path_factory.mktemp("swept")
-    records, asked = papers.voting()
-    main = (*asked.main, *(AskedCell(row, **papers.GREEDY) for row in (1, 2)))
-    write_bench(run, records, replace(asked, main=main), "eagle1")
+    records, asked = voting()
+    (run / "bench").mkdir()
+    (run / "bench" / "records.jsonl").write_text("".join(map(line_of, records)))
+    write_json(run / "bench" / SUITE, as_dict(asked))
+    write_json(run / "tune" / "tune.json", TUNING)
     report(run)
     return run
-
-
-@pytest.fixture
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of the words alone: drawing takes most of a report's time."""
-    monkeypatch.setattr("aerie.infer.report.page.pictures", lambda *_: {})
 
 
 class Page(html.parser.HTMLParser):
@@ -95,7 +118,8 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
-        self.feed((run / "report" / "index.html").read_text(encoding="utf-8"))
+        self.source = (run / "report" / "index.html").read_text(encoding="utf-8")
+        self.feed(self.source)
         self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -107,9 +131,7 @@ class Page(html.parser.HTMLParser):
 
 def test_summary_follows_the_contract_to_the_key(whole: Path) -> None:
     summary = json.loads((whole / "report" / "summary.json").read_text(encoding="utf-8"))
-    assert set(summary) == {
-        "schema", "run", "commit", "target", "head", "hardware", "rows", "sweeps", "calibration",
-    }  # fmt: skip
+    assert set(summary) == set("schema run commit target head hardware rows sweeps calibration".split())
     assert (summary["schema"], summary["sweeps"]) == (1, [])
     assert set(summary["calibration"]) == {"temperature", "ece", "brier", "bins"}
     assert set(summary["calibration"]["bins"][0]) == {"low", "high", "count", "confidence", "acceptance"}
@@ -125,38 +147,41 @@ def test_summary_follows_the_contract_to_the_key(whole: Path) -> None:
 
 def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_others_wrote(whole: Path, swept: Path) -> None:
     for run in (whole, swept):
-        page, source = Page(run), (run / "report" / "index.html").read_text(encoding="utf-8")
+        page = Page(run)
         assert not {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed", "img"}
         for tag, attributes in page.tags:
             assert not any(name.startswith("on") for name in attributes), tag
             for name in ("src", "href", "xlink:href"):
                 target = attributes.get(name)
                 assert target is None or target.startswith(("#", "data:,")) or (run / "report" / target).is_file()
-        assert "@import" not in source and not re.search(r"url\((?!#)", source)
+        assert "@import" not in page.source and not re.search(r"url\((?!#)", page.source)
         ids = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
         used = {str(a["xlink:href"])[1:] for _, a in page.tags if a.get("xlink:href")}
         assert len(ids) == len(set(ids)) and used and used <= set(ids)
-    source = (whole / "report" / "index.html").read_text(encoding="utf-8")
+    source = Page(whole).source
     for text in ("<b>Bold</b>", "<script>alert(1)</script>", "<max_position_embeddings>", "tiny <target>"):
         assert text.replace("<", "&lt;").replace(">", "&gt;") in source and text not in source
 
 
-def test_every_picture_is_a_file_and_those_of_earlier_input_go(tmp_path: Path, whole: Path) -> None:
+def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tmp_path: Path, whole: Path) -> None:
     drawn = {path.stem for path in (whole / "report").glob("*.svg")}
-    assert drawn >= {"tau", "speedup", "milliseconds", "depth", "reliability"}
-    assert len([name for name in drawn if name.startswith("calibration-")]) == 5
+    kept = {"tau", "speedup", "milliseconds", "depth"}
+    laws = {f"calibration-{name}" for name in ("calibrator", "by-depth", "places", "bounds", "rejections")}
+    assert drawn == kept | laws | {"reliability"}
     for path in (whole / "report").glob("*.svg"):
         assert ET.fromstring(path.read_text(encoding="utf-8")).tag.endswith("svg")  # noqa: S314 (our own file)
-    shutil.copytree(whole, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "calibration")
-    (tmp_path / "run" / "bench" / "reference.json").unlink()
-    assert report(tmp_path / "run")["calibration"] is None
-    assert {path.stem for path in (tmp_path / "run" / "report").glob("*.svg")} == drawn - {"reliability"} - {
-        name for name in drawn if name.startswith("calibration-")
-    }
-    text = Page(tmp_path / "run").text
-    assert "honest baseline" in Page(whole).text and "honest baseline" not in text
-    assert "Does a calibrator help?" in Page(whole).text and "Does a calibrator help?" not in text
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(run / "calibration")
+    (run / "bench" / "reference.json").unlink()
+    write_json(run / "bench" / SUITE, as_dict(Asked(tuple(AskedCell(row, **GREEDY) for row in (0, 1)), by_task=True)))
+    summary = report(run)
+    assert summary["calibration"] is None and {path.stem for path in (run / "report").glob("*.svg")} == kept
+    rows = [(row["method"], row["task"]) for row in summary["rows"]]
+    assert rows == [(method, task) for method in ("vanilla", "eagle2") for task in ("sums", "units", "letters")]
+    details = json.loads((run / "report" / "details.json").read_text())
+    assert [row["task"] for row in details["pooled"]] == ["all"] * 2 and len(details["by_task"]) == 6
+    for words in ("honest baseline", "Does a calibrator help?"):
+        assert words in Page(whole).text and words not in Page(run).text
 
 
 def test_the_same_input_gives_the_same_bytes(swept: Path) -> None:
@@ -177,83 +202,60 @@ def test_damaged_or_missing_input_is_an_error_with_the_command(tmp_path: Path) -
         report(tmp_path)
 
 
-@pytest.mark.usefixtures("without_pictures")
-def test_rows_by_task_are_pooled_on_the_page(tmp_path: Path) -> None:
+def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aerie.infer.report.page.pictures", lambda *_: {})
     write_run(tmp_path)
-    cells = tuple(AskedCell(row, **papers.GREEDY) for row in (0, 1))
-    write_json(tmp_path / "bench" / SUITE, as_dict(Asked(cells, by_task=True)))
-    rows = [(row["method"], row["task"]) for row in report(tmp_path)["rows"]]
-    assert rows == [(method, task) for method in ("vanilla", "eagle2") for task in ("sums", "units", "letters")]
-    details = json.loads((tmp_path / "report" / "details.json").read_text())
-    assert [row["task"] for row in details["pooled"]] == ["all"] * 2 and len(details["by_task"]) == 6
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    report(tmp_path)
-    text = Page(tmp_path).text
-    assert "36 of 36 greedy outputs are token-identical to the vanilla row and to transformers’ generate." in text
-    assert "Not lossless" not in text
     path = tmp_path / "bench" / "records.jsonl"
     records = read_records(path)
-    records[1] = replace(records[1], identical=False)
-    path.write_text("".join(map(line_of, records)))
-    report(tmp_path)
-    text = Page(tmp_path).text
-    assert "Not lossless" in text and "11/12" in text
-    assert "35 of 36 greedy outputs are token-identical to the vanilla row, 36 of 36 to" in text
+    other = [*records[:1], replace(records[1], identical=False), *records[2:]]
     failed = [replace(one, status="error", message="x", ms=None) for one in records if one.row == 1]
-    path.write_text("".join(map(line_of, failed)))
-    assert [row["status"] for row in report(tmp_path)["rows"]] == ["error"]
-    assert "Failed, so no figure" in Page(tmp_path).text and "Not checked" in Page(tmp_path).text
+    for answers, words in (
+        (records, ("36 of 36 greedy outputs are token-identical to the vanilla row, 36 of 36 to", "Lossless")),
+        (other, ("35 of 36 greedy outputs", "Not lossless", "11/12")),
+        (failed, ("Failed, so no figure", "Not checked")),
+    ):
+        path.write_text("".join(map(line_of, answers)))
+        report(tmp_path)
+        assert all(text in Page(tmp_path).text for text in words)
     (row,) = [summary_row(one) for one in group([record(), drafted((3, 1))]) if one.first.method == "eagle2"]
-    compared = {"identical_to_generate": 1, "compared_to_generate": 1}
-    states = [
-        lossless([row], [compared]), lossless([row], [{**compared, "identical_to_generate": 0}]),
-        lossless([row, replace(row, status="error")], [compared, compared]),
-        lossless([row, replace(row, temperature=1.0, verify="typical (not lossless)")], [compared, compared]),
-    ]  # fmt: skip
-    assert [found["state"] for found in states] == ["good", "bad", "partial", "partial"]
+    same = {"identical_to_generate": 1, "compared_to_generate": 1}
+    lossy = replace(row, temperature=1.0, verify="typical (not lossless)")
+    for rows, extras, state in (
+        ([row], [same], "good"), ([row], [{**same, "identical_to_generate": 0}], "bad"),
+        ([row, replace(row, status="error")], [same, same], "partial"), ([row, lossy], [same, same], "partial"),
+    ):  # fmt: skip
+        assert lossless(rows, extras)["state"] == state
 
 
-def test_the_page_has_every_section_that_was_measured_and_words_that_fit_its_figures(swept: Path) -> None:
+def test_the_page_has_what_was_measured_in_words_that_fit_its_figures(swept: Path, tmp_path: Path) -> None:
     text = Page(swept).text
     for words in (
         "In words", "As published, on their models", "measured here", "Llama3-8B on MT-bench",
         "With room for 4 levels the vote wastes 4 draft forwards, the fixed tree 8: 0.50 times as many. The claim, at "
         "most 0.5 times as many, holds here.", "50.0 % of the fixed tree’s best", "at least 97 %, does NOT hold here",
-        "Tuned to this machine: eagle2 on the eagle1 head with at most 6 levels, k 10 and 60 nodes, predicted to be "
-        "1.50 times as fast",
+        "wasted forwards holds, tau does NOT hold, modelled speed holds.", "predicted to be 1.50 times as fast",
     ):  # fmt: skip
         assert words in text, words
-    summary = re.search(r"DEAGLE’s claim, on the eagle1 head: with room.*?prompts\)", text)
-    assert summary and "it holds for wasted forwards and modelled speed; it does not hold for tau" in summary.group()
     assert "ablation" not in text and "By context length" not in text  # were not measured
-
-
-def test_rows_and_sweeps_are_text_tables_and_a_sweep_that_is_gone_takes_its_file(swept: Path, tmp_path: Path) -> None:
     with (swept / "report" / "sweeps.csv").open(newline="") as file:
-        points = list(csv.DictReader(file))
-    assert [(p["value"], p["method"], float(p["tau"])) for p in points] == [
-        ("2", "eagle2", 2.0), ("2", "deagle", 2.0), ("4", "eagle2", 4.0), ("4", "deagle", 2.0),
-    ]  # fmt: skip
+        points = [(p["value"], p["method"], float(p["tau"])) for p in csv.DictReader(file)]
+    assert points == [("2", "eagle2", 2.0), ("2", "deagle", 2.0), ("4", "eagle2", 4.0), ("4", "deagle", 2.0)]
     main, sweep = (swept / "report" / "table.md").read_text().split("\nSweep d:\n\n")
     header, _, first, *_ = sweep.splitlines()
     assert header.startswith("| tree.levels | head | method |") and header.count("|") == first.count("|")
     assert first.startswith("| 2 | eagle1 | eagle2 | 2 levels, k 10, 60 nodes |") and len(main.splitlines()) == 2 + 3
-    shutil.copytree(swept, tmp_path / "run")
-    (tmp_path / "run" / "bench" / SUITE).unlink()
-    report(tmp_path / "run")
-    assert not [*(tmp_path / "run" / "report").glob("sweep*")] and "sweeps.csv" not in Page(tmp_path / "run").text
+    run = shutil.copytree(swept, tmp_path / "run")
+    (run / "bench" / SUITE).unlink()
+    report(run)
+    assert not [*(run / "report").glob("sweep*")] and "sweeps.csv" not in Page(run).text
 
 
 def test_tables_show_each_row_with_its_figures_and_a_failure_with_its_message() -> None:
     records = [record(prompt_id=str(n)) for n in range(3)] + [drafted((3, 1), prompt_id=str(n)) for n in range(3)]
-    records += [
-        drafted((2, 2), row=2, prompt_id="0"),
-        drafted((), row=2, prompt_id="1", status="error", message="a | b"),
-    ]
+    records.append(drafted((2, 2), row=2, prompt_id="0"))
+    records.append(drafted((), row=2, prompt_id="1", status="error", message="a | b"))
     rows = [summary_row(members) for members in group(records)]
     header, _, vanilla, eagle, failed = tables.console_table(rows).splitlines()
     assert header.split() == ["method", "tree", "T", "tau", "speedup", "95", "%", "interval", "identical"]
@@ -267,3 +269,66 @@ def test_tables_show_each_row_with_its_figures_and_a_failure_with_its_message() 
     assert (lines[2]["tau"], lines[2]["ms_wall"], lines[2]["speedup_low"]) == ("", "", "")
     warm = replace(rows[1], temperature=0.6, top_p=0.8, verify="typical (not lossless)")
     assert tables.sampling_text(warm) == "0.6, top-p 0.8" and "NOT lossless" in tables.tree_text(warm)
+
+
+def test_deagles_ratios_are_of_the_vote_on_the_same_prompts_and_held_to_their_limits() -> None:
+    records, asked = voting()
+    (claim,) = tables.claims(records, asked, TUNING)
+    assert (claim["head"], claim["largest"], claim["prompts"]) == ("eagle1", 4, 2)
+    assert (claim["waste"], claim["waste_holds"]) == (4 / 8, True)
+    assert (claim["tau"], claim["tau_best_depth"], claim["tau_holds"]) == (2 / 4, 4, False)
+    assert [one["tau"] for one in claim["fixed"]] == [2.0, 4.0]
+    assert [one["speedup"] for one in claim["vote"]] == [pytest.approx(2.0), pytest.approx(2.5)]
+    # 8 tokens in 4 cycles: drafting 4 + 4, verifying 16, the rest 2; the vote drafts two levels fewer
+    # 8 tokens in 2 cycles: drafting 2 + 6, verifying 8, the rest 1
+    assert [one["modelled"] for one in claim["fixed"]] == [pytest.approx(24 / 26), pytest.approx(24 / 17)]
+    assert [one["modelled"] for one in claim["vote"]] == [pytest.approx(1.0), pytest.approx(1.0)]
+    assert (claim["modelled"], claim["modelled_best_depth"], claim["modelled_holds"]) == (pytest.approx(1.0), 2, True)
+    fewer = replace(asked.points[3], prompts=PROMPTS[:1])
+    failed = [replace(one, status="error", message="x", ms=None) if one.row == 4 else one for one in records]
+    for answers, points in ((records, asked.points[:3]), (records, (*asked.points[:3], fewer)), (failed, asked.points)):
+        assert tables.claims(answers, replace(asked, points=points), TUNING) == []
+    idle = [replace(one, draft_forwards_wasted=0) if one.row == 3 else one for one in records]
+    (claim,) = tables.claims(idle, asked, None)  # no costs, no waste: no ratios
+    assert {claim[name] for name in ("modelled", "modelled_holds", "modelled_best_depth", "waste")} == {None}
+
+
+def point(key: str, value: Any, method: Method, changes: dict[str, Any] | None = None, **answer: Any) -> SummaryRow:
+    """A point of sweep "s": one greedy answer of 4 tokens in 2 cycles."""
+    values = {"head": "eagle1", "row": 1, "tree": tree(method, **(changes or {})), **answer}
+    row = summary_row(group([drafted((3, 1), method=method, **values)])[0])
+    return replace(row, sweep="s", key=key, value=value)
+
+
+def test_a_sweeps_line_is_one_row_along_its_values_and_is_called_by_what_tells_it_apart() -> None:
+    stops: Sequence[dict[str, Any]] = ({}, {"stop": VoteConfig(signals=("momentum",))})
+    points = [point("tree.levels", n, "deagle", {"levels": n, **stop}) for n in (6, 4) for stop in stops]
+    (grid,) = tables.sweep_grids(points)
+    assert [line.label for line in grid.lines] == ["deagle", "deagle, signals momentum"] and grid.values == (4, 6)
+    assert grid.lines[1].at(6) is points[1] and grid.lines[1].at(7) is None and grid.picture == "sweep-0"
+    ranks = [point("tree.rank", rank, "eagle2", {"rank": rank}) for rank in ("survival", "confidence")]
+    (grid,) = tables.sweep_grids(ranks)
+    assert grid.picture is None and grid.values == ("survival", "confidence") and len(grid.lines) == 1
+    for varied in (
+        [point("tree.stop.h", h, "svip", {"stop": EntropyConfig(h=h)}) for h in (0.2, 0.4)],
+        [point("temperature", t, "eagle2", temperature=t, identical=None) for t in (0.0, 1.0)],
+        [point("method", name, name) for name in ("deagle", "svip")],
+    ):
+        assert len(tables.sweep_lines(varied)) == 1
+    shapes: Sequence[dict[str, Any]] = ({"nodes": 20}, {}, {})
+    apart = [point("tree.levels", 4, "eagle2", {"levels": 4, **shape}) for shape in shapes]
+    lines = tables.sweep_lines([*apart[:2], replace(apart[2], head_path="runs/other")])
+    assert [line.label for line in lines][2] == "eagle2, runs/other head, 60 nodes"
+
+
+def test_published_lines_stand_below_the_measured_row() -> None:
+    lines = [(key, line) for key, members in tables.published_methods().items() for line in members]
+    assert len({(*key, line.label, line.note) for key, line in lines}) == len(lines) > 40
+    best = tables.published("ablation").lines[0].at("EAGLE-2")
+    assert (best.speedup, best.tau) == (3.62, 4.98)
+    hydra, svip = (replace(point("", None, method), task="all") for method in ("hydra", "svip"))
+    shown = tables.beside([hydra, svip], [(0, replace(hydra, task="gsm8k", tau=3.0))])
+    assert [(method, line.published) for method, _, line in shown] == [("hydra", n > 0) for n in range(3)]
+    assert (shown[0][2].at("mean").tau, shown[0][2].at("gsm8k").tau) == (2.0, 3.0)
+    paper = shown[1][2].at("mt_bench")
+    assert shown[1][2].label == "Vicuna 13B" and (paper.speedup, paper.tau) == (2.88, 3.65)

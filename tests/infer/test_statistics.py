@@ -9,20 +9,9 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
+from aerie.infer.measure import statistics
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, read_as
-from aerie.infer.measure.statistics import (
-    context_rows,
-    distinct_ngrams,
-    group,
-    main_groups,
-    reached,
-    repeats,
-    speedups,
-    summary_row,
-    sweep_rows,
-    tau_difference,
-    tau_interval,
-)  # fmt: skip
+from aerie.infer.measure.statistics import context_rows, group, speedups, tau_difference, tau_interval
 from aerie.model.storage import write_json
 from tests.infer.made_up import drafted, milliseconds, record
 
@@ -41,31 +30,26 @@ def two_prompts() -> list[Record]:
 
 
 def rows_of(records: list[Record]) -> list[dict[str, Any]]:
-    return [summary_row(members).as_dict() for members in group(records)]
+    return [statistics.summary_row(members).as_dict() for members in group(records)]
 
 
-def test_tau_counts_the_bonus_but_not_the_prefills_token_and_speedup_is_of_decode_seconds() -> None:
-    vanilla, eagle = rows_of(two_prompts())
+def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_is_of_decode_seconds() -> None:
+    records = two_prompts()
+    vanilla, eagle = rows_of([*records[:3], replace(records[3], identical=False)])
     assert (vanilla["tau"], vanilla["speedup"], vanilla["speedup_ci95"]) == (1.0, 1.0, [1.0, 1.0])
     assert eagle["tau"] == (5 + 9 - 2) / 6 and eagle["tau_macro"] == (4 / 2 + 8 / 4) / 2
     # 12 decoded tokens each; 120 ms of vanilla, 10 + 40 ms of eagle2
     assert eagle["speedup"] == pytest.approx(120 / 50) and eagle["tokens_per_s"] == pytest.approx(12 / 0.050)
     assert eagle["speedup_mean_per_prompt"] == pytest.approx((40 / 10 + 80 / 40) / 2)
     assert eagle["speedup_with_prefill"] == pytest.approx(140 / 80)  # all 14 new tokens; walls of 140 and 80 ms
-    (pooled,) = rows_of([drafted((5,), prompt_id="a"), drafted((1, 1, 1), prompt_id="b")])
-    assert (pooled["tau"], pooled["tau_macro"]) == (8 / 4, (5 + 1) / 2)
-
-
-def test_a_row_sums_counts_and_times_and_takes_the_largest_memory() -> None:
-    records = two_prompts()
-    _, eagle = rows_of([*records[:3], replace(records[3], identical=False)])
     assert (eagle["prompts"], eagle["new_tokens"], eagle["peak_memory_gib"]) == (2, 14, 1.5)
     assert (eagle["target_forwards"], eagle["draft_forwards"], eagle["draft_nodes"]) == (6, 36, 90)
     assert eagle["accept_rate"] == (2 + 0 + 3 + 0 + 1 + 0) / 90
     assert (eagle["ms"]["wall"], eagle["ms"]["draft"]) == (80.0, 12.0)
     assert (eagle["identical"], eagle["mismatch"]) == (1, 1)
-    plain, eagle = rows_of([record(), drafted((3, 1)), drafted((4, 1, 1), prompt_id="1")])
-    assert (plain["accepted_histogram"], eagle["accepted_histogram"]) == ([4], [3, 0, 1, 1, 0, 0, 0])
+    assert (vanilla["accepted_histogram"], eagle["accepted_histogram"]) == ([12], [3, 1, 1, 1, 0, 0, 0])
+    (pooled,) = rows_of([drafted((5,), prompt_id="a"), drafted((1, 1, 1), prompt_id="b")])
+    assert (pooled["tau"], pooled["tau_macro"]) == (8 / 4, (5 + 1) / 2)
 
 
 def test_speedup_uses_only_prompts_that_are_ok_in_both_and_a_failed_row_has_no_figure() -> None:
@@ -132,12 +116,7 @@ def test_compared_rows_are_pooled_and_paired_by_prompt() -> None:
 
 def slow(**changes: Any) -> Record:
     """Vanilla on a prompt of 100 tokens: 40 more tokens of 10 ms each."""
-    values: dict[str, Any] = {
-        "prompt_tokens": 100,
-        "new_tokens": 41,
-        "cycle_ms": (10.0,) * 40,
-        "cycle_nodes": (0,) * 40,
-    }
+    values = {"prompt_tokens": 100, "new_tokens": 41, "cycle_ms": (10.0,) * 40, "cycle_nodes": (0,) * 40}
     spent = {"accepted": (0,) * 40, "cycle_tokens": (1,) * 40, "target_forwards": 40}
     return record(**{**values, **spent, "ms": milliseconds(5.0, 405.0), **changes})
 
@@ -161,13 +140,8 @@ def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
     assert (last.tau, last.new_tokens, last.accept_rate) == (pytest.approx(4.0), 10, pytest.approx(3 / 6))
     repeated = {key: one.repeated for key, one in measured.items()}
     assert repeated[103, "cumulative"] is None and repeated[111, "cumulative"] == 0.0  # no 4-gram ends at 103 yet
-    assert not {"tau_macro", "ms", "identical", "draft_forwards"} & last.as_dict().keys() and "span" in last.as_dict()
     assert repeated[141, "cumulative"] == pytest.approx(17 / 38) and repeated[131, "bucket"] == pytest.approx(7 / 20)
-
-
-def test_ngrams_do_not_cross_answers_and_are_repeated_where_their_own_answer_had_them() -> None:
-    assert distinct_ngrams([[1, 2, 3, 4, 5], [1, 2, 3, 4], [7, 8]]) == (2, 3)
-    assert repeats([1, 2, 1, 2, 1, 2, 3], size=2) == [False, False, True, True, True, False]
+    assert not {"tau_macro", "ms", "identical", "draft_forwards"} & last.as_dict().keys() and "span" in last.as_dict()
 
 
 def test_context_lengths_that_no_pair_reaches_or_the_target_does_not_know_are_left_out() -> None:
@@ -177,9 +151,7 @@ def test_context_lengths_that_no_pair_reaches_or_the_target_does_not_know_are_le
     cumulative = [one for one in context_rows(members, (105, 120, 200), 150) if one.span == "cumulative"]
     assert [(one.value, one.prompts) for one in cumulative] == [(105, 2), (120, 1)]
     assert {one.value for one in context_rows(members, (105, 120), 110)} == {105}
-    assert reached(slow(), 0, 100) is None and reached(slow(), 0, 142) is None
-    part = reached(slow(), 64, 128)
-    assert part is not None and part[:2].tolist() == [27, 270.0]
+    assert context_rows(members, (100, 142), None) == []  # before the answers begin, after they end
     _, failed = group([slow(), slow(prompt_id="1"), fast(), fast(status="error", message="x", prompt_id="1")])
     assert context_rows(failed, (111,), None) == []
 
@@ -197,12 +169,11 @@ def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts
     asked = Asked((AskedCell(0, **GREEDY), AskedCell(1, **GREEDY)), points, True, (128,), 512)
     write_json(tmp_path / SUITE, as_dict(asked))
     assert read_as(tmp_path / SUITE, Asked) == asked
-    assert [members.first.row for members in main_groups(records, asked)] == [0, 1]
-    assert main_groups(records, None)[2].first.row == 2 and sweep_rows(records, None) == []
-    rows = sweep_rows(records, asked)
-    assert [(one.value, one.prompts, one.speedup) for one in rows] == [
-        (6, 1, pytest.approx(2.0)), ([8, "x"], 1, pytest.approx(8.0)), (9, 1, None),
-    ]  # fmt: skip
+    assert [members.first.row for members in statistics.main_groups(records, asked)] == [0, 1]
+    assert statistics.main_groups(records, None)[2].first.row == 2 and statistics.sweep_rows(records, None) == []
+    rows = statistics.sweep_rows(records, asked)
+    measured = [(one.value, one.prompts, one.speedup) for one in rows]
+    assert measured == [(6, 1, pytest.approx(2.0)), ([8, "x"], 1, pytest.approx(8.0)), (9, 1, None)]
     assert rows[2].status == "error" and "speedup" not in rows[2].as_dict()
     write_json(tmp_path / SUITE, {"main": [{"row": 1}]})
     with pytest.raises(UserError, match=r"suite\.json: main\.0\.temperature: .*measure again"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
-from aerie.infer.measure import replay, tune
+from aerie.infer.measure import tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target
@@ -22,7 +22,7 @@ from tests import tiny
 from tests.infer.test_main import run
 
 LEVELS, K, NEW = 5, 6, 20
-COSTS = replay.Costs(draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5)
+COSTS = tune.Costs(draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5)
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +36,21 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target, l
 def test_a_replay_counts_what_the_decoder_does(miniature: tuple[Path, Target, list[Tensor]], kind: str) -> None:
     heads, target, prompts = miniature
     drafter = Drafters(target).of(str(heads / kind))
-    recording = replay.record(target, drafter, prompts, LEVELS, K, NEW)
+    recording = tune.record(target, drafter, prompts, LEVELS, K, NEW)
 
-    def both(tree: tune.GrownConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        found = replay.cycles(
-            recording, replay.accepted(replay.path_ranks(recording, tree.levels, tree.k), tree.nodes), tree.levels
-        )
+    for levels, k, nodes in ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5), (5, 3, 10)):
+        tree = tune.tree_with(levels, k, nodes)
+        ours = tune.replayed(recording, tune.path_ranks(recording, tree.levels, tree.k), tree.levels, tree.nodes)
         decoder = SpeculativeDecoder(target, drafting(drafter, tree))
-        real = [decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts]
-        names = ("new_tokens", "target_forwards", "draft_forwards")
-        tokens, forwards, drafted = (sum(getattr(one, name) for one in real) for name in names)
-        return (found.tokens, found.target_forwards, found.draft_levels), (tokens - len(prompts), forwards, drafted)
-
-    for levels, k, nodes in ((1, K, 4), (5, K, 20), (4, K, 60), (4, 1, 5)):
-        ours, real = both(tune.tree_with(levels, k, nodes))  # a chain, or as wide as the recording: exactly
-        assert ours == real
-    ours, real = both(tune.tree_with(5, 3, 10))  # a narrower tree: to a cycle an answer, and never overrated
-    assert ours[0] == real[0] and 0 <= ours[1] - real[1] <= len(prompts)
+        answers = [decoder.generate(ids, max_new_tokens=NEW, do_sample=False).statistics for ids in prompts]
+        real, _ = tune.counted(answers)
+        if k in (1, K):  # a chain, or as wide as the recording: exactly
+            assert ours == real
+        else:  # narrower: to a cycle an answer, and never overrated
+            assert ours.tokens == real.tokens and 0 <= ours.target_forwards - real.target_forwards <= len(prompts)
 
 
-def hand_made() -> replay.Recording:
+def hand_made() -> tune.Recording:
     """One answer of 7 tokens, 5 6 7 8 5 6 7, with a draft at each place: always the next token first, then token 9.
 
     Two levels, two children, each with probability 0.8 or 0.2.
@@ -71,36 +66,33 @@ def hand_made() -> replay.Recording:
         survival[place, 0, 0] = np.log([0.8, 0.2])
         survival[place, 1] = np.log([[0.64, 0.16], [0.16, 0.04]])
     frontier, left = np.tile([0, 1], (places, 2, 1)), np.arange(places, 0, -1)
-    return replay.Recording(
-        tokens, survival, frontier, np.full(places, 2), ahead, np.zeros(places, dtype=np.int64), left
-    )
+    return tune.Recording(tokens, survival, frontier, np.full(places, 2), ahead, np.zeros(places, dtype=np.int64), left)
 
 
 def test_ranks_cycles_and_prices_by_hand() -> None:
     found = hand_made()
-    ranks = replay.path_ranks(found, 2, 2)
+    ranks = tune.path_ranks(found, 2, 2)
     missing = np.iinfo(np.int64).max
     assert ranks[:-1].tolist() == [[0, 1]] * 5 and ranks[-1].tolist() == [0, missing]  # 0.8 first, 0.64 second
     # six tokens: 2 drafted + 1 of the target's, twice; a tree of two nodes takes one drafted token a cycle
-    assert replay.cycles(found, replay.accepted(ranks, 3), 2) == replay.Cycles(6, 2, 2, 4)
-    assert replay.cycles(found, replay.accepted(ranks, 2), 2) == replay.Cycles(6, 3, 3, 6)
-    assert replay.accepted(ranks, 1000)[-1] == 1  # what no tree has is not accepted, however many nodes one has
+    assert tune.replayed(found, ranks, 2, 3) == tune.Cycles(6, 2, 2, 4)
+    assert tune.replayed(found, ranks, 2, 2) == tune.Cycles(6, 3, 3, 6)
     # two drafting cycles of three levels in sum with k 2 (1.5 and 0.75 between the measured widths), one without
     expected = (2 * 1.5 + 0.75) + 2 * 15.0 + 10.0 + 3 * 1.0
-    assert replay.price(replay.Cycles(6, 3, 2, 3), 2, 6, COSTS) == pytest.approx(expected)
+    assert COSTS.price(tune.Cycles(6, 3, 2, 3), 2, 6) == pytest.approx(expected)
 
 
 def test_a_prediction_is_the_price_of_its_cycles_and_dear_nodes_make_small_trees() -> None:
-    made = tune.HeadTuning.__new__(tune.HeadTuning)
+    made = object.__new__(tune.HeadTuning)
     made.kind, made.costs, made.recording = "eagle1", COSTS, hand_made()
-    (found,) = made.replayed([DynamicConfig(levels=2, k=2, nodes=3)])
+    (found,) = made.replay([DynamicConfig(levels=2, k=2, nodes=3)])
     each = (2 * 1.5 + 2 * 0.75 + 2 * 12.0 + 2 * 1.0) / 6
     assert found.tau == 3.0 and found.ms_per_token == pytest.approx(each)
     assert found.speedup == pytest.approx(10.5 / each)
     best = []
     for ms in (10.0, 900.0):
         made.costs = replace(COSTS, verify={1: 10.0, 60: ms})
-        best.append(made.replayed(tune.trees_up_to(2, 2))[0].tree.nodes)
+        best.append(made.replay(tune.trees_up_to(2, 2))[0].tree.nodes)
     assert best[0] >= 3 > best[1]
 
 

@@ -1,0 +1,417 @@
+"""Calibrating: what is said of recorded tables, the oracle, calibrators, and static trees rebuilt from ranks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema import decode as schema
+from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.calibrator import FLOOR, Calibrator, load, save
+from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.drafters.lm import DraftLMDrafter
+from aerie.infer.decode.drafters.multi_token import MedusaDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
+from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.shape import Cycle, Drafter
+from aerie.infer.decode.tree import Proposal, Tree, ancestors
+from aerie.infer.decode.verify import Verdict
+from aerie.infer.measure import calibrate
+from aerie.infer.measure.cycles import COLUMNS, LAWS, oracle_length
+from aerie.infer.measure.lossless import VOCABULARY, write_miniature
+from aerie.model.storage import digests
+from aerie.model.target import Target
+from tests import tiny
+from tests.infer.made_up import nodes_and_cycles
+from tests.infer.test_engine import greedy
+from tests.infer.test_main import recipe, refused, run
+
+__all__ = ["recipe"]
+WIDE = DynamicConfig(levels=3, k=4, nodes=8)
+CHAIN = schema.ChainConfig(levels=2)
+MEDUSA = StaticConfig(choices=((0,), (1,), (0, 0)), children="best")
+QUESTIONS = [(torch.tensor([[7, 9, 11, 23, 5]]), "count"), (torch.tensor([[8, 30, 12]]), "sort")]
+SECTION = CalibrateConfig(PromptsConfig("none", max_new_tokens=14), ranks=6)
+KNOTS = Calibrator(2.0, (0.2, 0.6, 0.8), (0.1, 0.5, 0.9))
+
+
+def laws(count: int, **columns: Any) -> pd.DataFrame:
+    """Laws with these columns; what is left out is zero (ranked: one column)."""
+    table = pd.DataFrame({name: columns.get(name, [0] * count) for name in ("prompt", "cycle", *LAWS)})
+    table["ranked"] = columns.get("ranked", [[0.0]] * count)
+    return table.astype(dict.fromkeys(("agrees", "accepted", "followed"), bool))
+
+
+def recording(**tables: pd.DataFrame) -> calibrate.Recording:
+    """A recording of 12 prompts in two tasks with these tables; the others are empty."""
+    empty = {name: pd.DataFrame(columns=["prompt", "cycle", *names]) for name, names in COLUMNS.items()}
+    return calibrate.Recording({**empty, **tables}, ("sums", "code") * 6, 0.0)
+
+
+def analysis() -> dict[str, Any]:
+    """The content of analysis.json for made-up nodes, laws, frontiers and oracle lengths of 12 prompts in two tasks."""
+    generator = np.random.default_rng(0)
+    nodes, cycles = nodes_and_cycles(generator)
+    nodes["place"] = generator.choice(["0", "1", "0.0", "0.1", "0.0.0"], len(nodes))
+    cells = 80
+    p, q = generator.dirichlet(np.full(8, 0.4), cells), generator.dirichlet(np.full(8, 0.4), cells)
+    accepted = generator.random(cells) < 0.7
+    made = laws(
+        cells, prompt=np.arange(cells) % 12, cycle=np.arange(cells) // 24, depth=1 + np.arange(cells) // 12 % 2,
+        token=np.arange(cells) % 9, q=q.max(1), p=p[np.arange(cells), q.argmax(1)], acceptance=accepted,
+        accepted=accepted, followed=accepted, top_q=q.max(1), agrees=accepted, tvd=1 - np.minimum(p, q).sum(1),
+        kl_pq=(p * np.log(p / q)).sum(1), kl_qp=(q * np.log(q / p)).sum(1), entropy=-(q * np.log(q)).sum(1),
+        ranked=np.sort(np.log(q))[:, [7, 6, 4, 0]].tolist(),
+    )  # fmt: skip
+    frontier = nodes[["prompt", "cycle", "depth", "survival"]].assign(accepted=nodes.acceptance > 0)
+    for name in ("levels", "oracle"):
+        cycles[name] = generator.integers(1, 9, len(cycles))
+    cycles["position"], cycles["cap"] = generator.integers(20, 200, len(cycles)), 9
+    made_up = recording(nodes=nodes, cycles=cycles, laws=made, frontier=frontier)
+    fitted = calibrate.fit_and_score(made_up, 20)
+    assert fitted is not None
+    return {**calibrate.analyse(made_up, lambda token: f"<script>{token}"), "calibrator": fitted[1]}
+
+
+# Tables by hand
+
+
+def test_bins_hold_counts_and_means_and_ece_and_brier_follow() -> None:
+    confidence, acceptance = np.array([0.1, 0.2, 0.6, 0.8, 1.0]), np.array([0.0, 1.0, 1.0, 0.0, 1.0])
+    found = calibrate.reliability(confidence, acceptance, bins=2)
+    low, high = found["bins"]
+    assert (low["low"], low["high"], low["count"], high["count"]) == (0.0, 0.5, 2, 3)  # the last bin is closed
+    assert (low["confidence"], low["acceptance"]) == (pytest.approx(0.15), pytest.approx(0.5))
+    assert found["ece"] == pytest.approx((2 * abs(0.15 - 0.5) + 3 * abs(0.8 - 2 / 3)) / 5)
+    assert found["brier"] == pytest.approx((0.01 + 0.64 + 0.16 + 0.64 + 0.0) / 5)
+    # accepted with 0.3: 0.3 * (0.5 - 1)^2 + 0.7 * 0.5^2
+    assert calibrate.reliability(np.array([0.5]), np.array([0.3]))["brier"] == pytest.approx(0.25)
+    # values on an edge in single precision are in the bin above it
+    edges = (np.arange(20, dtype=np.float32) / np.float32(20)).astype(np.float64)
+    assert [item["count"] for item in calibrate.reliability(edges, np.zeros(20))["bins"]] == [1] * 20
+
+
+def test_the_summary_counts_depths_splits_prompts_in_halves_and_is_json_even_without_nodes() -> None:
+    # cycle 0 accepts two tokens and misses the third level; cycle 1 accepts none of two siblings
+    nodes = pd.DataFrame({"prompt": 0, "depth": [1, 2, 3, 1, 1], "confidence": [0.9, 0.7, 0.5, 0.6, 0.2]})
+    nodes["acceptance"] = [1.0, 1.0, 0.0, 0.0, 0.0]
+    first, second, third = calibrate.summarise(nodes, pd.DataFrame({"accepted": [2, 0]}), 0.0)["by_depth"]
+    assert (first["nodes"], first["cycles"], first["survived"], first["conditional"]) == (3, 2, 0.5, 0.5)
+    assert (first["confidence"], first["acceptance"]) == (pytest.approx(1.7 / 3), pytest.approx(1 / 3))
+    assert (second["nodes"], second["cycles"], second["survived"], second["conditional"]) == (1, 1, 0.5, 1.0)
+    assert (third["survived"], third["conditional"]) == (0.0, 0.0)
+    nodes, cycles = nodes_and_cycles(np.random.default_rng(0))
+    value = calibrate.summarise(nodes, cycles, 0.0)
+    fit, other = value["halves"]["fit"], value["halves"]["held_out"]
+    assert fit["prompts"] + other["prompts"] == 12 and 0 < fit["prompts"] < 12
+    assert fit["nodes"] + other["nodes"] == value["nodes"] == len(nodes)
+    assert value["halves"]["difference"]["ece"] == pytest.approx(other["ece"] - fit["ece"])
+    empty = json.loads(json.dumps(calibrate.summarise(nodes[:0], cycles[:0], 0.0), allow_nan=False))
+    assert empty["ece"] is None and empty.keys() == value.keys() and len(empty["bins"]) == 20
+
+
+def test_equations_22_to_24_by_depth() -> None:
+    frontier = pd.DataFrame({"prompt": 0, "cycle": [0, 0, 0, 1, 1], "depth": [1, 1, 2, 1, 2]})
+    frontier["survival"], frontier["accepted"] = [0.6, 0.3, 0.6, 0.7, 0.2], [True, False, True, True, False]
+    cycles = pd.DataFrame({"prompt": [0, 0], "cycle": [0, 1], "accepted": [1, 1]})
+    first, second = calibrate.level_table(frontier, cycles)
+    assert (first["mass"], first["held"], first["reached"]) == (pytest.approx(0.8), 1.0, 1.0)
+    assert (second["mass"], second["held"], second["reached"]) == (pytest.approx(0.4), 0.5, 0.0)
+    assert (second["cycles"], second["expected"]) == (2, pytest.approx(1.2))
+
+
+def test_equation_13_is_a_theorem_of_drafted_children_and_15_to_19_fail_where_an_indicator_is_far_off() -> None:
+    # p = (.5, .5), q = (.8, .2): TV .3, KL(p||q) = .5 ln(.5/.8) + .5 ln(.5/.2) = .2231, bound .334
+    kl = 0.5 * np.log(0.5 / 0.8) + 0.5 * np.log(0.5 / 0.2)
+    made = laws(3, q=[0.8] * 3, p=[0.5] * 3, largest_gap=[0.3, 0.31, 0.1], tvd=[0.3] * 3, kl_pq=[kl, 0.1, np.inf])
+    found = calibrate.inequalities(made)["inequalities"]
+    assert found["gap_above_tv"] == pytest.approx(1 / 3)  # .31 > .3: no pair of laws does that
+    assert found["tv_above_bound"] == pytest.approx(1 / 3)  # .3 > sqrt(.05), and an infinite bound cannot fail
+    assert found["gap"] == pytest.approx(0.3) and found["bound"] == pytest.approx((np.sqrt(kl / 2) + np.sqrt(0.05)) / 2)
+    # agrees with c = .6, TV = .1, bound .2: |1 - .6| = .4 is above both; with TV .5 it is within
+    made = laws(3, agrees=[True, True, False], top_q=[0.6, 0.6, 0.2], tvd=[0.1, 0.5, 0.1], kl_pq=[0.08, 0.5, 0.08])
+    found = calibrate.inequalities(made)["deagle"]
+    assert found["greedy_agreement"] == found["above_tv"] == pytest.approx(2 / 3)  # tokens 0 and 2 (.2 > .1)
+    assert found["above_bound"] == pytest.approx(1 / 3)  # token 2: .2 is not above sqrt(.04) = .2
+
+
+def random_laws(seed: int, count: int = 50) -> pd.DataFrame:
+    generator = np.random.default_rng(seed)
+    p, q = generator.dirichlet(np.full(6, 0.5), count), generator.dirichlet(np.full(6, 0.5), count)
+    kl, entropy = (q * np.log(q / p)).sum(1), -(q * np.log(q)).sum(1)
+    return laws(count, kl_qp=kl, entropy=entropy, tvd=1 - np.minimum(p, q).sum(1))
+
+
+def test_equations_3_and_12_bound_the_acceptance_of_random_laws() -> None:
+    found = calibrate.acceptance_bounds(random_laws(0), c=0.15)
+    assert found["holds"]["oracle"] == found["holds"]["bretagnolle_huber"] == 1.0 > found["holds"]["approximation"]
+    made = laws(2, tvd=[0.2, 0.9], kl_qp=[0.08, 8.0], entropy=[1.0, 0.04])
+    found = calibrate.acceptance_bounds(made, c=0.25)
+    assert found["acceptance"] == pytest.approx(0.45)
+    assert found["means"]["oracle"] == pytest.approx((0.8 + 0.0) / 2)  # 1 - sqrt(.04); 1 - 2 says nothing
+    assert found["means"]["approximation"] == pytest.approx((0.5 + 0.9) / 2)
+    assert found["holds"] == {"oracle": 1.0, "approximation": 0.5, "bretagnolle_huber": 1.0}  # .1 < .9
+    assert found["tighter"] == 0.5 and found["curve"]["acceptance"] == pytest.approx([0.1, 0.8])  # sorted
+    assert found["curve"]["approximation"] == pytest.approx([0.9, 0.5])
+
+
+def test_equation_8_says_when_the_approximation_is_below_the_bound_and_9_is_the_most_likely_gamma_law() -> None:
+    made = random_laws(2)
+    rows = calibrate.entropy_ratio(made, (0.1, 0.5, 3.0))["by_c"]
+    for row in rows:
+        below = np.sqrt(row["c"] * made.entropy) >= np.sqrt(made.kl_qp / 2) - 1e-12
+        assert row["conservative"] == pytest.approx(below.mean()) and row["holds"] >= row["conservative"]
+    assert rows[0]["conservative"] < rows[1]["conservative"] < rows[2]["conservative"]
+    values = np.random.default_rng(0).gamma(0.7, 1 / 2.5, 4000)
+    ratio = calibrate.entropy_ratio(laws(4000, kl_qp=values, entropy=np.ones(4000)))["ratio"]
+    assert sum(ratio["expected"]) == pytest.approx(4000) and sum(ratio["counts"]) == 4000
+    assert ratio["gamma"] == {"alpha": pytest.approx(0.7, rel=0.1), "beta": pytest.approx(2.5, rel=0.1)}
+    # certain and infinite laws are left out; .5 twice: no spread to fit
+    ratio = calibrate.entropy_ratio(laws(4, kl_qp=[0.5, np.inf, 0.1, 0.2], entropy=[1.0, 1.0, 0.0, 0.4]))["ratio"]
+    assert (ratio["laws"], sum(ratio["counts"]), ratio["gamma"]) == (2, 2, None)
+
+
+def test_figure_3a_looks_back_and_the_token_table_has_the_hardest_and_the_easiest() -> None:
+    followed, kl = [True, True, False, False, True, False], [0.1, 0.2, 3.0, 5.0, 9.0, np.inf]
+    made = laws(6, cycle=[0, 0, 0, 1, 2, 3], depth=[1, 2, 3, 1, 1, 1], followed=followed, kl_qp=kl)
+    found = {row["offset"]: row["kl"] for row in calibrate.rejections(made)["before_rejection"]}
+    assert found == {-4: None, -3: None, -2: 0.1, -1: 0.2, 0: 4.0}  # in its own cycle, without the infinite one
+    tokens = [token for token in range(6) for _ in range(5)] + [9]  # 9 is too rare
+    chance = {0: 0.9, 1: 0.1, 2: 0.5, 3: 1.0, 4: 0.2, 5: 0.6, 9: 0.0}
+    made = laws(31, token=tokens, acceptance=[chance[token] for token in tokens], entropy=np.arange(31.0))
+    table = calibrate.token_table(made, lambda token: f"<{token}>", most=4)
+    assert [row["text"] for row in table] == ["all tokens", "<1>", "<4>", "<0>", "<3>"]
+    assert table[0]["count"] == 31 and table[0]["entropy"] == 15.0
+    assert (table[1]["count"], table[1]["entropy"], table[1]["acceptance"]) == (5, 7.0, pytest.approx(0.1))
+
+
+def test_oracle_lengths_by_context() -> None:
+    cycles = pd.DataFrame({"position": [10, 32, 33, 64, 9000, 9001], "levels": [5, 5, 5, 3, 5, 0], "cap": 8})
+    cycles["accepted"], cycles["oracle"] = [5, 2, 0, 3, 5, 0], [7, 2, 0, 8, 8, np.nan]  # the last one drafted nothing
+    found = calibrate.oracle_summary(cycles)
+    assert found is not None and calibrate.oracle_summary(cycles[:0]) is None
+    first, second, last = found["by_context"]
+    assert (first["above"], first["up_to"], first["cycles"]) == (0, 32, 2)
+    assert (last["above"], last["up_to"], last["cycles"]) == (8192, None, 1)
+    assert (first["oracle"], first["variance"], first["delta"]) == (4.5, 6.25, 0.5)  # 7 and 2; -2 and +3
+    assert (second["variance"], second["delta"], second["censored"]) == (16.0, 0.0, 0.5)
+
+
+# Recorded tables and the oracle
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny.llama(eos_token_id=None), TargetConfig(path="tiny"))
+
+
+def decoder_of(target: Target, tree: TreeConfig, kind: str = "eagle1", **more: Any) -> SpeculativeDecoder:
+    drafter: Drafter
+    if kind == "itself":
+        drafter = DraftLMDrafter(target, target)
+    elif kind == "medusa":
+        drafter = MedusaDrafter(tiny.multi_token_head("medusa", target.vocab, noise=0.3, num_heads=2).eval())
+    else:
+        make: Any = tiny.head if kind == "eagle1" else tiny.eagle3_head
+        drafter = EagleDrafter(make(target.vocab.embedding.float(), scale=8.0).eval(), target)
+    return SpeculativeDecoder(target, drafting(drafter, tree, **more))
+
+
+@pytest.mark.parametrize(("tree", "kind"), [(WIDE, "eagle1"), (CHAIN, "eagle3"), (CHAIN, "itself"), (MEDUSA, "medusa")])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_oracle_changes_nothing_else_and_every_kind_of_draft_has_an_analysis(
+    target: Target, tree: TreeConfig, kind: str, temperature: float
+) -> None:
+    plain, deep = (
+        calibrate.record(
+            decoder_of(target, tree, kind), tree, QUESTIONS,
+            replace(SECTION, temperature=temperature, oracle_levels=levels), seed=3,
+        ) for levels in (None, 5)
+    )  # fmt: skip
+    cycles = deep.tables["cycles"]
+    for name, table in plain.tables.items():
+        pd.testing.assert_frame_equal(table, deep.tables[name][list(table.columns)])
+    drafted = cycles.dropna(subset="oracle")
+    assert len(drafted) == (cycles.levels > 0).sum() > 0 and "oracle" not in plain.tables["cycles"]
+    assert drafted.oracle.between(drafted.accepted, drafted.cap).all() and (drafted.cap >= drafted.levels).all()
+    assert set(cycles.position - cycles.answered) == {4, 2}
+    if kind == "itself":  # the target that drafts for itself is always right
+        assert (drafted.oracle == drafted.cap).all() and drafted.cap.max() == 5
+        table = deep.tables["laws"]
+        assert table.tvd.max() < 1e-5 and table.agrees.all() and table.accepted.all()
+    value = json.loads(json.dumps(calibrate.analyse(deep, str), allow_nan=False))
+    assert value["prompts"] == 2 and [row["task"] for row in value["by_task"]] == ["count", "sort"]
+    assert value["laws"]["inequalities"]["gap_above_tv"] == 0.0
+    assert sum(row["nodes"] for row in value["by_task"]) == len(deep.tables["nodes"])
+
+
+P, Q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.2, 0.6, 0.1, 0.1])
+
+
+def chain(tokens: list[int], drawn: bool = False) -> Tree:
+    count = len(tokens) + 1
+    line, zero = torch.arange(count), torch.zeros(count)
+    parents, proposal = (line - 1).clamp(min=0), Proposal("R1", Q.expand(count, -1)) if drawn else None
+    mask = ancestors(parents, count - 1)
+    return Tree(torch.tensor([0, *tokens]), parents, line, mask, zero, zero, count - 1, count - 1, proposal)
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy", "verdict", "deep", "shares"),
+    [
+        # R1, wholly accepted: token 1 is taken with .3 / .6, twice; token 2 always
+        ("R1", [0], Verdict([0, 1], [0], 3), [0, 1, 1, 2], [0.0, 0.5, 0.25, 0.0, 0.25]),
+        ("R1", [0, 1], Verdict([0, 1], [0], 3), [0, 1, 1, 2], [0.0, 1.0]),  # refused: its own length
+        ("R1", [2], Verdict([0, 1], [2], 3), [0, 1, 1, 2], [0.0, 1.0]),  # another chain is not followed
+        # R2: the bonus token is the deep chain's second, the rest is drawn
+        ("R2", [0], Verdict([0, 1], [0], 1), [0, 1, 0, 0], [0.0, 0.0, 0.5, 0.25, 0.25]),
+        ("R2", [0], Verdict([0, 1], [0], 2), [0, 1, 0, 0], [0.0, 1.0]),
+        ("R0", [0], Verdict([0, 1], [0], 0), [0, 0, 0, 1], [0.0, 0.0, 0.0, 1.0]),  # argmax
+        ("R0", [0], Verdict([0, 1], [0], 0), [1, 0], [0.0, 1.0]),  # reranking dropped the policy's path
+    ],
+)
+def test_an_oracle_length_has_the_law_that_the_targets_own_choices_give_it(
+    rule: str, policy: list[int], verdict: Verdict, deep: list[int], shares: list[float]
+) -> None:
+    trials, tree, longer = 1200, chain(policy, rule == "R1"), chain(deep, rule == "R1")
+    sampler = Sampler(Decoding(rule != "R0", float(rule != "R0"), 0, 1.0, 0.0, 8), torch.Generator().manual_seed(0))
+    logits, generator = P.log().expand(len(longer), -1), torch.Generator().manual_seed(0)
+    cycle = Cycle(tree, TargetStep(logits, logits, None), verdict, sampler, rule)
+    lengths = [oracle_length(cycle, longer, logits, generator) for _ in range(trials)]
+    found = np.bincount(lengths, minlength=len(shares)) / trials
+    assert found.tolist() == pytest.approx([*shares, *[0.0] * (len(found) - len(shares))], abs=0.045)
+
+
+# The calibrator
+
+
+def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts_it_has_not_seen() -> None:
+    generator = np.random.default_rng(0)
+    confidence, uniform = generator.random(4000), generator.random(4000)
+    accepted = (uniform < confidence**2).astype(np.float64)  # those of confidence c are accepted with c ** 2
+    nodes = pd.DataFrame({"prompt": np.arange(4000) % 40, "confidence": confidence, "acceptance": accepted})
+    found = calibrate.fit_and_score(recording(nodes=nodes), bins=20)
+    assert found is not None
+    before, after = found[1]["held_out"]["before"], found[1]["held_out"]["isotonic"]
+    assert before["ece"] > 0.12 and after["ece"] < 0.06
+    assert after["brier"] < before["brier"] and after["log_loss"] < before["log_loss"]
+    assert found[1]["fit_nodes"] + found[1]["held_out_nodes"] == 4000
+    assert found[0].scores["before"] == {key: before[key] for key in ("ece", "brier", "log_loss")}
+    assert calibrate.fit_and_score(recording(nodes=nodes.assign(prompt=0)), bins=20) is None  # no other half
+    confidence = generator.uniform(0.02, 0.98, 40_000)
+    truth = 1 / (1 + ((1 - confidence) / confidence) ** (1 / 1.7))
+    assert calibrate.fit(confidence, truth).temperature == pytest.approx(1.7, rel=1e-3)  # probabilities as outcomes
+    # heights 0, 1, 0, 1 at four places: the middle two pool to one half; two nodes share the last place
+    fitted = calibrate.fit(np.array([0.1, 0.3, 0.5, 0.9, 0.9]), np.array([0.0, 1.0, 0.0, 1.0, 1.0]))
+    assert fitted.confidence == (0.1, 0.3, 0.5, 0.9) and fitted.acceptance == pytest.approx((0.0, 0.5, 0.5, 1.0))
+
+
+def test_maps_keep_ranks_and_what_is_impossible() -> None:
+    found = KNOTS.map("isotonic")(torch.tensor([0.05, 0.2, 0.4, 0.7, 0.8, 1.0]).log()).exp()
+    assert found.tolist() == pytest.approx([0.1, 0.1, 0.3, 0.7, 0.9, 0.9])  # linear between knots, level outside
+    found = KNOTS.map("temperature")(torch.tensor([0.8, 0.5, 1.0]).log()).exp()
+    assert found.tolist() == pytest.approx([1 / (1 + (1 / 4) ** 0.5), 0.5, 1.0])  # odds 4 become 2
+    log_q = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    log_q[0, 7] = float("-inf")
+    for kind in calibrate.KINDS:
+        mapped = KNOTS.map(kind)(log_q)
+        ranked = mapped.gather(-1, log_q.sort(-1, descending=True).indices)
+        assert (ranked[:, 1:] <= ranked[:, :-1] + 1e-6).all() and (mapped <= 0).all()
+        assert mapped[0, 7] == float("-inf") and mapped[1:].isfinite().all()
+    certain = Calibrator(1.0, (0.1, 0.9), (0.0, 1.0)).map("isotonic")(torch.tensor([0.05]).log())
+    assert certain.exp().item() == pytest.approx(FLOOR)  # a zero is no impossibility
+
+
+def test_it_is_saved_beside_the_head_and_refused_where_it_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = digests(tmp_path)
+    save(replace(KNOTS, head=before), tmp_path)
+    assert digests(tmp_path) == before and load(tmp_path).acceptance == KNOTS.acceptance  # it is no part of the head
+    values = json.loads((tmp_path / "calibrator.json").read_text())
+    for change in ({"temperature": 0.0}, {"confidence": [0.9, 0.1, 0.5]}, {"acceptance": [0.5]}):
+        (tmp_path / "calibrator.json").write_text(json.dumps({**values, **change}))
+        with pytest.raises(UserError, match=r"calibrator\.json"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", calibrate.KINDS)
+@pytest.mark.parametrize("tree", [WIDE, CHAIN, MEDUSA, replace(WIDE, rank="confidence")])
+def test_calibrated_trees_are_drafted_from_mapped_confidence_and_write_the_same_text(
+    target: Target, kind: Any, tree: TreeConfig
+) -> None:
+    mapping = Calibrator(3.0, (0.0, 0.5, 0.9), (0.05, 0.2, 0.9)).map(kind)
+    answers, trees = [], []
+    for more in ({}, {"calibrate": mapping}):
+        cycles: list[Cycle] = []
+        decoder = decoder_of(target, tree, "medusa" if tree is MEDUSA else "eagle1", **more)
+        settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "on_cycle": cycles.append}
+        answers.append(decoder.generate(QUESTIONS[0][0], **settings).new_ids)
+        trees.append(cycles[0].tree)
+    plain, mapped = trees
+    assert answers[0] == answers[1]
+    assert int(plain.tokens[1]) == int(mapped.tokens[1])  # no map moves a law's ranks
+    assert float(mapped.confidence[1]) == pytest.approx(float(mapping(plain.confidence[1:2])), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_calibrator_is_fitted_used_and_refused_for_other_weights(recipe: Path, tmp_path: Path) -> None:
+    head, config = tmp_path / "run" / "heads" / "eagle1", ("--config", str(recipe))
+    rows = '[{"method": "vanilla"}, {"method": "eagle2", "tree": {"calibrated": "isotonic"}}]'
+    bench = ("bench", *config, "--bench.rows", rows, "--bench.sampling", '[{"temperature": 0}]')
+    assert "calibrator.json" in refused(*bench)
+    out = run("calibrate", *config, "--calibrate.oracle_levels", "4")
+    assert "not fitted on" in out and (head / "calibrator.json").is_file()
+    calibration = tmp_path / "run" / "calibration"
+    value = json.loads((calibration / "analysis.json").read_text())
+    assert value["oracle"]["all"]["cycles"] > 0 and value["laws"]["inequalities"]["tv_above_bound"] == 0.0
+    assert value["cycles"] == len(pd.read_parquet(calibration / "cycles.parquet"))
+    run(*bench, "--bench.reference", "false")
+    lines = (tmp_path / "run" / "bench" / "records.jsonl").read_text().splitlines()
+    drafted = [row for row in map(json.loads, lines) if row["method"] == "eagle2"]
+    assert drafted and all(row["identical"] for row in drafted)
+    values = json.loads((head / "calibrator.json").read_text())
+    (head / "calibrator.json").write_text(json.dumps({**values, "head": {"model.safetensors": "0"}}))
+    assert "other weights" in refused(*bench, "--overwrite")
+
+
+# A static tree, rebuilt
+
+
+def test_ranks_count_where_they_were_asked_and_one_is_left_out_only_where_children_are_not_drawn() -> None:
+    nodes = pd.DataFrame({"depth": [1, 1, 1, 1, 2], "place": ["0", "1", "0", "1", "0.1"]})
+    nodes["acceptance"] = [1.0, 0.0, 0.5, 0.0, 0.25]
+    assert calibrate.rank_accuracy({"nodes": nodes}, levels=2, ranks=3) == [[0.75, 0.0, 0.0], [0.0, 0.25, 0.0]]
+    best = StaticConfig(choices=((0,), (1,), (2,)), children="best")
+    unordered = [[0.5, 0.1, 0.3], [0.4, 0.3]]  # the third guess is better than the second
+    assert calibrate.rebuilt(best, unordered, nodes=4) == ((0,), (2,), (0, 0))
+    drawn = calibrate.rebuilt(replace(best, children="sampled"), unordered, nodes=6)
+    assert len(drawn) == 5 and schema.ordered(drawn, "test", sampled=True) == drawn
+
+
+@pytest.mark.parametrize(("method", "kind"), [("hydra", "hydra"), ("eagle", "eagle3")])
+def test_the_file_beside_the_head_is_a_tree_of_the_same_size_that_decodes_losslessly(
+    method: Any, kind: str, tmp_path: Path
+) -> None:
+    target = Target.load(write_miniature(tmp_path / "miniature"))
+    head, asked = str(tmp_path / "miniature" / "heads" / kind), MethodConfig(method)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [(torch.randint(0, VOCABULARY, (1, 4 + n), generator=generator), "made up") for n in range(4)]
+    line = calibrate.rebuild(target, asked, head, prompts, SECTION, tmp_path)
+    assert line is not None and f"--tree.choices {head}/{calibrate.CHOICES}" in line
+    assert (Path(head) / calibrate.CHOICES).read_bytes() == (tmp_path / calibrate.CHOICES).read_bytes()
+    changed = MethodConfig.of(method, choices=str(Path(head) / calibrate.CHOICES))
+    before, after = asked.tree, changed.tree
+    assert before is not None and after is not None and after.nodes <= before.nodes
+    written = make_decoder(Drafters(target), changed, head).generate(prompts[-1][0], do_sample=False, max_new_tokens=20)
+    assert written.sequences.tolist() == greedy(target, prompts[-1][0], 20)
