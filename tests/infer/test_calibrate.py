@@ -34,9 +34,9 @@ from aerie.model.target import Target
 from tests import tiny
 from tests.infer.made_up import nodes_and_cycles
 from tests.infer.test_engine import greedy
-from tests.infer.test_main import recipe, refused, run
+from tests.infer.test_main import Command, command, shared
 
-__all__ = ["recipe"]
+__all__ = ["command", "shared"]
 WIDE = DynamicConfig(levels=3, k=4, nodes=8)
 CHAIN = schema.ChainConfig(levels=2)
 MEDUSA = StaticConfig(choices=((0,), (1,), (0, 0)), children="best")
@@ -365,24 +365,24 @@ def test_calibrated_trees_are_drafted_from_mapped_confidence_and_write_the_same_
 
 
 @pytest.mark.slow
-def test_a_calibrator_is_fitted_used_and_refused_for_other_weights(recipe: Path, tmp_path: Path) -> None:
-    head, config = tmp_path / "run" / "heads" / "eagle1", ("--config", str(recipe))
-    rows = '[{"method": "vanilla"}, {"method": "eagle2", "tree": {"calibrated": "isotonic"}}]'
-    bench = ("bench", *config, "--bench.rows", rows, "--bench.sampling", '[{"temperature": 0}]')
-    assert "calibrator.json" in refused(*bench)
-    out = run("calibrate", *config, "--calibrate.oracle_levels", "4")
-    assert "not fitted on" in out and (head / "calibrator.json").is_file()
-    calibration = tmp_path / "run" / "calibration"
-    value = json.loads((calibration / "analysis.json").read_text())
+def test_a_calibrator_is_fitted_used_and_refused_for_other_weights(command: Command, shared: Path) -> None:
+    run, fitted = shared / "run", shared / "run" / "heads" / "eagle1" / "calibrator.json"
+    rows = "[{method: vanilla}, {method: eagle2, tree: {calibrated: isotonic}}]"
+    bench = ("bench", "--bench.rows", rows, "--bench.sampling", "[{temperature: 0}]", "--bench.reference", "false")
+    code, _, message = command(*bench)
+    assert code == 2 and "calibrator.json" in message
+    code, out, _ = command("calibrate", "--calibrate.oracle_levels", "4")
+    assert code == 0 and "not fitted on" in out and fitted.is_file()
+    value = json.loads((run / "calibration" / "analysis.json").read_text())
     assert value["oracle"]["all"]["cycles"] > 0 and value["laws"]["inequalities"]["tv_above_bound"] == 0.0
-    assert value["cycles"] == len(pd.read_parquet(calibration / "cycles.parquet"))
-    run(*bench, "--bench.reference", "false")
-    lines = (tmp_path / "run" / "bench" / "records.jsonl").read_text().splitlines()
-    drafted = [row for row in map(json.loads, lines) if row["method"] == "eagle2"]
+    assert value["cycles"] == len(pd.read_parquet(run / "calibration" / "cycles.parquet"))
+    assert command(*bench)[0] == 0
+    lines = map(json.loads, (run / "bench" / "records.jsonl").read_text().splitlines())
+    drafted = [row for row in lines if row["method"] == "eagle2"]
     assert drafted and all(row["identical"] for row in drafted)
-    values = json.loads((head / "calibrator.json").read_text())
-    (head / "calibrator.json").write_text(json.dumps({**values, "head": {"model.safetensors": "0"}}))
-    assert "other weights" in refused(*bench, "--overwrite")
+    fitted.write_text(json.dumps({**json.loads(fitted.read_text()), "head": {"model.safetensors": "0"}}))
+    code, _, message = command(*bench, "--overwrite")
+    assert code == 2 and "other weights" in message
 
 
 # A static tree, rebuilt

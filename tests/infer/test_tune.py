@@ -16,10 +16,10 @@ from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import tune
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
-from aerie.model.checkpoint import save_head
 from aerie.model.target import Target
-from tests import tiny
-from tests.infer.test_main import run
+from tests.infer.test_main import Command, command, shared
+
+__all__ = ["command", "shared"]
 
 LEVELS, K, NEW = 5, 6, 20
 COSTS = tune.Costs(draft={1: (1.0, 0.5), 3: (2.0, 1.0)}, verify={1: 10.0, 11: 20.0}, rest=1.0, plain=10.5)
@@ -107,34 +107,21 @@ def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str)
         assert row.method == "vanilla" or (kind in METHODS[row.method].heads and row.tree is not None)
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    tiny.target(tmp_path / "target")
-    save_head(tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), tmp_path / "run/heads/eagle1")
-    prompts: dict[str, Any] = {}
-    for name, numbers in {"predicted": range(4), "measured": range(4, 8)}.items():
-        (tmp_path / f"{name}.txt").write_text("".join(f"Count {n} boats.\n" for n in numbers))
-        prompts[name] = {"path": str(tmp_path / f"{name}.txt"), "max_new_tokens": 12}
-    values = {
-        "run": str(tmp_path / "run"),
-        "threads": 1,
-        "target": {"path": str(tmp_path / "target"), "dtype": "float32"},
-        "data": {"conversations": [str(tmp_path / "none.jsonl")]},
-        "bench": {"prompts": prompts["measured"], "rows": [{"method": "vanilla"}], "reference": False},
-        "tune": {"prompts": prompts["predicted"], "measure": prompts["measured"], "levels": 3, "k": 3},
-    }
-    return tiny.recipe(tmp_path / "recipe.yaml", values)
-
-
 @pytest.mark.slow
-def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(recipe: Path) -> None:
-    assert "measured: tau" in run("tune", "--config", str(recipe))
-    folder = recipe.parent / "run/tune"
+def test_the_choice_is_written_measured_and_taken_by_generate_and_bench(command: Command, shared: Path) -> None:
+    places: dict[str, Any] = {}
+    for name, numbers in {"prompts": range(4), "measure": range(4, 8)}.items():
+        (shared / f"{name}.txt").write_text("".join(f"Count {n} boats.\n" for n in numbers))
+        places[name] = {"path": str(shared / f"{name}.txt"), "max_new_tokens": 12}
+    section = json.dumps({**places, "levels": 3, "k": 3})
+    code, out, _ = command("tune", "--head", "{root}/run/heads/eagle1", "--tune", section)
+    assert code == 0 and "measured: tau" in out
+    folder = shared / "run/tune"
     chosen = yaml.safe_load((folder / "tuned.yaml").read_text())
     measured, found = (json.loads((folder / name).read_text()) for name in ("measured.json", "tune.json"))
     assert found["chosen"] == "eagle1" and found["heads"][0]["choice"]["method"] == chosen["method"]
     assert measured["rows"][1]["method"]["method"] == chosen["method"] and measured["predicted_over_measured"] > 0
     assert {"1", "2", "60"} <= found["heads"][0]["costs_ms"]["verify"].keys()
-    row = ("--config", str(recipe), "--row", str(folder / "tuned.yaml"))
-    run("generate", *row, "--prompt", "Count 3 boats.", "--max-new-tokens", "8")
-    assert "8 answers" in run("bench", *row)
+    row = ("--row", str(folder / "tuned.yaml"))
+    assert command("generate", *row, "--max-new-tokens", "8")[0] == 0
+    assert "16 answers" in command("bench", *row, "--bench.reference", "false")[1]
