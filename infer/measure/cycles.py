@@ -344,10 +344,9 @@ def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Gen
     """
     accepted, start = cycle.verdict.accepted, len(cycle.tree)
     if cycle.rule == "R1":
-        # another chain: a device that does not repeat its own arithmetic
-        is_longer = tree.proposal is not None and torch.equal(tree.tokens[:start], cycle.tree.tokens)
-        if accepted < cycle.tree.num_drafted or not is_longer:
-            return accepted
+        is_same = torch.equal(tree.tokens[:start], cycle.tree.tokens)
+        if accepted < cycle.tree.num_drafted or not is_same or tree.proposal is None:
+            return accepted  # another chain: a device that does not repeat its own arithmetic
         p = cycle.sampler.law(logits)  # [N, V]
         q = tree.proposal.over(p.shape[-1])  # [N, V]
         for node in range(start, len(tree)):

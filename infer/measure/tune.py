@@ -457,7 +457,7 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
         figures = summary_row(groups[number], seed)
         answers = {one.prompt_key: one for one in groups[number].records if one.status == "ok"}
         against = speedups(replace(groups[1], baseline=answers).pairs, seed)  # the choice's speed relative to it
-        row = {"method": as_dict(method), "tau": figures.tau, "speedup": figures.speedup}
+        row: dict[str, Any] = {"method": as_dict(method), "tau": figures.tau, "speedup": figures.speedup}
         row |= {"speedup_ci95": figures.speedup_ci95, "chosen_against_it": against["speedup"]}
         rows.append(row | {"chosen_against_it_ci95": against["speedup_ci95"]})
     tau, speedup = rows[1]["tau"], rows[1]["speedup"]

@@ -323,11 +323,10 @@ def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
     legend = {str(head["kind"]): SERIES[at % len(SERIES)] for at, head in enumerate(heads)}
     verify, draft = list[Curve](), list[Curve]()
     for head, colour in zip(heads, legend.values(), strict=True):
-        costs = {
-            part: sorted((int(at), ms) for at, ms in head["costs_ms"][part].items()) for part in ("verify", "draft")
-        }
-        verify.append((*zip(*costs["verify"], strict=True), colour, "-"))
-        draft.append(([k for k, _ in costs["draft"]], [further for _, (_, further) in costs["draft"]], colour, "-"))
+        of_nodes, of_widths = head["costs_ms"]["verify"], head["costs_ms"]["draft"]
+        nodes, widths = sorted(of_nodes, key=int), sorted(of_widths, key=int)
+        verify.append((list(map(int, nodes)), [of_nodes[count] for count in nodes], colour, "-"))
+        draft.append((list(map(int, widths)), [of_widths[k][1] for k in widths], colour, "-"))
     panels = {"v(N): ms of a target forward by nodes with the root": verify, "ms of one more draft level": draft}
     figure, every = _figure(panels, "k: expanded nodes of the level", legend)
     for axes in every:
