@@ -1,8 +1,7 @@
 """`calibrate`: decodes held-out prompts, and says how a head's confidence predicts acceptance.
 
 Writes the recorded tables (*.parquet), calibration.json, analysis.json, calibrator.json (beside the head too), and for
-a static tree choices.yaml. In what is said of laws, q is the draft's and p the target's, both at the same node;
-divergences and entropies are in nats.
+a static tree choices.yaml. q is the draft's law, p the target's at the same node; divergences and entropies in nats.
 """
 
 import hashlib
@@ -41,12 +40,10 @@ KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 CHOICES = "choices.yaml"
 REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
 SLACK = 1e-9  # rounding of sums over a vocabulary in float64
-CS = (0.02, 0.05, 0.1, 0.15, 0.18, 0.25, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0)
 PAPER_CS = (0.15, 0.18)  # SVIP's released code; its figure 4
 POINTS = 80  # of the curves of figure 4
 LEAST_ENTROPY = 1e-6  # nats; below it the ratio is a quotient of rounding errors
 CONTEXTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)  # tokens before a draft: edges of oracle lengths
-EDGES = np.round(np.arange(0.0, 5.01, 0.25), 2).tolist()  # of the histogram of the ratio; its last bin is open
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,7 @@ def record(
     section: CalibrateConfig,
     seed: int = 0,
 ) -> Recording:
-    """Decodes prompts [1, T], each with its task. tree: the decoder's own, null where it grows none.
-
-    Sampling has neither top_k nor top_p. With section.oracle_levels the cycles have the columns `oracle` and `cap`.
-    """
+    """Decodes prompts [1, T], each with its task. With section.oracle_levels cycles have the columns oracle and cap."""
     drafts, oracle, tables = keep_pools(decoder), None, []
     if section.oracle_levels is not None and drafts and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
@@ -118,38 +112,30 @@ def places_of(output: Path, head: str | None) -> list[Path]:
     return [output, *([Path(head)] if head is not None and Path(head).is_dir() else [])]
 
 
-# Whether confidence predicts acceptance
-
-
 def mean(values: Any) -> float | None:
     """The mean of an array or a column; null for an empty one."""
     return float(values.mean()) if len(values) else None
 
 
-def reliability(confidence: FloatArray, acceptance: FloatArray, bins: int = 20) -> dict[str, Any]:
-    """ECE, Brier score and the means of confidence and acceptance [n] in bins of equal width over [0, 1].
+def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
+    """ECE, Brier score and, in bins of equal width over [0, 1], the means of confidence and acceptance.
 
-    An outcome is 1 with probability a, so the expected squared error of confidence c is c^2 - 2ca + a, which is
-    (c - a)^2 where a is 0 or 1: figures at temperature 0 and above are on one scale.
-    Source: EAGLE-2 (arXiv 2406.16858), section 3.2 and its figure of acceptance against confidence.
+    An outcome is 1 with probability a, so the expected squared error of confidence c is c^2 - 2ca + a: figures at
+    temperature 0 and above are on one scale. Source: EAGLE-2, section 3.2.
     """
+    confidence, acceptance = nodes.confidence.to_numpy(), nodes.acceptance.to_numpy()
     # the tolerance keeps float32 values such as 0.15 (stored as 0.15000001 or 0.1499999) on the side of their edge
     index = np.clip(np.floor(confidence * bins + 1e-6).astype(np.int64), 0, bins - 1)
     counts = np.bincount(index, minlength=bins)
     sums = np.stack([np.bincount(index, weights=values, minlength=bins) for values in (confidence, acceptance)])
-    total, table = int(counts.sum()), []
+    table = []
     for place, (count, (of_confidence, of_acceptance)) in enumerate(zip(counts.tolist(), sums.T.tolist(), strict=True)):
         bounds = {"low": round(place / bins, 9), "high": round((place + 1) / bins, 9), "count": count}
         means = {"confidence": of_confidence / count, "acceptance": of_acceptance / count} if count else {}
         table.append({**bounds, "confidence": None, "acceptance": None, **means})
-    ece = float(abs(sums[0] - sums[1]).sum() / total) if total else None
+    ece = float(abs(sums[0] - sums[1]).sum() / len(nodes)) if len(nodes) else None
     brier = mean(confidence**2 - 2.0 * confidence * acceptance + acceptance)
-    return {"nodes": total, "ece": ece, "brier": brier, "bins": table}
-
-
-def of_nodes(nodes: pd.DataFrame, bins: int) -> dict[str, Any]:
-    """The reliability of a table of nodes."""
-    return reliability(nodes.confidence.to_numpy(), nodes.acceptance.to_numpy(), bins)
+    return {"nodes": len(nodes), "ece": ece, "brier": brier, "bins": table}
 
 
 def held_out(prompts: pd.Series, seed: int = 0) -> NDArray[np.bool_]:
@@ -158,13 +144,10 @@ def held_out(prompts: pd.Series, seed: int = 0) -> NDArray[np.bool_]:
     return np.asarray(prompts.isin(chosen), dtype=bool)
 
 
-def summarise(
-    nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20, seed: int = 0
-) -> dict[str, Any]:
-    """The content of calibration.json: reliability of all nodes and of the two halves of the prompts, and by depth.
+def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20) -> dict[str, Any]:
+    """The content of calibration.json: reliability of all nodes, and by depth d.
 
-    By depth d: reached nodes with their means; `survived` is P(accepted length >= d) over all cycles, `conditional` the
-    same among cycles that got to d - 1.
+    `survived` is P(accepted length >= d) over all cycles, `conditional` the same among cycles that got to d - 1.
     """
     deepest = int(max([0, *nodes.depth, *cycles.accepted]))
     reached = [int((cycles.accepted >= depth).sum()) for depth in range(deepest + 1)]
@@ -175,33 +158,30 @@ def summarise(
         row |= {"acceptance": mean(here.acceptance), "cycles": before}
         row |= {"survived": reached[depth] / len(cycles) if len(cycles) else None}
         by_depth.append(row | {"conditional": reached[depth] / before if before else None})
-    chosen = held_out(nodes.prompt, seed)
-    whole, fit, other = (
-        {"prompts": part.prompt.nunique(), **of_nodes(part, bins)} for part in (nodes, nodes[~chosen], nodes[chosen])
-    )
-    has_both = bool(fit["nodes"] and other["nodes"])
-    difference = {name: other[name] - fit[name] if has_both else None for name in ("ece", "brier")}
-    halves = {"seed": seed, "fit": fit, "held_out": other, "difference": difference}
-    return {"temperature": temperature, **whole, "cycles": len(cycles), "by_depth": by_depth, "halves": halves}
+    prompts, whole = nodes.prompt.nunique(), reliability(nodes, bins)
+    return {"temperature": temperature, "prompts": prompts, **whole, "cycles": len(cycles), "by_depth": by_depth}
 
 
 def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) -> dict[str, Any]:
-    """The content of analysis.json but for the calibrator; name gives a token id's text.
-
-    A part is null where nothing was recorded for it.
-    """
+    """The content of analysis.json but for the calibrator; name gives a token id's text. Null: not recorded."""
     cycles, nodes, laws, frontier = (recording.tables[name] for name in ("cycles", "nodes", "laws", "frontier"))
+    tasks, task_of = list(dict.fromkeys(recording.tasks)), dict(enumerate(recording.tasks))  # prompt -> task
     parts: dict[str, Any] = {"branches": None, "levels": None, "laws": None, "oracle": None}
     if len(frontier):
-        outcomes = frontier.accepted.to_numpy(dtype=np.float64)
-        parts["branches"] = reliability(frontier.survival.to_numpy(), outcomes, bins)
+        branches = pd.DataFrame({"confidence": frontier.survival, "acceptance": frontier.accepted.astype(float)})
+        parts["branches"] = reliability(branches, bins)
         parts["levels"] = {"by_depth": level_table(frontier, cycles)}
     if len(laws):
+        entropies = []
+        for task in ["all", *(tasks if len(tasks) > 1 else ())]:
+            part = laws if task == "all" else laws[laws.prompt.map(task_of) == task]
+            means = {"accepted": mean(part.entropy[part.accepted]), "rejected": mean(part.entropy[~part.accepted])}
+            entropies.append({"task": task, "laws": len(part), **means})
         parts["laws"] = {
             **inequalities(laws),
             "bounds": [acceptance_bounds(laws, c) for c in PAPER_CS],
-            **entropy_ratio(laws),
-            "entropy": entropy_by_outcome(laws, recording.tasks),
+            "ratio": entropy_ratio(laws),
+            "entropy": entropies,
             **rejections(laws),
             "tokens": token_table(laws, name),
         }
@@ -209,16 +189,15 @@ def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) ->
         parts["oracle"] = oracle_summary(cycles)
 
     def curve(part: pd.DataFrame) -> dict[str, Any]:  # EAGLE-2, figure 6
-        return {"confidence": mean(part.confidence), "acceptance": mean(part.acceptance), **of_nodes(part, bins)}
+        return {"confidence": mean(part.confidence), "acceptance": mean(part.acceptance), **reliability(part, bins)}
 
-    task_of = nodes.prompt.map(dict(enumerate(recording.tasks)))
     return {
         "schema": SCHEMA,
         "temperature": recording.temperature,
         "prompts": len(recording.tasks),
         "cycles": len(cycles),
         "by_depth": [{"depth": int(depth), **curve(part)} for depth, part in nodes.groupby("depth")],
-        "by_task": [{"task": task, **curve(nodes[task_of == task])} for task in dict.fromkeys(recording.tasks)],
+        "by_task": [{"task": task, **curve(nodes[nodes.prompt.map(task_of) == task])} for task in tasks],
         "positions": by_place(nodes),
         **parts,
     }
@@ -239,9 +218,8 @@ def by_place(nodes: pd.DataFrame, most: int = 12) -> list[dict[str, Any]]:
 def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, Any]]:
     """By depth d, among the cycles that drafted it: means of S_d (`mass`), `held` and `reached`; `expected` is E_d.
 
-    `held`: one of the frontier's branches is what the target wrote. `reached`: the verified tree had d tokens accepted;
-    reranking drops nodes of a frontier and keeps others, so it may be either side of `held`.
-    Source: DEAGLE (equations 22 to 24).
+    `held`: a branch of the frontier is what the target wrote. `reached`: the verified tree, which reranking makes of
+    other nodes too, had d tokens accepted. Source: DEAGLE (equations 22 to 24).
     """
     levels = frontier.groupby(["prompt", "cycle", "depth"]).agg(mass=("survival", "sum"), held=("accepted", "any"))
     levels = levels.reset_index().merge(cycles[["prompt", "cycle", "accepted"]], on=["prompt", "cycle"])
@@ -254,12 +232,11 @@ def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, 
 
 
 def inequalities(laws: pd.DataFrame) -> dict[str, Any]:
-    """`inequalities`: shares of laws in which |q(y) - p(y)| <= TV <= sqrt(KL(p||q) / 2) fails for a drafted y.
+    """`inequalities`: shares of laws where |q(y) - p(y)| <= TV <= sqrt(KL(p||q) / 2) fails for a drafted y.
 
-    They are theorems, so zero. `gap` is |q(y) - p(y)| of the child proposed first; the failures are counted over all
-    drafted children. `deagle`: how often equations 15 to 19 fail with DEAGLE's own alpha, which is whether argmax q is
-    argmax p (8 to 10), 0 or 1 for one token: |alpha - c| against TV (17 and 19) and against sqrt(KL(p||q) / 2) (18 and
-    19, and with that KL as delta_cls also 15 and 16).
+    They are theorems, so zero; failures count over all drafted children, `gap` is the first's. `deagle`: how often
+    equations 15 to 19 fail with DEAGLE's own alpha (8 to 10), whether argmax q is argmax p: |alpha - c| against TV (17,
+    19) and against sqrt(KL(p||q) / 2) (18 and 19, and with that KL as delta_cls also 15 and 16).
     """
     bound, deagle_gap = np.sqrt(laws.kl_pq / 2.0), (laws.agrees - laws.top_q).abs()
     theorems = {
@@ -277,10 +254,8 @@ def inequalities(laws: pd.DataFrame) -> dict[str, Any]:
 def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
     """Means of beta = 1 - TV and of three lower bounds, how often each holds, and the curves of SVIP's figure 4.
 
-    oracle: 1 - sqrt(KL(q||p) / 2) (Pinsker). approximation: 1 - sqrt(c H(q)). bretagnolle_huber:
-    1 - sqrt(1 - exp(-KL(q||p))). A negative bound says nothing, so that the means are over bounds cut at 0. `tighter`
-    is the share of laws where Pinsker's bound is above Bretagnolle-Huber's. A point of a curve is the mean of
-    neighbours in the order of beta, of bounds cut at -1.
+    Means are over bounds cut at 0, as a negative one says nothing. `tighter`: the share of laws where Pinsker's bound
+    (oracle) is above Bretagnolle-Huber's. A point of a curve is the mean of neighbours in the order of beta, cut at -1.
     """
     beta, kl = 1.0 - laws.tvd.to_numpy(), laws.kl_qp.to_numpy()
     bounds = {
@@ -300,46 +275,21 @@ def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
     }
 
 
-def entropy_ratio(laws: pd.DataFrame, cs: Sequence[float] = CS) -> dict[str, Any]:
-    """The excess CE(q, p) / H(q) - 1 = KL(q||p) / H(q) of laws that have one (SVIP, section 2.2 and appendix C).
-
-    ratio: its histogram, its Gamma fit, and the histogram expected of it. by_c: how often SVIP's approximation is below
-    the oracle bound, and below beta itself; `conservative`: ratio <= 2c + 1 (equation 8); `gamma`: the same by the
-    Gamma fit (equation 9); `holds`: beta >= 1 - sqrt(c H), of all laws; `bound`: its mean, cut at 0.
-    """
+def entropy_ratio(laws: pd.DataFrame) -> dict[str, Any]:
+    """The Gamma fit of CE(q, p) / H(q) - 1 = KL(q||p) / H(q) of laws that have it (SVIP, section 2.2, appendix C)."""
     usable = laws[(laws.entropy >= LEAST_ENTROPY) & np.isfinite(laws.kl_qp)]
     excess = np.asarray(usable.kl_qp / usable.entropy)
-    positive, fitted = excess[excess > 0], None
-    ratio: dict[str, Any] = {"laws": len(excess), "gamma": None, "edges": EDGES, "expected": None}
-    ratio["counts"] = np.histogram(excess, bins=[*EDGES, np.inf])[0].tolist()
+    positive, gamma = excess[excess > 0], None
     if len(positive) > 1 and np.ptp(positive) > 0:
         shape, _, scale = stats.gamma.fit(positive, floc=0)
-        fitted = stats.gamma(shape, scale=scale)
-        ratio["gamma"] = {"alpha": shape, "beta": 1.0 / scale}
-        ratio["expected"] = (np.diff([*fitted.cdf(EDGES), 1.0]) * len(excess)).tolist()
-    by_c = []
-    for c in cs:
-        bound = np.sqrt(c * laws.entropy)
-        row = {"c": c, "conservative": mean(excess <= 2.0 * c + SLACK), "gamma": fitted and float(fitted.cdf(2.0 * c))}
-        by_c.append(row | {"holds": mean(bound >= laws.tvd - SLACK), "bound": mean((1.0 - bound).clip(lower=0.0))})
-    return {"ratio": ratio, "by_c": by_c}
-
-
-def entropy_by_outcome(laws: pd.DataFrame, tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """Mean entropy of accepted and of rejected tokens over all and for each task; tasks[prompt] names the task."""
-    task_of, rows = laws.prompt.map(dict(enumerate(tasks))), []
-    for task in ["all", *(dict.fromkeys(tasks) if len(set(tasks)) > 1 else ())]:
-        part = laws if task == "all" else laws[task_of == task]
-        means = {"accepted": mean(part.entropy[part.accepted]), "rejected": mean(part.entropy[~part.accepted])}
-        rows.append({"task": task, "laws": len(part), **means})
-    return rows
+        gamma = {"alpha": shape, "beta": 1.0 / scale}
+    return {"laws": len(excess), "gamma": gamma}
 
 
 def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
-    """SVIP's figure 3. `before_rejection` (a): mean KL(q||p) at a cycle's rejected token (offset 0) and before it.
+    """SVIP's figure 3: mean finite KL(q||p) at a cycle's rejected token (offset 0) and before it (a).
 
-    Infinite ones, which only a processor or a smaller vocabulary makes, are left out of the mean. `sorted` (b): mean
-    log q of the 1st, 2nd, 4th ... token where the first child was accepted and where not.
+    `sorted` (b): mean log q of the 1st, 2nd, 4th ... token where the first child was accepted and where not.
     """
     kl, rejected = laws.set_index(["prompt", "cycle", "depth"]).kl_qp, laws[~laws.followed]
     before = []
@@ -374,9 +324,8 @@ def token_table(
 def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
     """What the cycles that drafted say of the oracle: their columns are position, levels, accepted, oracle and cap.
 
-    by_context: per bucket of the root's place in the text. `variance` is that of the oracle length (figure 1), `delta`
-    the mean of proposed minus oracle (figure 7b), and `censored` the share of cycles whose oracle length may be longer
-    than the cap. Source: SVIP (arXiv 2411.18462), section 2.1 and figures 1 and 7b.
+    by_context: by the root's place in the text. `variance`: of the oracle length (figure 1). `delta`: mean of proposed
+    minus oracle (figure 7b). `censored`: share that may be longer than the cap. Source: SVIP (arXiv 2411.18462), 2.1.
     """
     drafted = cycles.dropna(subset="oracle")
     if drafted.empty:
@@ -391,15 +340,11 @@ def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
     return {"all": rows[0], "by_context": rows[1:]}
 
 
-# The calibrator
-
-
 def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
     """The calibrator of nodes [n] with these acceptances, outcomes or probabilities.
 
-    temperature: the T of sigmoid(logit(c) / T) with the smallest expected log loss; on the log-odds of one token's
-    confidence, not on the logits of the whole law, which no cycle needs to keep. isotonic: the knots of the never
-    falling curve with the least squared error, both ends of each of its level pieces.
+    temperature: the T of sigmoid(logit(c) / T), on one token's log-odds, with the smallest expected log loss.
+    isotonic: the knots of the never falling curve with the least squared error, both ends of each level piece.
     """
     odds = logit(confidence.clip(EDGE, 1.0 - EDGE))
 
@@ -432,15 +377,12 @@ def fit_and_score(recording: Recording, bins: int, seed: int = 0) -> tuple[Calib
     for name, confidence in confidences.items():
         sure = confidence.clip(FLOOR, 1.0 - FLOOR)
         loss = mean(-(acceptance * np.log(sure) + (1.0 - acceptance) * np.log1p(-sure)))
-        table = reliability(confidence, acceptance, bins)
+        table = reliability(other.assign(confidence=confidence), bins)
         plain[name] = {"ece": table["ece"], "brier": table["brier"], "log_loss": loss}
         scores[name] = {**plain[name], "bins": table["bins"]}
     facts = {"temperature": calibrator.temperature, "fit_nodes": len(mine), "fit_prompts": mine.prompt.nunique()}
     facts |= {"held_out_nodes": len(other), "held_out_prompts": other.prompt.nunique(), "held_out": scores}
     return replace(calibrator, decoded_at=recording.temperature, scores=plain), facts
-
-
-# A static tree, rebuilt from how often a head's r-th guess is the target's token
 
 
 def rebuild(
@@ -468,8 +410,8 @@ def rebuild(
     decoder = make_decoder(Drafters(target), probe, head, "calibrate")
     recording = record(decoder, None, questions, replace(section, temperature=0.0))
     choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)
-    origin = f"for {asked.method}, rebuilt by `calibrate` from this head's own rank accuracies"
-    lines = [f"# {len(choices)} drafted nodes {origin}.", "choices:", *(f"  - {list(choice)}" for choice in choices)]
+    about = f"# {len(choices)} drafted nodes for {asked.method}, rebuilt from how often each rank was accepted"
+    lines = [about, "choices:", *(f"  - {list(choice)}" for choice in choices)]
     places = places_of(output, head)
     for place in places:
         write_text(place / CHOICES, "\n".join([*lines, ""]))
@@ -495,10 +437,9 @@ def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
 def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None) -> tuple[Choice, ...]:
     """The tree of so many nodes with the root (null: as many as the tree has) that can expect the longest paths.
 
-    accuracy[depth][rank] is how often the child of this rank is the target's token, given that its parent was; depth 0
-    is the root's children. Greedily adds the node with the largest product of accuracies along its path. Where siblings
-    are drawn, a tree may not leave a rank out before another: then no rank counts as better than those before it.
-    Source: Medusa (arXiv 2401.10774), section 2.3.3.
+    accuracy[depth][rank]: how often the child of this rank is the target's token, given that its parent was. Greedily
+    adds the node with the largest product of accuracies along its path. Where siblings are drawn, a tree may not leave
+    a rank out before another: then no rank counts as better than those before it. Source: Medusa, section 2.3.3.
     """
     if tree.children != "best":
         accuracy = [list(accumulate(shares, min)) for shares in accuracy]

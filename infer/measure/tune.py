@@ -1,8 +1,7 @@
 """`tune`: the fastest method for a run's heads on this machine.
 
-Every draft of some answers is recorded once; any fixed tree is replayed from it without a model, which counts its
-cycles exactly, and priced with measured costs. Stop rules are decoded, priced the same way, and the finalists timed in
-turn with vanilla. The choice is then measured on other prompts.
+Every draft of some answers is recorded once; any fixed tree is replayed from it without a model, and priced with costs
+that are measured. Stop rules are decoded, the finalists timed in turn with vanilla. Other prompts measure the choice.
 """
 
 import statistics
@@ -61,8 +60,6 @@ GRID = [(levels, k, nodes or levels + 1) for k, nodes, depths in (
     (1, None, (3, 5, 8)), (2, 12, (4, 6, 8)), (4, 24, (4, 6, 8)), (8, 60, (5, 7, 9)),
 ) for levels in depths]  # fmt: skip
 
-# Replays
-
 
 @dataclass(frozen=True)
 class Recording:
@@ -119,10 +116,8 @@ def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
     """[P, levels]: where the text's own token at each depth stands among the candidates of a tree of this depth and k.
 
     0 is the best of all candidates of all levels by survival, ties going to the shallower; the largest integer where
-    the tree does not have the token. Never falls with depth.
-
-    A node that the wide recording did not expand has no children here either. It is one that k' > k rows outranked: its
-    chance to be on the text's path is small, and the count of a tree can only be underestimated.
+    the tree does not have the token. A node that the wide recording did not expand has no children here either: the
+    count of a narrower tree can only be underestimated.
     """
     places, _, full, _ = recording.tokens.shape
     at = np.arange(places)
@@ -164,10 +159,7 @@ class Cycles:
 
 
 def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> Cycles:
-    """The cycles of a tree of these levels and nodes (with the root), each beginning where the last one ended.
-
-    ranks: path_ranks of its levels and k.
-    """
+    """The cycles of a tree of these levels and nodes, with the path_ranks of its k, each begun where the last ended."""
     accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
     tokens = forwards = trees = drafted = 0
     for number in np.unique(recording.answer):
@@ -193,9 +185,6 @@ def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, f
     return Cycles(tokens, forwards, trees, levels), 1 + nodes / max(trees, 1)
 
 
-# Costs
-
-
 @dataclass(frozen=True)
 class Costs:
     """Milliseconds of one cycle's parts. Widths and node counts that were not measured are interpolated."""
@@ -218,10 +207,7 @@ class Costs:
 def in_turns(
     decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str
 ) -> list[list[Statistics]]:
-    """Greedy answers of each decoder to the prompts [1, T], so many times.
-
-    All answer in turn, so that other work on the machine slows one as much as the others; medians leave it out.
-    """
+    """Greedy answers of each decoder to the prompts [1, T], in turn: other work on the machine slows all of them."""
     for decoder in decoders:
         decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
     settings: dict[str, Any] = {"max_new_tokens": TIMED_TOKENS, "do_sample": False, "timed": True}
@@ -265,9 +251,6 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -
     return Costs(draft, by_nodes, per_cycle(drafting_answers, "commit", "other"), cycle_ms(plain))
 
 
-# The search
-
-
 @dataclass(frozen=True)
 class Prediction:
     """A method's tree with what it is predicted to do; speedup is against plain decoding, in decode time."""
@@ -278,19 +261,13 @@ class Prediction:
     ms_per_token: float
     speedup: float
 
-    def facts(self) -> dict[str, Any]:
-        """As tune.json has it; a chain's tree has its k and nodes too."""
-        return {**as_dict(self), "tree": {**as_dict(self.tree), "k": self.tree.k, "nodes": self.tree.nodes}}
-
 
 def check_apart(config: TuneConfig) -> None:
     """UserError for a choice that would be measured on a prompt that it is made on."""
     texts = {prompt.text for prompt in load_prompts(config.prompts)}
     for prompt in load_prompts(config.measure) if config.measure else []:
         if prompt.text in texts:
-            raise UserError(
-                f"tune.measure: the choice is made on its prompt {prompt.prompt_id!r} too; measure on others"
-            )
+            raise UserError(f"tune.measure: prompt {prompt.prompt_id!r} is one of tune.prompts too; measure on others")
 
 
 def tree_with(levels: int, k: int, nodes: int) -> GrownConfig:
@@ -375,11 +352,8 @@ class HeadTuning:
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def timed(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """The predictions with the time of their trees' own cycles, taken in turn with vanilla's.
-
-        The costs do not know what a stop rule and a calibrator take themselves, nor what trees that change from cycle
-        to cycle do to a forward. tau stays: it comes from more prompts.
-        """
+        """The predictions with the time of their trees' own cycles; tau stays, as it comes from more prompts."""
+        # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
         plain, *others = in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
         timed = []
@@ -389,10 +363,7 @@ class HeadTuning:
         return timed
 
     def try_rules(self) -> None:
-        """Stop rules for the best fixed tree, by the head's own confidence and by the calibrated one.
-
-        What is left of them, the best fixed tree and the published one are timed as they are.
-        """
+        """Stop rules for the best fixed tree, by both confidences; the best, it and the published tree are timed."""
         best = self.trees[0]
         tried = rules_for(self.kind, best.tree, self.config.levels)
         if (head_directory(self.head) / CALIBRATOR).is_file():
@@ -405,14 +376,14 @@ class HeadTuning:
         self.choice = self.rules[0] if has_rule else self.fixed
 
     def facts(self) -> dict[str, Any]:
-        """tune.json's entry of this head."""
-        single = {"choice": self.choice, "published": self.published, "fixed": self.fixed}
-        several = {"trees": self.trees, "rules": self.rules}
-        return {
-            **{"kind": self.kind, "head": self.head, "costs_ms": asdict(self.costs)},
-            **{name: one and one.facts() for name, one in single.items()},
-            **{name: [one.facts() for one in predictions] for name, predictions in several.items()},
-        }
+        """tune.json's entry of this head; a chain's tree has its k and nodes too."""
+
+        def of(one: Prediction) -> dict[str, Any]:
+            return {**as_dict(one), "tree": {**as_dict(one.tree), "k": one.tree.k, "nodes": one.tree.nodes}}
+
+        facts: dict[str, Any] = {"kind": self.kind, "head": self.head, "costs_ms": asdict(self.costs)}
+        facts |= {"choice": of(self.choice), "published": of(self.published), "fixed": self.fixed and of(self.fixed)}
+        return facts | {"trees": list(map(of, self.trees)), "rules": list(map(of, self.rules))}
 
 
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> HeadTuning:

@@ -52,7 +52,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     by_task = [members.by_task() for members in groups]
     parts = [(at, summary_row(one, seed)) for at, each in enumerate(by_task) if len(each) > 1 for one in each]
     sweeps = statistics.sweep_rows(records, asked, seed)
-    curve = _calibration(calibration / "calibration.json", (*CALIBRATION_CONTRACT, "nodes", "by_depth", "halves"))
+    curve = _calibration(calibration / "calibration.json", (*CALIBRATION_CONTRACT, "nodes", "by_depth"))
     tuning = _read(bench.parent / "tune" / "tune.json")
     if tuning is not None:
         tuning["measured"] = _read(bench.parent / "tune" / "measured.json")
