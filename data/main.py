@@ -137,7 +137,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return 0
     name = f"distill {share}" if share.count > 1 else "distill"
     make_local = lambda thinking: _local_target(recipe, thinking)  # noqa: E731
-    return with_status(status, name, lambda: ("done", distilled(job, arguments, recipe.target, questions, make_local)))
+    return with_status(status, name, lambda: ("done", distilled(job, arguments, recipe.target, make_local)))
 
 
 def _local_target(recipe: Recipe, thinking: Any) -> Any:

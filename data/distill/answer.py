@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
 from aerie.data.conversations import Message, UnusableRow
+from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
@@ -19,7 +20,6 @@ CONNECT_S = 10.0  # a server that takes no connection is away long before an ans
 PAUSE_S = 1.0  # before a server that was away or busy is asked again; openai's client has waited, too
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 OPEN, CLOSE = "<think>", "</think>"
-PROBE = "contentprobe"
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,7 @@ class Thinking:
     """Reads and places thinking as one tokenizer's chat template does."""
 
     def __init__(self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None) -> None:
-        """end_ids are the target's end-of-turn tokens, template_arguments what its server renders prompts with.
-
-        UserError for a tokenizer without chat template.
-        """
+        """end_ids are the target's end-of-turn tokens, template_arguments what its server renders prompts with."""
         if not tokenizer.chat_template:
             raise UserError(
                 f"{tokenizer.name_or_path or 'the tokenizer'}: the tokenizer has no chat template; name one with "
@@ -84,8 +81,8 @@ class Thinking:
         self.tokenizer, self.end_ids, self.template_arguments = tokenizer, end_ids, dict(template_arguments or {})
         self.is_opened = self.prompt(QUESTION).rstrip().endswith(OPEN)  # by the generation prompt
         self.has_field = "reasoning_content" in str(tokenizer.chat_template)  # otherwise thinking is in the content
-        text = self.render([*QUESTION, {"role": "assistant", "content": PROBE}], False)
-        after_answer = self.ids(text[text.rfind(PROBE) + len(PROBE) :])
+        text = self.prompt([*QUESTION, {"role": "assistant", "content": "contentprobe"}], is_whole=True)
+        after_answer = self.ids(text.rpartition("contentprobe")[2])
         self.end_id = next((token for token in after_answer if token in end_ids), tokenizer.eos_token_id)
 
     def read(self, answer: Answer) -> Answer:
@@ -96,9 +93,9 @@ class Thinking:
         """
         content, thought = answer.content, answer.reasoning
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
-            thought = thought.strip("\n") if answer.is_cut and not content else thought.strip("\n") + "\n"
-            content = content and "\n\n" + content.lstrip("\n")
-            return replace(answer, reasoning=thought if self.is_opened else f"\n{thought}", content=content)
+            is_open = answer.is_cut and not content
+            thought = "\n" * (not self.is_opened) + thought.strip("\n") + "\n" * (not is_open)
+            return replace(answer, reasoning=thought, content=content and "\n\n" + content.lstrip("\n"))
         thought, closed, rest = content.partition(CLOSE)
         begins = thought.lstrip().startswith(OPEN)
         if (begins or self.is_opened) and (closed or answer.is_cut):
@@ -108,33 +105,32 @@ class Thinking:
 
     def message(self, answer: Answer) -> Message:
         """The answer as a turn of the conversation, its thinking where the template looks for it."""
-        content, thought = answer.content, answer.reasoning or ""
-        if not thought.strip():
-            return {"role": "assistant", "content": content if answer.reasoning is None else content.lstrip("\n")}
-        if self.has_field:
-            fields = {"content": content.lstrip("\n"), "reasoning_content": thought.strip("\n")}
-            return {"role": "assistant", **fields}
-        return {"role": "assistant", "content": f"{OPEN}\n" * self.is_opened + self.written(answer)}
+        thought, content = answer.reasoning or "", answer.content
+        content = content if answer.reasoning is None else content.lstrip("\n")
+        if thought.strip() and self.has_field:
+            return {"role": "assistant", "content": content, "reasoning_content": thought.strip("\n")}
+        if thought.strip():
+            content = f"{OPEN}\n" * self.is_opened + self.written(answer)
+        return {"role": "assistant", "content": content}
 
     def written(self, answer: Answer) -> str:
         """The answer as the target wrote it after the generation prompt, which may have opened the tag."""
         if answer.reasoning is None:
             return answer.content
         is_open = answer.is_cut and not answer.content
-        return OPEN * (not self.is_opened) + answer.reasoning + (not is_open) * CLOSE + answer.content
+        return OPEN * (not self.is_opened) + answer.reasoning + CLOSE * (not is_open) + answer.content
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """What the target reads before it answers; UnusableRow when the template refuses the conversation."""
-        return self.render(messages, True, **self.template_arguments)
+    def prompt(self, messages: Sequence[Message], is_whole: bool = False) -> str:
+        """What the target reads before it answers; is_whole: the conversation's text as training renders it.
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool, **arguments: Any) -> str:
-        """The conversation's text; UnusableRow when the template refuses it."""
-        settings = {**arguments, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+        UnusableRow when the template refuses the conversation.
+        """
+        arguments = {} if is_whole else self.template_arguments
+        settings = {**arguments, "tokenize": False, "add_generation_prompt": not is_whole}
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), **settings))
         except (TemplateError, TypeError, ValueError, LookupError) as error:
-            message = (str(error) or type(error).__name__).splitlines()[0]
-            raise UnusableRow(f"the chat template refuses it: {message[:120]}", "") from error
+            raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text as it is."""
@@ -149,6 +145,33 @@ class Thinking:
         has_end = answer.is_cut or self.end_id is None or (answer.token_ids and ids[-1] in self.end_ids)
         return ids if has_end else [*ids, self.end_id]
 
+    def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
+        """JSON-ready rows of a done row: one, or one per answer where later prompts do not begin with earlier ones.
+
+        A row is text where the template gives the target's text back as training renders it, without a server's
+        arguments. Otherwise it is tokens: where ids came with any answer, where an answer is cut (a template would end
+        it), and where the template rewrites what the target wrote.
+        """
+        turns: list[Message] = [{"role": "system", "content": outcome.system}] if outcome.system else []
+        prompts, is_text = list[str](), True
+        for question, answer in zip(outcome.turns, outcome.answers, strict=True):
+            turns.append({"role": "user", "content": question})
+            prompts.append(self.prompt(turns))
+            turns.append(self.message(answer))
+            is_text = is_text and answer.token_ids is None and not answer.is_cut
+            is_text = is_text and self.prompt(turns, is_whole=True).startswith(prompts[-1] + self.written(answer))
+        if is_text:
+            return [{"id": outcome.id, "messages": turns}]
+        rows: list[dict[str, Any]] = []
+        for text, answer in zip(prompts, outcome.answers, strict=True):
+            prompt = self.ids(text) if answer.prompt_token_ids is None else list(answer.prompt_token_ids)
+            before = rows[-1]["input_ids"] if rows else []
+            mask = rows.pop()["loss_mask"] if rows and prompt[: len(before)] == before else []
+            ids = self.answer_ids(answer)
+            mask = [*mask, *[0] * (len(prompt) - len(mask)), *[1] * len(ids)]
+            rows.append({"id": outcome.id, "input_ids": [*prompt, *ids], "loss_mask": mask})
+        return rows
+
 
 def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int | None) -> Ask:
     """Asks a target in this process. decode: (prompt's ids, seed) -> the answer's; room: most tokens of a prompt."""
@@ -160,8 +183,7 @@ def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinki
         ids = decode(prompt, seed)
         has_ended = bool(ids) and ids[-1] in thinking.end_ids
         text = str(thinking.tokenizer.decode(ids[:-1] if has_ended else ids, skip_special_tokens=True))
-        finish = "stop" if has_ended else "length"
-        return Answer(text, finish, len(ids), token_ids=tuple(ids), prompt_token_ids=tuple(prompt))
+        return Answer(text, "stop" if has_ended else "length", len(ids), None, tuple(ids), tuple(prompt))
 
     return ask
 
@@ -178,25 +200,25 @@ class ServedTarget:
             import openai
         except ImportError as error:
             raise UserError("distill.server needs the package openai: pip install -e .[distill]") from error
-        self.config, self.model = config, model
-        self.errors = (openai.APIError, ValueError)  # ValueError: a reply that is no JSON, or holds no answer
+        self.config, self.errors = config, (openai.APIError, ValueError)  # ValueError: a reply without an answer
         timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
         settings = {"api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": config.retries}
         self.clients = {url: openai.AsyncOpenAI(base_url=url, timeout=timeout, **settings) for url in config.urls}
         self.under_way, self.away = dict.fromkeys(config.urls, 0), set[str]()  # away: the last request was given up
         extra = {**config.extra_body, **({} if sampling.top_k is None else {"top_k": sampling.top_k})}
         extra |= {"return_token_ids": True} if config.token_ids else {}
-        self.body: dict[str, Any] = {"max_tokens": sampling.max_tokens, "extra_body": extra or None}
+        self.body: dict[str, Any] = {"model": model, "max_tokens": sampling.max_tokens, "extra_body": extra or None}
         self.body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        self.last_answer: float | None = None
+        self.last_answer = 0.0  # by the loop's clock
 
     async def __aenter__(self) -> "ServedTarget":
         """UserError unless a short question is answered in the way that rows are asked: else all of them would fail."""
+        self.last_answer = asyncio.get_running_loop().time()
         try:
             await self(QUESTION, 0)
         except Unanswered as error:
             raise UserError(
-                f"{', '.join(self.config.urls)}: no answer to a short question: {error.why}; check distill.sampling "
+                f"{', '.join(self.clients)}: no answer to a short question: {error.why}; check distill.sampling "
                 f"(max_tokens must leave room for prompts) and distill.server.extra_body"
             ) from error
         return self
@@ -207,66 +229,60 @@ class ServedTarget:
 
     async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
         """The answer; Unanswered for a row that gets none, UserError when the run cannot go on."""
-        now, strikes = asyncio.get_running_loop().time, 0
-        self.last_answer = self.last_answer or now()
+        now, strikes, patience = asyncio.get_running_loop().time, 0, self.config.patience_s
         while True:
             url = min(self.clients, key=lambda url: self.under_way[url] + (url in self.away))
             self.under_way[url] += 1
             try:
-                return await self._complete(url, {"messages": list(messages), "seed": seed, **self.body})
+                answer = await self._complete(self.clients[url], messages=list(messages), seed=seed, **self.body)
+                self.away.discard(url)
+                return answer
             except self.errors as error:
-                status, why = getattr(error, "status_code", None), (str(error).splitlines() or ["?"])[0][:200]
+                status, why = getattr(error, "status_code", None), first_line(error)[:200]
                 if status in (401, 403, 404):
                     raise UserError(
                         f"{url}: {why}; check distill.server.urls (they end in /v1), distill.server.model "
-                        f"({self.model}), and the key in OPENAI_API_KEY"
+                        f"({self.body['model']}), and the key in OPENAI_API_KEY"
                     ) from error
                 if status in (400, 413, 422):
                     is_too_long = IS_TOO_LONG.search(why)
                     raise Unanswered(*("skipped", TOO_LONG) if is_too_long else ("failed", why)) from error
             finally:
                 self.under_way[url] -= 1
-            is_late = now() - self.last_answer > self.config.patience_s
+            is_late = now() - self.last_answer > patience
             if (is_late or status not in (429, 503)) and await self._is_up(url):
                 strikes += 1
                 if strikes > 1:  # the first may have met the end of an outage
                     raise Unanswered("failed", why)
             elif is_late:
                 raise UserError(
-                    f"{url}: {why}; no server has answered for {self.config.patience_s:g} s "
-                    f"(distill.server.patience_s): start it again, then the same command goes on"
+                    f"{url}: {why}; no server has answered for {patience:g} s (distill.server.patience_s): start it "
+                    f"again, then the same command goes on"
                 )
             elif url not in self.away:
                 self.away.add(url)
-                warn(f"{url}: {why}; it is asked again for {self.config.patience_s:g} s")
+                warn(f"{url}: {why}; it is asked again for {patience:g} s")
             await asyncio.sleep(PAUSE_S)
 
-    async def _complete(self, url: str, body: dict[str, Any], retries: int | None = None) -> Answer:
+    async def _complete(self, client: Any, **body: Any) -> Answer:
         """The answer in a server's reply; ValueError where there is none that ended by itself or by its length."""
-        client = self.clients[url] if retries is None else self.clients[url].with_options(max_retries=retries)
-        reply = await client.chat.completions.create(model=self.model, **body)
-        if not getattr(reply, "choices", None):
-            raise ValueError("the reply has no choices")
-        choice = reply.choices[0]
-        if choice.finish_reason not in ("stop", "length"):
-            raise ValueError(f"finish_reason {choice.finish_reason!r}")
-        self.last_answer = asyncio.get_running_loop().time()
-        self.away.discard(url)
+        reply = await client.chat.completions.create(**body)
+        if not getattr(reply, "choices", None) or reply.choices[0].finish_reason not in ("stop", "length"):
+            raise ValueError("the reply holds no answer that has ended")
+        choice, self.last_answer = reply.choices[0], asyncio.get_running_loop().time()
         ids, prompt_ids = getattr(choice, "token_ids", None), getattr(reply, "prompt_token_ids", None)
         thought = getattr(choice.message, "reasoning_content", None)
-        return Answer(
-            content=choice.message.content or "",
-            finish=choice.finish_reason,
-            num_tokens=reply.usage.completion_tokens if reply.usage else 0,
-            reasoning=thought or getattr(choice.message, "reasoning", thought),
-            token_ids=tuple(ids) if ids and prompt_ids else None,
-            prompt_token_ids=tuple(prompt_ids) if ids and prompt_ids else None,
-        )
+        thought = thought or getattr(choice.message, "reasoning", thought)
+        num_tokens = reply.usage.completion_tokens if reply.usage else 0
+        both = (tuple(ids), tuple(prompt_ids)) if ids and prompt_ids else (None, None)
+        return Answer(choice.message.content or "", choice.finish_reason, num_tokens, thought, *both)
 
     async def _is_up(self, url: str) -> bool:
         """Whether a server answers a short question of no row, so that it is the row that it cannot answer."""
+        client = self.clients[url].with_options(max_retries=0)
         try:
-            await self._complete(url, {"messages": QUESTION, "max_tokens": 1}, retries=0)
+            await self._complete(client, model=self.body["model"], messages=QUESTION, max_tokens=1)
         except self.errors:
             return False
+        self.away.discard(url)
         return True

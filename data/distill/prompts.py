@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b, sha256
+from itertools import groupby
 from typing import Any
 
 from aerie.configs.errors import UserError
@@ -19,8 +20,10 @@ from aerie.data.conversations import UNKNOWN_KEYS, RawRow, UnusableRow, read_row
 from aerie.model.storage import digest
 
 QUESTION_FIELDS = ("prompt", "question", "problem", "instruction", "query", "input", "text")
-PERSONA_FIELDS = ("input persona", "persona", "input_persona")
-PROBLEM_FIELDS = ("synthesized text", "synthesized_text", "problem")
+PERSONA_FIELDS = {  # of PersonaHub, by what is asked
+    "problem": ("input persona", "persona", "input_persona"),
+    "solution": ("synthesized text", "synthesized_text", "problem"),
+}
 INVENT = (
     "Invent one demanding mathematics problem that this person could meet at work or in daily life.\n\n"
     "Person: {persona}\n\n"
@@ -29,7 +32,6 @@ INVENT = (
 )
 SOLVE = "{problem}\n\nSolve this step by step, check the result, and state it at the end."
 MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", re.IGNORECASE | re.MULTILINE)
-DUPLICATE, OVERLAPS = "the same prompt as an earlier row", "overlaps an evaluation question"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
     skipped.
     """
     overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[Prompt]()
+    # No tokenizer and no server takes half of a surrogate pair, which scraped text has.
+    whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
     for number, source in enumerate(config.sources):
         rows: Iterable[tuple[int, RawRow]] = enumerate(read_rows(source.path, source.revision), start=1)
         if source.num_rows is not None:  # those with the smallest hashes of the seed and their number
@@ -63,10 +67,12 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
         for count, row in rows:
             prompt = Prompt(f"{number}:{count}", row.place)
             try:
-                prompt = _prompt(prompt, row.value, source, config.max_turns)
-                texts = [prompt.invent or "", prompt.system or "", *prompt.turns]
-                key = asked_key(prompt.system, (*prompt.turns, prompt.invent or ""))
-                prompt = replace(prompt, skip=DUPLICATE if key in seen else overlap.reason(*texts))
+                system, turns, invent = _questions(row.value, source)
+                asked = tuple(map(whole, turns[: config.max_turns]))
+                system, invent = whole(system or source.system_prompt or ""), whole(invent)
+                key = asked_key(system, (*asked, invent))
+                skip = "the same prompt as an earlier row" if key in seen else overlap.reason(invent, system, *asked)
+                prompt = Prompt(prompt.id, prompt.place, asked, system or None, invent or None, skip)
                 seen.add(key)
             except UnusableRow as error:
                 if error.reason == UNKNOWN_KEYS and row.number == 1:
@@ -92,59 +98,36 @@ def plan_line(prompts: Sequence[Prompt]) -> str:
     return f"{len(prompts):,} rows, {len(prompts) - skipped.total():,} to ask{reasons}"
 
 
-def _prompt(plain: Prompt, row: Any, source: SourceConfig, max_turns: int | None) -> Prompt:
-    """The row's questions, system prompt and request, or UnusableRow."""
+def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], str]:
+    """The row's own system prompt, its questions, and the request for a problem; UnusableRow when it has none."""
     if not isinstance(row, Mapping):
         raise UnusableRow("row is no object", "")
-    system, turns, invent = None, list[str](), ""
-    if source.kind == "conversations":
-        system, turns = _of_conversation(row)
-    elif source.kind == "prompts":
-        system, turns = _of_prompt(row, source.field)
-    else:  # personas, as PersonaHub has them
-        names, what = (PERSONA_FIELDS, "persona") if source.ask == "problem" else (PROBLEM_FIELDS, "problem")
-        text = next((str(row[name]).strip() for name in names if row.get(name)), "")
+    if source.kind == "personas":
+        text = next((str(row[name]).strip() for name in PERSONA_FIELDS[source.ask] if row.get(name)), "")
         if not text:
-            raise UnusableRow(f"row has no {what}", "")
+            raise UnusableRow(f"row has no {'persona' if source.ask == 'problem' else 'problem'}", "")
         if source.ask == "problem":
-            invent = INVENT.format(persona=text)
-        else:
-            turns = [SOLVE.format(problem=problem_in(text))]
-    # No tokenizer and no server takes half of a surrogate pair, which scraped text has.
-    whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
-    system = whole(system or source.system_prompt or "") or None
-    return replace(plain, turns=tuple(map(whole, turns[:max_turns])), system=system, invent=whole(invent) or None)
-
-
-def _of_conversation(row: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """The system prompt and the user's turns of a conversation, two in a row as one."""
-    messages = to_messages(row)
-    if row.get("tools") or any(message["role"] == "tool" for message in messages):
+            return None, [], INVENT.format(persona=text)
+        return None, [SOLVE.format(problem=problem_in(text))], ""
+    if source.kind == "prompts":
+        names = (source.field,) if source.field else ("turns", *QUESTION_FIELDS)
+        if not row.keys() & set(names):
+            where = " or ".join(names)
+            raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; a prompt stands under {where}")
+        value = next((row[name] for name in names if row.get(name)), "")
+        system, turns = row.get("system"), list(value) if isinstance(value, list | tuple) else [value]
+        if not isinstance(system, str | None) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise UnusableRow("an empty question, or no text", "")
+        return system, turns, ""
+    said: dict[str, list[str]] = {"system": [], "user": [], "assistant": [], "tool": []}
+    for role, group in groupby(to_messages(row), lambda message: str(message["role"])):  # two turns in a row are one
+        said[role].append("\n\n".join(message["content"] for message in group if message["content"].strip()))
+    if row.get("tools") or said["tool"]:
         raise UnusableRow("the conversation calls tools", "")
-    system, turns, before = None, list[str](), ""
-    for message in messages:
-        role, text = message["role"], message["content"]
-        if role == "system" and text.strip():
-            system = system or text
-        elif role == "user" and text.strip():
-            turns = [*turns[:-1], f"{turns[-1]}\n\n{text}"] if turns and before == "user" else [*turns, text]
-        before = role
+    turns = [text for text in said["user"] if text]
     if not turns:
         raise UnusableRow("no user turn", "")
-    return system, turns
-
-
-def _of_prompt(row: Mapping[str, Any], field: str | None) -> tuple[str | None, list[str]]:
-    """The row's own system prompt and its question, or its list under turns."""
-    names = (field,) if field else ("turns", *QUESTION_FIELDS)
-    if not row.keys() & set(names):
-        where = " or ".join(names)
-        raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; a prompt stands under {where}")
-    value = next((row[name] for name in names if row.get(name)), "")
-    system, turns = row.get("system"), list(value) if isinstance(value, list | tuple) else [value]
-    if not isinstance(system, str | None) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise UnusableRow("an empty question, or no text", "")
-    return system, turns
+    return next(filter(None, said["system"]), None), turns, ""
 
 
 def problem_in(text: str) -> str:
@@ -185,11 +168,11 @@ class Overlap:
                 self._hashes.setdefault(len(split), set()).update(_runs(split, len(split)))
 
     def reason(self, *texts: str) -> str | None:
-        """OVERLAPS if a text has a run in common with a question, or has a whole question in it."""
+        """Why a prompt is skipped: a text has a run in common with a question, or has a whole question in it."""
         for split in map(words, texts):
             runs = (hashes & _runs(split, size) for size, hashes in self._hashes.items())
             if self._whole & _runs(split, len(split)) or any(runs):
-                return OVERLAPS
+                return "overlaps an evaluation question"
         return None
 
 

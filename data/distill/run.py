@@ -1,6 +1,7 @@
 """A distillation: input rows are asked, each row's end is a line in its share's journal, and all journals are merged.
 
-A killed job loses the rows under way and no other: the same command asks what no journal has ended.
+A killed job loses the rows under way and no other: the same command asks what no journal has ended. The merge judges
+the answers by rules that can be read, and counts what it drops.
 """
 
 import asyncio
@@ -8,14 +9,18 @@ import json
 import os
 import re
 import shutil
+import unicodedata
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jinja2 import Template
 from pydantic import TypeAdapter
 
 from aerie.configs.errors import UserError
@@ -25,8 +30,7 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Message, UnusableRow
 from aerie.data.distill.answer import Answer, Ask, Outcome, ServedTarget, Thinking, Unanswered
-from aerie.data.distill.gate import Summary, judge
-from aerie.data.distill.prompts import SOLVE, Overlap, Prompt, make_prompts, plan_line, problem_in
+from aerie.data.distill.prompts import SOLVE, Overlap, Prompt, asked_key, make_prompts, plan_line, problem_in, words
 from aerie.data.stage import Share, bar, conversation_inputs
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
@@ -35,6 +39,57 @@ from aerie.model.target import load_tokenizer
 LINE = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n')  # of a row in a journal
 OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[Prompt])
 Target = AbstractAsyncContextManager[Ask]
+PAGE = Path(__file__).with_name("summary.html.jinja")
+
+LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = 5, 40, 240  # so often the same at the end, together at least so long
+LONGEST_PERIOD = 200  # words or characters of a loop's round
+RUN, LEAST_RUNS, REPEATED_SHARE = 10, 40, 0.6  # words of a run; of so many runs, the share that was there before
+LEAST_LETTERS, FOREIGN_SHARE = 20, 0.3  # letters that tell a script; those in a script that the question has none of
+OPENING = 200  # characters in which a refusal shows
+SORRY = r"\bi(?:['’]?m| am) (?:\w+ )?(?:sorry|afraid)\b.{0,80}\b(?:can(?:no|['’])t|unable|not able|won['’]t)"
+UNABLE = r"\bi (?:can(?:no|['’])t|won['’]t|am (?:unable|not able) to) (?:\w+ ){0,2}(?:help|assist|provide|comply)\b"
+MACHINE = r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b"
+REFUSAL = re.compile(f"{SORRY}|{UNABLE}|{MACHINE}", re.IGNORECASE | re.DOTALL)
+
+
+def flaws(outcome: Outcome) -> list[str]:
+    """The names of a done row's flaws, as in the gate; "repeated" needs the other rows and is not looked for."""
+    answers = outcome.answers
+    pairs = zip(outcome.turns, answers, strict=True)
+    parts = [(question, part) for question, answer in pairs for part in (answer.reasoning or "", answer.content)]
+    rules = {
+        "cut": any(answer.is_cut for answer in answers),
+        "empty": not all(answer.content.strip() for answer in answers),
+        "loop": any(_is_loop(part) for _, part in parts),
+        "language": any(_is_foreign(question, part) for question, part in parts),
+        "refusal": any(REFUSAL.search(answer.content.strip()[:OPENING]) for answer in answers),
+    }
+    return [name for name, is_flawed in rules.items() if is_flawed]
+
+
+def _is_loop(text: str) -> bool:
+    """Whether the text ends in the same words or symbols over and over, or mostly says what it has said before."""
+    split = words(text)
+    for units, least in ((split, LOOP_WORDS), ("".join(text.split()), LOOP_CHARACTERS)):
+        for period in range(1, min(LONGEST_PERIOD, len(units) // LOOP_TIMES) + 1):
+            span = max(LOOP_TIMES, -(-least // period)) * period
+            if span <= len(units) and all(units[-at] == units[-at - period] for at in range(1, span - period + 1)):
+                return True
+    runs = [tuple(split[start : start + RUN]) for start in range(len(split) - RUN + 1)]
+    return len(runs) >= LEAST_RUNS and 1.0 - len(set(runs)) / len(runs) >= REPEATED_SHARE
+
+
+def _is_foreign(question: str, answer: str) -> bool:
+    """Whether many of the answer's letters are in scripts of which the question has none."""
+    asked, answered = set(_scripts(question)), _scripts(answer)
+    foreign = sum(script not in asked for script in answered)
+    return bool(asked) and len(answered) >= LEAST_LETTERS and foreign / len(answered) >= FOREIGN_SHARE
+
+
+def _scripts(text: str) -> list[str]:
+    """Each letter's script, as its Unicode name begins (LATIN, CYRILLIC); Japanese and Chinese are one."""
+    names = (unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
+    return ["CJK" if name in ("HIRAGANA", "KATAKANA") else name for name in names]
 
 
 def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
@@ -55,32 +110,38 @@ def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A distillation: where it is written and what its answers are made from (JSON-ready)."""
+    """A distillation: where it is written and what its answers are made from.
+
+    inputs are JSON-ready, and without the gate, which no answer depends on. No prompt may overlap the questions, which
+    are the evaluation's.
+    """
 
     directory: Path
     config: DistillConfig
     inputs: dict[str, Any]
+    questions: Sequence[str] = ()
 
     @classmethod
-    def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Iterable[str]) -> "Job":
-        """target is data.stage.target_inputs', questions are the texts that are held out, wherever they come from.
-
-        How answers are carried (URLs, concurrency, this process) does not change what they are.
-        """
+    def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Sequence[str]) -> "Job":
+        """target is data.stage.target_inputs'. How answers are carried (URLs, concurrency, in process) is no input."""
         section = as_dict(config)
         server = section["server"] or {"model": None, "extra_body": {}, "token_ids": False}
         inputs = {name: section[name] for name in ("sources", "ngram", "max_turns", "seed", "sampling")}
         inputs["files"] = conversation_inputs([source.path for source in config.sources])
         inputs["held_out"] = storage.digest(sorted(set(questions)))
         inputs["server"] = {name: server[name] for name in ("model", "extra_body", "token_ids")}
-        return cls(directory, config, {**inputs, "target": target})
+        return cls(directory, config, {**inputs, "target": target}, questions)
 
     @property
     def stage(self) -> Stage:
         """The whole stage, its gate included."""
         return Stage("distill", self.directory, {**self.inputs, "gate": as_dict(self.config.gate)})
 
-    def prompts(self, questions: Iterable[str], overwrite: bool) -> list[Prompt]:
+    @cached_property
+    def overlap(self) -> Overlap:
+        return Overlap(self.questions, self.config.ngram)
+
+    def prompts(self, overwrite: bool) -> list[Prompt]:
         """The input rows, made once and then read; UserError when those that are there are another recipe's.
 
         overwrite replaces theirs and deletes the answers to them. Jobs that start together do so one after the other.
@@ -97,29 +158,24 @@ class Job:
                     )
                 shutil.rmtree(self.directory / "journal", ignore_errors=True)
             if not isinstance(found, storage.Whole):
-                prompts = PROMPTS.dump_python(make_prompts(self.config, questions), exclude_defaults=True)
+                prompts = PROMPTS.dump_python(make_prompts(self.config, self.questions), exclude_defaults=True)
                 storage.write_text(path, "".join(json.dumps(row) + "\n" for row in prompts))
                 Manifest(inputs=self.inputs).write(self.directory, record)
             lock.forget()
         return PROMPTS.validate_python([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
-    def ask(
-        self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking, overlap: Overlap
-    ) -> None:
+    def ask(self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking) -> None:
         """Asks the rows of a share that no journal has ended, each with one line at its end.
 
         retry: also those that ended without answers. UserError when another process has the share's journal.
         """
         path = self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
         server = self.config.server
-        width = server.concurrency * len(server.urls) if server else 1
 
-        async def ask_all(waiting: list[Prompt], file: BinaryIO, progress: Any) -> None:
-            rows = iter(waiting)
-
+        async def ask_all(waiting: Iterator[Prompt], file: BinaryIO, progress: Any) -> None:
             async def work(ask: Ask) -> None:
-                for prompt in rows:
-                    outcome = await self.interview(prompt, ask, thinking, overlap)
+                for prompt in waiting:
+                    outcome = await self.interview(prompt, ask, thinking)
                     line = json.dumps(OUTCOME.dump_python(outcome, exclude_defaults=True), ensure_ascii=False)
                     with storage.explained(path):
                         file.write(f"{line}\n".encode("utf-8", "replace"))
@@ -127,24 +183,26 @@ class Job:
                     progress.update(1)
 
             async with target as ask:
-                await asyncio.gather(*(work(ask) for _ in range(width)))
+                workers = server.concurrency * len(server.urls) if server else 1
+                await asyncio.gather(*(work(ask) for _ in range(workers)))
 
         with Lock(path) as lock:
             if not lock.acquire(wait=False):
                 raise UserError(f"{path}: another process writes it; wait for it, or end it first")
             ended = {row for row, (is_done, *_) in ended_rows(self.directory).items() if is_done or not retry}
-            share_prompts = prompts[share.index - 1 :: share.count]
-            waiting = [prompt for prompt in share_prompts if prompt.id not in ended]
-            if waiting:
-                (self.directory / storage.FILE).unlink(missing_ok=True)  # whole again when it is merged anew
-                done = len(share_prompts) - len(waiting)
-                with path.open("r+b") as file, bar(len(share_prompts), "row", "distill", done=done) as progress:
-                    file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # without a torn last line
-                    file.seek(0, os.SEEK_END)
-                    asyncio.run(ask_all(waiting, file, progress))
+            rows = prompts[share.index - 1 :: share.count]
+            waiting = [prompt for prompt in rows if prompt.id not in ended]
+            if not waiting:
+                return
+            (self.directory / storage.FILE).unlink(missing_ok=True)  # whole again when it is merged anew
+            done = len(rows) - len(waiting)
+            with path.open("r+b") as file, bar(len(rows), "row", "distill", done=done) as progress:
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # without a torn last line
+                file.seek(0, os.SEEK_END)
+                asyncio.run(ask_all(iter(waiting), file, progress))
 
-    async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking, overlap: Overlap) -> Outcome:
-        """How a row ends; overlap is for problems that the target invents. UserError when the whole run has to end."""
+    async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking) -> Outcome:
+        """How a row ends; UserError when the whole run has to end."""
 
         async def draw(messages: Sequence[Message], turn: str) -> Answer:
             # of the row and turn alone, whichever job and attempt asks
@@ -163,7 +221,7 @@ class Job:
             if prompt.invent is not None:
                 invented = await draw([{"role": "user", "content": prompt.invent}], "invent")
                 problem = problem_in(invented.content)
-                flaw = "is cut or empty" if invented.is_cut or not problem else overlap.reason(problem)
+                flaw = "is cut or empty" if invented.is_cut or not problem else self.overlap.reason(problem)
                 if flaw:
                     raise Unanswered("skipped", f"the invented problem {flaw}")
                 turns = (SOLVE.format(problem=problem),)
@@ -180,8 +238,8 @@ class Job:
         asked = turns[: len(answers)]
         return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
 
-    def merge(self, prompts: Sequence[Prompt], thinking: Thinking, title: str) -> Summary:
-        """Writes conversations, outcomes, summary and provenance: the same bytes however many jobs the answers took.
+    def merge(self, prompts: Sequence[Prompt], thinking: Thinking) -> dict[str, Any]:
+        """The summary, written with conversations, outcomes and provenance: the same bytes in however many jobs.
 
         UserError if rows are left, or if none is kept; conversations then stay as they were.
         """
@@ -192,62 +250,84 @@ class Job:
                 f"{self.directory}: {len(missing):,} of {len(prompts):,} rows have not ended (first: {missing[0]}); "
                 f"run the jobs that are left, or all of them again: they go on where they stopped"
             )
-        summary, ends = Summary(), list[str]()
-
-        def outcomes() -> Iterator[Outcome]:
-            for prompt in prompts:
-                _, path, offset = rows[prompt.id]
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    yield OUTCOME.validate_json(file.readline())
+        ends, made = list[dict[str, Any]](), list[bool]()  # of input rows; whether rows to train on are of tokens
+        why, found, invented = Counter[str](), Counter[str](), set[str]()
 
         def write(conversations: Path) -> None:
             with conversations.open("w", encoding="utf-8", errors="replace") as file:
-                file.writelines(judge(outcomes(), self.config.gate, thinking, summary, ends))
-            if not summary.kept:
-                reasons = "; ".join(f"{count:,} {why}" for why, count in (summary.flaws + summary.why).most_common())
+                for prompt in prompts:
+                    _, path, offset = rows[prompt.id]
+                    with path.open("rb") as journal:
+                        journal.seek(offset)
+                        outcome = OUTCOME.validate_json(journal.readline())
+                    ends.append({"id": outcome.id, "status": outcome.status, "place": outcome.place})
+                    if outcome.status != "done":
+                        ends[-1]["why"] = outcome.why
+                        why[f"{outcome.status}: {outcome.why}"] += 1
+                        continue
+                    names = flaws(outcome)
+                    if outcome.invented is not None:
+                        key = asked_key(outcome.system, outcome.turns[:1])
+                        names += ["repeated"] if key in invented else []
+                        invented.add(key)
+                    found.update(names)
+                    kept = all(getattr(self.config.gate, name) == "keep" for name in names)
+                    tokens = sum(len(thinking.answer_ids(answer)) for answer in outcome.answers)
+                    ends[-1] |= {"kept": kept, "flaws": names, "answers": len(outcome.answers), "tokens": tokens}
+                    for row in thinking.training_rows(outcome) if kept else []:
+                        made.append("input_ids" in row)
+                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            if not made:
+                reasons = "; ".join(f"{count:,} {reason}" for reason, count in (found + why).most_common())
                 raise UserError(f"{self.directory}: no row is left to train on: {reasons}")
 
         storage.write_atomically(self.directory / "conversations.jsonl", write)
-        storage.write_text(self.directory / "outcomes.jsonl", "".join(ends))
-        storage.write_json(self.directory / "summary.json", vars(summary))
-        storage.write_text(self.directory / "summary.html", summary.page(self.config, title))
-        self.stage.finish(summary=vars(summary))
+        lines = "".join(json.dumps(end, ensure_ascii=False) + "\n" for end in ends)
+        storage.write_text(self.directory / "outcomes.jsonl", lines)
+        kept, status = [end for end in ends if end.get("kept")], Counter(end["status"] for end in ends)
+        summary = {
+            "rows": len(ends),
+            "kept": len(kept),
+            "dropped": status["done"] - len(kept),  # by the gate
+            "training_rows": len(made),
+            "as_tokens": sum(made),  # of those, rows of token ids
+            "answers": sum(end["answers"] for end in kept),
+            "answer_tokens": sum(end["tokens"] for end in kept),
+            "status": status,
+            "why": why,  # of skipped and failed rows
+            "flaws": found,  # of done rows; one may have several
+        }
+        storage.write_json(self.directory / "summary.json", summary)
+        page = Template(PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
+        text = page.render(title=self.inputs["target"]["path"], config=self.config, **summary)
+        storage.write_text(self.directory / "summary.html", text)
+        self.stage.finish(summary=summary)
         return summary
 
 
-def distilled(
-    job: Job, options: Namespace, target: TargetConfig, questions: Sequence[str], make_local: Callable[[Thinking], Ask]
-) -> int:
+def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]) -> int:
     """The exit code of one call of the command, with its options shard, merge, retry_failed and overwrite.
 
-    questions are the evaluation's. make_local makes the target in this process, where the recipe has no server. One
-    job alone merges at the end; several leave it to a call with --merge.
+    make_local makes the target in this process, where the recipe has no server. One job alone merges at the end;
+    several leave it to a call with --merge.
     """
-    share, config, server = Share.of(options.shard), job.config, job.config.server
+    share, server = Share.of(options.shard), job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
     tokenizer = load_tokenizer(target)
     arguments = server.extra_body.get("chat_template_kwargs") if server else None
     thinking = Thinking(tokenizer, target_end_ids(target, tokenizer), arguments)
     job.stage.require_own_directory(options.overwrite)
-    prompts = job.prompts(questions, options.overwrite)
+    prompts = job.prompts(options.overwrite)
     print(f"distill: {plan_line(prompts)}", flush=True)
     if not options.merge:
-        asked: Target
-        if server:
-            asked = ServedTarget(server, server.model or target.path, config.sampling)
-        else:
-            asked = nullcontext(make_local(thinking))
-        job.ask(prompts, share, options.retry_failed, asked, thinking, Overlap(questions, config.ngram))
+        served = ServedTarget(server, server.model or target.path, job.config.sampling) if server else None
+        job.ask(prompts, share, options.retry_failed, served or nullcontext(make_local(thinking)), thinking)
         if share.count > 1:
             print(f"distill {share}: the share's rows have ended; when all jobs' have: distill --merge", flush=True)
             return 0
-    summary = job.merge(prompts, thinking, target.path)
-    status = summary.status
-    ends = f"{summary.dropped:,} dropped by the gate, {status['skipped']:,} skipped, {status['failed']:,} failed"
-    print(
-        f"distill: {summary.kept:,} of {len(prompts):,} rows kept ({ends}): {job.directory / 'summary.html'}",
-        flush=True,
-    )
+    summary = job.merge(prompts, thinking)
+    status, page = summary["status"], job.directory / "summary.html"
+    ends = f"{summary['dropped']:,} dropped by the gate, {status['skipped']:,} skipped, {status['failed']:,} failed"
+    print(f"distill: {summary['kept']:,} of {len(prompts):,} rows kept ({ends}): {page}", flush=True)
     return 0

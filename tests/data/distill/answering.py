@@ -4,11 +4,11 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from aerie.configs.errors import exit_code
 from aerie.configs.schema.data import DistillConfig, SourceConfig
@@ -18,6 +18,7 @@ from aerie.data.main import main
 from tests import tiny
 
 KEEP = dict.fromkeys(("cut", "empty", "loop", "language", "refusal", "repeated"), "keep")
+OUTCOME = TypeAdapter(Outcome)
 
 
 def thinking(chat_template: str | None = tiny.TEMPLATE) -> Thinking:
@@ -44,12 +45,18 @@ def read_rows(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def local_recipe(place: Path, target: Path, section: dict[str, Any]) -> Path:
+    """A recipe that trains on what its section `distill` makes."""
+    data = {"conversations": [str(place / "run/distilled/conversations.jsonl")], "held_out": 0.0}
+    values = {"run": str(place / "run"), "threads": 1, "target": {"path": str(target)}, "data": data}
+    return tiny.recipe(place / "recipe.yaml", {**values, "distill": section})
+
+
 def outcomes(run: Path) -> list[Outcome]:
     """All rows of a run's journals, in the order of its prompts."""
     journals = (run / "distilled/journal").glob("shard-*.jsonl")
-    rows = {row["id"]: Outcome(**row) for path in journals for row in read_rows(path)}
-    answered = (rows[prompt["id"]] for prompt in read_rows(run / "distilled/prompts.jsonl"))
-    return [replace(row, answers=tuple(Answer(**answer) for answer in row.answers)) for row in answered]
+    rows = {row["id"]: OUTCOME.validate_python(row) for path in journals for row in read_rows(path)}
+    return [rows[prompt["id"]] for prompt in read_rows(run / "distilled/prompts.jsonl")]
 
 
 def distill(recipe: Path, *words: object) -> int:

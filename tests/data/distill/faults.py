@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+SAID = {"long": (400, "This model's maximum context length is 9 tokens."), "full": (503, "The queue is full.")}
 
 
 def free_port() -> int:
@@ -36,25 +38,19 @@ class TargetServer:
         with (self.home / "log").open("ab") as log:
             self.process = subprocess.Popen(words, env={**os.environ, **settings}, stdout=log, stderr=log)
         until = time.monotonic() + 120.0
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError((self.home / "log").read_text(errors="replace")[-2000:])
+        while self.process.poll() is None and time.monotonic() < until:
+            with suppress(OSError):
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
             time.sleep(0.2)
+        raise RuntimeError((self.home / "log").read_text(errors="replace")[-2000:])
 
     def kill(self) -> None:
         """Ends it without a word, as a crash does."""
         self.process.kill()
         self.process.wait()
-
-    def _answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
 
 
 def completion(asked: dict[str, Any], content: str | None = None, **choice: Any) -> dict[str, Any]:
@@ -65,31 +61,20 @@ def completion(asked: dict[str, Any], content: str | None = None, **choice: Any)
     return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [made], "usage": usage}
 
 
-@dataclass
-class Script:
-    """What becomes of a request: fault(question, how often it was asked before), else reply or the server at `port`."""
-
-    fault: Callable[[str, int], str] = lambda question, tries: ""
-    reply: Callable[[dict[str, Any]], dict[str, Any]] | None = completion
-    port: int = 0
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    slow_s: float = 1.0
-    under_way: int = 0
-    most_under_way: int = 0
-
-    @property
-    def asked(self) -> list[str]:
-        """The questions of rows so far."""
-        questions = [str(body["messages"][-1]["content"]) for body in self.bodies]
-        return [question for question in questions if question != "Hi"]
-
-
 class Proxy:
-    """A context: requests go on to the server or its stand-in, or meet the fault that the script has for them."""
+    """A context: a request meets fault(question, tries before it), and goes on to reply, or to the server at port."""
 
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        handler = type("Handler", (_Handler,), {"script": script, "lock": threading.Lock()})
+    def __init__(
+        self,
+        fault: Callable[[str, int], str] = lambda question, tries: "",
+        reply: Callable[[dict[str, Any]], dict[str, Any]] = completion,
+        port: int = 0,
+        slow_s: float = 1.0,
+    ) -> None:
+        self.fault, self.reply, self.port, self.slow_s = fault, reply, port, slow_s
+        self.bodies: list[dict[str, Any]] = []
+        self.under_way = self.most_under_way = 0
+        handler = type("Handler", (_Handler,), {"proxy": self, "lock": threading.Lock()})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
@@ -102,50 +87,57 @@ class Proxy:
         self._server.shutdown()
         self._server.server_close()
 
+    @property
+    def asked(self) -> list[str]:
+        """The questions of rows so far."""
+        questions = [str(body["messages"][-1]["content"]) for body in self.bodies]
+        return [question for question in questions if question != "Hi"]
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    script: Script
+    proxy: Proxy
     lock: threading.Lock
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        asked, script = json.loads(body), self.script
-        question = asked["messages"][-1]["content"]
+        body, proxy = self.rfile.read(int(self.headers["Content-Length"])), self.proxy
+        asked = json.loads(body)
         with self.lock:
-            fault = script.fault(question, sum(each["messages"] == asked["messages"] for each in script.bodies))
-            script.bodies.append(asked)
-            script.under_way += 1
-            script.most_under_way = max(script.most_under_way, script.under_way)
+            tries = sum(each["messages"] == asked["messages"] for each in proxy.bodies)
+            fault = proxy.fault(asked["messages"][-1]["content"], tries)
+            proxy.bodies.append(asked)
+            proxy.under_way += 1
+            proxy.most_under_way = max(proxy.most_under_way, proxy.under_way)
         try:
-            self._meet(fault, asked, body)
-        except OSError:  # the server was killed under way, or whoever asked has gone
-            self._reset()
+            if fault == "slow":
+                time.sleep(proxy.slow_s)
+            if fault == "cut":
+                raise OSError
+            if fault in SAID or fault.isdecimal():
+                status, message = SAID.get(fault) or (int(fault), f"planted {fault}")
+                answer = json.dumps({"error": {"message": message}}).encode()
+            else:
+                status, answer = self._answer(asked, body)
+                answer = b"<html>a proxy's own page</html>" if fault == "garbled" else answer
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer[: len(answer) // 2] if fault == "half" else answer)
+            if fault == "half":
+                raise OSError
+        except OSError:  # planted, or the server was killed under way, or whoever asked has gone: a reset, no end
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
         finally:
             with self.lock:
-                script.under_way -= 1
-
-    def _meet(self, fault: str, asked: dict[str, Any], body: bytes) -> None:
-        said = {"long": (400, "This model's maximum context length is 9 tokens."), "full": (503, "The queue is full.")}
-        if fault == "slow":
-            time.sleep(self.script.slow_s)
-        if fault in said or fault.isdecimal():
-            status, message = said.get(fault) or (int(fault), f"planted {fault}")
-            self._send(status, json.dumps({"error": {"message": message}}).encode())
-        elif fault == "cut":
-            self._reset()
-        elif fault == "half":
-            status, answer = self._answer(asked, body)
-            self._send(status, answer[: len(answer) // 2], len(answer))
-            self._reset()
-        else:
-            status, answer = self._answer(asked, body)
-            self._send(status, b"<html>a proxy's own page</html>" if fault == "garbled" else answer)
+                proxy.under_way -= 1
 
     def _answer(self, asked: dict[str, Any], body: bytes) -> tuple[int, bytes]:
-        if self.script.reply is not None:
-            return 200, json.dumps(self.script.reply(asked)).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.script.port, timeout=60)
+        if not self.proxy.port:
+            return 200, json.dumps(self.proxy.reply(asked)).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.proxy.port, timeout=60)
         try:
             connection.request("POST", self.path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -154,19 +146,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise OSError("the server's answer ended early") from error
         finally:
             connection.close()
-
-    def _send(self, status: int, answer: bytes, length: int | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(length or len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def _reset(self) -> None:
-        """Closes the connection hard, with a reset instead of an end."""
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-        self.connection.close()
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Nothing on the terminal."""

@@ -11,12 +11,13 @@ from aerie.data.distill.prompts import Prompt, make_prompts, plan_line, problem_
 from tests.data.distill.answering import write_rows
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+SHARED = tuple(f"{LONG} question {n} about {n * n}" for n in range(20))
 NEAR = "overlaps an evaluation question"
 
 
-def made(path: Path, rows: list[Any], questions: tuple[str, ...] = (), **keys: Any) -> list[Prompt]:
+def made(path: Path, rows: list[Any], questions: tuple[str, ...] = (), seed: int = 0, **keys: Any) -> list[Prompt]:
     source = SourceConfig(str(write_rows(path / "rows.jsonl", rows)), **keys)
-    return make_prompts(DistillConfig(sources=(source,), ngram=8), questions)
+    return make_prompts(DistillConfig(sources=(source,), ngram=8, seed=seed), questions)
 
 
 def skips(path: Path, texts: list[Any], questions: tuple[str, ...] = ()) -> list[str | None]:
@@ -24,7 +25,7 @@ def skips(path: Path, texts: list[Any], questions: tuple[str, ...] = ()) -> list
     return [prompt.skip for prompt in made(path, rows, questions, kind="prompts")]
 
 
-def test_human_turns_are_asked_in_their_order_and_answers_are_left_behind(tmp_path: Path) -> None:
+def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_reason(tmp_path: Path) -> None:
     turns = [("system", "Be brief."), ("human", "First?"), ("gpt", "An old answer."), ("human", "Second?")]
     row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     joined = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b \ud83d"}]}
@@ -33,9 +34,6 @@ def test_human_turns_are_asked_in_their_order_and_answers_are_left_behind(tmp_pa
         Prompt("0:1", f"{place} 1", ("First?", "Second?"), system="Be brief."),
         Prompt("0:2", f"{place} 2", ("a\n\nb \ufffd",)),  # no tokenizer takes half of a surrogate pair
     ]
-
-
-def test_rows_that_cannot_be_asked_are_skipped_with_their_reason(tmp_path: Path) -> None:
     rows = {
         None: {"messages": [{"role": "user", "content": "Why?"}]},
         "no user turn": {"messages": [{"role": "assistant", "content": "Because."}]},
@@ -47,52 +45,46 @@ def test_rows_that_cannot_be_asked_are_skipped_with_their_reason(tmp_path: Path)
     prompts = made(tmp_path, list(rows.values()))
     assert [prompt.skip for prompt in prompts] == list(rows)
     assert plan_line(prompts).startswith("6 rows, 1 to ask; 1 skipped: ")
-    texts: list[Any] = ["Why?", {"prompt": None}, {"turns": []}, {"prompt": 5}, {"turns": ["a", None]}]
-    texts += [{"turns": None, "question": "a?"}, {"prompt": "Why?", "system": 5}]
-    bad = "an empty question, or no text"
-    assert skips(tmp_path, texts) == [None, bad, bad, bad, bad, None, bad]
+    usable: list[Any] = ["Why?", {"turns": None, "question": "a?"}]
+    empty = [{"prompt": None}, {"turns": []}, {"prompt": 5}, {"turns": ["a", None]}, {"prompt": "Why?", "system": 5}]
+    assert skips(tmp_path, usable + empty) == [None] * 2 + ["an empty question, or no text"] * 5
 
 
-def test_no_prompt_shares_a_run_of_words_with_an_evaluation_question(tmp_path: Path) -> None:
-    texts = [
-        f"Well, {LONG.upper()}!",
-        "one two three four five six seven, eh",
-        "Why so?",
-        {"prompt": "a", "system": LONG},
-    ]
-    assert skips(tmp_path, texts, (f"Say: {LONG}", "why so")) == [NEAR, None, NEAR, NEAR]
-    personas = [{"persona": f"One who says {LONG}"}, {"persona": "A baker"}]
-    asked = made(tmp_path, personas, (LONG,), kind="personas", ask="problem")
-    assert [prompt.skip for prompt in asked] == [NEAR, None]
-
-
-def test_shared_instructions_are_no_overlap_and_short_questions_are_found_whole(tmp_path: Path) -> None:
-    shared = tuple(f"{LONG} question {n} about {n * n}" for n in range(20))
-    assert skips(tmp_path, [f"Prove it. {LONG}"], shared) == [None]
-    assert skips(tmp_path, [f"Prove it. {LONG}!", LONG[4:]], (*shared, LONG)) == [NEAR, None]
-    assert skips(tmp_path, [f"Prove it. {LONG}", "Why?"], (LONG,) * 6) == [NEAR, None]  # named often, one question
+@pytest.mark.parametrize(
+    ("questions", "texts", "expected"),
+    [
+        ((f"Say: {LONG}", "why so"), [f"Well, {LONG.upper()}!", LONG[:30], "Why so?"], [NEAR, None, NEAR]),
+        ((LONG,), [{"prompt": "a", "system": LONG}, "b"], [NEAR, None]),
+        (SHARED, [f"Prove it. {LONG}"], [None]),  # instructions that many share are no overlap
+        ((*SHARED, LONG), [f"Prove it. {LONG}!", LONG[4:]], [NEAR, None]),  # a short question is found whole
+        ((LONG,) * 6, [f"Prove it. {LONG}", "Why?"], [NEAR, None]),  # named often, one question
+        (
+            ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？"),  # each character is a word
+            ["请回答：一列火车以每小时六十公里的速度行驶，", "一列火车每天行驶", "天空为什么是蓝的", "为什么"],
+            [NEAR, None, None, NEAR],
+        ),
+    ],
+)  # fmt: skip
+def test_no_prompt_shares_a_run_of_words_with_an_evaluation_question(
+    tmp_path: Path, questions: tuple[str, ...], texts: list[Any], expected: list[str | None]
+) -> None:
+    assert skips(tmp_path, texts, questions) == expected
     with pytest.raises(UserError, match="no row can be asked"):
-        skips(tmp_path, [LONG], (LONG,))
-
-
-def test_text_without_blanks_is_looked_through_by_its_characters(tmp_path: Path) -> None:
-    questions = ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？")
-    texts = [f"请仔细回答：{questions[0]}谢谢", "一列火车每天行驶三十公里", "天空为什么是蓝色的？", "为什么"]
-    assert skips(tmp_path, texts, questions) == [NEAR, None, None, NEAR]
+        skips(tmp_path, [questions[-1]], (questions[-1],))
 
 
 def test_the_seed_draws_the_rows_and_samples_have_ids_of_their_own(tmp_path: Path) -> None:
     rows = [{"prompt": f"Question {n}?"} for n in range(50)]
-    source = SourceConfig(str(write_rows(tmp_path / "rows.jsonl", rows)), "prompts", num_rows=10, samples=2)
-    first, again, other = (make_prompts(DistillConfig(sources=(source,), seed=seed), ()) for seed in (0, 0, 1))
+    keys: dict[str, Any] = {"kind": "prompts", "num_rows": 10, "samples": 2}
+    first, again, other = (made(tmp_path, rows, seed=seed, **keys) for seed in (0, 0, 1))
     assert first == again and {prompt.turns for prompt in first} != {prompt.turns for prompt in other}
     assert len(first) == len({prompt.id for prompt in first}) == 20 == 2 * len({prompt.turns for prompt in first})
 
 
 def test_personas_are_asked_for_a_problem_or_for_the_solution_of_theirs(tmp_path: Path) -> None:
-    row = {"input persona": "A beekeeper in Crete", "synthesized text": "**Math problem:** 3 hives hold 9 frames each."}
+    row = {"input persona": f"One who says {LONG}", "synthesized text": "**Math problem:** 3 hives hold 9 frames each."}
     solved, unsolved = made(tmp_path, [row, {"input persona": "A baker"}], kind="personas")
     assert solved.turns[0].startswith("3 hives hold 9 frames each.\n\n") and unsolved.skip == "row has no problem"
-    [invented] = made(tmp_path, [row], kind="personas", ask="problem")
-    assert "A beekeeper in Crete" in (invented.invent or "") and invented.turns == ()
+    near, invented = made(tmp_path, [row, {"persona": "A baker"}], (LONG,), kind="personas", ask="problem")
+    assert "A baker" in (invented.invent or "") and invented.turns == () and near.skip == NEAR
     assert problem_in("Sure!\n\n**Problem:** Two trains leave.\nWhen?") == "Two trains leave.\nWhen?"

@@ -1,11 +1,11 @@
-"""Interviews, journals and the command: every row ends once, whatever stops the job, and is what the target says."""
+"""Interviews, journals, the gate and the command: every row ends once, whatever stops the job, and is counted."""
 
 import asyncio
 import json
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +13,43 @@ import pytest
 import yaml
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.data import ServerConfig
+from aerie.configs.schema.data import GateConfig, ServerConfig
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
-from aerie.data.distill.prompts import Overlap, Prompt
-from aerie.data.distill.run import Job
+from aerie.data.distill.prompts import Prompt
+from aerie.data.distill.run import Job, flaws
 from aerie.data.stage import Share
 from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
+from tests.data.distill import answering
 from tests.data.distill.answering import KEEP, config, distill, echo, outcomes, read_rows, thinking, write_rows
 
 ROWS = [Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2))) for n in range(12)]
+JOURNAL = "journal/shard-00001-of-00001.jsonl"
+
+
+def job(directory: Path, *questions: str, **keys: Any) -> Job:
+    keys = {"server": ServerConfig(("http://unused/v1",), concurrency=4), "ngram": 8, **keys}
+    return Job(directory, config(**keys), {"target": {"path": "a <target>"}}, questions)
 
 
 def sit(directory: Path, ask: Ask, share: Share = Share(), retry: bool = False) -> None:  # noqa: B008
     """One sitting: what no journal has ended yet is asked."""
-    server = ServerConfig(("http://unused/v1",), concurrency=4)
-    job = Job(directory, config(server=server), {})
-    job.ask(ROWS, share, retry, nullcontext(ask), thinking(), Overlap((), 8))
+    job(directory).ask(ROWS, share, retry, nullcontext(ask), thinking())
 
 
-def merged(directory: Path) -> tuple[bytes, Counter[str]]:
-    """The bytes of the result and how many rows ended as what."""
-    summary = Job(directory, config(), {}).merge(ROWS, thinking(), "target")
+def merged(directory: Path) -> bytes:
+    """The bytes of the result."""
+    job(directory).merge(ROWS, thinking())
     names = ("outcomes.jsonl", "conversations.jsonl", "summary.json")
-    return b"".join((directory / name).read_bytes() for name in names), summary.status
+    return b"".join((directory / name).read_bytes() for name in names)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     directory = tmp_path_factory.mktemp("whole")
     sit(directory, echo)
-    return merged(directory)[0]
-
-
-def failing(*numbers: int) -> Ask:
-    async def ask(messages: Sequence[Message], seed: int) -> Answer:
-        if any(str(messages[0]["content"]).startswith(f"Question {n},") for n in numbers):
-            raise Unanswered("failed" if len(messages) > 1 else "skipped", "why")
-        return await echo(messages, seed)
-
-    return ask
+    return merged(directory)
 
 
 def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Path, whole: bytes) -> None:
@@ -70,7 +66,7 @@ def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Pat
             await asyncio.sleep(0)
         return await echo(messages, seed)
 
-    path = tmp_path / "journal/shard-00001-of-00001.jsonl"
+    path = tmp_path / JOURNAL
     for _ in range(4):
         alive[0] = chance.randint(2, 9)
         with pytest.raises(Killed):
@@ -81,7 +77,7 @@ def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Pat
         path.write_bytes(path.read_bytes() + torn)
     sit(tmp_path, echo)
     assert sorted(row["id"] for row in read_rows(path)) == sorted(prompt.id for prompt in ROWS)
-    assert merged(tmp_path)[0] == whole
+    assert merged(tmp_path) == whole
 
 
 def test_shards_in_any_number_are_merged_to_what_one_job_writes(tmp_path: Path, whole: bytes) -> None:
@@ -91,19 +87,24 @@ def test_shards_in_any_number_are_merged_to_what_one_job_writes(tmp_path: Path, 
         merged(tmp_path)
     sit(tmp_path, echo, share=Share(2, 2))
     sit(tmp_path, echo)
-    assert merged(tmp_path)[0] == whole
+    assert merged(tmp_path) == whole
 
 
 def test_rows_that_failed_or_that_a_server_skipped_are_asked_again_when_that_is_wished(
     tmp_path: Path, whole: bytes
 ) -> None:
-    sit(tmp_path, failing(1, 2, 4, 5))
-    assert merged(tmp_path)[1] == {"done": 8, "skipped": 4}
+    async def failing(messages: Sequence[Message], seed: int) -> Answer:
+        if any(str(messages[0]["content"]).startswith(f"Question {n},") for n in (1, 2, 4, 5)):
+            raise Unanswered("failed" if len(messages) > 1 else "skipped", "why")
+        return await echo(messages, seed)
+
+    sit(tmp_path, failing)
+    assert merged(tmp_path).count(b'"status": "skipped"') == 4
     sit(tmp_path, echo)
     for share in (Share(1, 2), Share(2, 2)):  # each asks those of its share
         sit(tmp_path, echo, share=share, retry=True)
     lines = [line for path in (tmp_path / "journal").iterdir() for line in read_rows(path)]
-    assert len(lines) == 16 and merged(tmp_path)[0] == whole
+    assert len(lines) == 16 and merged(tmp_path) == whole
 
 
 def test_a_journal_has_one_writer_and_damaged_lines_in_it_are_asked_again(tmp_path: Path, whole: bytes) -> None:
@@ -113,11 +114,11 @@ def test_a_journal_has_one_writer_and_damaged_lines_in_it_are_asked_again(tmp_pa
         return await echo(messages, seed)
 
     sit(tmp_path, nested)
-    path = tmp_path / "journal/shard-00001-of-00001.jsonl"
+    path = tmp_path / JOURNAL
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(["{damaged}\n", lines[0][:40] + "\n", *lines[1:]]))
     sit(tmp_path, echo)
-    assert len(path.read_text().splitlines()) == 14 and merged(tmp_path)[0] == whole
+    assert len(path.read_text().splitlines()) == 14 and merged(tmp_path) == whole
 
 
 def end_of(
@@ -128,8 +129,7 @@ def end_of(
     async def ask(messages: Sequence[Message], seed: int) -> Answer:
         return answer([message["content"] for message in messages])
 
-    job = Job(Path(), config(), {})
-    return asyncio.run(job.interview(prompt, ask, thinking(template), Overlap(questions, 8)))
+    return asyncio.run(job(Path(), *questions).interview(prompt, ask, thinking(template)))
 
 
 def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_is_full() -> None:
@@ -162,6 +162,81 @@ def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
     assert end_of(prompt, lambda _: Answer("Problem: 2 +", "length", 3)).why == "the invented problem is cut or empty"
 
 
+PROSE = (
+    "A lighthouse keeper counts the ships that pass each night and writes their number into a book. "
+    "In winter there are few, in spring many, and once a year a great fleet comes by with all its lamps lit. "
+    "He adds the columns in the morning, checks them twice, and sends a copy to the harbour by the mail boat."
+)
+CHINESE = "灯塔看守人每晚数经过的船只并把数字写进一本书里，冬天很少，春天很多。"
+SOUND = Answer(PROSE, "stop", 9)
+
+
+def row(*answers: Answer, question: str = "What does he count?") -> Outcome:
+    return Outcome("0:1", "done", "x", None, None, (question,) * len(answers), answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("", [PROSE, "Four.", "$x^2 + 1 = 5$, so $x = 2$.", f"{PROSE}\n{'=' * 100}", f"The number is 1{'0' * 100}"]),
+        ("", [PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"]),  # five times and forty words
+        ("", [f"{PROSE} In Chinese: 灯塔。", "Ω and Σ are Greek letters, like α and β."]),
+        ("", ["I can help with that.", "He cannot help it.", PROSE + " I cannot help with that."]),
+        ("empty", [" \n"]),
+        ("loop", [PROSE + " and so on" * 20, (PROSE + " ") * 5, PROSE + " again" * 40]),
+        ("loop", [f"{PROSE} {part * 500}" for part in ("!", "?!", "🙂", "_", "0", "ha", "—\n")]),
+        ("language", [CHINESE, "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."]),
+        ("refusal", ["I'm sorry, but I can't help with that request.", "I am sorry, I cannot share this."]),
+        ("refusal", ["I cannot assist with this.", "As an AI language model, I have no opinion."]),
+    ],
+)
+def test_flaws_are_found_where_they_are(name: str, texts: list[str]) -> None:
+    for text in texts:
+        assert flaws(row(Answer(text, "stop", 9))) == ([name] if name else []), text
+
+
+def test_thinking_and_every_turn_are_looked_at() -> None:
+    assert flaws(row(SOUND, Answer("Th", "length", 4))) == ["cut"]
+    assert flaws(row(Answer("", "stop", 9, reasoning=PROSE))) == ["empty"]
+    assert flaws(row(replace(SOUND, reasoning="wait " * 60))) == ["loop"]
+    assert flaws(row(replace(SOUND, reasoning=CHINESE))) == ["language"]
+    assert flaws(row(Answer(CHINESE, "stop", 9), question="他数什么？")) == []
+    assert flaws(row(Answer("我们再想一想" * 200, "stop", 9), question="灯塔看守人数什么？")) == ["loop"]
+
+
+def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(tmp_path: Path) -> None:
+    good, problem = row(SOUND), Answer("Problem: 2 + 2?", "stop", 5)
+    made = [
+        good,
+        row(Answer("", "length", 9)),
+        row(Answer("I cannot help with that.", "stop", 9)),
+        *(replace(good, invented=problem, turns=(turn,)) for turn in ("2 + 2?", "2  + 2?", "2 - 2?")),
+        row(Answer("<script>alert(1)</script> no", "stop", 9)),
+        Outcome("", "skipped", "x", "an empty question"),
+        Outcome("", "failed", "x", "HTTP 500"),
+    ]
+    rows = [replace(outcome, id=f"0:{place}") for place, outcome in enumerate(made)]
+    (tmp_path / "journal").mkdir()
+    write_rows(tmp_path / JOURNAL, [answering.OUTCOME.dump_python(end, exclude_defaults=True) for end in rows])
+
+    def kept(**gate: Any) -> tuple[dict[str, Any], list[str]]:
+        asked = [Prompt(end.id, end.place) for end in rows]
+        summary = job(tmp_path, gate=GateConfig(**gate)).merge(asked, thinking())
+        return summary, [row["id"] for row in read_rows(tmp_path / "conversations.jsonl")]
+
+    other = {"cut": "keep", "empty": "keep", "refusal": "drop", "repeated": "keep"}
+    assert kept(**other)[1] == ["0:0", "0:1", "0:3", "0:4", "0:5", "0:6"]
+    summary, ids = kept()
+    assert ids == ["0:0", "0:2", "0:3", "0:5", "0:6"] and len(read_rows(tmp_path / "outcomes.jsonl")) == 9
+    assert summary["flaws"] == {"cut": 1, "empty": 1, "refusal": 1, "repeated": 1}
+    assert [summary[name] for name in ("rows", "kept", "dropped", "training_rows", "answers")] == [9, 5, 2, 5, 5]
+    assert summary["status"] == {"done": 7, "skipped": 1, "failed": 1}
+    assert summary["why"] == {"skipped: an empty question": 1, "failed: HTTP 500": 1}
+    page = (tmp_path / "summary.html").read_text()
+    assert "5 of 9 input rows are kept" in page and "failed: HTTP 500" in page and "a &lt;target&gt;" in page
+    assert "<td>refusal</td><td>1</td><td>keep</td>" in page
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.target(tmp_path_factory.mktemp("target"))
@@ -171,14 +246,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(tmp_path: Path, target: Path) -> Path:
     """A recipe whose target answers six questions in process."""
     rows = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"Please count {n} boats."} for n in range(6)])
-    section = {
-        "sources": [{"path": str(rows), "kind": "prompts"}],
-        "sampling": {"temperature": 0.0, "max_tokens": 12},
-        "gate": KEEP,
-    }
-    data = {"conversations": [str(tmp_path / "run/distilled/conversations.jsonl")], "held_out": 0.0}
-    values = {"run": str(tmp_path / "run"), "threads": 1, "target": {"path": str(target)}, "data": data}
-    return tiny.recipe(tmp_path / "recipe.yaml", {**values, "distill": section})
+    sampling = {"temperature": 0.0, "max_tokens": 12}
+    section = {"sources": [{"path": str(rows), "kind": "prompts"}], "sampling": sampling, "gate": KEEP}
+    return answering.local_recipe(tmp_path, target, section)
 
 
 def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_asked(
@@ -187,14 +257,14 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     run = tmp_path / "run/distilled"
     assert distill(recipe, "--is-whole") == 1 and distill(recipe) == 0 and distill(recipe, "--is-whole") == 0
     assert "6 of 6 rows kept" in capsys.readouterr().out
-    before, answers = (run / "outcomes.jsonl").read_bytes(), (run / "journal/shard-00001-of-00001.jsonl").read_bytes()
+    before, answers = (run / "outcomes.jsonl").read_bytes(), (run / JOURNAL).read_bytes()
     assert distill(recipe) == 0 and capsys.readouterr().out == f"distill: whole, reused ({run})\n"
     assert distill(recipe, "--distill.gate.cut", "drop") == 2
     kept = (run / "conversations.jsonl").read_bytes()
     assert distill(recipe, "--distill.gate.cut", "drop", "--overwrite") == 2  # all are cut: nothing is left
     assert "no row is left to train on: 6 cut" in capsys.readouterr().err
     assert (run / "conversations.jsonl").read_bytes() == kept
-    assert (run / "journal/shard-00001-of-00001.jsonl").read_bytes() == answers  # asked nothing again
+    assert (run / JOURNAL).read_bytes() == answers  # asked nothing again
     assert distill(recipe, "--distill.sampling.max_tokens", "5") == 2
     assert "sampling.max_tokens: 12 there, 5 asked" in capsys.readouterr().err
     assert distill(recipe, "--distill.sampling.max_tokens", "5", "--overwrite") == 0

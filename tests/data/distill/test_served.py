@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.data.distill.answering import KEEP, distill, outcomes, read_rows, write_rows
-from tests.data.distill.faults import Proxy, Script, TargetServer, completion
+from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes, read_rows, write_rows
+from tests.data.distill.faults import Proxy, TargetServer, completion
 
 ROOT = Path(__file__).resolve().parents[3]
 MISSING = [name for name in ("openai", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
@@ -47,9 +47,7 @@ def recipe(place: Path, server: TargetServer, url: str | None, **settings: Any) 
         "gate": KEEP,
         "server": {"urls": [url], "concurrency": 4, "timeout_s": 4.0, **settings} if url else None,
     }
-    target, data = {"path": str(server.target)}, {"conversations": [str(place / "run/distilled/conversations.jsonl")]}
-    values = {"run": str(place / "run"), "threads": 1, "target": target, "data": data, "distill": section}
-    return tiny.recipe(place / "recipe.yaml", values)
+    return local_recipe(place, server.target, section)
 
 
 def texts(place: Path) -> list[tuple[str, tuple[str, ...]]]:
@@ -78,10 +76,9 @@ def test_no_row_is_lost_or_doubled_by_slow_busy_broken_and_cut_answers(
     server: TargetServer, own: list[tuple[str, tuple[str, ...]]], tmp_path: Path
 ) -> None:
     chance, kinds = random.Random(3), ["429", "500", "cut", "half", "slow"]
-    first = iter(kinds)
-    script = Script(reply=None, port=server.port, slow_s=5.0)
-    script.fault = lambda *_: next(first, "") or chance.choice([""] * 5 + kinds[:4])
-    with Proxy(script) as proxy:
+    first = iter(kinds)  # each at least once
+    faults = lambda *_: next(first, "") or chance.choice([""] * 5 + kinds[:4])  # noqa: E731
+    with Proxy(faults, port=server.port, slow_s=5.0) as proxy:
         assert distill(recipe(tmp_path, server, proxy.url, retries=20)) == 0
     assert texts(tmp_path) == own and next(first, None) is None
     assert len(read_rows(tmp_path / JOURNAL)) == ROWS
@@ -109,8 +106,7 @@ def test_a_server_that_is_killed_and_started_again_costs_no_row(
 def test_a_job_that_is_killed_goes_on_to_the_same_rows(
     server: TargetServer, own: list[tuple[str, tuple[str, ...]]], tmp_path: Path
 ) -> None:
-    script = Script(reply=None, port=server.port)
-    with Proxy(script) as proxy:
+    with Proxy(port=server.port) as proxy:
         path, journal = recipe(tmp_path, server, proxy.url, concurrency=1), tmp_path / JOURNAL
         words = [sys.executable, str(ROOT / "data/main.py"), "distill", "--config", str(path)]
         running = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -120,7 +116,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_rows(
         assert running.wait(30) == -signal.SIGKILL
         assert distill(path) == 0
     assert texts(tmp_path) == own and len(read_rows(journal)) == ROWS
-    assert len(script.asked) <= sum(len(answers) for _, answers in own) + 2  # only what was under way, again
+    assert len(proxy.asked) <= sum(len(answers) for _, answers in own) + 2  # only what was under way, again
 
 
 def test_the_persona_recipe_makes_conversations_with_their_thinking_out_of_personas(tmp_path: Path) -> None:
@@ -134,7 +130,7 @@ def test_the_persona_recipe_makes_conversations_with_their_thinking_out_of_perso
         message = {"role": "assistant", "content": f"{asked['seed']}.", "reasoning_content": "Let me count."}
         return completion(asked, message=message)
 
-    with Proxy(Script(reply=answer)) as proxy:
+    with Proxy(reply=answer) as proxy:
         words = ["--run", tmp_path / "run", "--target", tiny.target(tmp_path / "target"), "--distill.exclude", "[]"]
         words += ["--distill.server.urls", f"[{proxy.url}]", "--distill.sources", json.dumps(sources)]
         assert distill(ROOT / "configs/distill/qwq-personas.yaml", *words) == 0

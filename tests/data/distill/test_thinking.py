@@ -8,7 +8,6 @@ import pytest
 from aerie.configs.schema.data import DataConfig
 from aerie.data.conversations import Tally
 from aerie.data.distill.answer import Answer, Outcome, Thinking
-from aerie.data.distill.gate import training_rows
 from aerie.data.tokens import tokenize
 from tests.data import chat_targets
 from tests.data.distill.answering import thinking, write_rows
@@ -18,14 +17,14 @@ THINK_LESS = chat_targets.CHATML.replace("m['content']", "m['content'].split('</
 IN_TAGS, OPENING, DROPPING = chat_targets.CHATML, chat_targets.THINK_OPENING, chat_targets.THINK_DROPPING
 
 
-def of(template: str, **arguments: Any) -> Thinking:
+def of(template: str) -> Thinking:
     end = "<|eot_id|>" if template is chat_targets.TRIMMING else "<|im_end|>"
     tokenizer = chat_targets.build_tokenizer(template, end)
-    return Thinking(tokenizer, {tokenizer.eos_token_id}, arguments)
+    return Thinking(tokenizer, {tokenizer.eos_token_id})
 
 
 def rows_of(reader: Thinking, *answers: Answer) -> list[dict[str, Any]]:
-    return training_rows(Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers), reader)
+    return reader.training_rows(Outcome("0:1", "done", "x", None, None, ("a?", "b?")[: len(answers)], answers))
 
 
 def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str]:
@@ -33,21 +32,6 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
     config = DataConfig((str(write_rows(path / "rows.jsonl", rows)),), held_out=0.0)
     read = tokenize(config, reader.tokenizer, reader.end_ids, Tally(), speaks=False).train
     return [reader.tokenizer.decode([t for t, n in zip(row.input_ids, row.turns, strict=True) if n]) for row in read]
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (DROPPING, {"content": "four", "reasoning_content": "2 + 2"}),
-        (OPENING, {"content": "four", "reasoning_content": "2 + 2"}),
-        (IN_TAGS, {"content": "<think>\n2 + 2\n</think>\n\nfour"}),
-    ],
-)
-def test_thinking_stands_where_the_template_looks_for_it(template: str, message: dict[str, str]) -> None:
-    reader = of(template)
-    told_apart = reader.read(Answer("four", "stop", 3, reasoning="2 + 2"))
-    assert reader.message(told_apart) == {"role": "assistant", **message}
-    assert reader.message(Answer("four", "stop", 1)) == {"role": "assistant", "content": "four"}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +52,11 @@ def test_what_is_learnt_is_what_the_target_wrote(template: str, text: str, is_te
     rows = rows_of(reader, read)
     assert ("messages" in rows[0]) == is_text
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
+    # told apart by a server, it goes where the template looks for it
+    fields = {"content": "four", "reasoning_content": "2 + 2"}
+    in_tags = {"content": "<think>\n2 + 2\n</think>\n\nfour"}
+    told_apart = reader.message(reader.read(Answer("four", "stop", 3, reasoning="2 + 2")))
+    assert told_apart == {"role": "assistant", **(fields if template in (OPENING, DROPPING) else in_tags)}
 
 
 def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
@@ -81,16 +70,15 @@ def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
     assert opened.written(opened.read(blank)) == "\n</think>\n\nfour"
 
 
-def test_ids_that_came_with_the_answers_are_what_is_trained_on(tmp_path: Path) -> None:
+def test_ids_that_came_with_the_answers_are_what_is_trained_on() -> None:
     reader = thinking()
     first, end = reader.ids(reader.prompt([{"role": "user", "content": "a?"}])), min(reader.end_ids)
     odd = [*reader.ids("o"), *reader.ids("ne")]  # not how the tokenizer would cut it
     second = [*first, *odd, end, *reader.ids("<|user|>b?<|end|><|assistant|>")]
-    given = Answer("one", "stop", 3, token_ids=(*odd, end), prompt_token_ids=tuple(first))
-    without_end = Answer("one", "stop", 3, token_ids=tuple(odd), prompt_token_ids=tuple(first))
     follow_up = Answer("two", "stop", 2, token_ids=(9, end), prompt_token_ids=tuple(second))
-    for answer in (given, without_end):  # some servers leave the end out; it is learnt all the same
-        [row] = rows_of(reader, answer, follow_up)
+    for ids in ([*odd, end], odd):  # some servers leave the end out; it is learnt all the same
+        given = Answer("one", "stop", 3, token_ids=tuple(ids), prompt_token_ids=tuple(first))
+        [row] = rows_of(reader, given, follow_up)
         assert row["input_ids"] == [*second, 9, end]
         supervised = [token for token, is_learnt in zip(row["input_ids"], row["loss_mask"], strict=True) if is_learnt]
         assert supervised == [*odd, end, 9, end]
@@ -99,16 +87,14 @@ def test_ids_that_came_with_the_answers_are_what_is_trained_on(tmp_path: Path) -
 
 
 def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(tmp_path: Path) -> None:
-    reader = thinking()
+    reader, trimming, less = thinking(), of(chat_targets.TRIMMING), of(THINK_LESS)
     rows = rows_of(reader, Answer("one.", "stop", 2), Answer("½ “two”", "stop", 2))
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
     assert learnt(rows, reader, tmp_path) == ["one.<|end|>½ “two”<|end|>"]
     cut = rows_of(reader, Answer("one.", "stop", 2), Answer("and tw", "length", 2))
     assert learnt(cut, reader, tmp_path) == ["one.<|end|>and tw"]
-    trimming = of(chat_targets.TRIMMING)
     assert learnt(rows_of(trimming, Answer(" four\n", "stop", 3)), trimming, tmp_path) == [" four\n<|eot_id|>"]
-    less = of(THINK_LESS)  # thinking that the template leaves out is learnt, and is not in the history
     answers = (Answer("four", "stop", 3, reasoning="2 + 2"), Answer("six", "stop", 3, reasoning="3 + 3"))
-    rows = rows_of(less, *map(less.read, answers))
+    rows = rows_of(less, *map(less.read, answers))  # thinking that the template leaves out is learnt, and no history
     texts = [f"<think>\n{n} + {n}\n</think>\n\n{text}<|im_end|>" for n, text in ((2, "four"), (3, "six"))]
     assert learnt(rows, less, tmp_path) == texts and "2 + 2" not in less.tokenizer.decode(rows[1]["input_ids"])
