@@ -32,13 +32,12 @@ def test_padding_supervises_nothing_and_keeps_every_row() -> None:
     batch = collate(rows, [4, 5, 6])
     assert batch.num_tokens == sum(len(row.input_ids) for row in rows) and batch.rows == (4, 5, 6)
     for at, row in enumerate(rows):
-        alone = collate([row], [0])
-        length = len(row.input_ids)
-        assert (
-            batch.supervised()[at, :length].equal(alone.supervised()[0]) and not batch.supervised()[at, length:].any()
-        )
+        alone, length = collate([row], [0]).supervised()[0], len(row.input_ids)
+        assert batch.supervised()[at, :length].equal(alone) and not batch.supervised()[at, length:].any()
         assert batch.features is not None and batch.features[at, :length].equal(row.last_hidden)
         assert not batch.features[at, length:].any()
+    empty = collate([], [])  # of a process without work
+    assert empty.num_tokens == 0 and not empty.supervised().any()
 
 
 def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
@@ -52,11 +51,6 @@ def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
     for step in (0, 1, 3):
         alone = torch.cat([collate([row], [0]).supervised(step)[0] for row in rows])
         assert packed.supervised(step)[0].equal(alone)
-
-
-def test_no_rows_make_a_batch_without_anything_to_learn() -> None:
-    batch = collate([], [])
-    assert batch.num_tokens == 0 and not batch.supervised().any()
 
 
 LENGTHS = [3 + (7 * row) % 40 for row in range(101)]
@@ -95,11 +89,11 @@ def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each
 
 
 def test_prefetching_keeps_the_order_and_passes_on_errors() -> None:
-    assert list(prefetched(lambda n: n * n, range(5))) == [0, 1, 4, 9, 16]
-    made = prefetched(lambda n: 1 // (2 - n), range(5))
-    assert [next(made), next(made)] == [0, 1]
+    made = prefetched(lambda n: 2 // (2 - n), range(5))
+    assert [next(made), next(made)] == [1, 2]
     with pytest.raises(ZeroDivisionError):
         next(made)
+    assert list(prefetched(lambda n: n * n, range(5))) == [0, 1, 4, 9, 16]
 
 
 def test_keyed_generators_depend_on_every_part_of_the_key() -> None:

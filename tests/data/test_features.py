@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from aerie.configs.schema.data import FeaturesConfig
 from aerie.data.batches import OnlineFeatures, collate, grouped
 from aerie.data.cache import SHARD_BYTES, CachePlan, FeatureCache, pack
 from aerie.data.chat import Row
-from aerie.data.features import WRITING, extract, plan_cache
+from aerie.data.features import WRITING, plan_cache
 from aerie.data.stage import Share
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, write_text
@@ -31,7 +31,6 @@ from tests.disks import mounted
 
 DATA = TokenisedData(train=caches.rows(24), held_out=caches.rows(3, seed=1))
 ROWS = [*DATA.train, *DATA.held_out]
-TAPS = (0, 3)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,6 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.fixture
 def plan(target: Target, tmp_path: Path) -> CachePlan:
     return caches.plan(tmp_path / "features", target, DATA)
-
-
-def is_done(plan: CachePlan, whole: dict[str, bytes]) -> bool:
-    return caches.contents(plan.directory) == whole
-
-
-# ------------------------------------------------------------------------------------------------------------- plan
 
 
 @pytest.mark.parametrize(
@@ -73,33 +65,25 @@ def test_what_the_target_does_not_have_is_refused_by_place(tmp_path: Path, row: 
 def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
     chance = random.Random(0)
     lengths = [chance.randint(1, 90) for _ in range(300)]
-    shards = list(pack(lengths, 64))
+    shards, groups = list(pack(lengths, 64)), grouped(lengths, 256)
     assert [row for shard in shards for row in range(300)[shard]] == list(range(300))
     assert all(len(lengths[shard]) == 1 or sum(lengths[shard]) <= 64 for shard in shards)
-    groups = grouped(lengths, 256)
     assert sorted(position for group in groups for position in group) == list(range(300))
     assert all(len(group) * max(lengths[position] for position in group) <= 256 for group in groups)
     assert len(groups) < 1.2 * sum(lengths) / 256  # little padding
     assert grouped([300, 300], 256) == [[0], [1]]
 
 
-# ----------------------------------------------------------------------------------------------------------- states
-
-
 def test_the_cache_holds_the_states_of_a_direct_forward_whatever_the_padding(target: Target, tmp_path: Path) -> None:
-    views = [
-        caches.cache(tmp_path / str(tokens), target, DATA, after_blocks=TAPS, batch_tokens=tokens)
-        for tokens in (1, 100, 4096)
-    ]
+    options = [{"after_blocks": (0, 3), "batch_tokens": tokens} for tokens in (1, 100, 4096)]
+    views = [caches.cache(tmp_path / str(at), target, DATA, **option) for at, option in enumerate(options)]
     for number, row in enumerate(ROWS):
         with torch.inference_mode():
             output = target.model(input_ids=torch.tensor([row.input_ids]), output_hidden_states=True)
-        taps = torch.cat([output.hidden_states[k][0] for k in TAPS], dim=-1)
+        taps = torch.cat([output.hidden_states[k][0] for k in (0, 3)], dim=-1)
         for view in views:
-            found = view[number]
-            assert found.taps is not None
-            torch.testing.assert_close(found.last_hidden, output.hidden_states[-1][0], atol=1e-5, rtol=0)
-            torch.testing.assert_close(found.taps, taps, atol=1e-5, rtol=0)
+            torch.testing.assert_close(view[number].last_hidden, output.hidden_states[-1][0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(view[number].taps, taps, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -112,13 +96,10 @@ def test_states_made_in_the_step_are_the_cached_ones_to_rounding(target: Target,
         assert found is not None and expected is not None and found.dtype == expected.dtype
         assert found.shape == expected.shape and (found - expected).abs().max() <= 1e-5 * expected.abs().max()
         torch.nn.Parameter(torch.ones(())).mul(found).sum().backward()  # autograd refuses inference tensors
-    supply, batch = OnlineFeatures(target, (), torch.bfloat16), collate(DATA.train[:2], [0, 1])
-    filled = supply(batch)
+    supply = OnlineFeatures(target, (), torch.bfloat16)
+    filled = supply(collate(DATA.train[:2], [0, 1]))
     assert filled.taps is None and filled.features is not None and filled.features.dtype == torch.bfloat16
     assert supply(filled) is filled
-
-
-FLOAT16 = {"dtype": "float16"}  # it ends at 65,504, whatever a float32 scale can hold
 
 
 @pytest.mark.parametrize(
@@ -126,13 +107,13 @@ FLOAT16 = {"dtype": "float16"}  # it ends at 65,504, whatever a float32 scale ca
     [
         (float("nan"), {}),
         (float("inf"), {"storage": "bf16"}),
-        (80_000.0, FLOAT16),
-        (80_000.0, {**FLOAT16, "storage": "int8"}),
-        (80_000.0, {**FLOAT16, "storage": "fp8"}),
+        (80_000.0, {"dtype": "float16"}),  # it ends at 65,504, whatever a float32 scale can hold
+        (80_000.0, {"dtype": "float16", "storage": "int8"}),
+        (80_000.0, {"dtype": "float16", "storage": "fp8"}),
     ],
 )
 def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_written(
-    target: Target, plan: CachePlan, monkeypatch: pytest.MonkeyPatch, bad: float, features: dict[str, Any]
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: float, features: dict[str, Any]
 ) -> None:
     forwards, row = Target.features, ROWS[17]
 
@@ -147,13 +128,10 @@ def test_states_that_cannot_be_stored_are_refused_with_the_row_and_no_shard_is_w
         return replace(output, last_hidden=states)
 
     monkeypatch.setattr(Target, "features", broken)
-    plan = caches.plan(plan.directory, target, TokenisedData(ROWS[15:20], []), shard_tokens=9999, **features)
+    plan = caches.plan(tmp_path, target, TokenisedData(ROWS[15:20], []), shard_tokens=9999, **features)
     with pytest.raises(UserError, match=rf"{row.source}: the target's states are not finite in {plan.storage}"):
         caches.write(target, plan)
     assert list(plan.directory.glob("shard*")) == []
-
-
-# ---------------------------------------------------------------------------------------------------------- writers
 
 
 @pytest.mark.parametrize(
@@ -168,29 +146,7 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
         index = caches.write(target, plan, share=Share.of(share))
         for path in plan.directory.glob("shard*"):
             assert times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns  # never made twice
-    assert index is not None and is_done(plan, whole)
-
-
-@dataclass(frozen=True)
-class Process:
-    """What the extraction asks of accelerate's PartialState, for processes that run one after the other."""
-
-    process_index: int
-    num_processes: int
-
-    def wait_for_everyone(self) -> None:
-        pass
-
-
-def test_each_process_makes_its_own_shards_and_the_first_writes_the_index_when_all_exist(
-    target: Target, whole: dict[str, bytes], plan: CachePlan
-) -> None:
-    fingerprint = {"data": {"max_length": 40}}
-    with pytest.raises(UserError, match=r"shard-00001.safetensors: not whole after the extraction"):
-        extract(target, plan, Process(0, 2), fingerprint)
-    assert plan.missing() == plan.shards[1::2]
-    assert extract(target, plan, Process(1, 2), fingerprint)[0] is None
-    assert extract(target, plan, Process(0, 2), fingerprint)[0] is not None and is_done(plan, whole)
+    assert index is not None and caches.contents(plan.directory) == whole
 
 
 def test_an_interrupted_extraction_keeps_whole_shards_and_goes_on(
@@ -214,35 +170,34 @@ def test_an_interrupted_extraction_keeps_whole_shards_and_goes_on(
     plan.shards[1].path.write_bytes(plan.shards[1].path.read_bytes()[:-4])
     plan.shards[0].record.unlink()  # killed between a shard and its record
     caches.write(target, plan)
-    assert is_done(plan, whole)
+    assert caches.contents(plan.directory) == whole
 
 
-def test_two_writers_of_one_cache_share_the_work(target: Target, whole: dict[str, bytes], plan: CachePlan) -> None:
-    forwards, both = list[str](), threading.Barrier(2)
+def test_two_writers_of_one_cache_share_the_work(
+    target: Target, whole: dict[str, bytes], plan: CachePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, both, features = list[str](), threading.Barrier(2), Target.features
 
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(target, name)
+    def counting(self: Target, *arguments: Any) -> Any:
+        name = threading.current_thread().name
+        if name not in counted:
+            both.wait(timeout=60)  # each is at work on a shard
+        counted.append(name)
+        return features(self, *arguments)
 
-        def features(self, *arguments: Any) -> Any:
-            name = threading.current_thread().name
-            if name not in forwards:
-                both.wait(timeout=60)  # each is at work on a shard
-            forwards.append(name)
-            return target.features(*arguments)
-
-    writers = [threading.Thread(target=caches.write, args=(Counting(), plan)) for _ in range(2)]
+    monkeypatch.setattr(Target, "features", counting)
+    writers = [threading.Thread(target=caches.write, args=(target, plan)) for _ in range(2)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(timeout=60)
-    assert is_done(plan, whole) and {*forwards} == {writer.name for writer in writers}
+    assert caches.contents(plan.directory) == whole and {*counted} == {writer.name for writer in writers}
     groups = [grouped([len(row.input_ids) for row in shard.rows], 128) for shard in plan.shards]
-    assert len(forwards) == sum(map(len, groups))
+    assert len(counted) == sum(map(len, groups))
 
 
 def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
-    target: Target, whole: dict[str, bytes], plan: CachePlan, tmp_path: Path
+    target: Target, plan: CachePlan, tmp_path: Path
 ) -> None:
     caches.write(target, plan, share=Share(1, 2))
     other = caches.plan(plan.directory, target, DATA, after_blocks=(2,))
@@ -255,18 +210,18 @@ def test_another_recipes_writer_waits_its_turn_and_replaces_only_what_it_may(
         assert {path.name: path.read_bytes() for path in plan.directory.glob("shard*")} == before
         caches.write(target, plan, share=Share(2, 2))  # one of the same recipe is welcome
         assert (plan.directory / WRITING).exists()  # somebody is still at work
-    fewer = caches.plan(plan.directory, target, TokenisedData(DATA.train[:3], DATA.held_out))
+    some = TokenisedData(DATA.train[:3], DATA.held_out)
+    fewer, alone = (caches.plan(path, target, some) for path in (plan.directory, tmp_path / "alone"))
     for foreign in (other, fewer):
         with pytest.raises(UserError, match=r"made from other rows or by another target; .*--overwrite"):
             caches.write(target, foreign)
     caches.write(target, fewer, overwrite=True)
-    alone = caches.plan(tmp_path / "alone", target, TokenisedData(DATA.train[:3], DATA.held_out))
     caches.write(target, alone)
-    assert is_done(fewer, caches.contents(alone.directory))  # no surplus shard, no lock is left
+    assert caches.contents(fewer.directory) == caches.contents(alone.directory)  # no surplus shard, no lock is left
 
 
 def test_without_locks_no_temporary_file_is_removed_and_one_warning_says_so(
-    target: Target, plan: CachePlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: Target, plan: CachePlan, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
@@ -298,10 +253,9 @@ def test_a_full_or_read_only_disk_loses_nothing(small_disk: Path, target: Target
     assert not [path for path in small_disk.rglob("*") if "tmp" in path.name]
     filler.unlink()
     caches.write(target, tight)
-    assert is_done(tight, whole)
+    assert caches.contents(tight.directory) == whole
     for shard, estimate in zip(tight.shards, estimates, strict=True):
-        taken = shard.path.stat().st_size + shard.record.stat().st_size
-        assert 0 <= estimate - taken < SHARD_BYTES + 400
+        assert 0 <= estimate - shard.path.stat().st_size - shard.record.stat().st_size < SHARD_BYTES + 400
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(NotWritable, match=r"cannot be written .Read-only file system.; choose another --run"):
         caches.write(target, tight)
