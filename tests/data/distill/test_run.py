@@ -52,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return merged(directory)
 
 
-def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Path, whole: bytes) -> None:
+def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one(tmp_path: Path, whole: bytes) -> None:
     class Killed(BaseException):
         pass
 
@@ -67,33 +67,27 @@ def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Pat
         return await echo(messages, seed)
 
     path = tmp_path / JOURNAL
-    for _ in range(4):
-        alive[0] = chance.randint(2, 9)
+    for share in (Share(), Share(2, 3), Share(), Share(1, 2)):
+        alive[0] = chance.randint(2, 5)
         with pytest.raises(Killed):
-            sit(tmp_path, dying)
-        with pytest.raises(UserError, match="of 12 rows have not ended"):
+            sit(tmp_path, dying, share)
+        with pytest.raises(UserError, match=r"of 12 rows have not ended \(first: 0:"):
             merged(tmp_path)
         torn = b'{"id": "0:11", "status": "done", "place": "rows: row 11", "tu'[: chance.randint(0, 60)]
         path.write_bytes(path.read_bytes() + torn)
-    sit(tmp_path, echo)
-    assert sorted(row["id"] for row in read_rows(path)) == sorted(prompt.id for prompt in ROWS)
-    assert merged(tmp_path) == whole
-
-
-def test_shards_in_any_number_are_merged_to_what_one_job_writes(tmp_path: Path, whole: bytes) -> None:
-    for index in (1, 3):
-        sit(tmp_path, echo, share=Share(index, 3))
-    with pytest.raises(UserError, match=r"4 of 12 rows have not ended \(first: 0:1\)"):
-        merged(tmp_path)
-    sit(tmp_path, echo, share=Share(2, 2))
+    sit(tmp_path, echo, Share(3, 3))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(["{damaged}\n", lines[0][:40] + "\n", *lines[1:]]))
     sit(tmp_path, echo)
     assert merged(tmp_path) == whole
 
 
-def test_rows_that_failed_or_that_a_server_skipped_are_asked_again_when_that_is_wished(
+def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writer(
     tmp_path: Path, whole: bytes
 ) -> None:
     async def failing(messages: Sequence[Message], seed: int) -> Answer:
+        with pytest.raises(UserError, match="another process writes it"):
+            await asyncio.to_thread(sit, tmp_path, echo)
         if any(str(messages[0]["content"]).startswith(f"Question {n},") for n in (1, 2, 4, 5)):
             raise Unanswered("failed" if len(messages) > 1 else "skipped", "why")
         return await echo(messages, seed)
@@ -102,23 +96,9 @@ def test_rows_that_failed_or_that_a_server_skipped_are_asked_again_when_that_is_
     assert merged(tmp_path).count(b'"status": "skipped"') == 4
     sit(tmp_path, echo)
     for share in (Share(1, 2), Share(2, 2)):  # each asks those of its share
-        sit(tmp_path, echo, share=share, retry=True)
+        sit(tmp_path, echo, share, retry=True)
     lines = [line for path in (tmp_path / "journal").iterdir() for line in read_rows(path)]
     assert len(lines) == 16 and merged(tmp_path) == whole
-
-
-def test_a_journal_has_one_writer_and_damaged_lines_in_it_are_asked_again(tmp_path: Path, whole: bytes) -> None:
-    async def nested(messages: Sequence[Message], seed: int) -> Answer:
-        with pytest.raises(UserError, match="another process writes it"):
-            await asyncio.to_thread(sit, tmp_path, echo)
-        return await echo(messages, seed)
-
-    sit(tmp_path, nested)
-    path = tmp_path / JOURNAL
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(["{damaged}\n", lines[0][:40] + "\n", *lines[1:]]))
-    sit(tmp_path, echo)
-    assert len(path.read_text().splitlines()) == 14 and merged(tmp_path) == whole
 
 
 def end_of(
@@ -195,13 +175,19 @@ def test_flaws_are_found_where_they_are(name: str, texts: list[str]) -> None:
         assert flaws(row(Answer(text, "stop", 9))) == ([name] if name else []), text
 
 
-def test_thinking_and_every_turn_are_looked_at() -> None:
-    assert flaws(row(SOUND, Answer("Th", "length", 4))) == ["cut"]
-    assert flaws(row(Answer("", "stop", 9, reasoning=PROSE))) == ["empty"]
-    assert flaws(row(replace(SOUND, reasoning="wait " * 60))) == ["loop"]
-    assert flaws(row(replace(SOUND, reasoning=CHINESE))) == ["language"]
-    assert flaws(row(Answer(CHINESE, "stop", 9), question="他数什么？")) == []
-    assert flaws(row(Answer("我们再想一想" * 200, "stop", 9), question="灯塔看守人数什么？")) == ["loop"]
+@pytest.mark.parametrize(
+    ("name", "ended"),
+    [
+        ("cut", row(SOUND, Answer("Th", "length", 4))),
+        ("empty", row(Answer("", "stop", 9, reasoning=PROSE))),
+        ("loop", row(replace(SOUND, reasoning="wait " * 60))),
+        ("language", row(replace(SOUND, reasoning=CHINESE))),
+        ("", row(Answer(CHINESE, "stop", 9), question="他数什么？")),
+        ("loop", row(Answer("我们再想一想" * 200, "stop", 9), question="灯塔看守人数什么？")),
+    ],
+)
+def test_thinking_and_every_turn_are_looked_at(name: str, ended: Outcome) -> None:
+    assert flaws(ended) == ([name] if name else [])
 
 
 def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(tmp_path: Path) -> None:
