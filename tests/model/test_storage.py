@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,55 +23,35 @@ from aerie.model.storage import (
 )
 from tests.disks import small_disk  # noqa: F401
 
-CLEANED: list[int] = []  # the signals after which a clean-up came to its end
+ENDS = [(None, "done", 0), (UserError("a mistake"), "failed", 2)]
+ENDS += [(signal.SIGTERM, "interrupted", 130), (signal.SIGUSR1, "requeue", 75)]
 
 
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """The handlers of before come back."""
-    CLEANED.clear()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    stop_on_signals()
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+@pytest.mark.parametrize(("event", "state", "code"), ENDS)
+def test_a_commands_end_is_its_exit_code_and_its_status(event: object, state: str, code: int, tmp_path: Path) -> None:
+    cleaned = []
 
-
-def refuse() -> tuple[str, int]:
-    raise UserError("a mistake")
-
-
-def stopped_by(number: signal.Signals) -> Callable[[], tuple[str, int]]:
     def run() -> tuple[str, int]:
         try:
-            signal.raise_signal(number)
+            if isinstance(event, signal.Signals):
+                signal.raise_signal(event)
+            elif isinstance(event, UserError):
+                raise event
         finally:
-            if number == signal.SIGUSR1:
-                signal.raise_signal(number)  # a batch script repeats it
-            CLEANED.append(number)
+            if event == signal.SIGUSR1:
+                signal.raise_signal(signal.SIGUSR1)  # a batch script repeats it; the clean-up goes on
+            cleaned.append(event)
         return "done", 0
 
-    return run
-
-
-@pytest.mark.parametrize(
-    ("run", "state", "code"),
-    [
-        (lambda: ("done", 0), "done", 0),
-        (refuse, "failed", 2),
-        (stopped_by(signal.SIGTERM), "interrupted", 130),
-        (stopped_by(signal.SIGUSR1), "requeue", 75),
-    ],
-    ids=["done", "refused", "SIGTERM", "SIGUSR1"],
-)
-def test_a_commands_end_is_its_exit_code_and_its_status(
-    run: Callable[[], tuple[str, int]], state: str, code: int, tmp_path: Path
-) -> None:
-    path = tmp_path / "status.json"
-    assert exit_code(lambda: with_status(path, "features", run)) == code
-    assert json.loads(path.read_text()) == {"stage": "features", "state": state, "code": code}
-    stopped = {"interrupted": [signal.SIGTERM], "requeue": [signal.SIGUSR1]}
-    assert stopped.get(state, []) == CLEANED
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        stop_on_signals()
+        assert exit_code(lambda: with_status(tmp_path / "status.json", "features", run)) == code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert json.loads((tmp_path / "status.json").read_text()) == {"stage": "features", "state": state, "code": code}
+    assert cleaned == [event]
 
 
 def written(directory: Path, seed: int = 1) -> Path:
@@ -88,7 +67,7 @@ def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -
     folder, mine = written(tmp_path / "made"), {"seed": 1, "data": {"rows": [1, 2]}}
     found = Manifest.check(folder, mine)
     assert isinstance(found, Whole) and found.manifest.facts == {"stage": "heads"} and len(found.manifest.files) == 2
-    other = Manifest.check(folder, {"seed": 2, "data": {"rows": [1, 2]}})
+    other = Manifest.check(folder, {**mine, "seed": 2})
     assert isinstance(other, Foreign) and other.differences == "seed: 1 there, 2 asked"
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         content = path.read_bytes()
@@ -146,10 +125,9 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(small_disk: Path) -> 
 
 def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) -> None:
     path = tmp_path / "folder/lock"
-    with Lock(path) as first, Lock(path) as second:
+    with Lock(path) as first, Lock(path) as second, Lock(path) as third:
         assert first.acquire() and not second.acquire(wait=False) and not second.acquire(shared=True, wait=False)
         first.forget()  # who waits takes the file that others see
         first.file.close()
         assert second.acquire(shared=True)
-        with Lock(path) as third:
-            assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)
+        assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)

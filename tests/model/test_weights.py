@@ -8,27 +8,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model.weights import read_tensors, tensor_names, write_tensors
 
-
-def state() -> dict[str, Tensor]:
-    return {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor([True, False])}
+STATE = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor([True, False])}
 
 
 def sharded(directory: Path, pickled: bool) -> Path:
     """Two shards and their index."""
     suffix, base = (".bin", "pytorch_model") if pickled else (".safetensors", "model")
-    table = {"a": f"{base}-00001-of-00002{suffix}", "b": f"{base}-00002-of-00002{suffix}"}
-    table["c"] = table["b"]
-    for shard in set(table.values()):
-        part = {name: value for name, value in state().items() if table[name] == shard}
-        if pickled:
-            torch.save(part, directory / shard)
-        else:
-            save_file(part, directory / shard)
+    shards = [f"{base}-0000{number}-of-00002{suffix}" for number in (1, 2)]
+    table = {"a": shards[0], "b": shards[1], "c": shards[1]}
+    for shard in shards:
+        part = {name: value for name, value in STATE.items() if table[name] == shard}
+        (torch.save if pickled else save_file)(part, directory / shard)
     index = directory / f"{base}{suffix}.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": table}))
     return index
@@ -36,19 +30,16 @@ def sharded(directory: Path, pickled: bool) -> Path:
 
 @pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_every_form_reads_back_bit_for_bit(tmp_path: Path, pickled: bool, shards: int) -> None:
-    expected = write_tensors(tmp_path, state(), pickled) if shards == 1 else sharded(tmp_path, pickled)
+def test_every_form_reads_back_bit_for_bit_and_a_view_without_what_it_views(
+    tmp_path: Path, pickled: bool, shards: int
+) -> None:
+    expected = write_tensors(tmp_path, STATE, pickled) if shards == 1 else sharded(tmp_path, pickled)
     place, found = read_tensors(tmp_path)
-    assert place == expected and tensor_names(tmp_path) == found.keys() == state().keys()
-    for name, value in state().items():
+    assert place == expected and tensor_names(tmp_path) == found.keys() == STATE.keys()
+    for name, value in STATE.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value)
-
-
-def test_a_view_is_written_without_what_it_views(tmp_path: Path) -> None:
-    for pickled in (False, True):
-        place = write_tensors(tmp_path, {"part": torch.zeros(100_000)[:10]}, pickled)
-        assert place.stat().st_size < 10_000
-        assert place.stat().st_mode & 0o044  # readable by others
+    view = write_tensors(tmp_path, {"part": torch.zeros(100_000)[:10]}, pickled).stat()
+    assert view.st_size < 10_000 and view.st_mode & 0o044  # readable by others
 
 
 class Planted:
@@ -63,36 +54,32 @@ class Planted:
 
 def test_a_pickle_with_code_in_it_is_refused_and_never_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    torch.save({"a": torch.zeros(2), "code": Planted(trace)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="more than tensors, which is never loaded"):
-        read_tensors(tmp_path)
+    for content, said in (({"a": Planted(trace)}, "more than tensors"), ({"state": {}}, "is no table of tensors")):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(UserError, match=said):
+            read_tensors(tmp_path)
     assert not trace.exists()
-    torch.save({"state": {"a": torch.zeros(2)}}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="is no table of tensors"):
-        read_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("kept", [0, 7, -200])
-def test_a_truncated_file_is_one_sentence(tmp_path: Path, name: str, kept: int) -> None:
-    place = write_tensors(tmp_path, state(), pickled=name.endswith("bin"))
+def test_a_truncated_file_is_one_sentence(tmp_path: Path, pickled: bool, kept: int) -> None:
+    place = write_tensors(tmp_path, STATE, pickled)
     place.write_bytes(place.read_bytes()[:kept])
-    with pytest.raises(UserError, match=rf"{name}: cannot read the weights: .*fetch (the file|it) anew") as caught:
+    with pytest.raises(UserError, match=rf"{place.name}: cannot read the weights: .*anew") as caught:
         read_tensors(tmp_path)
-    assert "\n" not in str(caught.value) and "Errno" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_shards_that_lie_elsewhere_are_missing_or_disagree_are_refused(tmp_path: Path) -> None:
+def test_shards_that_lie_elsewhere_or_disagree_with_their_index_are_refused(tmp_path: Path) -> None:
     index = sharded(tmp_path, pickled=False)
-    values = json.loads(index.read_text())
-    shard = values["weight_map"]["b"]
-    cases = [
-        ({**values["weight_map"], "a": "../elsewhere.safetensors"}, "files beside it; refused"),
-        ({**values["weight_map"], "d": shard}, "disagree about 'd'"),
-        ({"b": shard}, "disagree about 'c'"),
+    table = json.loads(index.read_text())["weight_map"]
+    for changed, said in (
+        ({**table, "a": "../elsewhere.safetensors"}, "files beside it; refused"),
+        ({**table, "d": table["b"]}, "disagree about 'd'"),
+        ({"b": table["b"]}, "disagree about 'c'"),
         ("model.safetensors", "has no weight_map"),
-    ]
-    for table, message in cases:
-        index.write_text(json.dumps({"weight_map": table}))
-        with pytest.raises(UserError, match=message):
+    ):
+        index.write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(UserError, match=said):
             read_tensors(tmp_path)
