@@ -84,20 +84,10 @@ def llama(
     vocab_size: int = 320, hidden_size: int = 32, num_blocks: int = 4, seed: int = 0, **changes: Any
 ) -> LlamaForCausalLM:
     """A Llama with random weights of which a few tokens are likelier than others (scale 0.2, not 0.02)."""
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_blocks,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-        "eos_token_id": SPECIAL.index("<|end|>"),
-        "pad_token_id": SPECIAL.index("<|pad|>"),
-        "bos_token_id": None,
-        **changes,
-    }
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": num_blocks}
+    sizes |= {"intermediate_size": 2 * hidden_size, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 256, "initializer_range": 0.2, "bos_token_id": None}
+    sizes |= {"eos_token_id": SPECIAL.index("<|end|>"), "pad_token_id": SPECIAL.index("<|pad|>"), **changes}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
@@ -119,22 +109,15 @@ def vocab(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> VocabW
     return VocabWeights(embedding, lm_head, None, 1.0, None)
 
 
-def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -> Eagle1Head:
-    """An EAGLE-1 head (GQA 4:2) for an embedding [V, D]; scale multiplies its matrices, so that a lost term shows."""
-    sizes: dict[str, Any] = {
-        "hidden_size": embedding.shape[1],
-        "intermediate_size": 2 * embedding.shape[1],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": embedding.shape[1] // 4,
-        "num_hidden_layers": 1,
-        "vocab_size": embedding.shape[0],
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 256,
-        "rope_theta": 10000.0,
-        **changes,
-    }
-    made = Eagle1Head(Eagle1Config(**sizes))
+def _sizes(embedding: Tensor, changes: dict[str, Any]) -> dict[str, Any]:
+    """Of an EAGLE head (GQA 4:2) for an embedding [V, D]."""
+    vocab_size, width = embedding.shape
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": vocab_size}
+    return {**sizes, "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0, **changes}
+
+
+def _initialised(made: Any, embedding: Tensor, seed: int, scale: float) -> Any:
     made.initialise(VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
@@ -142,36 +125,22 @@ def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -
     return made
 
 
+def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -> Eagle1Head:
+    """An EAGLE-1 head; scale multiplies its matrices, so that a lost term shows."""
+    made: Eagle1Head = _initialised(Eagle1Head(Eagle1Config(**_sizes(embedding, changes))), embedding, seed, scale)
+    return made
+
+
 def eagle3_head(
     embedding: Tensor, ids: Tensor | None = None, seed: int = 0, scale: float = 1.0, **changes: Any
 ) -> Eagle3Head:
-    """An EAGLE-3 head (GQA 4:2, taps (1, 2)) over the target ids [Vd] (null: every third); scale as in `head`."""
+    """An EAGLE-3 head with taps (1, 2) over the target ids [Vd] (null: every third); scale as in `head`."""
     vocab_size, width = embedding.shape
-    ids = torch.arange(0, vocab_size, 3) if ids is None else ids
-    sizes: dict[str, Any] = {
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": width // 4,
-        "num_hidden_layers": 1,
-        "vocab_size": vocab_size,
-        "draft_vocab_size": len(ids),
-        "target_hidden_size": width,
-        "after_blocks": (1, 2),
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 256,
-        "rope_theta": 10000.0,
-        **changes,
-    }
-    made = Eagle3Head(Eagle3Config(**sizes))
-    made.initialise(VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
-    vocabulary = DraftVocabulary.of_ids(ids, vocab_size)
+    vocabulary = DraftVocabulary.of_ids(torch.arange(0, vocab_size, 3) if ids is None else ids, vocab_size)
+    more = {"draft_vocab_size": vocabulary.size, "target_hidden_size": width, "after_blocks": (1, 2), **changes}
+    made: Eagle3Head = _initialised(Eagle3Head(Eagle3Config(**_sizes(embedding, more))), embedding, seed, scale)
     made.d2t.copy_(vocabulary.d2t)
     made.t2d.copy_(vocabulary.t2d)
-    for name, parameter in made.named_parameters():
-        if parameter.ndim == 2 and name != "embed_tokens.weight":
-            parameter.data.mul_(scale)
     return made
 
 

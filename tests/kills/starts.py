@@ -1,7 +1,7 @@
-"""Starts of the real commands that can be killed at any moment: from nothing, or forked from a warm process.
+"""Starts of the real commands that can be killed at any moment, forked from a process that has imported torch.
 
-A forked child runs the command's own main function in its own process group. Only the seconds of importing torch are
-saved: the child itself reads the configuration, loads the target and opens every file.
+A forked child runs the command's own main function in its own process group: it reads the configuration, loads the
+target and opens every file itself.
 """
 
 import json
@@ -22,19 +22,7 @@ from aerie.configs.errors import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
-
-
-def run_cold(words: list[str], log: Path, seconds: float) -> int:
-    """`python SCRIPT ...` as a user types it, killed after so many seconds; its exit code, -9 where it was killed."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+HEAVY = ("aerie.train.loop", "aerie.data.features", "aerie.infer.measure.bench", "deepspeed")
 
 
 class WarmPython:
@@ -66,60 +54,53 @@ class WarmPython:
         return code
 
 
-class Changes:
-    """Counts the changes that this process makes to names below a directory, and dies just before the fatal-th.
-
-    A change is a file opened for writing, a rename, a removal or a new directory, as Python's audit hooks report them.
-    """
-
-    def __init__(self, below: str, fatal: int | None) -> None:
-        self.below, self.fatal, self.count, self.lock = below, fatal, 0, threading.Lock()
-
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in CHANGES or not any(str(path).startswith(self.below) for path in arguments[:2]):
-            return
-        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            return
-        with self.lock:
-            self.count += 1
-            if self.count == self.fatal:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
 def serve(line: Connection) -> None:
     """Forks a child for each request, sends its process id, and its exit code when it has ended."""
     mains = {f"{name}/main.py": import_module(f"aerie.{name}.main").main for name in ("data", "train", "infer")}
-    for heavy in ("aerie.train.loop", "aerie.data.features", "aerie.infer.measure.bench", "deepspeed"):
+    for heavy in HEAVY:
         import_module(heavy)
     line.send("ready")
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             request = json.loads(line.recv())
-        except EOFError:
+            child = os.fork()
+            if child == 0:
+                line.close()
+                become(mains[request["words"][0]], **request)
+            line.send(child)
+            line.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def become(main: Any, words: list[str], log: str, below: str, fatal: int | None) -> NoReturn:
+    """Runs main, counts the changes to names below a directory, and dies just before the fatal-th.
+
+    A change is a file opened for writing, a rename, a removal or a new directory, as Python's audit hooks report them.
+    """
+    count, lock = 0, threading.Lock()
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event not in CHANGES or not any(str(path).startswith(below) for path in arguments[:2]):
             return
-        child = os.fork()
-        if child == 0:
-            line.close()
-            become(mains[request["words"][0]], request)
-        line.send(child)
-        line.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        with lock:
+            count += 1
+            if count == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-
-def become(main: Any, request: dict[str, Any]) -> NoReturn:
     os.setsid()
-    changes = Changes(request["below"], request["fatal"])
-    sys.addaudithook(changes)
-    output = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.addaudithook(on_event)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.argv = request["words"]
-    code = 1
+    sys.argv, code = words, 1
     try:
         code = exit_code(main)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        print(f"changes: {changes.count}", flush=True)
+        print(f"changes: {count}", flush=True)
         os._exit(code)
 
 

@@ -55,55 +55,35 @@ def test_a_round_trip_is_bit_exact_with_the_recorded_facts(name: str, dtype: tor
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o044  # not the 0600 of safetensors
 
 
-def without(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda table: table.pop(name)
-
-
-def holding(**values: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda table: table.update({key.replace("__", "."): value for key, value in values.items()})
-
-
 @pytest.mark.parametrize(
-    ("name", "file", "damage", "said"),
-    [
-        ("eagle1", "weights", without("fc.weight"), 'Missing key.*"fc.weight"'),
-        ("eagle1", "weights", holding(lm_head__weight=torch.zeros(2, 2)), 'Unexpected key.*"lm_head.weight"'),
-        (
-            "eagle1",
-            "weights",
-            holding(fc__weight=torch.zeros(32, 32)),
-            r"size mismatch for fc.weight: .*32, 32",
-        ),
-        (
-            "eagle1",
-            "weights",
-            holding(fc__weight=torch.full((32, 64), torch.nan)),
-            "2,048 of 2,048 values that are NaN",
-        ),
-        ("eagle1", "weights", holding(fc__weight=torch.zeros(32, 64).to(torch.int8)), "quantised heads are not read"),
-        ("eagle1", "config", without("rope_theta"), "lacks rope_theta"),
-        ("eagle3", "weights", without("d2t"), 'Missing key.*"d2t"'),
-        ("eagle3", "weights", holding(d2t=torch.arange(107) + 1), "d2t holds offsets"),
-        ("eagle3", "config", holding(draft_vocab_size=400), r"size mismatch for d2t: .*\[107\].*\[400\]"),
-        ("eagle3", "config", without("tap_convention"), "tap_convention is None"),
-        ("eagle3", "config", holding(after_blocks=[4, 2, 5]), "must ascend"),
-        (
-            "hydra",
-            "weights",
-            without("branches.1.blocks.0.projection.weight"),
-            'Missing key.*"branches.1.blocks',
-        ),
-        ("hydra", "config", without("num_heads"), "lacks num_heads"),
-        ("hydra", "config", without("head_dim"), "has a prefix layer and lacks head_dim"),
+    ("name", "changes", "said"),
+    [  # of the weights where it is a tensor, else of config.json; None takes it away
+        ("eagle1", {"fc.weight": None}, 'Missing key.*"fc.weight"'),
+        ("eagle1", {"lm_head.weight": torch.zeros(2, 2)}, 'Unexpected key.*"lm_head.weight"'),
+        ("eagle1", {"fc.weight": torch.zeros(32, 32)}, r"size mismatch for fc.weight: .*32, 32"),
+        ("eagle1", {"fc.weight": torch.full((32, 64), torch.nan)}, "2,048 of 2,048 values that are NaN"),
+        ("eagle1", {"fc.weight": torch.zeros(32, 64).to(torch.int8)}, "quantised heads are not read"),
+        ("eagle1", {"rope_theta": None}, "lacks rope_theta"),
+        ("eagle3", {"d2t": None}, 'Missing key.*"d2t"'),
+        ("eagle3", {"d2t": torch.arange(107) + 1}, "d2t holds offsets"),
+        ("eagle3", {"draft_vocab_size": 400}, r"size mismatch for d2t: .*\[107\].*\[400\]"),
+        ("eagle3", {"tap_convention": None}, "tap_convention is None"),
+        ("eagle3", {"after_blocks": [4, 2, 5]}, "must ascend"),
+        ("hydra", {"branches.1.blocks.0.projection.weight": None}, 'Missing key.*"branches.1.blocks'),
+        ("hydra", {"num_heads": None}, "lacks num_heads"),
+        ("hydra", {"head_dim": None}, "has a prefix layer and lacks head_dim"),
     ],
 )
 def test_a_damaged_head_is_one_sentence_and_no_model(
-    name: str, file: str, damage: Callable[[dict[str, Any]], Any], said: str, tmp_path: Path
+    name: str, changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     save_head(MADE[name](), tmp_path)
-    state: dict[str, Tensor] = load_file(tmp_path / "model.safetensors")
+    state: dict[str, Any] = load_file(tmp_path / "model.safetensors")
     values = json.loads((tmp_path / "config.json").read_text())
-    damage(state if file == "weights" else values)
+    for key, value in changes.items():
+        table = state if key in state or isinstance(value, Tensor) else values
+        table.pop(key, None)
+        table |= {} if value is None else {key: value}
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=said) as refused:
@@ -113,12 +93,10 @@ def test_a_damaged_head_is_one_sentence_and_no_model(
 
 def test_a_head_of_another_target_or_without_its_embedding_is_refused(tmp_path: Path) -> None:
     for name in ("eagle1", "medusa"):
-        for other, said in (
-            (tiny.vocab(hidden_size=64), "hidden size is 32, that of other is 64"),
-            (tiny.vocab(vocab_size=400), "vocabulary is 320, that of other is 400"),
-        ):
-            with pytest.raises(UserError, match=said):
-                check_sizes(MADE[name]().config, other, "head", "other")
+        with pytest.raises(UserError, match="hidden size is 32, that of other is 64"):
+            check_sizes(MADE[name]().config, tiny.vocab(hidden_size=64), "head", "other")
+        with pytest.raises(UserError, match="vocabulary is 320, that of other is 400"):
+            check_sizes(MADE[name]().config, tiny.vocab(vocab_size=400), "head", "other")
     save_head(MADE["eagle3"](), tmp_path)
     with pytest.raises(UserError, match=r"has no 'embed_tokens.weight', which is the target's"):
         load_head(tmp_path)
@@ -138,29 +116,22 @@ def test_the_same_seed_gives_the_same_new_head(section: Any) -> None:
         assert torch.equal(one.state_dict()["embed_tokens.weight"], VOCAB.embedding)
 
 
+LONG = tiny.llama(rope_parameters=LLAMA3, max_position_embeddings=131072).config
+
+
 def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
-    text = tiny.llama(rope_parameters=LLAMA3, max_position_embeddings=131072).config
-    config: Any = config_for(Eagle1Section(), text, VOCAB)
-    assert (config.rope_theta, config.max_position_embeddings) == (5e5, 131072)
-    assert config.rope_scaling["rope_type"] == "llama3" and config.num_key_value_heads == text.num_key_value_heads
-    plain: Any = config_for(
-        Eagle1Section(rope_theta=1e4, max_position_embeddings=64, num_attention_heads=2), text, VOCAB
-    )
-    assert (plain.rope_theta, plain.rope_scaling, plain.max_position_embeddings) == (1e4, None, 64)
-    assert (plain.num_key_value_heads, plain.head_dim) == (2, 16)
-    qwen = tiny.llama().config
+    def facts(section: Any, text: Any, names: str, *taps_and_size: Any) -> list[Any]:
+        return [getattr(config_for(section, text, VOCAB, *taps_and_size), name) for name in names.split()]
+
+    names = "rope_theta max_position_embeddings num_key_value_heads head_dim"
+    assert facts(Eagle1Section(), LONG, names) == [5e5, 131072, 2, 8]
+    assert facts(Eagle1Section(), LONG, "rope_scaling")[0]["rope_type"] == "llama3"
+    moved = Eagle1Section(rope_theta=1e4, max_position_embeddings=64, num_attention_heads=2)
+    assert facts(moved, LONG, f"{names} rope_scaling") == [1e4, 64, 2, 16, None]
+    qwen, names = tiny.llama().config, "qk_norm hidden_size target_hidden_size draft_vocab_size"
     qwen.model_type = "qwen3"
-    for section, qk_norm, width in (
-        (Eagle3Section(), True, 32),
-        (Eagle3Section(qk_norm=False, hidden_size=16), False, 16),
-    ):
-        three: Any = config_for(section, qwen, VOCAB, TAPS, 107)
-        assert (three.qk_norm, three.hidden_size, three.target_hidden_size, three.draft_vocab_size) == (
-            qk_norm,
-            width,
-            32,
-            107,
-        )
+    assert facts(Eagle3Section(), qwen, names, TAPS, 107) == [True, 32, 32, 107]
+    assert facts(Eagle3Section(qk_norm=False, hidden_size=16), qwen, names, TAPS, 107) == [False, 16, 32, 107]
     with pytest.raises(UserError, match="num_attention_heads 4 is no multiple of num_key_value_heads 3"):
         config_for(Eagle1Section(num_key_value_heads=3), TEXT, VOCAB)
 
@@ -177,42 +148,32 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
     ],
 )
 def test_positions_that_ruin_heads_are_each_a_sentence_with_the_place(changes: dict[str, Any], said: list[str]) -> None:
-    text = tiny.llama(rope_parameters=LLAMA3, max_position_embeddings=131072).config
-    config = replace(config_for(Eagle3Section(), text, VOCAB, (1, 2), 320), **changes)
-    for sentence, part in zip(position_warnings(config, text, "heads/x"), said, strict=True):
+    config = replace(config_for(Eagle3Section(), LONG, VOCAB, (1, 2), 320), **changes)
+    for sentence, part in zip(position_warnings(config, LONG, "heads/x"), said, strict=True):
         assert sentence.startswith("heads/x: ") and part in sentence
 
 
 def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(tmp_path: Path) -> None:
     for name in ("eagle1", "eagle3", "hydra"):
         save_head(MADE[name](), tmp_path / name)
-    place = str(tmp_path / "eagle1")
-    asked = Eagle1Section(init_from=place, rope_theta=2e4, max_position_embeddings=512)
-    kept, moved = (new_head(section, TEXT, VOCAB, 9) for section in (Eagle1Section(init_from=place), asked))
-    assert kept.config == MADE["eagle1"]().config and torch.equal(
-        kept.state_dict()["fc.weight"], moved.state_dict()["fc.weight"]
-    )
+    one, three, hydra = ({"init_from": str(tmp_path / name)} for name in ("eagle1", "eagle3", "hydra"))
+    asked: Any = Eagle1Section(**one, rope_theta=2e4, max_position_embeddings=512)
+    kept, moved = (new_head(section, TEXT, VOCAB, 9) for section in (Eagle1Section(**one), asked))
+    assert kept.config == MADE["eagle1"]().config
+    assert torch.equal(kept.state_dict()["fc.weight"], moved.state_dict()["fc.weight"])
     assert moved.config == replace(kept.config, rope_theta=2e4, max_position_embeddings=512)  # type: ignore[type-var]
     x, at, rotary = torch.zeros(1, 1, 1), torch.tensor([[300]]), moved.rotary  # type: ignore[union-attr]
     assert torch.equal(rotary.at(at, 301, x)[0], Rotary(moved.config).at(at, 301, x)[0])
-    three, hydra = {"init_from": str(tmp_path / "eagle3")}, {"init_from": str(tmp_path / "hydra"), "prefix_layer": True}
-    for section, taps, said in (
-        (
-            Eagle1Section(init_from=place, head_dim=16),
-            (),
-            "head.head_dim: the recipe asks 16, .* has 8; set it",
-        ),
+    table: list[tuple[Any, Any, str]] = [
+        (Eagle1Section(**one, head_dim=16), (), "head.head_dim: the recipe asks 16, .* has 8; set it"),
         (Eagle3Section(**three, draft_vocab_size=64), TAPS, "head.draft_vocab_size: the recipe asks 64, .* has 107"),
         (Eagle3Section(**three, norm_output=True), TAPS, "head.norm_output: the recipe asks True"),
         (Eagle3Section(**three, num_hidden_layers=2), TAPS, "head.num_hidden_layers: the recipe asks 2"),
-        (
-            Eagle3Section(**three),
-            (1, 4, 5),
-            r"features.after_blocks: the recipe asks \(1, 4, 5\), .* has \(2, 4, 5\)",
-        ),
+        (Eagle3Section(**three), (1, 4, 5), r"features.after_blocks: .* \(1, 4, 5\), .* has \(2, 4, 5\)"),
         (Eagle1Section(**three), (), "is an eagle3 head, the recipe asks for eagle1"),
-        (HydraSection(**hydra, num_heads=3), (), "head.num_heads: the recipe asks 3, .* has 4; set it to that"),
-        (HydraSection(**hydra, rope_theta=5e5), (), "head.rope_theta: the recipe asks 500000.0"),
-    ):
+        (HydraSection(**hydra, prefix_layer=True, num_heads=3), (), "head.num_heads: .* asks 3, .* has 4; set it"),
+        (HydraSection(**hydra, prefix_layer=True, rope_theta=5e5), (), "head.rope_theta: the recipe asks 500000.0"),
+    ]
+    for section, taps, said in table:
         with pytest.raises(UserError, match=said):
             new_head(section, TEXT, VOCAB, 9, after_blocks=taps)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,12 +43,6 @@ def head(**changes: Any) -> Eagle3Head:
     return tiny.eagle3_head(tiny.vocab().embedding, **{"after_blocks": TAPS, "scale": 6.0, **changes}).eval()
 
 
-def restored(directory: Path) -> Eagle3Head:
-    loaded = load_head(directory, vocab=tiny.vocab())
-    assert isinstance(loaded, Eagle3Head)
-    return loaded
-
-
 def random_norms(module: torch.nn.Module) -> None:
     """Norm weights that differ from one, so that a norm in the wrong place shows."""
     generator = torch.Generator().manual_seed(5)
@@ -56,37 +51,31 @@ def random_norms(module: torch.nn.Module) -> None:
             parameter.data = 0.5 + torch.rand(parameter.shape, generator=generator)
 
 
-def test_a_head_has_exactly_the_published_keys_and_shapes(tmp_path: Path) -> None:
-    save_head(head(), tmp_path / "head")
-    state = load_file(tmp_path / "head" / "model.safetensors")
+def test_a_head_has_exactly_the_published_keys_and_shapes_and_an_embedding_only_where_it_is_its_own(
+    tmp_path: Path,
+) -> None:
+    one, weights, again = head(), tmp_path / "head/model.safetensors", tmp_path / "again"
+    save_head(one, tmp_path / "head")
+    state = load_file(weights)
     assert {name: tuple(value.shape) for name, value in state.items()} == PUBLISHED
     assert state["d2t"].dtype == torch.int64 and state["t2d"].dtype == torch.bool
+    for own, kept in ((tiny.vocab().embedding.clone(), False), (tiny.vocab(seed=1).embedding, True)):
+        save_file({**state, "embed_tokens.weight": own}, weights)
+        loaded: Any = load_head(tmp_path / "head", vocab=tiny.vocab())
+        assert torch.equal(loaded.embed_tokens.weight, own) and loaded.saves_embedding == kept
+        save_head(loaded, again)
+        assert ("embed_tokens.weight" in load_file(again / "model.safetensors")) == kept
 
 
 def test_a_head_of_another_width_trains_and_saves_its_own_embedding(tmp_path: Path) -> None:
-    embedding = tiny.vocab(hidden_size=48).embedding
-    one = tiny.eagle3_head(embedding, hidden_size=32, head_dim=8)
+    one = tiny.eagle3_head(tiny.vocab(hidden_size=48).embedding, hidden_size=32, head_dim=8)
     assert one.embed_tokens.weight.shape == (320, 32) and one.embed_tokens.weight.requires_grad
     assert one.fc.weight.shape == (32, 2 * 48)
-    save_head(one, tmp_path / "head")
-    assert "embed_tokens.weight" in load_file(tmp_path / "head" / "model.safetensors")
-    two = load_head(tmp_path / "head")
-    assert torch.equal(one.state_dict()["embed_tokens.weight"], two.state_dict()["embed_tokens.weight"])
+    save_head(one, tmp_path)
+    two: Any = load_head(tmp_path)
+    assert torch.equal(one.embed_tokens.weight, two.embed_tokens.weight)
     with pytest.raises(UserError, match="its hidden size is 48, that of t is 32"):
         check_sizes(two.config, tiny.vocab(), "head", "t")
-
-
-def test_an_embedding_that_is_not_the_targets_stays_in_the_file(tmp_path: Path) -> None:
-    one = head()
-    save_head(one, tmp_path / "head")
-    weights = tmp_path / "head" / "model.safetensors"
-    state = load_file(weights)
-    for own, kept in ((tiny.vocab().embedding.clone(), False), (tiny.vocab(seed=1).embedding, True)):
-        save_file({**state, "embed_tokens.weight": own}, weights)
-        loaded = restored(tmp_path / "head")
-        assert torch.equal(loaded.embed_tokens.weight, own) and loaded.saves_embedding == kept
-        save_head(loaded, tmp_path / "again")
-        assert ("embed_tokens.weight" in load_file(tmp_path / "again" / "model.safetensors")) == kept
 
 
 def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,24 +102,17 @@ def slots(count: int = 7, taps: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def test_the_layer_is_its_definition_and_the_residual_is_not_normed() -> None:
-    made = head()
-    random_norms(made)
-    tokens, taps, positions = slots()
-    hidden, logits = expected_output(made, tokens[0], taps[0])
-    out = made(tokens, made.fuse(taps), positions)
-    torch.testing.assert_close(out[0], hidden, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(made.logits(out)[0], logits, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 3}, {"norm_output": True, "qk_norm": True}])
-def test_whole_sequence_buffered_and_unrolled_forwards_agree(changes: dict[str, Any]) -> None:
+def test_whole_sequence_buffered_and_unrolled_forwards_are_the_definition(changes: dict[str, Any]) -> None:
     made = head(**changes)
     random_norms(made)
     tokens, taps, positions = slots()
     features = made.fuse(taps)
     whole = made(tokens, features, positions)
+    if not changes:
+        hidden, logits = expected_output(made, tokens[0], taps[0])
+        torch.testing.assert_close(whole[0], hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(made.logits(whole)[0], logits, rtol=1e-4, atol=1e-4)
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     memories = [UnrollMemory() for _ in range(made.config.num_hidden_layers)]
     unrolled = made.unroll(tokens, features, positions, memories)
@@ -147,49 +129,80 @@ def test_whole_sequence_buffered_and_unrolled_forwards_agree(changes: dict[str, 
 
 
 @torch.no_grad()
-def test_norm_output_feeds_back_the_normed_state_and_norms_it_once() -> None:
-    plain, normed = head(), head(norm_output=True)
+def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_feature_alone() -> None:
+    plain, normed, made = head(), head(norm_output=True), head(fc_norm=True)
     random_norms(plain)
+    random_norms(made)
     normed.load_state_dict(plain.state_dict())
     tokens, taps, positions = slots()
-    before, after = (made(tokens, made.fuse(taps), positions) for made in (plain, normed))
+    before, after = (one(tokens, one.fuse(taps), positions) for one in (plain, normed))
     torch.testing.assert_close(after, plain.norm(before))
     torch.testing.assert_close(normed.logits(after), plain.logits(before))
     assert not torch.allclose(after, before, atol=1e-2)
-
-
-@torch.no_grad()
-def test_fc_norm_norms_each_fused_feature_alone() -> None:
-    made = head(fc_norm=True)
-    random_norms(made)
-    _, taps, _ = slots()
-    scaled = taps.clone()
-    scaled[..., 32:64] *= 50.0  # a norm over all of them at once would shrink the other two
-    torch.testing.assert_close(made.fuse(scaled), made.fuse(taps), rtol=1e-4, atol=1e-4)
     weights = [made.state_dict()[f"fc_norm.{i}.weight"] for i in range(3)]
     pieces = [F.rms_norm(taps[..., 32 * i : 32 * i + 32], (32,), weights[i], 1e-6) for i in range(3)]
     torch.testing.assert_close(made.fuse(taps), torch.cat(pieces, dim=-1) @ made.fc.weight.T)
-    assert {f"fc_norm.{i}.weight" for i in range(3)} == made.state_dict().keys() - head().state_dict().keys()
+    assert {f"fc_norm.{i}.weight" for i in range(3)} == made.state_dict().keys() - plain.state_dict().keys()
 
 
 def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary() -> None:
     target, vocab = tiny.llama(num_blocks=8), tiny.vocab()
     vocabulary = DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320)
     taken = Eagle3Section(lm_head_init="target")
-    head = new_head(taken, target.config, vocab, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
-    assert isinstance(head, Eagle3Head) and torch.equal(head.lm_head.weight, vocab.lm_head[5::2])
-    other = new_head(Eagle3Section(), target.config, vocab, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
-    assert isinstance(other, Eagle3Head) and torch.equal(other.fc.weight, head.fc.weight)  # nothing else moved
+    narrow = replace(taken, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+
+    def new(section: Eagle3Section) -> Any:
+        return new_head(section, target.config, vocab, seed=1, after_blocks=TAPS, vocabulary=vocabulary)
+
+    assert torch.equal(new(taken).lm_head.weight, vocab.lm_head[5::2])
+    assert torch.equal(new(taken).fc.weight, new(Eagle3Section()).fc.weight)  # nothing else moved
     with pytest.raises(UserError, match="lm_head_init"):
-        narrow = replace(taken, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-        new_head(narrow, target.config, vocab, seed=1, after_blocks=(2, 4, 5), vocabulary=vocabulary)
+        new(narrow)
 
 
 def test_equal_vocabularies_need_no_tables_in_the_file(tmp_path: Path) -> None:
     save_head(head(ids=torch.arange(320)), tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     save_file({k: v for k, v in state.items() if k not in ("d2t", "t2d")}, tmp_path / "model.safetensors")
-    assert restored(tmp_path).vocabulary.ids.equal(torch.arange(320))
+    loaded: Any = load_head(tmp_path, vocab=tiny.vocab())
+    assert loaded.vocabulary.ids.equal(torch.arange(320))
     save_file({k: v for k, v in state.items() if k != "d2t"}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="one of d2t and t2d"):
-        restored(tmp_path)
+        load_head(tmp_path, vocab=tiny.vocab())
+
+
+# The draft vocabulary: most frequent tokens, ties by id, forced ones always in, and the published form of it.
+
+COUNTS = np.array([0, 5, 2, 9, 2, 2, 0])
+SOME = DraftVocabulary.of_ids(torch.tensor([9, 2, 5]), 12)
+
+
+@pytest.mark.parametrize(
+    ("size", "forced", "expected"),
+    [
+        (3, (), [1, 2, 3]),  # ties go to the smaller id
+        (6, (), [0, 1, 2, 3, 4, 5]),
+        (3, {6, 0}, [0, 3, 6]),
+        (8, (), "draft_vocab_size: 8 is larger than the target's vocabulary of 7"),
+        (2, [0, 1, 2], "draft_vocab_size: 2 has no room for 3 special"),
+    ],
+)
+def test_the_most_frequent_tokens_and_forced_ones_are_in(size: int, forced: Any, expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            DraftVocabulary.most_frequent(COUNTS, size, forced)
+    else:
+        vocabulary = DraftVocabulary.most_frequent(COUNTS, size, forced)
+        assert vocabulary.ids.tolist() == expected
+        assert vocabulary.coverage(COUNTS) == COUNTS[expected].sum() / COUNTS.sum()
+
+
+def test_d2t_holds_offsets_t2d_marks_the_same_tokens_and_what_are_no_tables_or_no_ends_are_refused() -> None:
+    assert SOME.d2t.tolist() == [2, 4, 7] and SOME.t2d.nonzero().flatten().tolist() == [2, 5, 9]
+    assert SOME.target_ids(torch.tensor([[2, 0], [1, 1]])).tolist() == [[9, 2], [5, 5]]
+    assert DraftVocabulary.of_tables(SOME.d2t, SOME.t2d, "file").ids.equal(SOME.ids)
+    with pytest.raises(UserError, match=r"file: d2t and t2d name other tokens .* d2t holds offsets"):
+        DraftVocabulary.of_tables(SOME.ids, SOME.t2d, "file")
+    SOME.check_ends([1, 5], "head")
+    with pytest.raises(UserError, match=r"head: none of the target's end-of-turn tokens \[1, 3\]"):
+        SOME.check_ends([3, 1], "head")
