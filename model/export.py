@@ -16,7 +16,7 @@ from aerie.model.formats.layouts import read_content
 from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import head_directory, is_on_hub
-from aerie.model.storage import CALIBRATOR, CONFIG, digests, directory_atomically, write_json
+from aerie.model.storage import CONFIG, digests, directory_atomically, write_json
 from aerie.model.target import fingerprint, fingerprints
 from aerie.model.weights import write_tensors
 
@@ -43,13 +43,10 @@ def export(
 ) -> tuple[str, list[str]]:
     """Writes the head in layout `to` to the directory output, whole or absent; returns its own layout, and notes.
 
-    after_blocks are the taps of a published head that names none (default: the target's default ones). UserError for a
-    head that belongs to another target, that names other taps, or that the layout cannot carry. any_target: a target of
-    other weights than the head was trained on is only noted.
+    after_blocks are the taps of a head that names none (default: the target's). UserError for a head of another target
+    (any_target: other weights are only noted), of other taps, or that the layout cannot carry.
     """
     directory = head_directory(source)
-    if directory.resolve() == output.resolve():
-        raise UserError(f"--out {output}: is the head itself; name another directory")
     layout, files, content = read_content(directory, after_blocks or target.default_taps)
     state = _completed(files, content, target)
     check_taps(content.config, directory, after_blocks, target)
@@ -75,8 +72,6 @@ def export(
             raise AssertionError(f"layout {to}: the head was read back otherwise than it was written")
     notes = [f"{other}: few of its drafts will be accepted"] if other is not None else []
     notes += [*content.guesses, *_differences(files, content, written, target.name), *written.notes]
-    if (directory / CALIBRATOR).is_file():
-        notes.append(f"{CALIBRATOR} left out: it is of the head as it lies in {directory}; servers do not read it")
     return layout, notes
 
 
@@ -96,10 +91,7 @@ def check_taps(
 
 
 def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
-    """A sentence about a head whose facts say that it was trained on other weights than the target's, else None.
-
-    Rounding to a 16-bit dtype makes no other target.
-    """
+    """A sentence about a head that was trained on other weights than the target's, rounded or not; else None."""
     recorded = facts.get("target")
     if recorded is None or recorded in fingerprints(target.text_config, target.vocab):
         return None
@@ -108,7 +100,6 @@ def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
 
 
 def _completed(files: HeadFiles, content: HeadContent, target: TargetFacts) -> dict[str, Tensor]:
-    """Every tensor of the head, the target's embedding in the head's precision; UserError where it does not fit."""
     check_sizes(content.config, target.vocab, str(files.weights_place.parent), target.path)
     state = completed(content, target.vocab, files.weights_place)
     if EMBEDDING not in content.tensors and EMBEDDING in state:
@@ -122,7 +113,6 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 
 def _differences(files: HeadFiles, content: HeadContent, written: Export, target: str) -> list[str]:
-    """A sentence for whatever the export has that its source lacks, or the other way round."""
     notes, old, new = [], files.tensors, written.tensors
     if EMBEDDING in new and EMBEDDING not in old:
         dtype = str(new[EMBEDDING].dtype).removeprefix("torch.")

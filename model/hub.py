@@ -1,7 +1,6 @@
 """The Hugging Face Hub: heads fetched by repository name; its errors in one line.
 
-The endpoint and the login are huggingface_hub's own (HF_ENDPOINT, HF_TOKEN or `hf auth login`); no token is read, kept
-or printed here. huggingface_hub is imported where it is used: a local path costs nothing.
+The endpoint and the login are huggingface_hub's own; no token is kept or printed here. It is imported where it is used.
 """
 
 import re
@@ -33,8 +32,6 @@ def head_directory(path: Path | str) -> Path:
             place = Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL, *weights]))
             if find_weights(place) is not None:
                 break
-    if not (place / "config.json").is_file():
-        raise UserError(f"{repo}: the repository has no config.json: it is no head")
     return place
 
 

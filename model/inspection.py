@@ -22,16 +22,14 @@ OPEN = {
 SCORES = ("step", "predicted_tau", "tau", "loss")
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 SIZES += ("head_dim", "num_hidden_layers", "num_heads", "num_layers")
-FLAGS = ("qk_norm", "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "bias", "qkv_bias")
 
 
 def inspect_head(
     path: Path | str, target: TargetFacts | None = None, after_blocks: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """Everything about a head, JSON-ready. `problems` is empty for a head that loads (and fits the target, if given).
+    """Everything about a head, JSON-ready; `problems` is empty for one that loads and fits the target, if given.
 
-    after_blocks are the taps of a head that names none. UserError where the files cannot be read or are no head, or
-    where they name other taps.
+    after_blocks are the taps of a head that names none. UserError where the files are no head, or name other taps.
     """
     directory = head_directory(path)
     values, state = table(read_json(directory / CONFIG)), None
@@ -51,14 +49,11 @@ def inspect_head(
     if state is not None:
         guesses[0] = OPEN[state]  # the first is about the taps
     problems, remarks = _problems(files, content, target), list(unread(values))
+    remarks += [] if target is None else checkpoint.position_warnings(config, target.text_config, str(directory))
     embedding = "not in the file: the target's" if content.is_embedding_optional else "none of its own"
     if EMBEDDING in tensors:
-        embedding = "in the file"
-    if target is not None:
-        remarks += checkpoint.position_warnings(config, target.text_config, str(directory))
-        if EMBEDDING in tensors:
-            is_own = checkpoint.is_targets(tensors[EMBEDDING], target.vocab)
-            embedding += ", the target's own" if is_own else ", NOT the target's"
+        is_own = None if target is None else checkpoint.is_targets(tensors[EMBEDDING], target.vocab)
+        embedding = "in the file" + {None: "", True: ", the target's own", False: ", NOT the target's"}[is_own]
     recorded = facts.get("target_path") or table(values, "speculators_config", "verifier").get("name_or_path")
     floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
     counts = {"own": 0, "lm_head": 0, "embedding": 0}
@@ -81,7 +76,7 @@ def inspect_head(
         "taps": list(config.after_blocks) if is_eagle3 and state is None else None,
         "taps_open": state,
         "sizes": {name: size for name in SIZES if (size := getattr(config, name, None)) is not None},
-        "options": [name for name in FLAGS if getattr(config, name, False)],
+        "options": [name for name, value in vars(config).items() if value is True],
         "parameters": {
             **counts,
             "dtype": "+".join(sorted({str(value.dtype).removeprefix("torch.") for value in floats.values()})),
@@ -121,7 +116,6 @@ def screen(head: dict[str, Any]) -> str:
 
 
 def _problems(files: HeadFiles, content: HeadContent, target: TargetFacts | None) -> list[str]:
-    """What keeps the head from loading, or from fitting the target."""
     config, place, head, problems = content.config, files.weights_place, files.weights_place.parent, []
 
     def check_tensors() -> None:

@@ -60,9 +60,14 @@ def main() -> int:
     arguments = parser().parse_args()
     from transformers.utils import logging
 
+    from aerie.model.formats.content import TargetFacts
+
     warnings.filterwarnings("ignore")  # no chatter from the libraries between the lines
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if arguments.target is not None:
+        name, drafts = (getattr(arguments, option, None) for option in ("target_name", "speculative_tokens"))
+        arguments.target = TargetFacts.load(arguments.target, name, drafts)
     return {"inspect": inspect, "convert": convert, "push": push}[arguments.command](arguments)
 
 
@@ -76,11 +81,9 @@ def taps(text: str) -> tuple[int, ...]:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Prints one screen, or JSON with --json; 1 when the head would not load or does not fit the target."""
-    from aerie.model.formats.content import TargetFacts
     from aerie.model.inspection import inspect_head, screen
 
-    target = None if arguments.target is None else TargetFacts.load(arguments.target)
-    head = inspect_head(arguments.head, target, arguments.after_blocks)
+    head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
     print(json.dumps(head, indent=1) if arguments.json else screen(head))
     return 1 if head["problems"] else 0
 
@@ -88,7 +91,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 def convert(arguments: argparse.Namespace) -> int:
     """Writes --out, and prints what its reader would have to be told."""
     from aerie.model.export import export
-    from aerie.model.formats.content import TargetFacts, table
+    from aerie.model.formats.content import table
 
     out, to, drafts = arguments.out, arguments.to, arguments.speculative_tokens
     if drafts is not None and drafts < 1:
@@ -100,9 +103,8 @@ def convert(arguments: argparse.Namespace) -> int:
         if not (arguments.overwrite and is_export):
             fix = "replace it with --overwrite" if is_export else "it is no earlier export; name a new directory"
             raise UserError(f"--out {out}: not empty; {fix}")
-    target = TargetFacts.load(arguments.target, arguments.target_name, drafts)
     try:
-        layout, notes = export(arguments.head, to, out, target, arguments.after_blocks, arguments.any_target)
+        layout, notes = export(arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}; name another directory") from error
     print("".join(f"note: {note}\n" for note in notes), end="")
@@ -112,16 +114,13 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def push(arguments: argparse.Namespace) -> int:
     """Ships the head, or with --dry-run prints what would go."""
-    from aerie.model.formats.content import TargetFacts
     from aerie.model.inspection import inspect_head
     from aerie.model.push import pack, removals, upload
 
-    repo, revision, target = arguments.repo, arguments.revision, None
+    repo, revision = arguments.repo, arguments.revision
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise UserError(f"--repo {repo}: no repository name; it looks like user/name")
-    if arguments.target is not None:
-        target = TargetFacts.load(arguments.target)
-    head = inspect_head(arguments.head, target, arguments.after_blocks)
+    head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
     allowed = [name for name in ("without_results", "uncommitted") if getattr(arguments, name)]
     files, notes = pack(head, repo, arguments.run, arguments.target_name, arguments.license, allowed)
     print("".join(f"note: {note}\n" for note in notes), end="")

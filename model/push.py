@@ -14,8 +14,8 @@ import yaml
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.model.formats.content import SPECULATIVE_TOKENS, table
-from aerie.model.formats.eagle import CHECKED, LOST
+from aerie.model.formats.content import table
+from aerie.model.formats.eagle import CHECKED, LOST, SPECULATIVE_TOKENS
 from aerie.model.hub import head_directory, is_on_hub, readable_errors
 from aerie.model.storage import CALIBRATOR, CONFIG, content_digest, digests, is_dirty, read_json
 
@@ -25,11 +25,7 @@ MEASURE = "measure with: aerie bench --overwrite, then aerie report; or ship wit
 FILES = (".json", ".jsonl", ".parquet")
 RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "summary.json")
 ANY_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json")
-OUR_WEIGHTS = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin|(medusa|hydra)_lm_head\.pt"
-    r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
-)
-KIND_NAMES = {"eagle1": "EAGLE-1 / EAGLE-2", "eagle3": "EAGLE-3", "medusa": "Medusa", "hydra": "Hydra"}
+OUR_WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt")
 
 
 def pack(
@@ -40,10 +36,9 @@ def pack(
     licence: str | None = None,
     allowed: Collection[str] = (),
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes; UserError for what is refused.
+    """The files of a push, and notes; head is `inspect_head`'s, run holds the reports (default: the head's own).
 
-    head is `inspect_head`'s. run holds the reports (default: the run that the head lies in). allowed are usual mistakes
-    that the user wants: "without_results", "uncommitted".
+    allowed are usual mistakes that the user wants ("without_results", "uncommitted"); UserError for others.
     """
     directory = head_directory(head["path"])
     if head["problems"] or head["taps_open"] == "ambiguous":
@@ -84,11 +79,7 @@ def pack(
 
 
 def _records(directory: Path, run: Path, without_results: bool) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The records of a head, of those in its run the ones that were measured with it, and notes.
-
-    provenance.json of bench/ and calibration/ hold the digests of the heads that were measured, the config.json of an
-    export those of the head that it was made from.
-    """
+    """The records of a head, of those in its run the ones that were measured with it or its source, and notes."""
     records, notes = {name: _table(directory / name) for name in (CONFIG, "recipe.yaml", "provenance.json")}, []
     known = [digests(directory), table(records[CONFIG], "aerie", "exported_from", "files")]
     for place, stage in ((run / "report/summary.json", "bench"), (run / "calibration/calibration.json", "calibration")):
@@ -105,7 +96,6 @@ def _records(directory: Path, run: Path, without_results: bool) -> tuple[dict[st
 
 
 def _table(place: Path) -> dict[str, Any]:
-    """A record's table, empty where there is no such file."""
     if not place.is_file():
         return {}
     return read_yaml(place)[0] if place.suffix == ".yaml" else table(read_json(place))
@@ -147,8 +137,6 @@ def _card(
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         repo=repo,
         head=head,
-        kind=head["kind"],
-        kind_name=KIND_NAMES[head["kind"]],
         target=target,
         is_on_hub=is_on_hub(target),
         conversations=conversations,
@@ -161,8 +149,6 @@ def _card(
     )
     return str(card)
 
-
-# ------------------------------------------------------------------------------ no local path leaves the machine
 
 WHOLE = re.compile(r"(--?[\w.-]+=)?((?:~|/|\.\./).*)")
 ROOTED = re.compile(r"""(?<![\w./~-])(?!//)(?:~\w*|(?:\.\./)*\.\.)?/[^\s'"\[\](){}<>,;=|]+""")
@@ -190,9 +176,6 @@ def public(value: Any, names: dict[str, str]) -> Any:
 def last_part(path: str) -> str:
     """The last part of a path; "home" for somebody's home."""
     return "home" if HOME.fullmatch(path) else Path(path).name.strip("~.") or "home"
-
-
-# -------------------------------------------------------------------------------------------------------- the Hub
 
 
 def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:

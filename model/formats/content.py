@@ -22,7 +22,6 @@ from aerie.model.target import VocabWeights, default_taps, load_config, load_voc
 
 T = TypeVar("T", bound=AnyConfig)
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub: what of a name is changed, and what for
-SPECULATIVE_TOKENS = 5  # a server's drafts per cycle where nobody says (speculators' own default for EAGLE-3)
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,7 @@ def table(values: Any, *keys: str) -> dict[str, Any]:
 
 
 def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> dict[str, Tensor]:
-    """The tensors by the names that the rules make one after the other, without those whose name they make empty.
-
-    UserError where two tensors of the file at place would be one.
-    """
+    """The tensors by the names that the rules make in turn; an empty name drops one, and no name may come twice."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = name
@@ -119,8 +115,6 @@ def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> d
             made[new] = tensor
     return made
 
-
-# ------------------------------------------------------------------------------------------------------ config.json
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # the architecture of SpecForge's exports and of SGLang's draft module
@@ -191,12 +185,10 @@ def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any
 
 
 def write_sizes(config: Eagle1Config | Eagle3Config, target: TargetFacts) -> tuple[dict[str, Any], list[str]]:
-    """The keys of config.json for every reader (RoPE in both spellings), and notes.
-
-    max_position_embeddings is the longer of the head's and the target's: servers draft nothing, or noise, beyond it.
-    """
+    """The keys of config.json for every reader (RoPE in both spellings), and notes."""
     notes, scaling = [], config.rope_scaling or {}
     own, theirs = config.max_position_embeddings, int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
+    # the longer of both: servers draft nothing, or noise, beyond it
     if theirs > own and scaling.get("rope_type") in ANY_LENGTH:
         notes.append(f"max_position_embeddings {own:,} is written as {theirs:,}, the target's: servers stop there")
         own = theirs
@@ -220,7 +212,7 @@ def read_taps(
 ) -> tuple[tuple[int, ...], str | None]:
     """after_blocks and, where the files leave it open, a sentence about what was taken.
 
-    Two numberings circulate: entries of hidden_states, and outputs of blocks (one less). fallback are the taps to take
+    Two numberings circulate: entries of hidden_states, and outputs of blocks (one less). fallback are the taps
     where the files name none; numbers that mean these in either numbering are theirs.
     """
     named, numbers, convention = values.get("after_blocks"), tap_numbers(values), values.get("tap_convention")

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model.formats.content import (
     NUMBERED,
-    SPECULATIVE_TOKENS,
     Export,
     HeadContent,
     HeadFiles,
@@ -28,8 +26,10 @@ from aerie.model.formats.content import (
     table,
     write_sizes,
 )
+from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eagle3Config
 
+SPECULATIVE_TOKENS = 5  # a server's drafts per cycle where nobody says (speculators' own default for EAGLE-3)
 LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
 SERVER = "made_for"  # under "aerie": the versions of the server whose counting of taps the files follow
 ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": our fc.bias is the zeros that SGLang needs, and no part of the head
@@ -70,10 +70,8 @@ def read_eagle1(files: HeadFiles, layout: str) -> HeadContent:
     if values.get("layernorms"):
         raise UserError(f"{place}: layernorms is true: a HASS head, which has norms that no EAGLE-1 head has")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
-        raise UserError(
-            f"{files.weights_place}: has no 'fc.bias', and {place.name} has no \"bias\", which means true; "
-            f'a head without one says "bias": false'
-        )
+        why = f"has no 'fc.bias', and {place.name} has no \"bias\", which means true"
+        raise UserError(f'{files.weights_place}: {why}; a head without one says "bias": false')
     if table(values, "aerie").get(ZERO_BIAS) and not tensors.get("fc.bias", torch.ones(1)).any():
         del tensors["fc.bias"]
     sizes = read_sizes({**values[LAYER], "num_hidden_layers": 1} if is_early else values, place)
@@ -122,57 +120,46 @@ def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
 
 def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Export:
     """The files of an EAGLE head; UserError for what the layout's readers would drop or misread in silence."""
-    config, tensors = content.config, dict(content.tensors)
+    config, tensors, is_safeailab = content.config, dict(content.tensors), layout == "safeailab"
     if not isinstance(config, Eagle1Config | Eagle3Config):
         raise UserError(f"--to {layout}: servers' layouts carry EAGLE heads, and this is a {content.kind} head")
     _refuse_what_is_lost(layout, config, target)
-    values, notes = write_sizes(config, target)
+    sizes, notes = write_sizes(config, target)
+    architecture = "LlamaForCausalLM" if is_safeailab else HEADS[content.kind].architecture
+    values = {"architectures": [architecture], **sizes}
+    scaling = config.rope_scaling or {}
+    if is_safeailab and scaling.get("rope_type") == "linear":
+        values["rope_scaling"] = {"type": "linear", "factor": float(scaling["factor"])}
     if isinstance(config, Eagle3Config):
         assert EMBEDDING in tensors  # not every reader takes it from the target
         if config.draft_vocab_size == config.vocab_size:  # readers expect no tables then
             tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    if layout == "sglang":
-        return _write_sglang(config, target, values, tensors, notes)
-    if layout == "safeailab":
-        if isinstance(config, Eagle1Config) and config.bias:
+        width = None if config.target_hidden_size == config.hidden_size else config.target_hidden_size
+        if layout == "speculators":
+            drafts = target.speculative_tokens or content.speculative_tokens or SPECULATIVE_TOKENS
+            values = _nested(config, target, sizes, width, drafts)
+            return Export(values, renamed(tensors, FROM_MIDLAYER, Path()), tuple(notes))
+        values["draft_vocab_size"] = config.draft_vocab_size
+        values |= {} if width is None else {"target_hidden_size": width}  # readers take a null for a width
+        values |= {"bias": False, "after_blocks": list(config.after_blocks), "tap_convention": TAP_CONVENTION}
+        if not is_safeailab:
+            values |= _sglang_keys(config, target, notes)
+    elif is_safeailab:
+        values |= {"bias": config.bias, "qkv_bias": config.qkv_bias}
+        if config.bias:
             notes.append("vLLM has no fc.bias and stops at it; SafeAILab's own code and SGLang read it")
-        scaling = config.rope_scaling or {}
-        if scaling.get("rope_type") == "linear":
-            values["rope_scaling"] = {"type": "linear", "factor": float(scaling["factor"])}
-        values = {"architectures": ["LlamaForCausalLM"], **values, **_options(config)}
-        return Export(values, tensors, tuple(notes), pickled=True)
-    assert isinstance(config, Eagle3Config)
-    options = _options(config)
-    drafts = target.speculative_tokens or content.speculative_tokens or SPECULATIVE_TOKENS
-    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts}
-    layer = {"model_type": "qwen3" if config.qk_norm else "llama", "attention_bias": False, "mlp_bias": False}
-    nested = {
-        "architectures": ["Eagle3DraftModel"],
-        TYPE: "eagle3",
-        "speculators_version": "0.9.0",
-        **{name: getattr(config, name) for name in ("draft_vocab_size", *SPECULATORS_FLAGS)},
-        NUMBERED: list(config.after_blocks),
-        "target_hidden_size": options.get("target_hidden_size"),
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "after_blocks": list(config.after_blocks),
-        "tap_convention": TAP_CONVENTION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
-        },
-        LAYER: {**values, **layer},
-    }
-    return Export(nested, renamed(tensors, FROM_MIDLAYER, Path()), tuple(notes))
+    else:
+        values["bias"] = False
+        if not config.bias:
+            tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
+            values["aerie"] = {ZERO_BIAS: True}
+            notes.append("fc.bias of zeros is added: SGLang has one in any case, random where the file has none")
+    return Export(values, tensors, tuple(notes), pickled=is_safeailab)
 
 
 def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, target: TargetFacts) -> None:
-    lost, instead = (
-        [name for name in LOST[layout] if getattr(config, name, False)],
-        "serve it with vLLM (--to speculators)",
-    )
+    lost = [name for name in LOST[layout] if getattr(config, name, False)]
+    instead = "serve it with vLLM (--to speculators)"
     if isinstance(config, Eagle1Config):
         instead = "vLLM serves it from --to safeailab"
         lost += ["an EAGLE-1 head"] if layout == "speculators" else []
@@ -186,47 +173,43 @@ def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, targe
         raise UserError(f"--to {layout}: cannot carry {', '.join(lost)}; {instead}")
 
 
-def _options(config: Eagle1Config | Eagle3Config) -> dict[str, Any]:
-    """The keys that a flat config.json has beside Llama's."""
-    if isinstance(config, Eagle1Config):
-        return {"bias": config.bias, "qkv_bias": config.qkv_bias}
-    width = config.target_hidden_size
+def _nested(
+    config: Eagle3Config, target: TargetFacts, sizes: dict[str, Any], target_hidden_size: int | None, drafts: int
+) -> dict[str, Any]:
+    layer = {"model_type": "qwen3" if config.qk_norm else "llama", "attention_bias": False, "mlp_bias": False}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
     return {
-        "draft_vocab_size": config.draft_vocab_size,
-        **({} if width == config.hidden_size else {"target_hidden_size": width}),  # readers take a null for a width
-        "bias": False,
+        "architectures": ["Eagle3DraftModel"],
+        TYPE: "eagle3",
+        "speculators_version": "0.9.0",
+        **{name: getattr(config, name) for name in ("draft_vocab_size", *SPECULATORS_FLAGS)},
+        NUMBERED: list(config.after_blocks),
+        "target_hidden_size": target_hidden_size,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
         "after_blocks": list(config.after_blocks),
         "tap_convention": TAP_CONVENTION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        },
+        LAYER: {**sizes, **layer},
     }
 
 
-def _write_sglang(
-    config: Eagle1Config | Eagle3Config,
-    target: TargetFacts,
-    values: dict[str, Any],
-    tensors: dict[str, Tensor],
-    notes: list[str],
-) -> Export:
-    if isinstance(config, Eagle1Config):
-        values = {"architectures": ["LlamaForCausalLMEagle"], **values, "bias": False}
-        if not config.bias:
-            tensors = {**tensors, "fc.bias": torch.zeros_like(tensors["fc.weight"][:, 0])}
-            values["aerie"] = {ZERO_BIAS: True}
-            notes.append("fc.bias of zeros is added: SGLang has one in any case, random where the file has none")
-        return Export(values, tensors, tuple(notes))
-    for name in ("fc_norm", "norm_output"):
-        if getattr(config, name):
-            notes.append(f"{name} (EAGLE-3.1) is known to SGLang from 0.5.12 on; earlier ones drop it in silence")
+def _sglang_keys(config: Eagle3Config, target: TargetFacts, notes: list[str]) -> dict[str, Any]:
+    flags = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
+    for name in (name for name, is_on in flags.items() if is_on):
+        notes.append(f"{name} (EAGLE-3.1) is known to SGLang from 0.5.12 on; earlier ones drop it in silence")
     numbers, versions = sglang_numbers(config.after_blocks, target.default_taps, target.architectures)
-    values = {"architectures": ["LlamaForCausalLMEagle3"], **values, **_options(config)}
-    values |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_residual": False}
-    values["aerie"] = {SERVER: f"SGLang {versions}"}
     counted = "its default, so that config.json names none"
     if numbers is not None:
-        values["eagle_config"] = {"use_aux_hidden_state": True, NUMBERED: numbers}
         counted = f"written as {numbers}; for vLLM export with --to speculators"
     notes.append(f"made for SGLang {versions}: the taps {list(config.after_blocks)} are {counted}")
-    return Export(values, tensors, tuple(notes))
+    named = {} if numbers is None else {"eagle_config": {"use_aux_hidden_state": True, NUMBERED: numbers}}
+    return {**flags, "norm_before_residual": False, "aerie": {SERVER: f"SGLang {versions}"}, **named}
 
 
 def sglang_numbers(
@@ -253,5 +236,4 @@ def sglang_numbers(
         return less_one, CHECKED
     else:
         why = "SGLang has no number for the embedding"
-    taps = list(after_blocks)
-    raise UserError(f"--to sglang: cannot carry the taps {taps}: {why}; serve it with vLLM (--to speculators)")
+    raise UserError(f"--to sglang: cannot carry the taps {list(after_blocks)}: {why}; serve it with vLLM")

@@ -1,9 +1,7 @@
 """The layouts in which heads are published: how each is told apart and read; Medusa's and Hydra's, and our own.
 
-Our config.json names the head's kind and every key, so nothing is guessed. Medusa and Hydra publish the state dict of a
-module: `i.j.linear` is block j of future token i, `i.L.weight` its LM head. Their config.json has often been left at
-another count: the weights are believed.
-Source: FasterDecoding/Medusa, zankner/Hydra.
+Medusa publishes the state dict of a module: `i.j.linear` is block j of future token i, `i.L.weight` its LM head.
+Its and Hydra's config.json often lag: the weights are believed. Source: FasterDecoding/Medusa, zankner/Hydra.
 """
 
 import re

@@ -5,6 +5,8 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,16 +26,20 @@ class Hub:
     failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     address: str = ""
 
-    def fail(self, method: str, path: str) -> int | None:
-        """The status of a planted failure, once."""
-        for (wanted, pattern), statuses in self.failures.items():
-            if wanted == method and re.search(pattern, path) and statuses:
-                return statuses.pop(0)
-        return None
-
     def count(self, pattern: str) -> int:
         """How many requests 'METHOD /path' match."""
         return sum(bool(re.search(pattern, request)) for request in self.requests)
+
+
+@contextmanager
+def served() -> Iterator[Hub]:
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield hub
+    server.shutdown()
+    server.server_close()
 
 
 def commit_of(files: Files) -> str:
@@ -41,20 +47,11 @@ def commit_of(files: Files) -> str:
     return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:40]
 
 
-class Server:
-    """The server as a context: `with Server() as hub`."""
+class Refused(Exception):
+    """An answer of another status, with the code by which huggingface_hub tells what is missing."""
 
-    def __enter__(self) -> Hub:
-        hub = Hub()
-        handler = type("Handler", (_Handler,), {"hub": hub})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        hub.address = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return hub
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def __init__(self, status: int, code: str = "", url: str = "") -> None:
+        self.status, self.code, self.url = status, code, url
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -65,116 +62,78 @@ class _Handler(BaseHTTPRequestHandler):
         """Silent."""
 
     def do_GET(self) -> None:
-        self._answer("GET")
-
-    def do_HEAD(self) -> None:
-        self._answer("HEAD")
-
-    def do_POST(self) -> None:
-        self._answer("POST")
-
-    def do_PUT(self) -> None:
-        self._answer("PUT")
-
-    def _answer(self, method: str) -> None:
-        path = self.path.split("?")[0]
+        hub, request, token = self.hub, f"{self.command} {self.path.split('?')[0]}", self.headers.get("Authorization")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            body = self._chunks()
-        self.hub.requests.append(f"{method} {path}")
-        if self.headers.get("Authorization"):
-            self.hub.tokens.add(self.headers["Authorization"])
-        status = self.hub.fail(method, path)
-        if status is not None:
-            return self._send(status, {"error": f"planted failure; you sent {self.headers.get('Authorization')}"})
-        for pattern, act in ROUTES:
-            found = re.fullmatch(pattern, f"{method} {path}")
-            if found is not None:
-                return act(self, body, *found.groups())
-        return self._send(404, {"error": "not found"}, {"X-Error-Code": "RepoNotFound"})
-
-    def _chunks(self) -> bytes:
-        whole = b""
-        while size := int(self.rfile.readline().strip() or b"0", 16):
-            whole += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return whole
-
-    def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        hub.requests.append(request)
+        hub.tokens |= {token} if token else set()
+        status, headers, value = 200, {}, None
+        try:
+            for (method, pattern), statuses in hub.failures.items():
+                if method == self.command and re.search(pattern, self.path) and statuses:
+                    raise Refused(statuses.pop(0))
+            act, found = next((act, found) for start, act in ROUTES if (found := re.fullmatch(start, request)))
+            value = act(self, body, *found.groups())
+            if isinstance(value, tuple):
+                value, headers = value
+        except Refused as refused:
+            status, headers = refused.status, {"X-Error-Code": refused.code}
+            value = {"error": f"planted, or no such thing; you sent {token}", "url": refused.url}
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        for name, text in (headers or {}).items():
+        for name, text in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name, text)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _files(self, repo: str, revision: str) -> Files | None:
-        branches = self.hub.repositories.get(repo)
-        if branches is None:
-            self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-            return None
-        for name, files in branches.items():
-            if revision in (name, commit_of(files)):
-                return files
-        self._send(404, {"error": "no such revision"}, {"X-Error-Code": "RevisionNotFound"})
-        return None
+    do_HEAD = do_POST = do_PUT = do_GET
 
-    def create(self, body: bytes) -> None:
+    def files(self, repo: str, revision: str = "main") -> Files:
+        if repo not in self.hub.repositories:
+            raise Refused(404, "RepoNotFound")
+        branches = self.hub.repositories[repo].items()
+        for files in (files for name, files in branches if revision in (name, commit_of(files))):
+            return files
+        raise Refused(404, "RevisionNotFound")
+
+    def create(self, body: bytes) -> Any:
         asked = json.loads(body)
-        name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else f"me/{asked['name']}"
+        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
         if name in self.hub.repositories:
-            return self._send(409, {"error": "exists", "url": f"{self.hub.address}/{name}"})
+            raise Refused(409, url=f"{self.hub.address}/{name}")
         self.hub.repositories[name] = {"main": {}}
-        if asked.get("private") or asked.get("visibility") == "private":
-            self.hub.private.add(name)
-        return self._send(200, {"url": f"{self.hub.address}/{name}", "name": name})
+        self.hub.private |= {name} if asked.get("private") or asked.get("visibility") == "private" else set()
+        return {"url": f"{self.hub.address}/{name}", "name": name}
 
-    def branch(self, body: bytes, repo: str, name: str) -> None:
-        branches = self.hub.repositories[repo]
-        if name in branches:
-            return self._send(409, {"error": "Reference already exists"})
-        branches[name] = dict(branches["main"])
-        return self._send(201, {})
+    def branch(self, body: bytes, repo: str, name: str) -> Any:
+        if name in self.hub.repositories[repo]:
+            raise Refused(409)
+        self.hub.repositories[repo][name] = dict(self.files(repo))
+        return {}
 
-    def preupload(self, body: bytes, repo: str, revision: str) -> None:
-        if self._files(repo, revision) is None:
-            return
-        modes = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".bin")) else "regular",
-                "shouldIgnore": False,
-                "oid": None,
-            }
-            for file in json.loads(body)["files"]
-        ]
-        self._send(200, {"files": modes})
+    def preupload(self, body: bytes, repo: str, revision: str) -> Any:
+        self.files(repo, revision)
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        modes = ["lfs" if path.endswith((".safetensors", ".bin")) else "regular" for path in paths]
+        pairs = zip(paths, modes, strict=True)
+        return {"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False, "oid": None} for p, mode in pairs]}
 
-    def batch(self, body: bytes, repo: str) -> None:
-        objects = []
-        for found in json.loads(body)["objects"]:
-            actions = {}
-            if found["oid"] not in self.hub.blobs:
-                actions = {
-                    "upload": {"href": f"{self.hub.address}/upload/{found['oid']}", "header": {}},
-                    "verify": {"href": f"{self.hub.address}/verify", "header": {}},
-                }
-            objects.append({**found, "actions": actions} if actions else dict(found))
-        self._send(200, {"transfer": "basic", "objects": objects})
+    def batch(self, body: bytes, repo: str) -> Any:
+        objects = json.loads(body)["objects"]
+        for wanted in (found for found in objects if found["oid"] not in self.hub.blobs):
+            upload = {"href": f"{self.hub.address}/upload/{wanted['oid']}", "header": {}}
+            wanted["actions"] = {"upload": upload, "verify": {"href": f"{self.hub.address}/verify", "header": {}}}
+        return {"transfer": "basic", "objects": objects}
 
-    def put(self, body: bytes, oid: str) -> None:
+    def put(self, body: bytes, oid: str) -> Any:
         if hashlib.sha256(body).hexdigest() != oid:
-            return self._send(400, {"error": "damaged upload"})
+            raise Refused(400)
         self.hub.blobs[oid] = body
-        return self._send(200, {})
+        return {}
 
-    def commit(self, body: bytes, repo: str, revision: str) -> None:
-        files = dict(self.hub.repositories[repo][revision])
-        for line in body.decode().splitlines():
-            entry = json.loads(line)
+    def commit(self, body: bytes, repo: str, revision: str) -> Any:
+        files = dict(self.files(repo, revision))
+        for entry in map(json.loads, body.decode().splitlines()):
             value = entry["value"]
             if entry["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
@@ -184,46 +143,36 @@ class _Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
         self.hub.repositories[repo][revision] = files
         name = commit_of(files)
-        self._send(200, {"commitOid": name, "commitUrl": f"{self.hub.address}/{repo}/commit/{name}", "success": True})
+        return {"commitOid": name, "commitUrl": f"{self.hub.address}/{repo}/commit/{name}", "success": True}
 
-    def information(self, body: bytes, repo: str, revision: str = "main") -> None:
-        files = self._files(repo, revision)
-        if files is not None:
-            siblings = [{"rfilename": name} for name in files]
-            about = {"id": repo, "modelId": repo, "sha": commit_of(files), "private": repo in self.hub.private}
-            self._send(200, {**about, "siblings": siblings})
+    def information(self, body: bytes, repo: str, revision: str | None) -> Any:
+        files = self.files(repo, revision or "main")
+        about = {"id": repo, "modelId": repo, "sha": commit_of(files), "private": repo in self.hub.private}
+        return {**about, "siblings": [{"rfilename": name} for name in files]}
 
-    def tree(self, body: bytes, repo: str, revision: str) -> None:
-        files = self._files(repo, revision)
-        if files is not None:
-            oid = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}  # noqa: S324
-            self._send(
-                200, [{"type": "file", "path": n, "size": len(c), "oid": oid[n]} for n, c in sorted(files.items())]
-            )
+    def tree(self, body: bytes, repo: str, revision: str) -> Any:
+        files = sorted(self.files(repo, revision).items())
+        return [{"type": "file", "path": n, "size": len(c), "oid": hashlib.sha256(c).hexdigest()} for n, c in files]
 
-    def resolve(self, body: bytes, repo: str, revision: str, name: str) -> None:
-        files = self._files(repo, revision)
-        if files is None:
-            return
+    def resolve(self, body: bytes, repo: str, revision: str, name: str) -> Any:
+        files = self.files(repo, revision)
         if name not in files:
-            self._send(404, {"error": "no such file"}, {"X-Error-Code": "EntryNotFound"})
-            return
+            raise Refused(404, "EntryNotFound")
         tag = hashlib.sha256(files[name]).hexdigest()
-        self._send(200, files[name], {"ETag": f'"{tag}"', "X-Repo-Commit": commit_of(files)})
+        return files[name], {"ETag": f'"{tag}"', "X-Repo-Commit": commit_of(files)}
 
 
 REPO = r"([\w.-]+/[\w.-]+)"
 ROUTES: tuple[tuple[str, Any], ...] = (
     (r"POST /api/repos/create", _Handler.create),
+    (r"POST /api/validate-yaml", lambda self, body: {"errors": [], "warnings": []}),
     (rf"POST /api/models/{REPO}/branch/(.+)", _Handler.branch),
-    (r"POST /api/validate-yaml", lambda self, body: self._send(200, {"errors": [], "warnings": []})),
     (rf"POST /api/models/{REPO}/preupload/(.+)", _Handler.preupload),
     (rf"POST /{REPO}\.git/info/lfs/objects/batch", _Handler.batch),
     (r"PUT /upload/(\w+)", _Handler.put),
-    (r"POST /verify", lambda self, body: self._send(200, {})),
+    (r"POST /verify", lambda self, body: {}),
     (rf"POST /api/models/{REPO}/commit/(.+)", _Handler.commit),
-    (rf"GET /api/models/{REPO}/revision/(.+)", _Handler.information),
+    (rf"GET /api/models/{REPO}(?:/revision/(.+))?", _Handler.information),
     (rf"GET /api/models/{REPO}/tree/(.+)", _Handler.tree),
-    (rf"GET /api/models/{REPO}", _Handler.information),
     (rf"(?:HEAD|GET) /{REPO}/resolve/([\w.-]+)/(.+)", _Handler.resolve),
 )

@@ -13,7 +13,7 @@ from aerie.model import main as commands
 from aerie.model.checkpoint import load_head, save_head
 from tests import tiny
 from tests.model.formats import published
-from tests.model.hub_server import Server
+from tests.model.hub_server import served
 from tests.model.test_push import TOKEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
     save_head(published.eagle3(), head, target_path=str(target))
     (head / "conversations.jsonl").write_text("private\n")
     push = ("push", head, "--repo", "me/head", "--without-results", "--uncommitted", "--private", "--revision", "v2")
-    with Server() as hub:
+    with served() as hub:
         environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
         environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 

@@ -15,113 +15,53 @@ from tests import tiny
 
 WIDTH, MLP, VOCABULARY, DRAFT = 32, 64, 320, 107
 TAPS = (2, 4, 5)  # the default ones of 8 blocks
+PROJECTIONS = {"mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH), "mlp.down_proj": (WIDTH, MLP)}
 LAYER = {
-    "self_attn.q_proj.weight": (WIDTH, 2 * WIDTH),
-    "self_attn.k_proj.weight": (WIDTH // 2, 2 * WIDTH),
-    "self_attn.v_proj.weight": (WIDTH // 2, 2 * WIDTH),
-    "self_attn.o_proj.weight": (WIDTH, WIDTH),
-    "mlp.gate_proj.weight": (MLP, WIDTH),
-    "mlp.up_proj.weight": (MLP, WIDTH),
-    "mlp.down_proj.weight": (WIDTH, MLP),
-    "hidden_norm.weight": (WIDTH,),
-    "input_layernorm.weight": (WIDTH,),
-    "post_attention_layernorm.weight": (WIDTH,),
+    **{f"self_attn.{name}_proj": (rows, 2 * WIDTH) for name, rows in (("q", WIDTH), ("k", 16), ("v", 16))},
+    **{"self_attn.o_proj": (WIDTH, WIDTH), **PROJECTIONS},
+    **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (WIDTH,)),
 }
 EAGLE3 = {  # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B: 15 keys
-    "d2t": (DRAFT,),
-    "t2d": (VOCABULARY,),
-    "fc.weight": (WIDTH, 3 * WIDTH),
-    **{f"midlayer.{name}": shape for name, shape in LAYER.items()},
-    "norm.weight": (WIDTH,),
-    "lm_head.weight": (DRAFT, WIDTH),
+    **{"d2t": (DRAFT,), "t2d": (VOCABULARY,), "fc.weight": (WIDTH, 3 * WIDTH)},
+    **{f"midlayer.{name}.weight": shape for name, shape in LAYER.items()},
+    **{"norm.weight": (WIDTH,), "lm_head.weight": (DRAFT, WIDTH)},
 }
-EAGLE3_CONFIG: dict[str, Any] = {  # the published file's keys: neither RoPE nor taps nor head_dim
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "hidden_size": WIDTH,
-    "initializer_range": 0.02,
-    "intermediate_size": MLP,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.28.1",
-    "use_cache": True,
-    "vocab_size": VOCABULARY,
-    "draft_vocab_size": DRAFT,
-}
-EAGLE1 = {  # yuhuili/EAGLE-Vicuna-7B-v1.3: fc.bias and the embedding, as many key heads as heads
-    "embed_tokens.weight": (VOCABULARY, WIDTH),
-    "fc.weight": (WIDTH, 2 * WIDTH),
-    "fc.bias": (WIDTH,),
-    **{f"layers.0.self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"},
-    "layers.0.mlp.gate_proj.weight": (MLP, WIDTH),
-    "layers.0.mlp.up_proj.weight": (MLP, WIDTH),
-    "layers.0.mlp.down_proj.weight": (WIDTH, MLP),
-    "layers.0.post_attention_layernorm.weight": (WIDTH,),
+SIZES: dict[str, Any] = {
+    **{"hidden_act": "silu", "hidden_size": WIDTH, "intermediate_size": MLP, "vocab_size": VOCABULARY},
+    **{"num_attention_heads": 4, "num_hidden_layers": 1},
 }
 EAGLE1_CONFIG: dict[str, Any] = {  # no bias, no rope_theta, no num_key_value_heads
-    name: value for name, value in EAGLE3_CONFIG.items() if name not in ("draft_vocab_size", "num_key_value_heads")
+    **{"architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001, "model_type": "llama"},
+    **{**SIZES, "initializer_range": 0.02, "max_position_embeddings": 2048, "pad_token_id": 0, "rms_norm_eps": 1e-05},
+    **{"torch_dtype": "float16", "transformers_version": "4.28.1", "use_cache": True, "tie_word_embeddings": False},
+}
+# the published file's keys: neither RoPE nor taps nor head_dim
+EAGLE3_CONFIG: dict[str, Any] = {**EAGLE1_CONFIG, "num_key_value_heads": 2, "draft_vocab_size": DRAFT}
+EAGLE1 = {  # yuhuili/EAGLE-Vicuna-7B-v1.3: fc.bias and the embedding, as many key heads as heads
+    **{"embed_tokens.weight": (VOCABULARY, WIDTH), "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)},
+    **{f"layers.0.self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"},
+    **{f"layers.0.{name}.weight": shape for name, shape in PROJECTIONS.items()},
+    "layers.0.post_attention_layernorm.weight": (WIDTH,),
 }
 SPECFORGE_CONFIG: dict[str, Any] = {  # what SpecForge exports: RoPE in both spellings, no taps for the default ones
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "draft_vocab_size": DRAFT,
-    "hidden_size": WIDTH,
-    "intermediate_size": MLP,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_hidden_layers": 1,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-    "rope_theta": 1000000.0,
-    "rope_scaling": None,
-    "dtype": "bfloat16",
-    "tie_word_embeddings": False,
+    **{**SIZES, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": DRAFT},
+    **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
+    **{"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "rope_theta": 1000000.0},
+    **{"rope_scaling": None, "dtype": "bfloat16", "tie_word_embeddings": False},
 }
 SPECULATORS_CONFIG: dict[str, Any] = {
-    "architectures": ["Eagle3Speculator"],
-    "speculators_model_type": "eagle3",
-    "speculators_version": "0.9.0",
-    "draft_vocab_size": DRAFT,
-    "norm_before_residual": True,  # as RedHatAI's heads have it
-    "norm_before_fc": False,
-    "target_hidden_size": None,
-    "eagle_aux_hidden_state_layer_ids": None,
-    "embed_requires_grad": False,
-    "tie_word_embeddings": False,
+    **{"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0"},
+    **{"draft_vocab_size": DRAFT, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None},
+    **{"norm_before_residual": True, "norm_before_fc": False},  # as RedHatAI's heads have it
+    **{"embed_requires_grad": False, "tie_word_embeddings": False},
     "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
+        **{"algorithm": "eagle3", "default_proposal_method": "greedy"},
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
         "verifier": {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct", "architectures": ["LlamaForCausalLM"]},
     },
     "transformer_layer_config": {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": MLP,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_theta": 500000.0,
-        "rope_scaling": None,
+        **{**SIZES, "model_type": "llama", "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048},
+        **{"rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False, "rope_theta": 5e5, "rope_scaling": None},
     },
 }
 
@@ -153,14 +93,14 @@ def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pic
     return directory
 
 
-def safeailab_eagle1(directory: Path, changes: dict[str, Any] | None = None, **options: Any) -> Path:
+def safeailab_eagle1(directory: Path, changes: dict[str, Any] | None = None) -> Path:
     """SafeAILab's Vicuna-7B EAGLE-1 head; changes update config.json."""
-    return write(directory, {**EAGLE1_CONFIG, **(changes or {})}, tensors(EAGLE1), **{"pickled": True, **options})
+    return write(directory, {**EAGLE1_CONFIG, **(changes or {})}, tensors(EAGLE1), pickled=True)
 
 
-def safeailab_eagle3(directory: Path, changes: dict[str, Any] | None = None, **options: Any) -> Path:
+def safeailab_eagle3(directory: Path, changes: dict[str, Any] | None = None, pickled: bool = True) -> Path:
     """SafeAILab's LLaMA-3.1-8B EAGLE-3 head."""
-    return write(directory, {**EAGLE3_CONFIG, **(changes or {})}, tensors(EAGLE3), **{"pickled": True, **options})
+    return write(directory, {**EAGLE3_CONFIG, **(changes or {})}, tensors(EAGLE3), pickled)
 
 
 def specforge(directory: Path, changes: dict[str, Any] | None = None) -> Path:
@@ -183,10 +123,9 @@ def speculators(directory: Path, changes: dict[str, Any] | None = None) -> Path:
 
 def target_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) -> TargetFacts:
     """A target of random weights and no files, for what needs no more."""
-    vocab = tiny.vocab(**changes)
     text = tiny.llama(num_blocks=1, max_position_embeddings=max_positions).config
     text.num_hidden_layers = num_blocks
-    return TargetFacts("tiny", text, vocab, "tiny", ("LlamaForCausalLM",))
+    return TargetFacts("tiny", text, tiny.vocab(**changes), "tiny", ("LlamaForCausalLM",))
 
 
 def eagle3(**changes: Any) -> Eagle3Head:
@@ -199,30 +138,16 @@ def eagle3(**changes: Any) -> Eagle3Head:
     return made
 
 
-MEDUSA_CONFIG = {"medusa_num_heads": 4, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-HYDRA_CONFIG = {
-    "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
-    "grounded_heads": True,
-    "hidden_state_offset": 0,
-    "hydra_head_arch": "prefix-mlp",
-    "hydra_num_heads": 4,
-    "hydra_num_layers": 2,
-    "num_attention_heads": 4,  # ours: the published file leaves it to the target
-}
-
-
 def medusa(directory: Path, layers: int = 1, **changes: Any) -> tuple[MedusaHead, Path]:
     """A head and its directory as FasterDecoding publishes it."""
     head: Any = tiny.multi_token_head("medusa", tiny.vocab(), noise=0.2, num_layers=layers)
     own = head.state_dict()
     state = {f"{i}.{layers}.weight": own[f"laws.lm_heads.{i}.weight"] for i in range(4)}
-    for i in range(4):
-        for j in range(layers):
-            for part in ("weight", "bias"):
-                state[f"{i}.{j}.linear.{part}"] = own[f"branches.{i}.blocks.{j}.linear.{part}"]
+    for i, j, part in ((i, j, part) for i in range(4) for j in range(layers) for part in ("weight", "bias")):
+        state[f"{i}.{j}.linear.{part}"] = own[f"branches.{i}.blocks.{j}.linear.{part}"]
     assert len(state) == len(own)
-    config = {**MEDUSA_CONFIG, "medusa_num_layers": layers, **changes}
-    return head, write(directory, config, state, "medusa_lm_head.pt")
+    config = {"medusa_num_heads": 4, "medusa_num_layers": layers, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    return head, write(directory, {**config, **changes}, state, "medusa_lm_head.pt")
 
 
 def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
@@ -239,4 +164,9 @@ def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
         else:
             rest = ".".join(pieces[1:])
             state[f"prefix_embeding_layer.{rest if rest == 'norm.weight' else f'layers.0.{rest}'}"] = value
-    return head, write(directory, {**HYDRA_CONFIG, **changes}, state, "hydra_lm_head.pt")
+    config = {
+        **{"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "grounded_heads": True, "hidden_state_offset": 0},
+        **{"hydra_head_arch": "prefix-mlp", "hydra_num_heads": 4, "hydra_num_layers": 2},
+        "num_attention_heads": 4,  # ours: the published file leaves it to the target
+    }
+    return head, write(directory, {**config, **changes}, state, "hydra_lm_head.pt")
