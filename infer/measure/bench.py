@@ -27,17 +27,18 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError, warn
+from aerie.configs.read import validate
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.cache import CachedLM
-from aerie.infer.decode.engine import Clock, Generation, SpeculativeDecoder, make_decoder
+from aerie.infer.decode.engine import Clock, SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure import record as results
 from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, keep_pools, lines_of
-from aerie.infer.measure.record import Key, Milliseconds, Origin, Overhead, Record, Reference, line_of, tree_shape
+from aerie.infer.measure.record import Key, Origin, Overhead, Record, Reference, line_of, tree_shape
 from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn
 from aerie.model.storage import Manifest, Stage, Whole, first_line, remove_temporaries, write_json
@@ -48,8 +49,6 @@ WARM_UP_TOKENS = 24
 REFERENCE_PROMPTS = 12  # that are timed in all three ways
 NUM_PROMPTS, REPETITIONS = 4, 6  # of the overhead
 PHASES = ("draft", "verify", "commit", "other")
-COUNTED = ("verify", "new_tokens", "accepted", "cycle_tokens", "cycle_nodes", "target_forwards", "draft_forwards",
-           "draft_forwards_wasted", "draft_nodes")  # fmt: skip
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
@@ -245,27 +244,22 @@ def _answer(
         )
     except (UserError, RuntimeError) as error:
         return Record(**facts, verify="none", status="error", message=first_line(error)), []
-    return Record(**facts, **_figures(generation, bench.tokenizer)), lines_of(origin, recorder.records)
-
-
-def _figures(generation: Generation, tokenizer: Any) -> dict[str, Any]:
-    """What a record says of an answer: its tokens and text, cycle by cycle, and what it cost."""
-    counted, ids = generation.statistics, generation.new_ids
+    counted, answer = generation.statistics, generation.new_ids
     ends = itertools.accumulate(counted.cycle_tokens, initial=1)
-    texts = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in ends]
+    texts = [bench.tokenizer.decode(answer[:end], skip_special_tokens=True) for end in ends]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # the most that this process ever held
     if torch.cuda.is_available():
         peak = sum(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / 2**30
-    else:  # the most that this process ever held
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    values = {name: getattr(counted, name) for name in COUNTED}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()} | {
-        "output_ids": tuple(ids),
+    facts |= {name: value for name, value in asdict(counted).items() if name != "decoding"} | {
+        "new_tokens": counted.new_tokens,
+        "target_forwards": counted.target_forwards,
+        "output_ids": answer,
         "text": texts[-1],
-        "cycle_texts": (texts[0], *(later[len(earlier) :] for earlier, later in itertools.pairwise(texts))),
-        "cycle_ms": tuple(round(ms, 4) for ms in counted.cycle_ms),
-        "ms": Milliseconds(**counted.ms),
+        "cycle_texts": [texts[0], *(later[len(before) :] for before, later in itertools.pairwise(texts))],
+        "cycle_ms": [round(ms, 4) for ms in counted.cycle_ms],
         "peak_memory_gib": peak,
     }
+    return validate(facts, Record, "bench", {}), lines_of(origin, recorder.records)
 
 
 def clocked(device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any) -> tuple[float, Any]:

