@@ -21,13 +21,7 @@ class TargetStep:
     """What the target says about the N nodes of a tree."""
 
     logits: Tensor  # [N, V]
-    last_hidden: Tensor  # [N, D]
-    taps: Tensor | None  # [N, L*D]
-
-    @property
-    def features(self) -> Tensor:
-        """What a drafter is given: the taps where it asked for some, else last_hidden."""
-        return self.last_hidden if self.taps is None else self.taps
+    features: Tensor  # what a drafter is given: the taps [N, L*D] where it asked for some, else last_hidden [N, D]
 
 
 class PreallocatedCache(Cache):
@@ -39,7 +33,7 @@ class PreallocatedCache(Cache):
 
     def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
         super().__init__(layers=[])
-        self.length, self.pending, self.capacity = prefilled.get_seq_length(), 0, capacity
+        self.length, self.pending = prefilled.get_seq_length(), 0
         # layers of one device, dtype and shape share a tensor, so that `keep` gathers them all at once
         self._groups: list[Tensor] = []
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of each layer, views of a group
@@ -49,11 +43,10 @@ class PreallocatedCache(Cache):
         for indices in alike.values():
             first = prefilled.layers[indices[0]].keys
             store = first.new_empty(2 * len(indices), *first.shape[:2], capacity, first.shape[-1])
-            for place, index in enumerate(indices):
-                layer = prefilled.layers[index]
-                store[2 * place, :, :, : self.length] = layer.keys
-                store[2 * place + 1, :, :, : self.length] = layer.values
-                self._rows[index] = (store[2 * place], store[2 * place + 1])
+            for index, keys, values in zip(indices, store[::2], store[1::2], strict=True):
+                keys[:, :, : self.length] = prefilled.layers[index].keys
+                values[:, :, : self.length] = prefilled.layers[index].values
+                self._rows[index] = keys, values
             self._groups.append(store)
 
     def update(
@@ -86,21 +79,18 @@ class PreallocatedCache(Cache):
 class CachedLM:
     """A target, or an LM that drafts for one, with a cache; batch size 1."""
 
+    cache: PreallocatedCache  # of the text that `prefill` began
+
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
         self.target, self.after_blocks = target, after_blocks
-        self.cache: PreallocatedCache | None = None
         config = target.config
         self._window = int(getattr(config, "sliding_window", None) or 0)
         slides = self._window and getattr(config, "use_sliding_window", True)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"]
         self._layer_kinds = sorted(set(kinds))  # the kinds of attention that the layers have
 
-    @property
-    def length(self) -> int:
-        return 0 if self.cache is None else self.cache.length
-
     def prefill(self, input_ids: Tensor, capacity: int) -> TargetStep:
-        """Runs the prompt [T]; logits are those of its last token [1, V], last_hidden and taps of all [T, ...].
+        """Runs the prompt [T]; logits are those of its last token [1, V], features of all [T, ...].
 
         capacity is the largest number of rows that prompt, answer and one tree will need together.
         """
@@ -122,19 +112,16 @@ class CachedLM:
         Of the m rows appended before and of these n: depth [m + n], and mask [n, m + n], True where a token sees a row.
         """
         out = self._forward(tokens, depth, mask)
-        assert self.cache is not None
         self.cache.pending += tokens.shape[0]
         last_hidden: Tensor = out.last_hidden_state[0].to(self.target.device)
         return last_hidden
 
     def keep(self, path: list[int]) -> None:
         """Keeps the rows of these nodes (the root first, then down the tree)."""
-        assert self.cache is not None
         self.cache.keep(path)
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
-        assert self.cache is not None, "prefill first"
-        positions = depth[-tokens.shape[0] :] + self.length
+        positions = depth[-tokens.shape[0] :] + self.cache.length
         return self.target.decoder(
             input_ids=tokens[None],
             attention_mask=self._mask(depth, mask),
@@ -146,22 +133,22 @@ class CachedLM:
 
     def _step(self, out: Any, last_only: bool = False) -> TargetStep:
         device = self.target.device  # the LM head's; a target may span several
-        last_hidden, taps = out.last_hidden_state[0].to(device), None  # [N, D]
+        last_hidden = features = out.last_hidden_state[0].to(device)  # [N, D]
         if self.after_blocks:
-            taps = torch.cat([out.hidden_states[k][0].to(device) for k in self.after_blocks], dim=-1)
-        return TargetStep(self.target.logits(last_hidden[-1:] if last_only else last_hidden), last_hidden, taps)
+            features = torch.cat([out.hidden_states[k][0].to(device) for k in self.after_blocks], dim=-1)
+        return TargetStep(self.target.logits(last_hidden[-1:] if last_only else last_hidden), features)
 
     def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive [1, 1, n, length + m + n], or one per kind of layer. (Each would convert a boolean one anew.)"""
-        count, lowest = mask.shape[0], torch.finfo(self.target.dtype).min
+        count, length, lowest = mask.shape[0], self.cache.length, torch.finfo(self.target.dtype).min
         # every node sees the kept rows, and of the pending and new ones those that `mask` names
-        full = torch.zeros(count, self.length + mask.shape[1], dtype=self.target.dtype, device=mask.device)
-        full[:, self.length :].masked_fill_(~mask, lowest)  # [n, length + m + n]
+        full = torch.zeros(count, length + mask.shape[1], dtype=self.target.dtype, device=mask.device)
+        full[:, length:].masked_fill_(~mask, lowest)  # [n, length + m + n]
         masks = {"full_attention": full[None, None]}
         # the cache is full-length, so a window is a matter of positions: a node stands at length + depth
         if "sliding_attention" in self._layer_kinds:
-            rows = torch.arange(self.length, device=mask.device)
-            positions = torch.cat([rows, depth + self.length])  # [length + m + n]
+            rows = torch.arange(length, device=mask.device)
+            positions = torch.cat([rows, depth + length])  # [length + m + n]
             far = positions[-count:, None] - positions[None] >= self._window
             masks["sliding_attention"] = full.masked_fill(far, lowest)[None, None]
         shaped = {kind: masks[kind] for kind in self._layer_kinds}

@@ -30,10 +30,10 @@ PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
 
 @dataclass
 class Statistics:
-    """What one generation cost and yielded. Counts stop at the end token and at max_new_tokens."""
+    """What one generation cost and yielded, up to the end token. The prefill is no forward of `target_forwards`."""
 
     prompt_tokens: int
-    decoding: dict[str, Any]
+    decoding: Decoding
     cycle_tokens: list[int] = field(default_factory=list)  # new tokens per cycle, bonus included
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
     cycle_ms: list[float] = field(default_factory=list)  # wall time of each cycle
@@ -46,17 +46,14 @@ class Statistics:
 
     @property
     def new_tokens(self) -> int:
-        """Generated tokens; the first is the prefill's and nobody's draft."""
         return 1 + sum(self.cycle_tokens)
 
     @property
     def target_forwards(self) -> int:
-        """Verifying forwards; the prefill is not one of them."""
         return len(self.cycle_tokens)
 
     @property
     def tau(self) -> float:
-        """New tokens per cycle, bonus included; 1.0 without drafting."""
         return sum(self.cycle_tokens) / len(self.cycle_tokens) if self.cycle_tokens else 1.0
 
 
@@ -81,7 +78,6 @@ class SpeculativeDecoder:
         if typical is not None and proposer is None:
             raise UserError("typical acceptance judges drafted tokens, and this decoder drafts none; give it a head")
         self.target, self.proposer, self.typical = target, proposer, typical
-        self.make_sampler: Callable[[Decoding, torch.Generator], Sampler] = Sampler
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
     @classmethod
@@ -91,16 +87,16 @@ class SpeculativeDecoder:
         head: str | None = None,
         *,
         tree: TreeConfig | None = None,
-        dtype: str = "auto",
-        device_map: str | None = None,
         device: str | None = None,
+        **keys: Any,
     ) -> "SpeculativeDecoder":
         """A decoder for a target (local directory, Hub id or loaded Target) and a head directory; no head: vanilla.
 
-        tree: null is the published one of the head's usual method; make_decoder has all methods.
+        tree: null is the published one of the head's usual method; make_decoder has all methods. keys are those of a
+        recipe's `target` section (dtype, device_map).
         """
         if isinstance(target, str):
-            target = Target.load(TargetConfig(path=target, dtype=dtype, device_map=device_map), device)  # type: ignore[arg-type]
+            target = Target.load(TargetConfig(path=target, **keys), device)
         if head is None:
             return cls(target)
         return cls(target, make_proposer(Drafters(target), MethodConfig(USUAL[kind_at(head)], tree), head))
@@ -122,179 +118,115 @@ class SpeculativeDecoder:
         settings are transformers' names: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, eos_token_id;
         what is left out comes from the target's generation_config. timed synchronises the device around each phase.
         """
-        foreign = sorted(settings.keys() - set(SETTINGS))
-        if foreign:
+        if foreign := sorted(settings.keys() - set(SETTINGS)):
             raise UserError(f"generate() does not know {', '.join(foreign)}; it takes {', '.join(SETTINGS)}")
         decoding = resolve(self.target.generation_config, **settings)
-        prompt = self._checked_prompt(input_ids, attention_mask, decoding)
+        self._check(input_ids, attention_mask, decoding.max_new_tokens)
+        prompt, proposer, limit = input_ids[0].to(self.target.device), self.proposer, decoding.max_new_tokens
         if generator is None:  # one seeded from torch's global one, so that torch.manual_seed decides
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
-        run = _Run(self, prompt, decoding, generator, timed)
-        if streamer is not None:
+        sampler = Sampler(decoding, generator)
+        rule = rule_of(None, sampler, self.typical)
+        statistics = Statistics(len(prompt), decoding, verify=rule)
+        if streamer is not None:  # it gets the prompt, the prefill's token, and then what each cycle adds
             streamer.put(input_ids.cpu())
-        # the streamer gets the prompt, the prefill's token, and then what each cycle adds
-        tokens = run.prefill()
+        # the prefill's token is nobody's draft: it is the first root
+        clock = Clock(statistics.ms, timed and prompt.is_cuda)
+        capacity = len(prompt) + limit + (1 if proposer is None else proposer.max_nodes)
+        step = self.lm.prefill(prompt, capacity)
+        root = sampler.choose(step.logits)  # [1]
+        new = root.tolist()
+        if proposer is not None:
+            proposer.reset(prompt, capacity, sampler)
+            proposer.commit(torch.cat([prompt[1:], root]), step.features, None)
+        clock.lap("prefill")
+        answer: list[int] = []
         while True:
+            answer += new
             if streamer is not None:
-                streamer.put(torch.tensor(tokens))
-            if run.done:
+                streamer.put(torch.tensor(new))
+            remaining = limit - len(answer)
+            if remaining == 0 or answer[-1] in decoding.eos_token_ids:
                 break
-            tokens = run.cycle(on_cycle)
+            # (1) draft: the bonus token takes one place of what is left, and alone it fills the last one
+            tree = root_only(root) if proposer is None or remaining == 1 else proposer.propose(root, remaining - 1)
+            position, draft_ms = self.lm.cache.length, clock.lap("draft")
+            # (2) verify in one target forward; what stands behind an end token is nobody's
+            step = self.lm.extend(tree)
+            verdict = verify(tree, step.logits, sampler, self.typical)
+            verify_ms = clock.lap("verify")
+            new = [*verdict.tokens, verdict.bonus][:remaining]
+            ends = (place for place, token in enumerate(new, start=1) if token in decoding.eos_token_ids)
+            new = new[: next(ends, remaining)]
+            rule = rule_of(tree.proposal, sampler, self.typical)
+            cycle = Cycle(tree, step, verdict, sampler, rule, position, len(new), draft_ms, verify_ms)
+            commit_ms = clock.lap("commit")
+            if on_cycle is not None:
+                on_cycle(cycle)
+                clock.lap(None)  # the time of whoever watches is nobody's
+            # (3) commit: the target keeps the rows of the accepted path; the bonus token is the next root, without one
+            self.lm.keep(verdict.path)
+            tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=root.device)
+            if proposer is not None:
+                path = torch.tensor(verdict.path, device=root.device)
+                proposer.commit(tokens, step.features.index_select(0, path), cycle)
+            root, accepted = tokens[-1:], min(verdict.accepted, len(new))
+            # (4) count; beyond the accepted length a forward was wasted
+            if len(tree) > 1:
+                statistics.verify = rule
+            statistics.cycle_tokens.append(len(new))
+            statistics.accepted.append(accepted)
+            statistics.draft_forwards += tree.draft_forwards
+            statistics.draft_forwards_wasted += max(tree.draft_forwards - verdict.accepted, 0)
+            statistics.draft_nodes += tree.num_drafted
+            statistics.cycle_nodes.append(tree.num_drafted)
+            statistics.cycle_ms.append(draft_ms + verify_ms + commit_ms + clock.lap("commit"))
         if streamer is not None:
             streamer.end()
-        run.clock.finish(run.statistics.ms)
-        answer = torch.tensor([run.answer], dtype=input_ids.dtype, device=input_ids.device)
-        return Generation(torch.cat([input_ids, answer], dim=1), run.statistics)
+        clock.lap("other")
+        statistics.ms["wall"] = sum(statistics.ms.values())
+        ids = torch.tensor([answer], dtype=input_ids.dtype, device=input_ids.device)
+        return Generation(torch.cat([input_ids, ids], dim=1), statistics)
 
-    def _checked_prompt(self, input_ids: Tensor, attention_mask: Tensor | None, decoding: Decoding) -> Tensor:
-        shape, rows = list(input_ids.shape), self.target.vocab.embedding.shape[0]
-        if len(shape) != 2 or shape[0] != 1:
+    def _check(self, input_ids: Tensor, attention_mask: Tensor | None, new: int) -> None:
+        """UserError for a prompt that cannot be decoded, or has no room for so many new tokens."""
+        shape, rows = tuple(input_ids.shape), self.target.vocab.embedding.shape[0]
+        if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
             raise UserError(
-                f"input_ids has shape {shape}; aerie decodes one prompt at a time, [1, T]: loop over prompts"
+                f"input_ids has shape {list(shape)}; aerie decodes one prompt at a time, [1, T] with at least one "
+                f"token: loop over prompts, and leave out empty ones"
             )
-        if shape[1] == 0:
-            raise UserError("the prompt is empty: it needs at least one token")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise UserError("attention_mask hides tokens of the prompt; pass the prompt without padding")
         if int(input_ids.max()) >= rows:
             raise UserError(f"token id {int(input_ids.max())} is outside the target's vocabulary of {rows}")
-        length, new = shape[1], decoding.max_new_tokens
         limits = {"the target's context": int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)}
         if self.proposer is not None:
             limits["the draft head's max_position_embeddings"] = self.proposer.max_positions
         for name, limit in limits.items():
-            if length + new > limit:
+            if shape[1] + new > limit:
                 raise UserError(
-                    f"prompt of {length} tokens + max_new_tokens {new} = {length + new} exceeds {name} ({limit}); "
+                    f"prompt of {shape[1]} tokens + max_new_tokens {new} = {shape[1] + new} exceeds {name} ({limit}); "
                     f"shorten the prompt or lower max_new_tokens"
                 )
-        return input_ids[0].to(self.target.device)
-
-
-class _Run:
-    """The state of one generation."""
-
-    def __init__(
-        self, decoder: SpeculativeDecoder, prompt: Tensor, decoding: Decoding, generator: torch.Generator, timed: bool
-    ) -> None:
-        self.lm, self.proposer, self.typical = decoder.lm, decoder.proposer, decoder.typical
-        self.prompt, self.decoding = prompt, decoding
-        self.sampler = decoder.make_sampler(decoding, generator)
-        self.clock = Clock(prompt.device if timed else None)
-        rule = rule_of(None, self.sampler, self.typical)
-        self.statistics = Statistics(prompt.shape[0], decoding.as_dict(), verify=rule)
-        self.answer: list[int] = []
-        self.done = False
-        self._root = prompt[-1:]
-
-    def prefill(self) -> list[int]:
-        """Runs the prompt through the target and the drafter; the answer's first token."""
-        nodes = self.proposer.max_nodes if self.proposer else 1
-        self.clock.start()
-        capacity = self.prompt.shape[0] + self.decoding.max_new_tokens + nodes
-        step = self.lm.prefill(self.prompt, capacity)
-        choice = self.sampler.choose(step.logits)  # [1]
-        first = int(choice)
-        if self.proposer is not None:
-            self.proposer.reset(self.prompt, capacity, self.sampler)
-            self.proposer.commit(torch.cat([self.prompt[1:], choice]), step.features, None)
-        # the prefill's token is nobody's draft: it is the first root
-        self._root = choice
-        self.clock.lap("prefill")
-        return self._take([first])
-
-    def cycle(self, on_cycle: Callable[[Cycle], None] | None) -> list[int]:
-        """Drafts, verifies and commits once; the answer's new tokens."""
-        # (1) draft: the bonus token takes one place of what is left
-        remaining, began = self.decoding.max_new_tokens - len(self.answer), self.clock.elapsed_ms
-        if self.proposer is None or remaining < 2:
-            tree = root_only(self._root)  # the bonus token alone fills what is left
-        else:
-            tree = self.proposer.propose(self._root, max_levels=remaining - 1)
-        position = self.lm.length
-        draft_ms = self.clock.lap("draft")
-        # (2) verify in one target forward
-        step = self.lm.extend(tree)
-        verdict = verify(tree, step.logits, self.sampler, self.typical)
-        verify_ms = self.clock.lap("verify")
-        taken = self._take([*verdict.tokens, verdict.bonus])
-        rule = rule_of(tree.proposal, self.sampler, self.typical)
-        cycle = Cycle(tree, step, verdict, self.sampler, rule, position, len(taken), draft_ms, verify_ms)
-        if on_cycle is not None:  # the time of whoever watches is nobody's
-            self.clock.lap("commit")
-            on_cycle(cycle)
-            self.clock.skip()
-        # (3) commit: the target keeps the rows of the accepted path; the bonus token is the next root and has none yet
-        self.lm.keep(verdict.path)
-        tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=self._root.device)
-        if self.proposer is not None:
-            path = torch.tensor(verdict.path, device=self._root.device)
-            self.proposer.commit(tokens, step.features.index_select(0, path), cycle)
-        self._root = tokens[-1:]
-        # (4) count; beyond the accepted length a forward was wasted
-        statistics = self.statistics
-        if len(tree) > 1:
-            statistics.verify = rule
-        statistics.cycle_tokens.append(len(taken))
-        statistics.accepted.append(min(verdict.accepted, len(taken)))
-        statistics.draft_forwards += tree.draft_forwards
-        statistics.draft_forwards_wasted += tree.draft_forwards - min(verdict.accepted, tree.draft_forwards)
-        statistics.draft_nodes += tree.num_drafted
-        statistics.cycle_nodes.append(tree.num_drafted)
-        self.clock.lap("commit")
-        statistics.cycle_ms.append(self.clock.elapsed_ms - began)
-        return taken
-
-    def _take(self, tokens: list[int]) -> list[int]:
-        """Appends tokens up to the end token and max_new_tokens."""
-        tokens = tokens[: self.decoding.max_new_tokens - len(self.answer)]
-        end = next((place for place, token in enumerate(tokens) if token in self.decoding.eos_token_ids), None)
-        tokens = tokens if end is None else tokens[: end + 1]
-        self.answer += tokens
-        self.done = end is not None or len(self.answer) >= self.decoding.max_new_tokens
-        return tokens
 
 
 class Clock:
-    """Milliseconds per phase; the time of whoever watches the cycles belongs to none, nor to the wall time."""
+    """Adds up the milliseconds of phases; it may wait for the device, so that a phase pays for its own kernels."""
 
-    # given a device it synchronises at each lap, so that a phase pays for its own kernels
-    def __init__(self, device: torch.device | None) -> None:
-        self._waits = device is not None and device.type == "cuda"
-        self._seconds: dict[str, float] = {}
-        self._began = self._last = 0.0
+    def __init__(self, ms: dict[str, float], waits: bool) -> None:
+        self.ms, self.waits, self._last = ms, waits, 0.0
+        self.lap(None)
 
-    def _now(self) -> float:
-        if self._waits:
+    def lap(self, phase: str | None) -> float:
+        """Ends a phase and begins another; its milliseconds. Null: they belong to nobody."""
+        if self.waits:
             torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def start(self) -> None:
-        self._began = self._last = self._now()
-
-    @property
-    def elapsed_ms(self) -> float:
-        """From the start to the last lap."""
-        return 1000 * (self._last - self._began)
-
-    def lap(self, phase: str) -> float:
-        """Ends a phase; its milliseconds."""
-        now = self._now()
-        seconds, self._last = now - self._last, now
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        return 1000 * seconds
-
-    def skip(self) -> None:
-        """Counts nothing since the last lap."""
-        now = self._now()
-        self._began += now - self._last
-        self._last = now
-
-    def finish(self, ms: dict[str, float]) -> None:
-        """Fills ms: the phases, the wall time since start, and under "other" what belongs to no phase."""
-        self.lap("other")
-        ms.update({phase: 1000 * seconds for phase, seconds in self._seconds.items()})
-        ms["wall"] = self.elapsed_ms
+        now = time.perf_counter()
+        ms, self._last = 1000 * (now - self._last), now
+        if phase is not None:
+            self.ms[phase] += ms
+        return ms
 
 
 def make_decoder(

@@ -1,38 +1,38 @@
-"""From a method's name and a head's directory to the proposer that drafts with them."""
+"""From a method's name and a head's directory to the proposer that drafts with them, by the head's calibrator if asked.
+
+A calibrator maps a confidence to the acceptance that it stood for on held-out prompts. Any map will do for a lossless
+output: it decides which nodes are drafted, and never what is drawn or accepted.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+from torch.nn import functional as F
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.decode import (
-    METHODS,
-    USUAL,
-    LookaheadConfig,
-    MethodConfig,
-    PromptLookupConfig,
-    TreeConfig,
-    check_kind,
-)
+from aerie.configs.read import Section, validate
+from aerie.configs.schema import decode as schema
+from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeConfig, check_kind
 from aerie.configs.schema.target_and_head import MULTI_TOKEN
-from aerie.infer.decode.calibrator import Calibrate, calibrate_of, unchanged
-from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.drafters.heads import EagleDrafter, HydraDrafter, MedusaDrafter
 from aerie.infer.decode.drafters.lm import DraftLMDrafter, load_draft_lm
-from aerie.infer.decode.drafters.lookahead import Lookahead
-from aerie.infer.decode.drafters.lookup import PromptLookup
-from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
+from aerie.infer.decode.drafters.ngram import Lookahead, PromptLookup
 from aerie.infer.decode.sampling import token_ids
-from aerie.infer.decode.shape import Drafter, Drafting, Proposer, make_shape
+from aerie.infer.decode.shape import Calibrate, Drafter, Drafting, Proposer, make_shape, unchanged
 from aerie.model.checkpoint import check_sizes, head_facts, kind_of, load_head, position_warnings
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
-from aerie.model.storage import read_json
+from aerie.model.storage import CALIBRATOR, digests, read_json
 from aerie.model.target import Target, default_taps, fingerprints, load_vocab
 
 CONFIG = "config.json"
+FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 # Makes a drafter of a head (or of a draft LM, which is a Target) for a target, by the head's kind.
 DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
     "eagle1": EagleDrafter,
@@ -44,11 +44,8 @@ DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
 
 
 def kind_at(head: Path | str) -> str:
-    """The kind of the head in a directory or a Hub repository; UserError where there is none.
-
-    What is no head of any known layout, and transformers itself would load as a causal LM, is a draft LM.
-    """
-    path = (Path(head) if Path(head).is_dir() else head_directory(head)) / CONFIG
+    """The kind of the head in a directory or a Hub repository; UserError where there is none."""
+    path = head_directory(head) / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: no such file; train the head with: accelerate launch train/main.py --config RECIPE")
     values: Any = read_json(path)
@@ -58,7 +55,7 @@ def kind_at(head: Path | str) -> str:
         return str(table["aerie_kind"])
     try:
         return kind_of(values, path)
-    except UserError:
+    except UserError:  # what is no head of any known layout, and transformers loads as a causal LM, is a draft LM
         causal = any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in table.get("architectures") or [])
         if "aerie_kind" not in table and "draft_vocab_size" not in table and causal:
             return "draft_lm"
@@ -70,53 +67,44 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
 
     Of two kinds that fit, the preferred one comes first. UserError, naming the place in the recipe, when none is there.
     """
-    kinds = METHODS[asked.method].heads
-    if not kinds:
-        if asked.head is not None:
-            check_kind(asked.method, "draft", place)
-        return None
+    kinds = sorted(METHODS[asked.method].heads, key=lambda kind: kind != preferred)
     if asked.head is not None:
-        check_kind(asked.method, kind_at(asked.head), f"{place}: {asked.head}")
+        check_kind(asked.method, kind_at(asked.head) if kinds else "draft", f"{place}: {asked.head}")
+    if asked.head is not None or not kinds:
         return asked.head
     if given is not None and kind_at(given) in kinds:
         return str(given)
     # a run's own heads; a given head of another kind is named only when there is none
-    ordered = sorted(kinds, key=lambda kind: kind != preferred)
-    for kind in ordered:
+    for kind in kinds:
         if (heads / kind / CONFIG).is_file():
             return str(heads / kind)
     if given is not None:
         check_kind(asked.method, kind_at(given), f"{place}: {given}")
     raise UserError(
-        f"{place}: {asked.method} drafts with a head of kind {' or '.join(kinds)}, and {heads / ordered[0]} "
-        f"holds none; train one with: accelerate launch train/main.py --config RECIPE, or give --head"
+        f"{place}: {asked.method} drafts with a head of kind {' or '.join(kinds)}, and {heads / kinds[0]} holds none; "
+        f"train one with: accelerate launch train/main.py --config RECIPE, or give --head"
     )
 
 
 def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
-    """UserError for a tree that is deeper than a head with one module for each future token, as its config says."""
+    """UserError for a tree that is deeper than a head that has a module for each level, as its config says."""
     if tree is not None and head is not None and kind_at(head) in MULTI_TOKEN:
         # a published layout has no num_heads: its weights alone tell
         num_heads = read_json(head_directory(head) / CONFIG).get("num_heads")
-        require_heads(tree, num_heads, f"{place}: tree", head)
+        _require_modules(tree, num_heads or tree.levels, f"{place}: tree", head)
 
 
-def require_heads(tree: TreeConfig, num_heads: int | None, place: str, head: str) -> None:
-    """UserError for a tree that is deeper than so many heads; null: any depth will do."""
-    if num_heads is not None and tree.levels > num_heads:
-        static = f"give tree.choices without paths longer than {num_heads}"
-        fix = static if tree.shape == "static" else f"set tree.levels to {num_heads}"
+def _require_modules(tree: TreeConfig, max_levels: int, place: str, head: str) -> None:
+    if tree.levels > max_levels:
+        fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
         raise UserError(
-            f"{place}: is {tree.levels} levels deep, and {head} has {num_heads} heads, one a level; {fix}, or train a "
-            f"head with head.num_heads {tree.levels}"
+            f"{place}: is {tree.levels} levels deep, and {head} has {max_levels} heads, one a level; {fix} {max_levels}"
+            f", or train a head with head.num_heads {tree.levels}"
         )
 
 
 def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
-    """The directories of the heads that are there by their kind: those given, then a run's under heads/KIND.
-
-    UserError for two given ones of one kind.
-    """
+    """The directories of heads by kind: those given (UserError for two of one kind), and a run's under heads/KIND."""
     named: dict[str, str] = {}
     for head in given:
         kind = kind_at(head)
@@ -146,40 +134,35 @@ class Drafters:
 
 
 def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
-    """A drafter in a tree; UserError when the tree is deeper than a head with a fixed number of levels can draft.
-
-    calibrate is what `tree.calibrated` names; without it the head's own confidence is used (in training, say).
-    """
-    num_heads = drafter.head.config.num_heads if isinstance(drafter, MedusaDrafter | HydraDrafter) else None
-    require_heads(tree, num_heads, "tree", "the head")
-    return Drafting(drafter, make_shape(tree, calibrate), 1 if isinstance(drafter, MedusaDrafter) else None)
+    """A drafter in a tree; UserError when the tree is deeper than the head can draft. calibrate: see calibrate_of."""
+    _require_modules(tree, drafter.max_levels, "tree", "the head")
+    return Drafting(drafter, make_shape(tree, calibrate))
 
 
 def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method") -> Proposer | None:
     """What drafts for a method as the recipe has it at this place; null: vanilla. head: null where it needs none."""
-    match asked.options:
-        case PromptLookupConfig() as options:
-            return PromptLookup(options)
-        case LookaheadConfig() as options:
-            return Lookahead(options, getattr(drafters.target.config, "max_position_embeddings", None))
-    if asked.tree is None:
+    options, tree = asked.options, asked.tree
+    if isinstance(options, schema.LookaheadConfig):
+        return Lookahead(options, getattr(drafters.target.config, "max_position_embeddings", None))
+    if options is not None:
+        return PromptLookup(options)
+    if tree is None:
         return None
     if head is None:
         raise UserError(f"{place}: {asked.method} needs a head; give --head")
     check_kind(asked.method, kind_at(head), place)
-    kind = asked.tree.calibrated
-    return drafting(drafters.of(head), asked.tree, calibrate_of(kind, head_directory(head)) if kind else unchanged)
+    return drafting(drafters.of(head), tree, calibrate_of(tree.calibrated, head))
 
 
 def load_head_for(target: Target, head: str) -> Head:
     """The head in a directory, checked against the target, in its dtype, on the device of its LM head.
 
-    A published EAGLE-3 head that names no taps has the default ones.
+    Warns where a head was trained on a target of the same sizes and other weights: what it drafts is of no use.
     """
+    # what a published EAGLE-3 head reads that names no taps
     published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
     module = load_head(head, dtype=target.dtype, vocab=target.vocab, after_blocks=published_taps)
     check_sizes(module.config, target.vocab, head, target.recipe.path)
-    warn_of_another_target(head, target)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
     if isinstance(module, Eagle3Head):
@@ -190,19 +173,73 @@ def load_head_for(target: Target, head: str) -> Head:
                 f"{target.num_blocks} blocks; give the target it was trained for"
             )
         module.vocabulary.check_ends(sorted(token_ids(target.generation_config.eos_token_id)), head)
+    recorded = head_facts(head).get("target")
+    known = recorded is None or recorded in fingerprints(target.config, target.vocab)
+    if not known and target.dtype != torch.float32:  # in fewer digits than the head was trained with: look at the files
+        known = recorded in fingerprints(*load_vocab(target.recipe, torch.float32))
+    if not known:
+        warn(
+            f"{head}: was trained on a target with other weights than {target.recipe.path} (fingerprint {recorded}, "
+            f"not {target.fingerprint()}); answers stay the target's own, but few drafts will be accepted: give its "
+            f"target"
+        )
     return module.to(target.device).eval().requires_grad_(False)
 
 
-def warn_of_another_target(head: str, target: Target) -> None:
-    """Warns where a head was trained on a target of the same sizes and other weights: what it drafts is of no use."""
-    recorded = head_facts(head).get("target")
-    if recorded is None or recorded in fingerprints(target.config, target.vocab):
-        return
-    if target.dtype != torch.float32:  # in fewer digits than the head may have been trained with: look at the files
-        text_config, vocab = load_vocab(target.recipe, torch.float32)
-        if recorded in fingerprints(text_config, vocab):
-            return
-    warn(
-        f"{head}: was trained on a target with other weights than {target.recipe.path} (fingerprint {recorded}, "
-        f"not {target.fingerprint()}); answers stay the target's own, but few drafts will be accepted: give its target"
-    )
+@dataclass(frozen=True)
+class Calibrator(Section):
+    """Two fits of acceptance to confidence c, each monotone, so that neither moves the ranks below one node.
+
+    temperature: sigmoid(logit(c) / temperature). isotonic: linear between the knots, level outside of them.
+    """
+
+    temperature: PositiveFloat
+    confidence: Annotated[tuple[schema.Share, ...], Field(min_length=1)]  # the knots' places, ascending
+    acceptance: tuple[schema.Share, ...]  # their heights, never falling
+    decoded_at: float = 0.0  # temperature of the decoding that it was fitted on
+    head: dict[str, str] = field(default_factory=dict)  # digests of the head's files
+    scores: dict[str, Any] = field(default_factory=dict)  # on prompts that it was not fitted on
+
+    def __post_init__(self) -> None:
+        knots = (self.confidence, self.acceptance)
+        if len(knots[0]) != len(knots[1]) or any(list(values) != sorted(values) for values in knots):
+            raise ValueError("confidence and acceptance are the knots' places and heights, one each and ascending")
+
+    def map(self, kind: Fit) -> Calibrate:
+        """The map of log q that keeps -inf, which means that there is no such token."""
+        knots = torch.tensor([self.confidence, self.acceptance])  # [2, K]
+
+        def by_temperature(log_q: Tensor) -> Tensor:
+            # logit(c) = log c - log(1 - c), which is +inf at c = 1
+            odds = log_q - torch.log1p(-log_q.exp().clamp(max=1.0))
+            return F.logsigmoid(odds / self.temperature)
+
+        def isotonic(log_q: Tensor) -> Tensor:
+            nonlocal knots
+            knots = knots.to(log_q.device)
+            (places, heights), q = knots, log_q.exp()
+            # the knots on both sides of each q; outside of them the two are the same knot
+            right = torch.searchsorted(places, q.contiguous()).clamp(max=places.shape[0] - 1)
+            left = (right - 1).clamp(min=0)
+            width = (places[right] - places[left]).clamp(min=torch.finfo(places.dtype).tiny)
+            share = ((q - places[left]) / width).clamp(0.0, 1.0)
+            mapped = torch.lerp(heights[left], heights[right], share).clamp(min=FLOOR).log()
+            return torch.where(log_q == float("-inf"), log_q, mapped)
+
+        return by_temperature if kind == "temperature" else isotonic
+
+
+def load_calibrator(head: Path) -> Calibrator:
+    """The calibrator beside a head; UserError where there is none, or where it was fitted for other weights."""
+    path, fix = head / CALIBRATOR, "fit it with: python infer/main.py calibrate --config RECIPE"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file, and tree.calibrated needs it; {fix}")
+    calibrator = validate(read_json(path), Calibrator, str(path), {})
+    if calibrator.head != digests(head):
+        raise UserError(f"{path}: was fitted for other weights than those beside it; {fix}")
+    return calibrator
+
+
+def calibrate_of(kind: Fit | None, head: str) -> Calibrate:
+    """What tree.calibrated asks for, from the head's directory; null: the head's own confidence."""
+    return unchanged if kind is None else load_calibrator(head_directory(head)).map(kind)

@@ -1,18 +1,12 @@
 """The target's law at one node: transformers' own processors, in transformers' order, then a token."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig
+from transformers.generation import logits_process
 
 from aerie.configs.errors import UserError
 
@@ -35,10 +29,7 @@ class Decoding:
     top_p: float
     min_p: float
     max_new_tokens: int
-    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "eos_token_ids": sorted(self.eos_token_ids)}
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
@@ -80,28 +71,18 @@ def token_ids(value: Any) -> frozenset[int]:
     return frozenset() if value is None else frozenset([value] if isinstance(value, int) else map(int, value))
 
 
-def processors(decoding: Decoding) -> LogitsProcessorList:
-    """transformers' processors for these settings; every one looks at a single row of logits."""
-    chain = LogitsProcessorList()
-    if decoding.do_sample:
-        if decoding.temperature != 1.0:
-            chain.append(TemperatureLogitsWarper(decoding.temperature))
-        if decoding.top_k > 0:
-            chain.append(TopKLogitsWarper(decoding.top_k))
-        if decoding.top_p < 1.0:
-            chain.append(TopPLogitsWarper(decoding.top_p))
-        if decoding.min_p > 0.0:
-            chain.append(MinPLogitsWarper(decoding.min_p))
-    return chain
-
-
 class Sampler:
     """Chooses one token per row of logits: the argmax, or a draw from the processed law."""
 
     def __init__(self, decoding: Decoding, generator: torch.Generator) -> None:
-        self.decoding = decoding
-        self.generator = generator
-        self._processors = processors(decoding)
+        self.decoding, self.generator = decoding, generator
+        steps: tuple[tuple[bool, Any, float], ...] = (
+            (decoding.temperature != 1.0, logits_process.TemperatureLogitsWarper, decoding.temperature),
+            (decoding.top_k > 0, logits_process.TopKLogitsWarper, decoding.top_k),
+            (decoding.top_p < 1.0, logits_process.TopPLogitsWarper, decoding.top_p),
+            (decoding.min_p > 0.0, logits_process.MinPLogitsWarper, decoding.min_p),
+        )
+        self._processors = [make(value) for is_on, make, value in steps if is_on and decoding.do_sample]
 
     def law(self, logits: Tensor) -> Tensor:
         """p [N, V] in float32 after the processors."""
@@ -123,21 +104,25 @@ class Sampler:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first largest entry of each row [N]. On a CPU torch looks at one entry at a time, and numpy at several."""
+    """The first largest entry of each row [N]."""
+    # on a CPU torch looks at one entry at a time, and numpy at several
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 
 
 def race(law: Tensor, generator: torch.Generator) -> Tensor:
-    """p / Exponential(1) [N, V]: in descending order, draws from each row's law [N, V] without replacement.
-
-    A token without a chance has 0 and comes last. No synchronisation.
-    """
-    # Gumbel's trick without logarithms: argmax of p / E, E ~ Exponential(1), is a draw from p
+    """p / Exponential(1) [N, V]: in descending order, draws from each row's law [N, V] without replacement."""
+    # Gumbel's trick without logarithms: argmax of p / E, E ~ Exponential(1), is a draw from p. A token without a chance
+    # has 0 and comes last. No synchronisation.
     return law / torch.empty_like(law).exponential_(generator=generator)
 
 
 def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token [N] from each row of law [N, V], which need not be normalised."""
     return race(law, generator).argmax(-1)
+
+
+def entropy(law: Tensor) -> Tensor:
+    """H in nats [..] of laws [.., V]; tokens without a chance count nothing."""
+    return torch.special.entr(law).sum(-1)

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.decode import (
-    ConfidenceConfig,
-    ConstantConfig,
-    EntropyConfig,
-    HeuristicConfig,
-    MarginalGainConfig,
-    ProbabilitySumConfig,
-    VoteConfig,
-)
+from aerie.configs.schema import decode as schema
+from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.tree import Level
 
 
@@ -27,7 +20,7 @@ class Stop:
     # drawn stays in the draft: a rule that took it back after a look at it would bias the output.
     def __init__(self, config: Any = None, levels: int = 2**31, nodes: int = 2**31) -> None:
         """levels and nodes (with the root) are the tree's."""
-        self.config, self.levels, self.nodes = config or ConstantConfig(), levels, nodes
+        self.config, self.levels, self.nodes = config or schema.ConstantConfig(), levels, nodes
         self.reset()
         self.begin()
 
@@ -36,6 +29,7 @@ class Stop:
 
     def begin(self) -> None:
         """A new tree."""
+        self._best: Tensor | None = None  # survivals [at most nodes - 1], for `expected_length`
 
     def ends(self, level: Level) -> bool:
         """Whether this level is the last one. Asked once per level, but not at the shape's own last one."""
@@ -48,11 +42,19 @@ class Stop:
     def learn(self, accepted: int, levels: int) -> None:
         """How many tokens of a tree of this many levels were accepted."""
 
+    def expected_length(self, level: Level) -> Tensor:
+        """OPT-Tree's E(A) [] of the tree so far (arXiv 2406.17276): the sum of the nodes - 1 largest survivals."""
+        # those nodes are what reranking would keep; survival stands for a node's chance to be accepted
+        survival = level.survival.exp()
+        both = survival if self._best is None else torch.cat([self._best, survival])
+        self._best = both.topk(min(self.nodes - 1, both.shape[0])).values
+        return self._best.sum()
+
 
 class Confidence(Stop):
     """Stops when q of the newest token (on a tree, of the level's best-ranked one) is below the threshold."""
 
-    config: ConfidenceConfig
+    config: schema.ConfidenceConfig
 
     # assistant_confidence_threshold of transformers, without its adaptation of the threshold
     def ends(self, level: Level) -> bool:
@@ -62,7 +64,7 @@ class Confidence(Stop):
 class Entropy(Stop):
     """Stops when sqrt(c * H(q)) > h (SVIP, arXiv 2411.18462, equations 6 and 7, algorithm 1)."""
 
-    config: EntropyConfig
+    config: schema.EntropyConfig
 
     # 1 - sqrt(c * H(q)) stands for the chance of acceptance. H is in nats, of the law that a token was chosen from: the
     # rule sees laws, not tokens. The paper does not say whose entropy counts on a tree; for one node a level all
@@ -73,26 +75,21 @@ class Entropy(Stop):
             return False  # `expands` decides node by node
         if over in ("top_path", "per_node"):
             law = level.log_q.index_select(0, level.rows[level.frontier[:1]])  # [1, Vd]
-            return float(entropy(law)) > self.config.max_entropy
-        entropies = entropy(level.log_q)[level.rows[level.frontier]]  # [f]
+            return float(entropy(law.exp())) > self.config.max_entropy
+        entropies = entropy(level.log_q.exp())[level.rows[level.frontier]]  # [f]
         mean = entropies.min() if over == "minimum" else (entropies * level.alive.softmax(-1)).sum()
         return float(mean) > self.config.max_entropy
 
     def expands(self, level: Level) -> Tensor | None:
         if self.config.over != "per_node" or level.frontier.shape[0] == 1:
             return None
-        return entropy(level.log_q)[level.rows[level.frontier]] <= self.config.max_entropy
-
-
-def entropy(log_q: Tensor) -> Tensor:
-    """The entropy in nats [n] of laws log q [n, Vd], in which -inf is allowed."""
-    return torch.special.entr(log_q.exp()).sum(-1)
+        return entropy(level.log_q.exp())[level.rows[level.frontier]] <= self.config.max_entropy
 
 
 class Heuristic(Stop):
     """Stops at gamma levels, which grow by 2 when all were accepted and shrink by 1 otherwise (transformers)."""
 
-    config: HeuristicConfig
+    config: schema.HeuristicConfig
     gamma = 0
 
     # the schedules "heuristic" and "heuristic_transient"; SVIP caps gamma at 40, which is the tree's `levels`
@@ -111,34 +108,17 @@ class Heuristic(Stop):
 class ProbabilitySum(Stop):
     """Stops at one of the depths `checks` when S, the frontier's summed survival, is low (DDD, arXiv 2409.00142)."""
 
-    config: ProbabilitySumConfig
+    config: schema.ProbabilitySumConfig
 
     # the paper's heuristic is log S; between the checks nothing is read from the device
     def ends(self, level: Level) -> bool:
         return level.depth in self.config.checks and float(level.alive.exp().sum()) < self.config.threshold
 
 
-class ExpectsLength(Stop):
-    """A rule that follows the expected length of the tree so far: E(A) of OPT-Tree (arXiv 2406.17276)."""
-
-    _best: Tensor | None = None  # survivals [at most nodes - 1]
-
-    def begin(self) -> None:
-        self._best = None
-
-    def expected_length(self, level: Level) -> Tensor:
-        """The sum [] of the nodes - 1 largest survivals, once the candidates of this level are known."""
-        # those nodes are what reranking would keep; survival stands for a node's chance to be accepted
-        survival = level.survival.exp()
-        both = survival if self._best is None else torch.cat([self._best, survival])
-        self._best = both.topk(min(self.nodes - 1, both.shape[0])).values
-        return self._best.sum()
-
-
-class MarginalGain(ExpectsLength):
+class MarginalGain(Stop):
     """Stops after a level that raised the expected length by no more than the threshold (OPT-Tree, section 3)."""
 
-    config: MarginalGainConfig
+    config: schema.MarginalGainConfig
 
     # OPT-Tree's frontier is as wide as its budget of drafted nodes: a dynamic tree with k = nodes - 1. The released
     # code decides about a level once the next one was drafted, and throws that one away: the same tree, a forward more.
@@ -152,10 +132,10 @@ class MarginalGain(ExpectsLength):
         return gain <= self.config.threshold
 
 
-class Vote(ExpectsLength):
+class Vote(Stop):
     """Stops when enough signals agree (DEAGLE, equations 22 to 26 and section 3.4)."""
 
-    config: VoteConfig
+    config: schema.VoteConfig
 
     # With S_d the summed survival of the frontier at depth d and S_0 = 1:
     #   probability: S_d < 0.15      momentum: S_d / S_{d-1} < 0.6, for the second time
@@ -163,8 +143,7 @@ class Vote(ExpectsLength):
     # The vote is taken on the frontier that is about to be expanded, before that forward is paid.
     def begin(self) -> None:
         super().begin()
-        self._mass = 1.0  # S of the level above
-        self._tail = 0.0  # S_1 + ... + S_d
+        self._mass, self._tail = 1.0, 0.0  # S of the level above; S_1 + ... + S_d
         self._declines = 0
 
     def ends(self, level: Level) -> bool:
@@ -192,16 +171,11 @@ class Vote(ExpectsLength):
 
 
 STOPS: dict[type, type[Stop]] = {
-    ConstantConfig: Stop,
-    HeuristicConfig: Heuristic,
-    EntropyConfig: Entropy,
-    ConfidenceConfig: Confidence,
-    VoteConfig: Vote,
-    ProbabilitySumConfig: ProbabilitySum,
-    MarginalGainConfig: MarginalGain,
+    schema.ConstantConfig: Stop,
+    schema.HeuristicConfig: Heuristic,
+    schema.EntropyConfig: Entropy,
+    schema.ConfidenceConfig: Confidence,
+    schema.VoteConfig: Vote,
+    schema.ProbabilitySumConfig: ProbabilitySum,
+    schema.MarginalGainConfig: MarginalGain,
 }
-
-
-def make_stop(config: Any, levels: int, nodes: int) -> Stop:
-    """The stop rule of a tree of so many levels and nodes with the root."""
-    return STOPS[type(config)](config, levels, nodes)

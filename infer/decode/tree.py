@@ -1,6 +1,5 @@
 """A draft tree as flat tensors: node 0 is the root, nodes stand in level order, every parent before its children."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,13 +26,6 @@ class Proposal:
         if self.ids is not None:
             return self.laws.new_zeros(count, vocab_size).index_copy_(1, self.ids, self.laws)
         return self.laws if width == vocab_size else F.pad(self.laws, (0, vocab_size - width))
-
-
-def draft_ids(target_ids: Callable[[Tensor], Tensor], laws: Tensor) -> Tensor | None:
-    """The target's ids [Vd] of the columns of laws [.., Vd]; null where target_ids returns its argument."""
-    columns = torch.arange(laws.shape[-1], device=laws.device)
-    ids = target_ids(columns)
-    return None if ids is columns else ids
 
 
 # A level and a pool are what is known before reranking: candidates are numbered through all levels, shallow first.
@@ -69,23 +61,16 @@ class Pool:
         laws = [pair for level in self.levels for pair in zip(level.parents.tolist(), level.log_q, strict=True)]
         return {node_of[candidate]: law for candidate, law in sorted(laws, key=lambda p: p[0]) if candidate in node_of}
 
-    def paths(self) -> list[Path]:
-        """The tokens down to each candidate, the root's own token left out."""
-        paths: list[Path] = [()]
-        for level in self.levels:
-            above = level.parents[level.rows].tolist()
-            paths += [(*paths[parent], token) for parent, token in zip(above, level.tokens.tolist(), strict=True)]
-        return paths
-
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
         """Per level the paths and log survivals [f] of a dynamic tree's frontier (not reranked), else of all nodes."""
         # exponentiated and summed, the survivals of level d are DEAGLE's S_d
-        paths, first, frontiers = self.paths(), 1, []
+        paths: list[Path] = [()]  # the tokens down to each candidate, the root's own token left out
+        frontiers = []
         for level in self.levels:
-            count = level.tokens.shape[0]
-            places = level.frontier if self.reranked else torch.arange(count, device=level.tokens.device)
+            above, first = level.parents[level.rows].tolist(), len(paths)
+            paths += [(*paths[parent], token) for parent, token in zip(above, level.tokens.tolist(), strict=True)]
+            places = level.frontier if self.reranked else torch.arange(len(above), device=level.tokens.device)
             frontiers.append(([paths[first + place] for place in places.tolist()], level.survival[places]))
-            first += count
         return frontiers
 
 
@@ -117,10 +102,8 @@ class Tree:
 
 def root_only(token: Tensor) -> Tree:
     """The tree of plain decoding: the token [1] alone."""
-    zero = torch.zeros(1, dtype=torch.long, device=token.device)
-    itself = torch.ones(1, 1, dtype=torch.bool, device=token.device)
-    certain = torch.zeros(1, device=token.device)
-    return Tree(token, zero, zero, itself, certain, certain, levels=0, draft_forwards=0)
+    zero, certain = torch.zeros_like(token), torch.zeros(1, device=token.device)
+    return Tree(token, zero, zero, zero[None] == 0, certain, certain, levels=0, draft_forwards=0)
 
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
@@ -136,12 +119,9 @@ def ancestors(parents: Tensor, levels: int) -> Tensor:
 
 def describe(tree: Tree, names: list[str]) -> str:
     """The tree as indented text, one node a line with its token, confidence and survival (EAGLE-2, figure 7)."""
-    depth, parents = tree.depth.tolist(), tree.parents.tolist()
-    confidence, survival = tree.confidence.exp().tolist(), tree.survival.exp().tolist()
-
-    def lines(node: int) -> list[str]:
-        line = f"{'  ' * depth[node]}{names[node]!r}  q {confidence[node]:.3f}  survival {survival[node]:.3f}"
-        children = [child for child in range(node + 1, len(tree)) if parents[child] == node]
-        return [line, *(below for child in children for below in lines(child))]
-
-    return "\n".join(lines(0))
+    lines = []
+    # sorted by its ancestors, a node stands right before what is below it
+    for node in sorted(range(len(tree)), key=lambda node: tree.mask[node].nonzero()[:, 0].tolist()):
+        chances = f"q {float(tree.confidence[node].exp()):.3f}  survival {float(tree.survival[node].exp()):.3f}"
+        lines.append(f"{'  ' * int(tree.depth[node])}{names[node]!r}  {chances}")
+    return "\n".join(lines)

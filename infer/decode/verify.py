@@ -5,13 +5,14 @@ children that were drawn from q. p are the target's laws, q the draft's, both af
 """
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from aerie.configs.schema.decode import TypicalConfig
-from aerie.infer.decode.sampling import Sampler, draw
+from aerie.infer.decode.sampling import Sampler, draw, entropy
 from aerie.infer.decode.tree import Proposal, Tree
 
 Verification = Literal["R0", "R1", "R2", "R3", "R4", "typical (not lossless)"]
@@ -53,16 +54,11 @@ def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig 
 def walk(tree: Tree, choice: Tensor) -> Verdict:
     """R0 and R2: the verdict for the target's choice [N] at every node. Siblings must differ."""
     # a node is reached when it and all its ancestors are what the target chose at their parents
-    count = len(tree)
-    columns = [tree.tokens, tree.parents, choice]
-    if tree.passengers is not None:
-        columns.append(tree.passengers.to(choice.dtype))
+    passengers = torch.zeros_like(tree.parents) if tree.passengers is None else tree.passengers.to(choice.dtype)
     # one synchronisation; so few numbers are walked faster on the host than a device starts the kernels for them
-    row = torch.cat(columns).tolist()
-    tokens, parents, chosen = row[:count], row[count : 2 * count], row[2 * count : 3 * count]
-    rides = row[3 * count :] or [0] * count
+    tokens, parents, chosen, rides = torch.stack([tree.tokens, tree.parents, choice, passengers]).tolist()
     path = [0]
-    for node in range(1, count):  # in level order, so that a parent is walked before its children
+    for node in range(1, len(tree)):  # a parent stands before its children
         if parents[node] == path[-1] and tokens[node] == chosen[path[-1]] and not rides[node]:
             path.append(node)
     return Verdict(path, [tokens[node] for node in path[1:]], chosen[path[-1]])
@@ -72,20 +68,14 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     """R1, R3 and R4: the verdict for a tree of sampled children and the target's laws p [N, V]."""
     assert tree.proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
     q = tree.proposal.over(p.shape[-1])
-    if tree.proposal.rule == "R1":
-        uniform = torch.rand(len(tree) - 1, generator=generator, device=p.device)
-        last, law = accept_chain(p, q[:-1], tree.tokens[1:], uniform)  # a chain's nodes are numbered by their depth
-        return _ending_at(tree, last, draw(law[None], generator))
-    # R3 and R4: every inner node is tried at once, and the path is read off afterwards: two synchronisations in all
+    # every inner node is tried at once, and the path is read off afterwards: two synchronisations in all
     families: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
         families.setdefault(parent, []).append(node)
     parents = sorted(families, key=lambda parent: -len(families[parent]))  # the largest families first
     inner = torch.tensor(parents, device=p.device)  # [M]
-    children = [  # of each rank, the nodes [m] below the first m parents
-        torch.tensor([families[parent][rank] for parent in parents if len(families[parent]) > rank], device=p.device)
-        for rank in range(len(families[parents[0]]))
-    ]
+    ranks = zip_longest(*(families[parent] for parent in parents))  # of each rank, the nodes [m] below the first m
+    children = [torch.tensor([node for node in nodes if node], device=p.device) for nodes in ranks]
     uniform = torch.rand(len(parents), len(children), generator=generator, device=p.device)
     siblings = [tree.tokens[nodes] for nodes in children]
     chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
@@ -94,38 +84,22 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     for rank, nodes in enumerate(children):
         refused[nodes] = chosen[: nodes.shape[0]] != rank
     last = torch.where(_reached(tree, refused), tree.depth, -1).argmax()  # the deepest
-    row = torch.full((len(tree),), -1, device=p.device).scatter_(0, inner, torch.arange(len(inner), device=p.device))
-    law = torch.where(row[last] >= 0, left[row[last].clamp(min=0)], p[last])  # [V]: a leaf has refused nothing
+    law = p.index_copy(0, inner, left)[last]  # [V]: a leaf has refused nothing
     return _ending_at(tree, last, draw(law[None], generator))
-
-
-def accept_chain(p: Tensor, q: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """R1: how many of gamma tokens are accepted [..], and the law [.., V] of the token after them.
-
-    p [.., gamma + 1, V]; q [.., gamma, V]; tokens [.., gamma] drawn from q; uniform [.., gamma] in [0, 1).
-    """
-    # Leviathan et al. (arXiv 2211.17192), algorithm 1: x_i is accepted where r_i < p(x_i) / q(x_i), and n is the first
-    # refusal; the next token is drawn from norm(max(0, p_n+1 - q_n+1)), or from p_gamma+1 after no refusal.
-    gamma = tokens.shape[-1]
-    taken = uniform * _of(q, tokens) < _of(p[..., :gamma, :], tokens)
-    n = taken.long().cumprod(-1).sum(-1)  # [..]
-    row = n[..., None, None].expand(*n.shape, 1, p.shape[-1])
-    refused = (n < gamma)[..., None]
-    law = residual(p.gather(-2, row).squeeze(-2), q.gather(-2, row.clamp(max=gamma - 1)).squeeze(-2) * refused)
-    return n, law
 
 
 def accept_sibling(
     p: Tensor, q: Tensor, siblings: list[Tensor], uniform: Tensor, replaced: bool
 ) -> tuple[Tensor, Tensor]:
-    """R3 and R4: the rank [M] of the child that each of M nodes accepts (-1: none), and what is left of p [M, V].
+    """R1, R3 and R4: the rank [M] of the child that each of M nodes accepts (-1: none); what is left of p [M, V].
 
     p, q [M, V]; siblings[rank] [m] are the tokens drawn at that rank below the first m nodes, where m may fall from
     rank to rank; uniform [M, K] in [0, 1). replaced: siblings were drawn with replacement (R4), else without (R3).
     """
-    # SpecInfer (arXiv 2305.09781) for R4, EAGLE-1's released code for R3: a refused x_i leaves norm(max(0, p - q)) of
-    # p, and without replacement norm(q without x_i) of q. Where no child is accepted, what is left of p is the law of
-    # the token that follows; elsewhere it has no meaning.
+    # x_i is accepted where r_i < p(x_i) / q(x_i): Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1, SpecInfer
+    # (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves norm(max(0, p - q)) of p, and
+    # without replacement norm(q without x_i) of q. Where no child is accepted, what is left of p is the law of the
+    # token that follows; elsewhere it has no meaning.
     p, q = p.clone(), q.clone()
     chosen = torch.full(p.shape[:1], -1, device=p.device)
     for rank, tokens in enumerate(siblings):
@@ -134,7 +108,7 @@ def accept_sibling(
         taken = uniform[:count, rank] * _of(q_i, tokens) < _of(p_i, tokens)
         chosen[:count] = torch.where((chosen[:count] < 0) & taken, rank, chosen[:count])
         p[:count] = residual(p_i, q_i)
-        if not replaced:
+        if not replaced and rank + 1 < len(siblings):
             q[:count] = without(q_i, tokens)
     return chosen, p
 
@@ -181,17 +155,12 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
     p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
     threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
     alive = _reached(tree, p_node <= threshold[tree.parents])
-    depth = tree.depth.where(alive, tree.depth.new_full((), -1))
-    log_p = p_node.log().where(alive, p_node.new_zeros(()))
+    depth = torch.where(alive, tree.depth, -1)
+    log_p = torch.where(alive, p_node.log(), 0.0)
     log_p[0] = 0.0
     score = tree.mask.to(log_p.dtype) @ log_p  # [N] log p of the path
-    last = score.where(depth == depth.max(), score.new_full((), float("-inf"))).argmax()
+    last = torch.where(depth == depth.max(), score, float("-inf")).argmax()
     return _ending_at(tree, last, p[last].argmax(-1))
-
-
-def entropy(p: Tensor) -> Tensor:
-    """H(p) in nats [..] of laws [.., V]; tokens without a chance count nothing."""
-    return -p.xlogy(p).sum(-1)
 
 
 def _reached(tree: Tree, refused: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ a static tree choices.yaml. q is the draft's law, p the target's at the same nod
 import hashlib
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
@@ -26,12 +26,11 @@ from torch import Tensor
 from aerie.configs.schema.decode import Choice, Fit, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig
 from aerie.data.stage import bar
-from aerie.infer.decode.calibrator import FLOOR, Calibrator, save
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters
 from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, Tables, keep_pools, tables_of
 from aerie.infer.measure.record import FloatArray
-from aerie.model.storage import digests, write_atomically, write_json, write_text
+from aerie.model.storage import CALIBRATOR, digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
 
 SCHEMA = 1  # of analysis.json
@@ -100,7 +99,7 @@ def write_calibration(
     if len(places) > 1:
         calibrator = replace(calibrator, head=digests(places[1]))
     for place in places:
-        save(calibrator, place)
+        write_json(place / CALIBRATOR, asdict(calibrator))
     eces = ", ".join(f"{scores['held_out'][fit]['ece']:.4f} {fit}" for fit in ("before", *KINDS))
     on = f"{scores['held_out_prompts']} prompts that the calibrator was not fitted on"
     how = "decode by it with --tree.calibrated temperature or isotonic"

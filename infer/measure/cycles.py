@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from aerie.configs.schema.decode import ConstantConfig, StaticConfig, TreeConfig
-from aerie.infer.decode.drafters.multi_token import HydraDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.sampling import Sampler, entropy
 from aerie.infer.decode.shape import Cycle, Drafting, make_shape
-from aerie.infer.decode.stop import entropy
 from aerie.infer.decode.tree import Tree
 from aerie.infer.decode.verify import NOT_LOSSLESS
 from aerie.infer.decode.verify import acceptance as acceptance_of_drawn
@@ -129,7 +127,7 @@ def _node_columns(cycle: Cycle) -> Record:
     if tree.passengers is not None:
         drafted &= ~tree.passengers
     laws = {} if tree.pool is None else tree.pool.laws()
-    entropies = dict(zip(laws, entropy(torch.stack(list(laws.values()))).tolist(), strict=True)) if laws else {}
+    entropies = dict(zip(laws, entropy(torch.stack(list(laws.values())).exp()).tolist(), strict=True)) if laws else {}
     parents = tree.parents.tolist()
 
     def column(values: Tensor, known: Tensor) -> list[float | None]:
@@ -186,7 +184,7 @@ def _law_columns(cycle: Cycle) -> Record | None:
         # infinite where the draft's vocabulary misses what p gives a chance, or a processor what q gives one
         "kl_pq": torch.where(p > 0, p * (log_p - log_q_wide), 0.0).sum(-1).clamp(min=0.0),
         "kl_qp": torch.where(q > 0, q * (log_q - log_p[:, ids]), 0.0).sum(-1).clamp(min=0.0),
-        "entropy": entropy(log_q),
+        "entropy": entropy(q),
         "ranked": log_q.sort(-1, descending=True).values[:, ranks],  # log q of the 1st, 2nd, 4th, 8th ... token
     }
     return {
@@ -304,10 +302,9 @@ class Oracle(Drafting):
         """Takes the place of the decoder's own proposer."""
         own = decoder.proposer
         assert isinstance(own, Drafting)
-        super().__init__(own.drafter, own.shape, own.forwards_per_tree)
+        super().__init__(own.drafter, own.shape)
         self.keep = own.keep
-        if isinstance(own.drafter, MedusaDrafter | HydraDrafter):
-            levels = min(levels, own.drafter.head.config.num_heads)
+        levels = min(levels, own.drafter.max_levels)
         deep = tree if isinstance(tree, StaticConfig) else replace(tree, levels=levels)
         self.longer = make_shape(replace(deep, stop=ConstantConfig()))
         self.max_nodes = max(own.max_nodes, self.longer.max_nodes)
@@ -319,7 +316,6 @@ class Oracle(Drafting):
         super().reset(prompt, capacity + self.longer.draft_slots, sampler)
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
-        assert self._sampler is not None, "reset first"
         state = self._sampler.generator.get_state()
         self.tree = self.longer.grow(self.drafter, root, max_levels, self._sampler)
         self.logits = self.lm.extend(self.tree).logits  # [N, V]; the cycle's own forward writes over these rows

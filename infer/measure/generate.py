@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def answer(
         names = [tokenizer.decode([token]) for token in tree.tokens.tolist()]
         print("\n" + describe(tree, names), file=sys.stderr)
     seconds = (counted.ms["wall"] - counted.ms["prefill"]) / 1000
-    used = {name: value for name, value in counted.decoding.items() if name != "eos_token_ids"}
+    used = {name: value for name, value in asdict(counted.decoding).items() if name != "eos_token_ids"}
     print(
         f"\n{counted.new_tokens} tokens in {counted.target_forwards} target forwards: tau {counted.tau:.2f}, "
         f"{(counted.new_tokens - 1) / max(seconds, 1e-9):.1f} tokens/s (prefill {counted.ms['prefill']:.0f} ms apart), "

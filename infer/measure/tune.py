@@ -22,9 +22,8 @@ from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
 from aerie.data.stage import bar
-from aerie.infer.decode.calibrator import calibrate_of
 from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
-from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.record import Record
@@ -325,7 +324,7 @@ class HeadTuning:
         self.choice = self.trees[0]
 
     def decoder(self, tree: GrownConfig) -> SpeculativeDecoder:
-        calibrate = calibrate_of(tree.calibrated, head_directory(self.head))
+        calibrate = calibrate_of(tree.calibrated, self.head)
         return SpeculativeDecoder(self.target, drafting(self.drafter, tree, calibrate))
 
     def predicted(self, method: Method, tree: GrownConfig, total: Cycles, nodes: float) -> Prediction:

@@ -1,29 +1,46 @@
-"""Sampled answers of a real tiny model against the target's exact law over them."""
+"""Targets, prompts and heads for the tests of decoding."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from aerie.configs.schema.measure import SamplingConfig
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.shape import Proposer
-from aerie.infer.measure.lossless import answer_law, draw_answers, p_value, remember
 from aerie.model.target import Target
 from tests import tiny
 
-LEVEL = 1e-5  # a right law's draws fit it worse once in 100,000 tests, whatever draws a machine's rounding makes
+TREES = {
+    "small": DynamicConfig(levels=3, k=3, nodes=8),
+    "wide": DynamicConfig(levels=5, k=6, nodes=40),
+    "chain": ChainConfig(levels=4),
+}
 
 
-def tiny_vocabulary(num_blocks: int = 2) -> Target:
+def make_target(**changes: Any) -> Target:
+    return Target(tiny.llama(**{"eos_token_id": None, **changes}), TargetConfig(path="tiny"))
+
+
+def tiny_vocabulary(num_blocks: int = 2, **changes: Any) -> Target:
     """A target of 12 tokens that never ends."""
-    model = tiny.llama(vocab_size=12, hidden_size=16, num_blocks=num_blocks, eos_token_id=None, pad_token_id=None)
-    return Target(model, TargetConfig("tiny"))
+    sizes = {"vocab_size": 12, "hidden_size": 16, "num_blocks": num_blocks, "pad_token_id": None}
+    return make_target(**{**sizes, **changes})
 
 
-def draw(
-    target: Target, proposer: Proposer, ids: Tensor, draws: int, length: int, temperature: float, top_p: float
-) -> tuple[float, float]:
-    """p of the draws under the exact law, and accepted tokens per draw."""
-    sampling = SamplingConfig(temperature, top_p=top_p)
-    decoder = remember(SpeculativeDecoder(target, proposer))
-    seen, accepted = draw_answers(decoder, ids, draws, length, sampling, seed=3)
-    return p_value(answer_law(target, ids, length, sampling), seen), accepted
+def make_head(target: Target, kind: str = "eagle1", **changes: Any) -> Any:
+    """A random head, one whose drafts hang on every input."""
+    if kind in ("medusa", "hydra"):
+        return tiny.multi_token_head(kind, target.vocab, noise=0.3, **changes).eval()
+    make = tiny.head if kind == "eagle1" else tiny.eagle3_head
+    return make(target.vocab.embedding.float(), **{"scale": 8.0, **changes}).eval()
+
+
+def prompts(count: int, vocab: int = 320) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(5, vocab, (1, 3 + 2 * n), generator=generator) for n in range(count)]
+
+
+def greedy(target: Target, ids: Tensor, new: int) -> list[list[int]]:
+    """The texts that transformers' generate writes."""
+    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    return list(out.tolist())

@@ -1,17 +1,24 @@
-"""Synthetic laws of three tokens in a row: p for a target and q for a draft."""
+"""Synthetic laws: of three tokens in a row for a target and a draft, and of any path for trees."""
 
 import torch
 from torch import Tensor
 
 from aerie.infer.decode.sampling import Decoding, Sampler
+from aerie.infer.decode.shape import Drafter
+from aerie.infer.decode.tree import Tree
 
 torch.set_num_threads(1)  # tests run beside other work: one thread each
 VOCAB, LENGTH = 5, 3
 SETTINGS = [(1.0, 1.0), (0.6, 0.8)]  # temperature, top-p
+TABLE_VOCAB = 11
+Path = tuple[int, ...]
 
 
 def sampler(temperature: float, top_p: float, seed: int = 11) -> Sampler:
     return Sampler(Decoding(temperature > 0, temperature, 0, top_p, 0.0, 8), torch.Generator().manual_seed(seed))
+
+
+GREEDY = sampler(0.0, 1.0)
 
 
 class World:
@@ -29,3 +36,53 @@ class World:
             guess = logits + 0.8 * torch.randn(logits.shape, generator=dice)
             self.target.append(chosen.law(logits).view((VOCAB,) * (place + 1)))
             self.draft.append(chosen.law(guess).view((VOCAB,) * (place + 1)))
+
+
+class TableDrafter(Drafter):
+    """Laws that are a fixed function of the path, so that a tree can be checked by enumeration."""
+
+    def __init__(self, seed: int, sharpness: float = 2.0, mapped: bool = False) -> None:
+        """mapped: a vocabulary of its own, whose column c is the target's token 2c + 1."""
+        self.seed, self.sharpness, self.mapped = seed, sharpness, mapped
+        self.rows: list[Path] = []
+        self.calls = 0
+
+    def law(self, path: Path) -> Tensor:
+        dice = torch.Generator().manual_seed(hash((self.seed, path)) % 2**31)
+        return (self.sharpness * torch.randn(TABLE_VOCAB, generator=dice)).log_softmax(-1)
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        return 2 * columns + 1 if self.mapped else columns
+
+    def start(self) -> Tensor:
+        self.rows, self.calls = [()], 1
+        return self.law(())[None]
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self.calls += 1
+        self.rows = [(*self.rows[p], t) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
+        return torch.stack([self.law(path) for path in self.rows])
+
+
+def node_paths(tree: Tree) -> list[Path]:
+    """The tokens below the root down to each node."""
+    names: list[Path] = [()]
+    for token, parent in zip(tree.tokens.tolist()[1:], tree.parents.tolist()[1:], strict=True):
+        names.append((*names[parent], token))
+    return names
+
+
+def paths(tree: Tree) -> dict[Path, float]:
+    """path -> log survival, the root left out."""
+    return dict(zip(node_paths(tree)[1:], tree.survival.tolist()[1:], strict=True))
+
+
+def check_connected(tree: Tree) -> None:
+    """Every node's parent is in the tree, one level above and before it, and the mask is that of its ancestors."""
+    parents = tree.parents[1:]
+    assert bool((parents >= 0).all()) and bool((parents < torch.arange(1, len(tree))).all())
+    assert bool((tree.depth[1:] == tree.depth[parents] + 1).all())
+    walked = torch.eye(len(tree), dtype=torch.bool)
+    for node, parent in enumerate(tree.parents.tolist()):
+        walked[node] |= walked[parent]
+    assert tree.mask.equal(walked)

@@ -1,7 +1,7 @@
 """Calibrating: what is said of recorded tables, the oracle, calibrators, and static trees rebuilt from ranks."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,10 @@ from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfi
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.calibrator import FLOOR, Calibrator, load, save
-from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.drafters.heads import EagleDrafter, MedusaDrafter
 from aerie.infer.decode.drafters.lm import DraftLMDrafter
-from aerie.infer.decode.drafters.multi_token import MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import Drafters, drafting
+from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, drafting, load_calibrator
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import Cycle, Drafter
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
@@ -29,7 +27,7 @@ from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
 from aerie.infer.measure.cycles import COLUMNS, LAWS, oracle_length
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
-from aerie.model.storage import digests
+from aerie.model.storage import digests, write_json
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.made_up import nodes_and_cycles
@@ -278,7 +276,7 @@ def test_an_oracle_length_has_the_law_that_the_targets_own_choices_give_it(
     trials, tree, longer = 1200, chain(policy, rule == "R1"), chain(deep, rule == "R1")
     sampler = Sampler(Decoding(rule != "R0", float(rule != "R0"), 0, 1.0, 0.0, 8), torch.Generator().manual_seed(0))
     logits, generator = P.log().expand(len(longer), -1), torch.Generator().manual_seed(0)
-    cycle = Cycle(tree, TargetStep(logits, logits, None), verdict, sampler, rule)
+    cycle = Cycle(tree, TargetStep(logits, logits), verdict, sampler, rule)
     lengths = [oracle_length(cycle, longer, logits, generator) for _ in range(trials)]
     found = np.bincount(lengths, minlength=len(shares)) / trials
     assert found.tolist() == pytest.approx([*shares, *[0.0] * (len(found) - len(shares))], abs=0.045)
@@ -328,13 +326,15 @@ def test_it_is_saved_beside_the_head_and_refused_where_it_is_damaged(tmp_path: P
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = digests(tmp_path)
-    save(replace(KNOTS, head=before), tmp_path)
-    assert digests(tmp_path) == before and load(tmp_path).acceptance == KNOTS.acceptance  # it is no part of the head
+    write_json(tmp_path / "calibrator.json", asdict(replace(KNOTS, head=before)))
+    assert (
+        digests(tmp_path) == before and load_calibrator(tmp_path).acceptance == KNOTS.acceptance
+    )  # it is no part of the head
     values = json.loads((tmp_path / "calibrator.json").read_text())
     for change in ({"temperature": 0.0}, {"confidence": [0.9, 0.1, 0.5]}, {"acceptance": [0.5]}):
         (tmp_path / "calibrator.json").write_text(json.dumps({**values, **change}))
         with pytest.raises(UserError, match=r"calibrator\.json"):
-            load(tmp_path)
+            load_calibrator(tmp_path)
 
 
 @pytest.mark.parametrize("kind", calibrate.KINDS)

@@ -14,13 +14,12 @@ from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.drafters.eagle import EagleDrafter
-from aerie.infer.decode.drafters.lookahead import Lookahead
-from aerie.infer.decode.drafters.lookup import PromptLookup
+from aerie.infer.decode.drafters.heads import EagleDrafter
+from aerie.infer.decode.drafters.ngram import Lookahead, PromptLookup
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
+from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.decode.stop import entropy
 from aerie.infer.decode.verify import reject, walk
 from aerie.infer.measure.bench import Bench, run
 from aerie.infer.measure.cycles import Recorder, acceptance, asked, keep_pools, places, tables_of
@@ -125,7 +124,7 @@ def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
             parent = node["parent"][place]
             seen = raw[parent] if drafted.proposal is None else cycle.sampler.log_law(raw[parent][None])[0]
             assert node["q"][place] == pytest.approx(float(seen[ids.index(node["token"][place])].exp()), rel=1e-4)
-            assert node["entropy"][place] == pytest.approx(float(entropy(raw[parent][None])), rel=1e-5)
+            assert node["entropy"][place] == pytest.approx(float(entropy(raw[parent].exp())), rel=1e-5)
             assert node["p"][place] == pytest.approx(float(p[parent, node["token"][place]]), abs=1e-6)
         for number, at in enumerate(law["node"] if law else ()):
             children = [child for child in range(1, len(drafted)) if node["parent"][child] == at]

@@ -18,7 +18,7 @@ from aerie.configs.schema.decode import METHODS, ChainConfig, DynamicConfig, Met
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode import engine, verify
-from aerie.infer.decode.drafters.eagle import EagleDrafter
+from aerie.infer.decode.drafters.heads import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters
 from aerie.infer.decode.sampling import Sampler, draw

@@ -18,7 +18,6 @@ from aerie.configs.read import validate
 from aerie.configs.schema.decode import (
     ChainConfig,
     ConfidenceConfig,
-    ConstantConfig,
     DynamicConfig,
     EntropyConfig,
     HeuristicConfig,
@@ -28,24 +27,30 @@ from aerie.configs.schema.decode import (
     TreeConfig,
     VoteConfig,
 )
+from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.shape import make_shape
-from aerie.infer.decode.stop import Entropy, Heuristic, ProbabilitySum, Stop, Vote, entropy, make_stop
+from aerie.infer.decode.stop import STOPS as KINDS
+from aerie.infer.decode.stop import Entropy, Heuristic, ProbabilitySum, Stop, Vote
 from aerie.infer.decode.tree import Level, Tree
-from tests.infer.test_shape import GREEDY, VOCAB, TableDrafter, check_connected, paths
+from tests.infer.laws import GREEDY, TableDrafter, check_connected, node_paths, paths
+from tests.infer.laws import TABLE_VOCAB as VOCAB
+
+
+def level_of(depth: int, log_q: Tensor, rows: list[int], survival: list[float], candidates: Any = None) -> Level:
+    """A level whose nodes, the best first, come from these rows of laws log q [r, Vd]; the frontier holds them all,
+    or the best of these candidates."""
+    at, alive = torch.tensor(rows), torch.tensor(survival).log()
+    every = alive if candidates is None else torch.tensor(candidates).log()
+    return Level(depth, log_q, torch.arange(len(log_q)), at, at, every, every, torch.arange(len(alive)), alive)
 
 
 def level(depth: int, survival: list[float], candidates: list[float] | None = None) -> Level:
     """A level whose frontier has these survivals; every node came from the same law."""
-    alive = torch.tensor(survival).log()
-    every = alive if candidates is None else torch.tensor(candidates).log()
-    rows = torch.zeros(len(every), dtype=torch.long)
-    return Level(depth, torch.zeros(1, 2), rows[:1], rows, rows, every, every, torch.arange(len(alive)), alive)
+    return level_of(depth, torch.zeros(1, 2), [0] * len(candidates or survival), survival, candidates)
 
 
-def level_of(depth: int, log_q: Tensor, rows: list[int], survival: list[float]) -> Level:
-    """A level whose nodes, the best first, come from these rows of laws log q [r, Vd]."""
-    at, alive = torch.tensor(rows), torch.tensor(survival).log()
-    return Level(depth, log_q, torch.arange(len(log_q)), at, at, alive, alive, torch.arange(len(at)), alive)
+def make_stop(config: Any, levels: int = 6, nodes: int = 20) -> Stop:
+    return KINDS[type(config)](config, levels, nodes)
 
 
 def uncertain(*counts: float) -> Tensor:
@@ -77,8 +82,6 @@ RULES: dict[str, StopConfig] = {
     "vote": VoteConfig(signals=("probability",), probability_threshold=0.2),
     "marginal_gain": MarginalGainConfig(threshold=0.25),
 }
-# h between the entropies of the second token's laws: the rule stops below some first tokens, not below others
-ENTROPY = EntropyConfig(c=1.0, h=1.1)
 
 
 class Chains:
@@ -130,22 +133,13 @@ class Chains:
         return float(chisquare(seen.numpy(), (law / law.sum() * DRAWS).numpy()).pvalue)
 
 
-def made(stop: StopConfig) -> Stop:
-    return make_stop(stop, levels=2, nodes=3)
-
-
 @pytest.mark.parametrize("name", RULES)
-def test_with_the_doubted_token_kept_the_output_has_the_targets_law(name: str) -> None:
-    chains = Chains(seed=4)
-    first, second = chains.stops(made(RULES[name]))
+def test_the_output_has_the_targets_law_only_if_the_doubted_token_is_kept(name: str) -> None:
+    chains, rule = Chains(seed=4), make_stop(RULES[name], 2, 3)
+    first, second = chains.stops(rule)
     assert 0 < int(first.sum()) < FEW and int(second.sum()) > 0  # the rule does look at the tokens
-    assert chains.p_value(chains.texts(made(RULES[name]), drop=False)) > 1e-3
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_a_token_dropped_after_a_look_at_it_biases_the_output(name: str) -> None:
-    chains = Chains(seed=4)
-    assert chains.p_value(chains.texts(made(RULES[name]), drop=True)) < 1e-6
+    assert chains.p_value(chains.texts(rule, drop=False)) > 1e-3
+    assert chains.p_value(chains.texts(rule, drop=True)) < 1e-6  # dropping it after a look at it is biased
 
 
 TREE = DynamicConfig(levels=6, k=4, nodes=20)
@@ -209,21 +203,12 @@ def test_a_stop_rule_reads_at_most_one_number_a_level(name: str, shape: TreeConf
         assert ended in (False, True)
 
 
-def test_every_config_has_its_rule_and_the_default_is_a_constant_depth() -> None:
-    configs = typing.get_args(typing.get_args(StopConfig)[0])
-    assert TREE.stop == ConstantConfig() and len({type(make_stop(config(), 6, 7)) for config in configs}) == len(
-        configs
-    )
-    assert len({config().rule for config in configs}) == len(configs)
-
-
 @pytest.mark.parametrize("threshold", [0.0, 0.4, 0.6, 0.8, 1.0])
 def test_a_chain_ends_with_the_first_token_that_transformers_doubts(threshold: float) -> None:
     criterion, lengths = ConfidenceCriteria(threshold), set()
     for seed in range(12):
         drafter = TableDrafter(seed, sharpness=4.0)
-        config = ChainConfig(levels=6, stop=ConfidenceConfig(threshold=threshold))
-        tree = make_shape(config).grow(drafter, torch.tensor([2]), 6, GREEDY)
+        tree = grown(drafter, ConfidenceConfig(threshold=threshold))
         path: tuple[int, ...] = ()
         for token in tree.tokens[1:].tolist():
             doubted = criterion(torch.tensor([[0, token]]), (drafter.law(path)[None],))
@@ -236,16 +221,10 @@ def test_a_chain_ends_with_the_first_token_that_transformers_doubts(threshold: f
     assert threshold < 1.0 or lengths == {1}
 
 
-def grown(drafter: TableDrafter, stop: EntropyConfig, **changes: int) -> Tree:
-    config = DynamicConfig(**{"levels": 6, "stop": stop, **changes}) if changes else ChainConfig(levels=6, stop=stop)  # type: ignore[arg-type]
+def grown(drafter: TableDrafter, stop: StopConfig, **changes: Any) -> Tree:
+    """The tree of these keys, or a chain of six tokens."""
+    config = DynamicConfig(**{"levels": 6, "stop": stop, **changes}) if changes else ChainConfig(levels=6, stop=stop)
     return make_shape(config).grow(drafter, torch.tensor([2]), config.levels, GREEDY)
-
-
-def node_paths(tree: Tree) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tree)):
-        found.append((*found[int(tree.parents[node])], int(tree.tokens[node])))
-    return found
 
 
 @pytest.mark.parametrize("bound", [0.4, 0.8, 1.2])
@@ -256,7 +235,7 @@ def test_equation_7_a_chain_ends_with_the_token_of_the_first_uncertain_law(bound
         drafter = TableDrafter(seed, sharpness=4.0)
         tree = grown(drafter, config)
         path = tuple(tree.tokens[1:].tolist())
-        entropies = [float(entropy(drafter.law(path[:depth])[None])) for depth in range(len(path))]
+        entropies = [float(entropy(drafter.law(path[:depth]).exp())) for depth in range(len(path))]
         assert all(found <= bound for found in entropies[:-1])
         assert entropies[-1] > bound or len(path) == 6
         assert tree.draft_forwards == drafter.calls == tree.levels == len(path)
@@ -279,14 +258,11 @@ def test_the_readings_for_trees_by_hand() -> None:
     assert asked("value_weighted", [4, 2], [0.05, 0.05]) and not asked("value_weighted", [4, 2], [0.01, 0.05])
     assert not asked("per_node", [8, 8], [0.5, 0.3])  # `expands` says it node by node
     assert all(asked(over, [4], [0.5]) for over in ("top_path", "minimum", "value_weighted", "per_node"))
-
-
-def test_every_reading_looks_at_the_law_that_the_node_came_from() -> None:
-    """Two laws, three nodes: the first node stands below the second law."""
-    level = level_of(2, uncertain(1, 8), [1, 0, 0], [0.4, 0.3, 0.2])
+    # two laws, three nodes: the first node stands below the second law
+    mixed = level_of(2, uncertain(1, 8), [1, 0, 0], [0.4, 0.3, 0.2])
     rule = Entropy(EntropyConfig(c=1.0, h=1.0))
-    assert rule.ends(level) and rule.expands(level) is None
-    mask = Entropy(EntropyConfig(c=1.0, h=1.0, over="per_node")).expands(level)
+    assert rule.ends(mixed) and rule.expands(mixed) is None
+    mask = Entropy(EntropyConfig(c=1.0, h=1.0, over="per_node")).expands(mixed)
     assert mask is not None and mask.tolist() == [False, True, True]
 
 
@@ -309,11 +285,11 @@ def test_per_node_nobody_stands_below_an_uncertain_node_and_the_others_are_expan
         names = node_paths(tree)
         parents = {names[int(parent)] for parent in tree.parents[1:]} - {()}
         for parent in parents:
-            assert float(entropy(drafter.law(parent[:-1])[None])) <= bound
+            assert float(entropy(drafter.law(parent[:-1]).exp())) <= bound
         for depth in range(1, tree.levels):
             level = [node for node in range(1, len(tree)) if int(tree.depth[node]) == depth]
             for node in sorted(level, key=lambda node: -float(tree.survival[node]))[:3]:
-                certain = float(entropy(drafter.law(names[node][:-1])[None])) <= bound
+                certain = float(entropy(drafter.law(names[node][:-1]).exp())) <= bound
                 assert (names[node] in parents) == certain
                 leaves, inner = leaves + (not certain), inner + certain
     assert leaves > 3 and inner > 3
@@ -376,14 +352,9 @@ def test_with_a_frontier_as_wide_as_the_budget_it_grows_opt_trees_tree(threshold
         expected, forwards = published(TableDrafter(seed), budget, threshold, max_depth=levels + 1)
         drafter = TableDrafter(seed)
         stop = MarginalGainConfig(threshold=threshold)
-        config = DynamicConfig(levels=levels, k=budget, nodes=budget + 1, stop=stop)
-        tree = make_shape(config).grow(drafter, torch.tensor([2]), levels, GREEDY)
-        found = paths(tree)
-        assert found.keys() == expected.keys()
-        assert all(math.isclose(found[path], value, abs_tol=1e-5) for path, value in expected.items())
-        assert tree.draft_forwards == drafter.calls
-        assert forwards == tree.levels + 1
-        assert tree.draft_forwards == tree.levels
+        tree = grown(drafter, stop, levels=levels, k=budget, nodes=budget + 1)
+        assert paths(tree) == pytest.approx(expected, abs=1e-5)
+        assert tree.draft_forwards == drafter.calls == tree.levels == forwards - 1
         depths.add(tree.levels)
     assert len(depths) > 1 or threshold in (0.05, 0.8)
 
@@ -392,13 +363,6 @@ def test_it_ends_at_the_first_check_below_the_threshold() -> None:
     rule = ProbabilitySum(ProbabilitySumConfig())
     assert [depth_of(rule, steady(share, 11)) for share in (0.3, 0.7, 0.77, 0.8, 0.9)] == [5, 7, 9, 9, None]
     assert depth_of(rule, [[0.2, 0.1], *[[0.1, 0.04]] * 4]) == 5 and depth_of(rule, [[0.1, 0.06]] * 11) is None
-
-
-def test_asked_at_every_depth_it_is_deagles_probability_signal() -> None:
-    every = ProbabilitySum(ProbabilitySumConfig(checks=tuple(range(1, 19)), threshold=0.15))
-    signal = Vote(VoteConfig(signals=("probability",)))
-    for step in range(1, 100):
-        assert depth_of(every, steady(step / 100)) == depth_of(signal, steady(step / 100))
 
 
 SHARES = [round(0.05 * step, 2) for step in range(1, 20)]

@@ -4,27 +4,21 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from torch import Tensor
 
 from aerie.configs.schema.decode import TypicalConfig
 from aerie.infer.decode import verify as rejection
-from aerie.infer.decode.sampling import draw
+from aerie.infer.decode.sampling import draw, entropy
+from aerie.infer.decode.shape import StaticTree
+from aerie.infer.decode.stop import Stop
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
-from aerie.infer.decode.verify import (
-    NOT_LOSSLESS,
-    Verdict,
-    accept_chain,
-    accept_sibling,
-    accept_typical,
-    entropy,
-    rule_of,
-    verify,
-    walk,
-)
-from tests.infer.laws import SETTINGS, VOCAB, World, sampler
+from aerie.infer.decode.verify import NOT_LOSSLESS, Verdict, accept_sibling, accept_typical, rule_of, verify, walk
+from tests.infer.laws import SETTINGS, TABLE_VOCAB, VOCAB, TableDrafter, World, node_paths, sampler
 
 
 def tree(tokens: list[int], parents: list[int], depth: list[int]) -> Tree:
@@ -40,24 +34,21 @@ def test_the_walk_is_that_of_a_naive_descent(riding: bool) -> None:
     for seed in range(300):
         dice = torch.Generator().manual_seed(seed)
         count = int(torch.randint(1, 24, (1,), generator=dice))
-        above = [0, *(int(torch.randint(0, node, (1,), generator=dice)) for node in range(1, count))]
-        depth = [0] * count
+        parents, depth = [0], [0]
         for node in range(1, count):
-            depth[node] = depth[above[node]] + 1
-        order = sorted(range(count), key=depth.__getitem__)
-        parents = [order.index(above[node]) for node in order]
+            parents.append(int(torch.randint(0, node, (1,), generator=dice)))
+            depth.append(depth[parents[node]] + 1)
         rank = [sum(parents[other] == parents[node] for other in range(1, node)) for node in range(count)]
         rides = [riding and node > 0 and node % 3 == 0 for node in range(count)]
         tokens = [max(0, each - 1) if ride else each for each, ride in zip(rank, rides, strict=True)]
         choice = torch.randint(0, 3, (count,), generator=dice)
-        passengers = torch.tensor(rides) if riding else None
-        grown = replace(tree(tokens, parents, sorted(depth)), passengers=passengers)
+        grown = replace(tree(tokens, parents, depth), passengers=torch.tensor(rides) if riding else None)
         path, known = [0], True
         while known:
             wanted = int(choice[path[-1]])
             below = [n for n in range(1, count) if parents[n] == path[-1] and tokens[n] == wanted and not rides[n]]
             known = bool(below)
-            path += below
+            path += below[:1]
         assert walk(grown, choice) == Verdict(path, [tokens[node] for node in path[1:]], int(choice[path[-1]]))
         lengths.add(len(path))
     assert {1, 2, 3, 4} <= lengths
@@ -77,39 +68,10 @@ def threshold(accepts: Callable[[Tensor], Tensor], count: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-def test_a_chain_has_the_targets_law_exactly(temperature: float, top_p: float) -> None:
-    """R1 by enumeration of both drafted tokens, of what is accepted, and of the bonus token."""
-    laws = World(temperature, top_p)
-    (p0, p1, p2), (q0, q1, _) = ([law.double() for law in side] for side in (laws.target, laws.draft))
-    drafts = torch.tensor(list(itertools.product(range(VOCAB), repeat=2)))
-    first, second = drafts.T
-    p = torch.stack([p0.expand(len(drafts), -1), p1[first], p2[first, second]], dim=1)
-    q = torch.stack([q0.expand(len(drafts), -1), q1[first]], dim=1)
-    certain = torch.zeros(len(drafts), dtype=torch.double)
-
-    def accepted(u1: Tensor, u2: Tensor) -> Tensor:
-        return accept_chain(p, q, drafts, torch.stack([u1, u2], dim=1))[0]
-
-    t1 = threshold(lambda u: accepted(u, certain + JUST_BELOW_ONE) >= 1, len(drafts))
-    t2 = threshold(lambda u: accepted(certain, u) >= 2, len(drafts)) * (t1 > 0)
-    reject_at = certain + JUST_BELOW_ONE
-    written = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.double)
-    for row, (x, y) in enumerate(drafts.tolist()):
-        chance = q0[x] * q1[x, y]
-        refused = accept_chain(p[row], q[row], drafts[row], reject_at[:2])[1]
-        once = accept_chain(p[row], q[row], drafts[row], torch.stack([certain[0], reject_at[0]]))[1]
-        twice = accept_chain(p[row], q[row], drafts[row], certain[:2])[1]
-        written += chance * (1 - t1[row]) * refused[:, None, None] * p1[:, :, None] * p2
-        written[x] += chance * t1[row] * (1 - t2[row]) * once[:, None] * p2[x]
-        written[x, y] += chance * t1[row] * t2[row] * twice
-    torch.testing.assert_close(written, p0[:, None, None] * p1[:, :, None] * p2, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, temperature: float, top_p: float) -> None:
-    """R3 and R4 by enumeration of every way to draw the siblings, of the one accepted, and of the bonus token."""
+    """By enumeration of every way to draw the siblings, of the one accepted, and of the bonus token. One child: R1."""
     laws = World(temperature, top_p)
     p0, q0 = laws.target[0].double(), laws.draft[0].double()
     count = count if replaced else min(count, int((q0 > 0).sum()))  # fewer survivors: fewer are drafted
@@ -130,10 +92,8 @@ def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, tempe
     for rank in range(count):
 
         def accepts(u: Tensor, rank: int = rank) -> Tensor:
-            chosen, _ = accept_sibling(
-                p, q, siblings, torch.cat([refuse[:, :rank], u[:, None], refuse[:, rank + 1 :]], 1), replaced
-            )
-            return chosen == rank
+            uniform = torch.cat([refuse[:, :rank], u[:, None], refuse[:, rank + 1 :]], 1)
+            return accept_sibling(p, q, siblings, uniform, replaced)[0] == rank
 
         share = threshold(accepts, len(rows))
         written.index_add_(0, siblings[rank], alive * share)
@@ -142,24 +102,21 @@ def test_siblings_have_the_targets_law_exactly(count: int, replaced: bool, tempe
     torch.testing.assert_close(written, p0, atol=1e-6, rtol=0)
 
 
-def random_tree(dice: torch.Generator, rule: str) -> tuple[Tree, Tensor]:
-    """A tree of sampled children in level order, ragged, siblings apart from one another, and the target's logits."""
+def random_tree(dice: torch.Generator, rule: Any) -> tuple[Tree, Tensor]:
+    """A tree of sampled children, ragged, siblings apart from one another, and the target's logits; R1: a chain."""
     q, parents, depth, tokens = [], [0], [0], [0]
     for node in itertools.count():
         if node == len(parents) or len(parents) > 14:
             break
         q.append((1.5 * torch.randn(VOCAB, generator=dice)).softmax(-1))
-        most = int(torch.randint(0 if node else 1, 4, (1,), generator=dice))
+        most = 1 if rule == "R1" else int(torch.randint(0 if node else 1, 4, (1,), generator=dice))
         if depth[node] < 3 and most:
             tokens += q[-1].multinomial(most, replacement=rule == "R4", generator=dice).tolist()
             parents += [node] * most
             depth += [depth[node] + 1] * most
-    count = len(parents)
-    laws = torch.cat([torch.stack(q), torch.zeros(count - len(q), VOCAB)])
-    zero, above = torch.zeros(count), torch.tensor(parents)
-    proposal = Proposal(rule, laws)  # type: ignore[arg-type]
-    grown = Tree(torch.tensor(tokens), above, torch.tensor(depth), ancestors(above, 3), zero, zero, 3, 3, proposal)
-    return grown, torch.randn(count, VOCAB, generator=dice)
+    laws = torch.cat([torch.stack(q), torch.zeros(len(parents) - len(q), VOCAB)])
+    grown = replace(tree(tokens, parents, depth), proposal=Proposal(rule, laws))
+    return grown, torch.randn(len(parents), VOCAB, generator=dice)
 
 
 def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[list[int], Tensor]:
@@ -184,7 +141,7 @@ def textbook(grown: Tree, p: Tensor, uniform: dict[int, list[float]]) -> tuple[l
             return path, left
 
 
-@pytest.mark.parametrize("rule", ["R3", "R4"])
+@pytest.mark.parametrize("rule", ["R1", "R3", "R4"])
 def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged trees, all nodes at once against one child after the other, with the same uniform numbers."""
     bonus: list[Tensor] = []
@@ -196,15 +153,13 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
     monkeypatch.setattr(rejection, "draw", remembering)
     lengths = set()
     for seed in range(150):
-        dice = torch.Generator().manual_seed(seed)
-        grown, logits = random_tree(dice, rule)
+        grown, logits = random_tree(torch.Generator().manual_seed(seed), rule)
         families: dict[int, int] = {}
         for parent in grown.parents.tolist()[1:]:
             families[parent] = families.get(parent, 0) + 1
         inner = sorted(families, key=lambda parent: -families[parent])
         table = torch.rand(len(inner), max(families.values()), generator=torch.Generator().manual_seed(seed))
-        uniform = {parent: table[row].tolist() for row, parent in enumerate(inner)}
-        path, law = textbook(grown, logits.softmax(-1), uniform)
+        path, law = textbook(grown, logits.softmax(-1), dict(zip(inner, table.tolist(), strict=True)))
         verdict = verify(grown, logits, sampler(1.0, 1.0, seed))
         assert verdict.path == path
         assert verdict.tokens == grown.tokens[path[1:]].tolist()
@@ -212,6 +167,41 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
         assert law[verdict.bonus] > 0
         lengths.add(len(path))
     assert lengths == {1, 2, 3, 4}
+
+
+RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("choices", "children"), [(((0,), (0, 0)), "sampled"), (RAGGED, "sampled"), (RAGGED, "replaced")]
+)
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_what_is_drafted_and_verified_has_the_targets_law(choices: Any, children: Any, is_honest: bool) -> None:
+    """R1, R3 and R4 on synthetic laws; a drafter whose laws are not those of its draws is found out."""
+    draft, target, draws = TableDrafter(1, sharpness=1.0), TableDrafter(2, sharpness=1.0), 1500
+    shape, chosen = StaticTree(Stop(), choices, children), sampler(1.0, 0.9)
+
+    def law(path: tuple[int, ...]) -> Tensor:
+        return chosen.law(target.law(path)[None])  # [1, V]
+
+    counts = torch.zeros(TABLE_VOCAB, TABLE_VOCAB)
+    for _ in range(draws):
+        grown = shape.grow(draft, torch.tensor([0]), 2, chosen)
+        assert grown.proposal is not None
+        if not is_honest:
+            flat = (grown.proposal.laws > 0).float()
+            grown = replace(grown, proposal=replace(grown.proposal, laws=flat / flat.sum(-1, keepdim=True)))
+        verdict = verify(grown, torch.stack([target.law(path) for path in node_paths(grown)]), chosen)
+        text = [*verdict.tokens, verdict.bonus]
+        counts[text[0], text[1] if len(text) > 1 else draw(law((text[0],)), chosen.generator)] += 1
+    wanted = (law(()).T * torch.cat([law((token,)) for token in range(TABLE_VOCAB)])).double() * draws  # [V, V]
+    assert not is_honest or not counts[wanted == 0].any()
+    likely = wanted >= 5
+    observed = torch.cat([counts[likely], counts[~likely & (wanted > 0)].sum()[None]])
+    expected = torch.cat([wanted[likely], wanted[~likely].sum()[None]])
+    expected *= observed.sum() / expected.sum()
+    fit = chisquare(observed.numpy(), expected.numpy()).pvalue
+    assert fit > 1e-3 if is_honest else fit < 1e-6
 
 
 def test_a_draft_vocabulary_is_spread_over_the_targets() -> None:
@@ -222,38 +212,32 @@ def test_a_draft_vocabulary_is_spread_over_the_targets() -> None:
 
 
 def test_equal_laws_refuse_nothing() -> None:
-    law = torch.randn(2000, 3, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    tokens = draw(law[:, :2].flatten(0, 1), torch.Generator().manual_seed(1)).view(2000, 2)
-    accepted, bonus = accept_chain(law, law[:, :2], tokens, torch.full((2000, 2), 1.0 - 2**-24))
-    assert bool((accepted == 2).all())
-    torch.testing.assert_close(bonus, law[:, 2])
+    law = torch.randn(2000, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    tokens = draw(law, torch.Generator().manual_seed(1))
+    chosen, left = accept_sibling(law, law, [tokens], torch.full((2000, 1), 1.0 - 2**-24), replaced=False)
+    assert bool((chosen == 0).all()) and left.isfinite().all()
 
 
 PUBLISHED = TypicalConfig()
 
 
-def rows(*laws: list[float]) -> torch.Tensor:
-    return torch.tensor(laws)
-
-
 def test_a_sure_target_asks_for_epsilon_and_an_unsure_one_for_less() -> None:
     line = tree([0, 1], [0, 0], [0, 1])
     for chance, accepted in ((0.08, 0), (0.1, 1)):
-        law = [0.0, chance, 0.62, 0.38 - chance]
-        assert 0.3 * math.exp(-float(entropy(torch.tensor(law)))) > 0.1  # epsilon decides
-        assert accept_typical(line, rows(law, law), PUBLISHED).accepted == accepted
-    flat = [0.05] * 20  # delta exp(-H) = 0.3 / 20
-    assert accept_typical(line, rows(flat, flat), PUBLISHED).accepted == 1
-    assert accept_typical(line, rows(flat, flat), TypicalConfig(delta=1.1)).accepted == 0
+        law = torch.tensor([0.0, chance, 0.62, 0.38 - chance])
+        assert 0.3 * math.exp(-float(entropy(law))) > 0.1  # epsilon decides
+        assert accept_typical(line, law.expand(2, -1), PUBLISHED).accepted == accepted
+    flat = torch.full((2, 20), 0.05)  # delta exp(-H) = 0.3 / 20
+    assert accept_typical(line, flat, PUBLISHED).accepted == 1
+    assert accept_typical(line, flat, TypicalConfig(delta=1.1)).accepted == 0
 
 
 def test_the_longest_typical_path_wins_and_then_the_most_probable() -> None:
     grown = tree([0, 1, 2, 1, 2, 3], [0, 0, 0, 1, 2, 2], [0, 1, 1, 2, 2, 2])
-    root = [0.1, 0.5, 0.4, 0.0]
-    never, often = [0.9, 0.0, 0.1, 0.0], [0.0, 0.0, 0.45, 0.55]
-    verdict = accept_typical(grown, rows(root, never, often, root, never, often), PUBLISHED)
+    root, never, often = [0.1, 0.5, 0.4, 0.0], [0.9, 0.0, 0.1, 0.0], [0.0, 0.0, 0.45, 0.55]
+    verdict = accept_typical(grown, torch.tensor([root, never, often, root, never, often]), PUBLISHED)
     assert (verdict.path, verdict.tokens, verdict.bonus) == ([0, 2, 5], [2, 3], 3)  # longer beats the likelier sibling
-    alone = accept_typical(tree([0, 1, 2], [0, 0, 0], [0, 1, 1]), rows(root, never, often), PUBLISHED)
+    alone = accept_typical(tree([0, 1, 2], [0, 0, 0], [0, 1, 1]), torch.tensor([root, never, often]), PUBLISHED)
     assert alone.tokens == [1] and alone.bonus == 0
 
 
@@ -261,6 +245,6 @@ def test_it_is_named_not_lossless_and_its_output_has_another_law() -> None:
     hot, cold = sampler(1.0, 1.0), sampler(0.0, 1.0)
     assert rule_of(None, hot, PUBLISHED) == NOT_LOSSLESS and "not lossless" in NOT_LOSSLESS
     assert rule_of(None, cold, PUBLISHED) == "R0"
-    line, law = tree([0, 1], [0, 0], [0, 1]), rows([0.5, 0.3, 0.2], [0.5, 0.3, 0.2])
-    first = {verify(line, law.log(), hot, PUBLISHED).tokens[0] for _ in range(50)}
+    law = torch.tensor([0.5, 0.3, 0.2]).expand(2, -1)
+    first = {verify(tree([0, 1], [0, 0], [0, 1]), law.log(), hot, PUBLISHED).tokens[0] for _ in range(50)}
     assert first == {1}  # token 1 has probability 0.3, and always comes out

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from aerie.configs.errors import UserError
-from aerie.infer.decode import calibrator
-from aerie.infer.decode.calibrator import Calibrator
+from aerie.infer.decode.methods import Calibrator, load_calibrator
 from aerie.model import push
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.export import export
@@ -180,11 +179,12 @@ def test_a_path_of_the_machine_gives_way_to_its_last_part(text: str, shown: str)
 def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(tmp_path: Path) -> None:
     place, out = tmp_path / "head", tmp_path / "out"
     save_head(published.eagle3(), place, target_path=str(tmp_path / "target"))  # config.json is another there
-    calibrator.save(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(place)), place)
+    fitted = Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(place))
+    write_json(place / "calibrator.json", asdict(fitted))
     out.mkdir()
     for name, file in pack(inspect_head(place), "me/head", allowed=["without_results"])[0].items():
         (out / name).write_bytes(file if isinstance(file, bytes) else file.read_bytes())
-    assert calibrator.load(out).temperature == 1.5
+    assert load_calibrator(out).temperature == 1.5
     save_head(published.eagle3(seed=3), place, target_path="a/b")  # another head: its calibrator stays
     assert "calibrator.json" not in packed(place, allowed=["without_results"])["names"]
 

@@ -1,7 +1,6 @@
 """Drafting with a small LM that shares its target's tokenizer (SpS): a cache of its own, no features of the target."""
 
-from itertools import islice
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,50 +24,36 @@ class DraftLMDrafter(Drafter):
     def __init__(self, draft: Target, target: Target) -> None:
         """The draft LM must read token ids as the target does: see load_draft_lm."""
         self.draft, self._lm = draft, CachedLM(draft)
+        self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
         self.max_positions = int(getattr(draft.config, "max_position_embeddings", None) or 2**31)
-        self._num_rows, num_ids = int(draft.vocab.embedding.shape[0]), int(target.vocab.lm_head.shape[0])
-        self._num_columns = min(int(draft.vocab.lm_head.shape[0]), num_ids)
-        self._is_shorter = self._num_rows < num_ids
+        self._num_columns = min(int(draft.vocab.lm_head.shape[0]), int(target.vocab.lm_head.shape[0]))
         self._unread = torch.empty(0, dtype=torch.long)  # committed tokens that the LM has not read
         self._num_repeated = 0  # tokens of the prompt that the next commit begins with
         self._root_law: Tensor | None = None  # [1, num_columns]
         self._steps: list[tuple[Tensor, Tensor]] = []  # (tokens, parents) of each level that was read in this cycle
-        self._depth = torch.empty(0, dtype=torch.long)  # of the rows drafted so far, [m]
-        self._seen = torch.empty(1, 0, dtype=torch.bool)  # by the rows of the last call, [rows, m]
-
-    def forwards(self) -> tuple[tuple[Any, str], ...]:
-        return (self.draft.decoder, "forward"), (self.draft, "logits")
+        self._depth = self._seen = self._unread  # of the rows drafted so far, [m]; by the rows of the last call, [n, m]
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
-        """Forgets everything and reads the prompt [T]; capacity is for prompt, answer and a tree's drafted rows."""
         self._lm.prefill(self._readable(prompt), capacity)
         self._num_repeated = prompt.shape[0] - 1
-        self._unread = self._depth = prompt[:0]
-        self._seen = prompt.new_empty(1, 0, dtype=torch.bool)
-        self._root_law = None
-        self._forget_steps()
+        self._unread, self._root_law, self._steps = prompt[:0], None, []
 
     def commit(self, tokens: Tensor, features: Tensor | None = None) -> None:
-        """Takes the n tokens [n] that the last cycle yielded, its bonus token included; features are not looked at.
-
-        The first tokens after `reset` are the prompt's, without its first, and the answer's first.
-        """
+        """Takes the n tokens [n] that the last cycle yielded, its bonus token included; features are not looked at."""
+        # after `reset` the first tokens are the prompt's, without its first, and the answer's first
         tokens, self._num_repeated = tokens[self._num_repeated :], 0
-        # the bonus token was never drafted, so that no row holds it
-        kept = self._rows_of(tokens[:-1])
+        kept = self._rows_of(tokens[:-1])  # the bonus token was never drafted, so that no row holds it
         self._lm.keep(kept)
         self._unread = torch.cat([self._unread, tokens[len(kept) :]])
-        self._root_law = None
-        self._forget_steps()
+        self._root_law, self._steps = None, []
 
     def start(self) -> Tensor:
         """log q [1, V] after the last committed token; V is the shorter of the two vocabularies."""
         self._lm.keep([])
-        self._forget_steps()
+        self._steps, self._depth = [], self._unread[:0]
+        self._seen = self._unread.new_empty(1, 0, dtype=torch.bool)
         if self._root_law is None:
-            count = self._unread.shape[0]
-            assert count, "reset, then commit at least the answer's first token"
-            line = torch.arange(count, device=self._unread.device)
+            line = torch.arange(self._unread.shape[0], device=self._unread.device)
             below = line[:, None] >= line[None]  # [n, n]
             # one forward reads all that is new, in order
             hidden = self._lm.append(self._readable(self._unread), line, below)
@@ -78,10 +63,8 @@ class DraftLMDrafter(Drafter):
         return self._root_law
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """log q [n, V] after n drafted tokens [n], each below the row of the last call that parents [n] names."""
-        count = tokens.shape[0]
         # a node sees the rows that its parent saw, and itself
-        itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
+        itself = torch.eye(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         self._depth = torch.cat([self._depth, torch.full_like(tokens, len(self._steps))])
         self._seen = torch.cat([self._seen.index_select(0, parents), itself], dim=1)  # [n, m + n]
         self._steps.append((tokens, parents))
@@ -89,30 +72,23 @@ class DraftLMDrafter(Drafter):
 
     def _rows_of(self, tokens: Tensor) -> list[int]:
         """The drafted rows of the longest beginning of `tokens` that was read as a path, as offsets after `length`."""
-        if not self._steps or not tokens.numel():
-            return []
         # one synchronisation for the tokens and all levels
-        flat = iter(torch.cat([tokens, *(column for step in self._steps for column in step)]).tolist())
-        path = list(islice(flat, tokens.shape[0]))
+        parts = [tokens, *(column for step in self._steps for column in step)]
+        path, *columns = (part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts]))
         rows: list[int] = []
         first, parent = 0, 0  # of a level's rows; the row of the level above that the path stands on
-        for token, (level, _) in zip(path, self._steps, strict=False):
-            count = level.shape[0]
-            nodes = list(zip(list(islice(flat, count)), list(islice(flat, count)), strict=True))
+        for token, level, parents in zip(path, columns[::2], columns[1::2], strict=False):
+            nodes = list(zip(level, parents, strict=True))
             if (token, parent) not in nodes:
                 break
             parent = nodes.index((token, parent))
             rows.append(first + parent)
-            first += count
+            first += len(level)
         return rows
-
-    def _forget_steps(self) -> None:
-        self._steps = []
-        self._depth, self._seen = self._depth[:0], self._seen.new_empty(1, 0)
 
     def _readable(self, tokens: Tensor) -> Tensor:
         """The tokens, where the target wrote one of its padding rows some other token: no draft LM can know it."""
-        return tokens.clamp(max=self._num_rows - 1) if self._is_shorter else tokens
+        return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)
 
     def _log_q(self, hidden: Tensor) -> Tensor:
         return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)

@@ -1,0 +1,195 @@
+"""Guessing without a model of one's own: prompt lookup, and lookahead decoding with its Jacobi window.
+
+Guessed continuations are one tree: what guesses share is one node, and passengers ride beside them.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
+from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.shape import Cycle, Proposer
+from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
+
+Text = NDArray[np.int64]
+Ngram = tuple[int, ...]
+Name = Path | int
+
+
+class Trie:
+    """Collects guesses and passengers under a root in any order. A node is named by its path, or by a number.
+
+    The confidence of a guessed node is the share of its parent's guesses that pass through it, which is certainty for
+    a single guess. Siblings of guesses differ, as rule R2 asks; those of passengers may not.
+    """
+
+    def __init__(self) -> None:
+        self._guesses: Counter[Path] = Counter()  # how many pass through each path
+        # token, depth and parent; `tree` is given the root's token
+        self._nodes: dict[Name, tuple[int, int, Name]] = {(): (0, 0, ())}
+
+    def guess(self, tokens: Sequence[int]) -> None:
+        """Adds one continuation of the root."""
+        self._guesses.update(tuple(tokens[:count]) for count in range(len(tokens) + 1))
+
+    def ride(self, token: int, parent: Name) -> Name:
+        """Adds a passenger below the root or another passenger; its name."""
+        self._nodes[len(self._nodes)] = token, self._nodes[parent][1] + 1, parent
+        return len(self._nodes) - 1
+
+    def tree(self, root: Tensor) -> tuple[Tree, dict[Name, int]]:
+        """The tree under root [1], in level order, and the place in it of each node."""
+        guesses: Counter[Any] = self._guesses
+        nodes = self._nodes | {path: (path[-1], len(path), path[:-1]) for path in guesses if path}
+        order = sorted(nodes, key=lambda name: nodes[name][1])
+        places = {name: place for place, name in enumerate(order)}
+        if len(order) == 1:
+            return root_only(root), places
+        columns = [(nodes[n][0], places[nodes[n][2]], nodes[n][1], n not in guesses) for n in order]
+        tokens, parents, depth, rides = torch.tensor(columns, device=root.device).unbind(1)  # [N] each
+        rides[0] = 0
+        # log of the share of the guesses through the parent, and through the root, that pass through a node
+        counts = [(guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1) for n in order]
+        shares = [(math.log(through / parent), math.log(through / all_)) for through, parent, all_ in counts]
+        confidence, survival = torch.tensor(shares, device=root.device).unbind(1)
+        return Tree(
+            tokens=torch.cat([root, tokens[1:].to(root.dtype)]),
+            parents=parents,
+            depth=depth,
+            mask=ancestors(parents, nodes[order[-1]][1]),
+            confidence=confidence,
+            survival=survival,
+            levels=max(map(len, guesses), default=0),
+            draft_forwards=0,
+            passengers=rides.bool() if len(self._nodes) > 1 else None,
+        ), places
+
+
+def continuation(text: Text, config: PromptLookupConfig, end_ids: frozenset[int] = frozenset()) -> list[int]:
+    """At most config.length tokens that followed the longest n-gram which also ends the text [T]; perhaps none.
+
+    They are cut before the first end token.
+    Source: PromptLookupCandidateGenerator of transformers 5, after prompt-lookup-decoding.
+    """
+    for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
+        # the longest n-gram decides; of its places the leftmost, as transformers takes it
+        windows = sliding_window_view(text[:-1], size)  # [T - size, size], without the text's own end
+        starts = np.flatnonzero((windows == text[-size:]).all(axis=1)) + size
+        if len(starts):
+            start = starts[0] if config.match == "first" else starts[-1]
+            tokens: list[int] = text[start : start + config.length].tolist()
+            return list(itertools.takewhile(lambda token: token not in end_ids, tokens))
+    return []
+
+
+class PromptLookup(Proposer):
+    """Guesses what followed the same n-gram earlier in prompt and answer; no guess: plain decoding."""
+
+    def __init__(self, config: PromptLookupConfig) -> None:
+        self.config, self.max_nodes = config, config.length + 1
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        self._text, self._length = np.zeros(capacity, dtype=np.int64), len(prompt)
+        self._text[: self._length] = prompt.cpu().numpy()
+        self._end_ids = sampler.decoding.eos_token_ids
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        trie = Trie()
+        trie.guess(continuation(self._text[: self._length], self.config, self._end_ids)[:max_levels])
+        return trie.tree(root)[0]
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        new = written(tokens, cycle)
+        self._text[self._length : self._length + len(new)] = new
+        self._length += len(new)
+
+
+def written(tokens: Tensor, cycle: Cycle | None) -> list[int]:
+    """What a cycle, or the prefill, added to the text; the verdict is on the host already."""
+    return tokens[-1:].tolist() if cycle is None else [*cycle.verdict.tokens, cycle.verdict.bonus]
+
+
+class Lookahead(Proposer):
+    """Guesses the n-grams that followed the root's token in the window's trajectories, up to `guesses` of them.
+
+    The window has N - 1 rows of W guessed tokens, oldest first: row l, column i stands l + i places after the root,
+    which is 0, 0. Row 0 is a text that the root begins. A token further down continues row 0 up to its own column, and
+    then its column: the argmax below a column is its next token, so each forward is one Jacobi step on W trajectories
+    at once. It begins as one row of W + N - 2 random tokens; as long as it is not full, each forward adds a row and
+    takes the first column away.
+
+    It moves on by one place a cycle however many tokens were accepted, and guesses are verified once it is full; both
+    as published. All N - 1 tokens of a guess can be accepted, and the bonus token on top. The window takes argmaxes at
+    any temperature: a guess bears on the speed, not on the law.
+    Source: Lookahead decoding (arXiv 2402.02057), section 3; window, pool and warm-up are those of the published code.
+    """
+
+    def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
+        """context is the number of positions that the target has; where the window would pass it, it is left out."""
+        self.config, self._context, self.max_nodes = config, context or 2**31, config.sizes[2]
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        config, self._text = self.config, prompt.tolist()
+        generator = torch.Generator().manual_seed(config.seed)
+        chosen = torch.randint(len(self._text), (config.window + config.ngram - 2,), generator=generator)
+        self.window: list[list[int]] = [[self._text[place] for place in chosen.tolist()]]
+        self.pool: dict[int, dict[Ngram, None]] = {}  # the last different continuations of each token, oldest first
+        self._newest: list[int] = []  # nodes of the last tree that the window's next tokens are read from
+        self._read(len(self._text))
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        trie, token, first = Trie(), self._text[-1], self.window[0]
+        newest: list[Any] = []
+        # the window rides along as passengers: row 0 is a line below the root, the other rows stand below its columns
+        if len(self._text) + len(self.window) + len(first) - 2 <= self._context:
+            first[0], newest = token, [()]
+            for guessed in first[1:]:
+                newest.append(trie.ride(guessed, newest[-1]))
+            for row in self.window[1:]:
+                newest = [trie.ride(guessed, node) for guessed, node in zip(row, newest, strict=True)]
+        if len(self.window) == self.config.ngram - 1:
+            # guesses are n-grams that once followed this token; what they share is drafted once
+            for guess in self.pool.get(token, ()):
+                trie.guess(guess[:max_levels])
+        tree, places = trie.tree(root)
+        self._newest = [places[node] for node in newest]
+        return tree
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        if cycle is not None and self._newest:
+            # the argmax below each column of the newest row is the window's next row
+            rows = [*self.window, cycle.step.logits[self._newest].argmax(-1).tolist()]
+            if len(rows) == self.config.ngram:
+                self.window = rows[1:]
+                for ngram in zip(*rows, strict=True):
+                    self._add(ngram)
+            else:
+                self.window = [row[1:] for row in rows]
+        self._newest = []
+        new = written(tokens, cycle)
+        self._text += new
+        self._read(len(new))
+
+    def _read(self, new: int) -> None:
+        """The pool takes the n-grams that end in one of the text's last `new` tokens, where it is asked to."""
+        if self.config.pool_from_text:
+            size = self.config.ngram
+            for end in range(max(len(self._text) - new, size - 1), len(self._text)):
+                self._add(tuple(self._text[end + 1 - size : end + 1]))
+
+    def _add(self, ngram: Ngram) -> None:
+        """Remembers ngram[1:] after ngram[0], as the newest."""
+        kept = self.pool.setdefault(ngram[0], {})
+        kept.pop(ngram[1:], None)
+        kept[ngram[1:]] = None
+        if len(kept) > self.config.guesses:
+            del kept[next(iter(kept))]

@@ -1,0 +1,264 @@
+"""Drafting with trained heads: laws in the right places, true features alone, and heads that do not fit."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.infer.decode.drafters.heads import EagleDrafter, HydraDrafter, MedusaDrafter
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import DRAFTERS, drafting, load_head_for
+from aerie.infer.decode.shape import Cycle
+from aerie.model.checkpoint import save_head
+from aerie.model.heads.eagle import Eagle3Head
+from aerie.model.target import Target
+from tests import tiny
+from tests.infer.draws import TREES, greedy, make_head, make_target, prompts
+
+LOADED = [  # kind, options
+    ("eagle1", {}),
+    ("eagle3", {"num_hidden_layers": 2}),
+    ("medusa", {}),
+    ("hydra", {}),
+    ("hydra", {"prefix_layer": True}),
+]
+
+
+def ready(drafter: Any, target: Target, text: Tensor) -> Any:
+    """The drafter after it was handed the whole text [T] but its last token, and that token as the root."""
+    features = target.features(text[None, :-1], after_blocks=drafter.after_blocks)
+    known = features.last_hidden if features.taps is None else features.taps
+    drafter.reset(text[:-1], 256)
+    drafter.commit(text[1:], known[0])
+    return drafter
+
+
+@pytest.mark.parametrize(("kind", "options"), LOADED)
+@torch.inference_mode()
+def test_drafting_a_tree_equals_drafting_each_path_alone(kind: str, options: dict[str, Any]) -> None:
+    target = make_target()
+    head, text = make_head(target, kind, **options), torch.cat([prompts(3)[-1][0], torch.tensor([9])])
+    drafter = ready(DRAFTERS[kind](head, target), target, text)
+    drafter.start()
+    drafter.step(torch.tensor([11, 12, 13]), torch.tensor([0, 0, 0]))
+    both = drafter.step(torch.tensor([21, 22]), torch.tensor([2, 0]))
+    for law, path in zip(both, [(13, 21), (11, 22)], strict=True):
+        alone = ready(DRAFTERS[kind](head, target), target, text)
+        alone.start()
+        for token in path:
+            found = alone.step(torch.tensor([token]), torch.tensor([0]))[0]
+        torch.testing.assert_close(law, found, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(law, expected(head, target, text, path), rtol=1e-4, atol=1e-4)
+
+
+def expected(head: Any, target: Target, text: Tensor, path: tuple[int, ...]) -> Tensor:
+    """log q below a path by the head's own forward over all of the text: what it was trained as."""
+    taps = head.config.after_blocks if isinstance(head, Eagle3Head) else ()
+    known = target.features(text[None, :-1], after_blocks=taps)
+    if head.kind == "medusa":
+        return head(known.last_hidden[0, -1:])[len(path), 0].log_softmax(-1)
+    if head.kind == "hydra":
+        state = head.prefix(known.last_hidden, (0, len(text) - 1))[0, -1:]
+        rows = target.vocab.embedding[[int(text[-1]), *path]]
+        return head.step(len(path), state, rows.reshape(1, -1))[0].log_softmax(-1)
+    features = known.last_hidden if known.taps is None else head.fuse(known.taps)
+    line = torch.cat([text[1:], torch.tensor(path)])[None]  # known features first, then the head's own outputs
+    for count in range(len(text) - 1, line.shape[1] + 1):
+        out = head(line[:, :count], features, torch.arange(count)[None])
+        features = torch.cat([features, out[:, -1:]], dim=1)
+    return (head.logits if known.taps is not None else target.logits)(out[0, -1:])[0].log_softmax(-1)
+
+
+class Oracle(nn.Module):
+    """A Medusa or Hydra head that knows the text, and finds its place in it by the feature that it is given."""
+
+    def __init__(self, target: Target, text: Tensor, num_heads: int = 4) -> None:
+        super().__init__()
+        self.config = make_head(target, "hydra", num_heads=num_heads).config
+        self.features, self.text = target.features(text[None]).last_hidden[0], text
+        self.embedding, self.calls = target.vocab.embedding, 0
+
+    def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
+        self.calls += 1
+        distance, place = (self.features - state[:1]).norm(dim=-1).min(-1)
+        assert float(distance) < 1e-3  # a true feature
+        ahead = int(place) + 1  # of the root
+        row = embeddings.view(len(embeddings), index + 1, -1)[0]  # the best node's path
+        torch.testing.assert_close(row, self.embedding[self.text[ahead : ahead + index + 1]])
+        right = self.text[min(ahead + index + 1, len(self.text) - 1)]
+        return torch.zeros(len(state), len(self.embedding)).index_fill_(1, right, 30.0)
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.calls += 1
+        place = int((self.features - features).norm(dim=-1).argmin())
+        rights = self.text[(place + 2 + torch.arange(self.config.num_heads)).clamp(max=len(self.text) - 1)]
+        return torch.zeros(len(rights), 1, len(self.embedding)).scatter_(2, rights[:, None, None], 30.0)
+
+
+@pytest.mark.parametrize("tree", [ChainConfig(levels=4), DynamicConfig(levels=3, k=1, nodes=4)])
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_perfect_draft_is_accepted_whole_and_costs_what_its_heads_cost(kind: str, tree: TreeConfig) -> None:
+    target, ids = make_target(), prompts(3)[-1]
+    text = torch.tensor(greedy(target, ids, 48)[0])
+    head = Oracle(target, text)
+    drafter = MedusaDrafter(head) if kind == "medusa" else HydraDrafter(head, target)
+    drafted: list[tuple[int, int]] = []
+
+    def watch(cycle: Cycle) -> None:
+        drafted.append((cycle.tree.draft_forwards, cycle.tree.levels))
+        assert cycle.verdict.accepted == cycle.tree.levels == cycle.tree.num_drafted
+
+    new = 1 + 6 * (tree.levels + 1) + 1
+    found = SpeculativeDecoder(target, drafting(drafter, tree)).generate(
+        ids, do_sample=False, max_new_tokens=new, on_cycle=watch
+    )
+    assert found.sequences[0].equal(text[: ids.shape[1] + new])
+    statistics = found.statistics
+    assert statistics.cycle_tokens == [*[tree.levels + 1] * 6, 1]  # at last there is no room for a draft
+    assert drafted == [*[(1 if kind == "medusa" else tree.levels, tree.levels)] * 6, (0, 0)]
+    assert head.calls == statistics.draft_forwards and statistics.draft_forwards_wasted == 0
+
+
+@pytest.mark.parametrize(("kind", "options"), LOADED)
+@pytest.mark.parametrize("tree", [TREES["wide"], StaticConfig(choices="medusa63", children="best")])
+def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict[str, Any], tree: TreeConfig) -> None:
+    """Each node is a child that the drafter's law below its parent has, and the target reads it once."""
+    target, ids, read = make_target(), prompts(3)[-1], []
+    if isinstance(tree, DynamicConfig) and kind in ("medusa", "hydra"):
+        tree = DynamicConfig(levels=4, k=6, nodes=40)
+    proposer = drafting(DRAFTERS[kind](make_head(target, kind, **options), target), tree)
+    proposer.keep, nodes = True, []
+
+    def watch(cycle: Cycle) -> None:
+        nodes.append(cycle.tree.num_drafted)
+        grown = cycle.tree
+        laws = {} if grown.pool is None else grown.pool.laws()
+        for node in range(1, len(grown)):
+            law = laws[int(grown.parents[node])]
+            column = proposer.drafter.target_ids(torch.arange(len(law))).tolist().index(int(grown.tokens[node]))
+            assert float(grown.confidence[node]) == pytest.approx(float(law[column]), abs=1e-5)
+
+    hook = target.decoder.register_forward_pre_hook(
+        lambda _, __, keywords: read.append(keywords["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = SpeculativeDecoder(target, proposer).generate(ids, do_sample=False, max_new_tokens=12, on_cycle=watch)
+    hook.remove()
+    statistics = found.statistics
+    assert [width - 1 for width in read[1:]] == nodes == statistics.cycle_nodes and sum(nodes) > 50
+    assert statistics.draft_nodes == sum(nodes) >= sum(statistics.accepted)
+    assert found.sequences.tolist() == greedy(target, ids, 12)
+
+
+class Knowing(EagleDrafter):
+    """A head whose law is the known answer's next token, as a draft id; everything around the law is the real thing."""
+
+    def __init__(self, head: Eagle3Head, target: Target, text: list[int]) -> None:
+        super().__init__(head, target)
+        inside = head.vocabulary.t2d
+        self.answer = torch.where(inside, inside.cumsum(0) - 1, -1)[torch.tensor(text)]  # draft ids
+
+    def _log_q(self) -> Tensor:
+        laws = torch.full((self._hidden.shape[1], self.head.config.draft_vocab_size), -30.0)
+        place = self._length + self._levels + 1
+        return laws.index_fill_(1, self.answer[place], 0.0) if place < len(self.answer) else laws
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra"])
+def test_the_drafter_sees_true_features_of_accepted_tokens_only(kind: str) -> None:
+    """After any number of cycles its law equals that of a drafter that was handed the whole text at once."""
+    target, ids, paths = make_target(), prompts(3)[-1], []
+    options = {"hydra": {"prefix_layer": True}, "eagle3": {"ids": torch.arange(320)}}.get(kind, {})
+    head = make_head(target, kind, **options)
+    text = greedy(target, ids, 40)[0]
+    own = Knowing(head, target, text) if kind == "eagle3" else DRAFTERS[kind](head, target)
+    found = SpeculativeDecoder(target, drafting(own, TREES["small"])).generate(
+        ids, do_sample=False, max_new_tokens=24, on_cycle=lambda cycle: paths.append(cycle.verdict.path)
+    )
+    # where the draft is right, the accepted rows are not the first ones
+    assert kind != "eagle3" or any(path[-1] > len(path) for path in paths)
+    with torch.inference_mode():
+        kept = own._length  # type: ignore[attr-defined]
+        assert kept > ids.shape[1]
+        fresh = ready(DRAFTERS[kind](head, target), target, found.sequences[0, : kept + 1])
+        own.start()
+        fresh.start()
+        state = "_state" if kind == "hydra" else "_hidden"
+        torch.testing.assert_close(getattr(own, state), getattr(fresh, state), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tree", [*TREES])
+def test_draft_ids_reach_the_target_through_d2t_and_a_lost_offset_shows(tree: str) -> None:
+    target, ids = make_target(), prompts(3)[-1]
+    text = greedy(target, ids, 40)[0]
+    head = make_head(target, "eagle3", ids=torch.tensor(sorted({*text, 0, 100, 200, 300, 319})))
+    knowing = Knowing(head, target, text)
+    decoder = SpeculativeDecoder(target, drafting(knowing, TREES[tree]))
+    found = decoder.generate(ids, do_sample=False, max_new_tokens=37)
+    assert found.sequences[0].tolist() == text[: len(ids[0]) + 37]
+    assert all(tokens == TREES[tree].levels + 1 for tokens in found.statistics.cycle_tokens[:-1])
+    knowing.target_ids = lambda columns: columns  # type: ignore[method-assign] # the mutation: columns taken for ids
+    lost = decoder.generate(ids, do_sample=False, max_new_tokens=37)
+    assert lost.new_ids == found.new_ids and lost.statistics.tau < 1.5
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    target = make_target()
+    save_head(make_head(target, "eagle3", after_blocks=(1, 4)), tmp_path / "deep")
+    with pytest.raises(UserError, match=r"states after blocks \(1, 4\), and tiny has 4 blocks"):
+        load_head_for(target, str(tmp_path / "deep"))
+    target.generation_config.eos_token_id = [7, 8]
+    save_head(make_head(target, "eagle3", ids=torch.tensor([1, 2, 9])), tmp_path / "endless")
+    with pytest.raises(UserError, match=r"none of the target's end-of-turn tokens \[7, 8\] is in the draft vocabulary"):
+        load_head_for(target, str(tmp_path / "endless"))
+    for kind in ("medusa", "hydra"):
+        drafter = DRAFTERS[kind](make_head(target, kind, num_heads=4), target)
+        with pytest.raises(UserError, match=r"is 5 levels deep, and the head has 4 heads"):
+            drafting(drafter, ChainConfig(levels=5))
+
+
+def load(path: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Target:
+    return Target.load(TargetConfig(str(path), dtype=dtype))
+
+
+def saved(target: Target, directory: Path, **changes: Any) -> str:
+    """A head that says it was trained on this target."""
+    save_head(tiny.head(target.vocab.embedding.float(), **changes), directory, target=target.fingerprint())
+    return str(directory)
+
+
+def test_a_head_of_another_target_or_with_other_positions_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warnings(target: Target, head: str) -> list[str]:
+        """What is said of a head, without the loader's progress bars."""
+        load_head_for(target, head)
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"warning: {head}: ")]
+
+    own, other = load(tiny.target(tmp_path / "own")), load(tiny.target(tmp_path / "other", seed=1))
+    head = saved(own, tmp_path / "head")
+    assert warnings(own, head) == []
+    (line,) = warnings(other, head)
+    assert "trained on a target with other weights than" in line and "give its target" in line
+    assert own.fingerprint() in line
+    save_head(tiny.head(own.vocab.embedding.float()), tmp_path / "nameless")  # it names no target
+    assert warnings(other, str(tmp_path / "nameless")) == []
+    rope, longest = warnings(own, saved(own, tmp_path / "moved", rope_theta=5e5, max_position_embeddings=64))
+    assert "rope_theta is 500,000" in rope and "max_position_embeddings is 64, its target's 256" in longest
+    # the same weights with as many digits as the head was trained with, with more or fewer, are no other target
+    full, half = tmp_path / "own", tiny.target(tmp_path / "half")
+    tiny.llama().to(torch.bfloat16).save_pretrained(half)
+    for number, (path, trained, used) in enumerate(
+        [
+            (half, "float32", "bfloat16"),
+            (half, "bfloat16", "float32"),
+            (full, "bfloat16", "float32"),
+            (full, "float32", "bfloat16"),
+        ]
+    ):
+        head = saved(load(path, trained), tmp_path / f"{number}")  # type: ignore[arg-type]
+        assert warnings(load(path, used), head) == []  # type: ignore[arg-type]

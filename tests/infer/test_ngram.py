@@ -1,0 +1,217 @@
+"""Prompt lookup finds what transformers finds; lookahead keeps the window and pool of a naive run."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
+from aerie.infer.decode.drafters.ngram import Lookahead, PromptLookup, Trie, continuation
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.shape import Cycle
+from aerie.infer.decode.verify import walk
+from aerie.model.target import Target
+from tests.infer.draws import greedy, make_target
+from tests.infer.laws import check_connected, node_paths
+
+FEW: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "num_blocks": 2}  # tokens, so that a target repeats itself
+ROOT = torch.tensor([9])
+SETTINGS = {
+    "published": LookaheadConfig(),
+    "small": LookaheadConfig(ngram=3, window=3, guesses=2),
+    "bigrams": LookaheadConfig(ngram=2, window=2, guesses=3, pool_from_text=True),
+    "one column": LookaheadConfig(ngram=4, window=1, guesses=2, pool_from_text=True),
+}
+
+
+def test_guesses_share_their_beginning_and_their_confidence_is_their_share() -> None:
+    trie = Trie()
+    for guess in ((1, 2, 3), (1, 2, 4), (5, 2, 3), (1, 2, 3)):
+        trie.guess(guess)
+    tree, places = trie.tree(ROOT)
+    check_connected(tree)
+    assert tree.tokens.tolist() == [9, 1, 5, 2, 2, 3, 4, 3]
+    assert tree.depth.tolist() == [0, 1, 1, 2, 2, 3, 3, 3] and tree.levels == 3
+    assert tree.passengers is None and len(places) == 8
+    assert len(set(node_paths(tree))) == len(tree)
+    shares = torch.tensor([1, 3 / 4, 1 / 4, 1, 1, 2 / 3, 1 / 3, 1])  # of the parent's guesses
+    torch.testing.assert_close(tree.confidence, shares.log())
+    torch.testing.assert_close(tree.survival, tree.mask.float() @ tree.confidence)
+    assert math.isclose(float(tree.survival[5].exp()), 1 / 2, rel_tol=1e-6)
+
+
+def test_a_passenger_is_never_accepted_though_its_token_is_right() -> None:
+    trie = Trie()
+    near = trie.ride(1, ())
+    far = trie.ride(2, near)
+    trie.guess((3, 4))
+    tree, places = trie.tree(ROOT)
+    check_connected(tree)
+    assert tree.passengers is not None and tree.levels == 2
+    assert [int(tree.tokens[places[node]]) for node in (near, far)] == [1, 2]
+    assert tree.passengers.tolist() == [place in (places[near], places[far]) for place in range(5)]
+    agreeing = walk(tree, torch.full((5,), 1))
+    assert agreeing.tokens == [] and agreeing.bonus == 1
+    choice = torch.zeros(5, dtype=torch.long)
+    choice[0] = 3
+    choice[tree.tokens == 3] = 4
+    assert walk(tree, choice).tokens == [3, 4]
+
+
+@pytest.mark.parametrize(("ngram", "length", "end"), [(2, 10, False), (3, 4, True)])
+def test_answers_and_forwards_are_those_of_transformers(ngram: int, length: int, end: bool) -> None:
+    """It is given the prompt and our first token, which the prefill wrote; an end token may fall anywhere."""
+    target, accepted, plain = make_target(**FEW), 0, 0
+    decoder = SpeculativeDecoder(target, PromptLookup(PromptLookupConfig(ngram=ngram, length=length)))
+    generator, forwards = torch.Generator().manual_seed(7), []
+    for number in range(20):
+        ids, new = torch.randint(5, 21, (1, 2 + 2 * number), generator=generator), 16 + number % 5
+        ending: dict[str, Any] = {}
+        ours = decoder.generate(ids, do_sample=False, max_new_tokens=new)
+        if end:
+            ending = {"eos_token_id": ours.new_ids[8 + number % 7]}
+            ours = decoder.generate(ids, do_sample=False, max_new_tokens=new, **ending)
+        if ours.statistics.new_tokens == 1:  # the prefill wrote the end token
+            continue
+        settings = {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": ngram, "pad_token_id": 0, **ending}
+        known = ours.sequences[:, : ids.shape[1] + 1]
+        forwards.clear()
+        hook = target.model.register_forward_hook(lambda *_: forwards.append(1))
+        theirs = target.model.generate(
+            known, attention_mask=torch.ones_like(known), do_sample=False, max_new_tokens=new - 1, **settings
+        )
+        hook.remove()
+        assert ours.sequences.tolist() == theirs.tolist()
+        assert ours.statistics.target_forwards == len(forwards)
+        accepted += sum(ours.statistics.accepted)
+        plain += sum(tokens == 1 for tokens in ours.statistics.cycle_tokens)
+    assert accepted > 8 and plain > 20
+
+
+def test_matches_are_those_of_transformers_on_random_texts() -> None:
+    chance, ends, lengths = np.random.default_rng(0), frozenset({0, 1}), set()
+    for _ in range(400):
+        alphabet, size, length = chance.integers(2, 12), int(chance.integers(1, 5)), int(chance.integers(1, 7))
+        text = chance.integers(0, alphabet, chance.integers(1, 40))
+        theirs = PromptLookupCandidateGenerator(
+            eos_token_id=torch.tensor(sorted(ends)),
+            num_output_tokens=length,
+            max_matching_ngram_size=size,
+            max_length=1000,
+        ).get_candidates(torch.tensor(text)[None])[0][0, len(text) :]
+        ours = continuation(text, PromptLookupConfig(ngram=size, length=length), ends)
+        assert ours == theirs.tolist()
+        lengths.add(len(ours))
+    assert lengths == set(range(7))
+    text = np.array([1, 2, 7, 1, 2, 8, 2, 9, 1, 2])  # the settings that transformers does not have
+    assert continuation(text, PromptLookupConfig(length=1)) == [7]
+    assert continuation(text, PromptLookupConfig(length=1, match="last")) == [8]
+    assert continuation(text, PromptLookupConfig(length=1, match="last", ngram=1)) == [9]
+    assert continuation(np.array([3, 2, 7, 1, 2]), PromptLookupConfig(min_ngram=2)) == []
+
+
+class Naive:
+    """Lookahead as the paper draws it: every token of the window from a forward of its own over a plain text."""
+
+    def __init__(self, target: Target, text: list[int], config: LookaheadConfig) -> None:
+        self.target, self.text, self.config = target, text, config
+        width, generator = config.window + config.ngram - 2, torch.Generator().manual_seed(config.seed)
+        self.grid = [[text[int(place)] for place in torch.randint(len(text), (width,), generator=generator)]]
+        self.pool: dict[int, list[tuple[int, ...]]] = {}
+        self.remember_text(len(text))
+        self.text.append(self.next_token(text))
+        self.remember_text(1)
+
+    def next_token(self, text: list[int]) -> int:
+        with torch.inference_mode():
+            return int(self.target.model(torch.tensor([text])).logits[0, -1].argmax())
+
+    def remember(self, ngram: list[int]) -> None:
+        kept = self.pool.setdefault(ngram[0], [])
+        if tuple(ngram[1:]) in kept:
+            kept.remove(tuple(ngram[1:]))
+        kept.append(tuple(ngram[1:]))
+        if len(kept) > self.config.guesses:
+            kept.pop(0)
+
+    def remember_text(self, new: int) -> None:
+        size = self.config.ngram
+        for end in range(len(self.text) - new + 1, len(self.text) + 1):
+            if self.config.pool_from_text and end >= size:
+                self.remember(self.text[end - size : end])
+
+    def column(self, number: int) -> list[int]:
+        return [row[number] for row in self.grid]
+
+    def cycle(self) -> int:
+        """One step; how many tokens it wrote."""
+        text, rows = self.text, self.config.ngram - 1
+        self.grid[0][0] = text[-1]
+        diagonals = [text[:-1] + self.grid[0][:i] + self.column(i) for i in range(len(self.grid[0]))]
+        found = [self.next_token(diagonal) for diagonal in diagonals]
+        full = len(self.grid) == rows
+        guesses = self.pool.get(text[-1], []) if full else []
+        answer: list[int] = []
+        while len(answer) < rows and any(list(guess[: len(answer)]) == answer for guess in guesses):
+            token = self.next_token(text + answer)
+            if not any(list(guess[: len(answer) + 1]) == [*answer, token] for guess in guesses):
+                break
+            answer.append(token)
+        answer.append(self.next_token(text + answer))
+        if full:
+            for i, token in enumerate(found):
+                self.remember([*self.column(i), token])
+            self.grid = [*self.grid[1:], found]
+        else:
+            self.grid = [row[1:] for row in [*self.grid, found]]
+        self.text = text + answer
+        self.remember_text(len(answer))
+        return len(answer)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_window_and_pool_are_those_of_the_naive_algorithm(name: str) -> None:
+    """And its trees: connected, no wider than announced, no deeper than what is left, and what rides is no draft."""
+    target, config, ids = make_target(**FEW), SETTINGS[name], torch.arange(5, 15).flip(0)[None]
+    lookahead, naive, seen = Lookahead(config), Naive(target, ids[0].tolist(), config), []
+    sizes, drafted, left = [], 0, 24 - 1
+
+    def watch(cycle: Cycle) -> None:
+        nonlocal drafted, left
+        seen.append(([[*row] for row in lookahead.window], {token: [*kept] for token, kept in lookahead.pool.items()}))
+        tree = cycle.tree
+        check_connected(tree)
+        riding = torch.zeros(len(tree), dtype=torch.bool) if tree.passengers is None else tree.passengers
+        guessed = [path for path, rides in zip(node_paths(tree), riding.tolist(), strict=True) if not rides]
+        assert len(set(guessed)) == len(guessed)
+        assert int(tree.depth[~riding].max()) == tree.levels <= max(left - 1, 0)
+        assert not riding[cycle.verdict.path].any()
+        sizes.append(len(tree))
+        drafted, left = drafted + len(guessed) - 1, left - cycle.new_tokens
+
+    ours = SpeculativeDecoder(target, lookahead).generate(ids, do_sample=False, max_new_tokens=24, on_cycle=watch)
+    assert 0 < sum(ours.statistics.accepted) <= ours.statistics.draft_nodes == drafted
+    assert config.window * (config.ngram - 1) < max(sizes) <= lookahead.max_nodes
+    for number, (rows, pool) in enumerate(seen[:-1]):  # the last cycle may be cut
+        naive.grid[0][0] = naive.text[-1]
+        assert rows == naive.grid and pool == naive.pool
+        assert naive.cycle() == ours.statistics.cycle_tokens[number]
+    assert naive.text == ours.sequences[0, : len(naive.text)].tolist()
+
+
+def test_the_window_never_passes_the_targets_context() -> None:
+    target, ids = make_target(**FEW), torch.arange(5, 10)[None]
+    context, deepest = ids.shape[1] + 16, []
+    decoder = SpeculativeDecoder(target, Lookahead(LookaheadConfig(), context))
+    ours = decoder.generate(
+        ids,
+        do_sample=False,
+        max_new_tokens=16,
+        on_cycle=lambda cycle: deepest.append((cycle.position, int(cycle.tree.depth.max()))),
+    )
+    assert all(position + depth < context for position, depth in deepest)
+    assert ours.sequences.tolist() == greedy(target, ids, 16)
+    assert deepest[0][1] == LookaheadConfig().window + LookaheadConfig().ngram - 3  # it did ride at first
