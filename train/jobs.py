@@ -110,7 +110,8 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     drafted, length = 0, recipe.data.max_length
     if section.kind in ("eagle1", "eagle3") and recipe.tree is not None:
         drafted = max(recipe.tree.levels, settings.eval_depths, getattr(settings, "unroll_steps", 0))
-    positions = getattr(head.config, "max_position_embeddings", None)
+    sizes = head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config
+    positions = getattr(sizes, "max_position_embeddings", None)
     if positions is not None and positions < length + drafted:
         raise UserError(
             f"head.max_position_embeddings: {positions:,} is less than data.max_length {length:,} + {drafted} drafted "

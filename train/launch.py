@@ -94,10 +94,7 @@ def all_reduce(values: Tensor) -> Tensor:
 
 
 def raise_together(error: UserError | None, num_errors: float, device: torch.device) -> None:
-    """Where any process has an error all raise: it its own, the others one that points at what it printed.
-
-    Every process must call it with the same number of errors, which all_reduce has counted.
-    """
+    """Where any process has an error (all_reduce has counted them) all raise: it its own, the others one about it."""
     if num_errors:
         # Who leaves first closes the connections, so all must have come this far.
         with suppress(RuntimeError):
@@ -106,10 +103,7 @@ def raise_together(error: UserError | None, num_errors: float, device: torch.dev
 
 
 def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, in float32 masters where there are some, on the CPU of every process.
-
-    All processes must call it: under ZeRO each parameter is gathered in turn.
-    """
+    """Every parameter, whole, on the CPU of every process, all of which must call it: ZeRO gathers each in turn."""
     parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}

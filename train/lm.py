@@ -32,8 +32,6 @@ class LMObjective(Objective):
     are cut before the softmax, as they are in drafting. Without a target: the cross-entropy alone.
     """
 
-    settings: DraftLMTrain
-
     def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
         self.num_rows = int(head.config.get_text_config().vocab_size)

@@ -1,5 +1,6 @@
 """The training loop: one sitting of a run, from its last save to its end, its budget or a signal, and what it logs."""
 
+import copy
 import json
 import math
 import resource
@@ -28,6 +29,7 @@ from aerie.train import resume
 from aerie.train.jobs import Job
 from aerie.train.launch import all_reduce, engine_and_machine, full_weights, raise_together
 from aerie.train.losses import Sums
+from aerie.train.objectives import Objective
 from aerie.train.resume import CODES, StopRequest
 
 Measure = Callable[[Any], dict[str, float]]
@@ -46,10 +48,7 @@ def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The rate of optimiser step 0, 1, ...: linear warm-up, then the schedule, which would end at total_steps.
-
-    Its end is final_rate (zero) times the recipe's rate.
-    """
+    """The rate of optimiser step 0, 1, ...: linear warm-up, then the schedule, which ends at total_steps."""
     # A pure function and no scheduler object, which accelerate would advance once per process.
     warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
@@ -94,10 +93,7 @@ def shown(values: dict[str, float]) -> list[str]:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line. A run that goes on from a step forgets what came after it.
-
-    Several heads of one run may be trained at once: they take turns, so that none forgets the others' lines.
-    """
+    """metrics.jsonl, to which all trainings of a run write in turn; one that goes on forgets its lines after a step."""
 
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
@@ -135,10 +131,7 @@ class Loop:
     def __init__(
         self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None = None
     ) -> None:
-        """made_of is everything that decides the weights (JSON-ready); saves of something else are refused.
-
-        measure decodes with a head; the weights are then chosen by its tau.
-        """
+        """made_of is all that decides the weights; saves of something else are refused. measure gives a head's tau."""
         self.job, self.accelerator, self.measure = job, accelerator, measure
         self.config: TrainConfig = job.objective.settings
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
@@ -146,7 +139,8 @@ class Loop:
         self.order, self.total = job.order(self.world)
         # The twin is never sharded; its weights are measured and saved.
         dtype = torch.float32 if objective.target is None else objective.target.lm_head.dtype
-        self.twin = objective.twin().to(self.device, dtype).eval()
+        twin: Objective = type(objective)(copy.deepcopy(objective.head), objective.target, config)
+        self.twin = twin.to(self.device, dtype).eval()
         # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
         self.module, self.optimizer = accelerator.prepare(objective, build_optimizer(objective, config))
         self.module.train()
@@ -192,10 +186,8 @@ class Loop:
         return found
 
     def _start_trackers(self) -> None:
-        """Opens train.trackers: a run that goes on has the same id, which is the same curve.
-
-        What was logged after the save is purged by tensorboard, left out by wandb, and not sent to trackio again.
-        """
+        """Opens train.trackers: a run that goes on has the same id, which is the same curve."""
+        # What was logged after the save is purged by tensorboard, left out by wandb, and not sent to trackio again.
         if not self.accelerator.log_with:
             return
         progress = self.progress
@@ -206,10 +198,7 @@ class Loop:
         self.accelerator.init_trackers("aerie", config=config, init_kwargs=options)
 
     def run(self, stop: StopRequest) -> str:
-        """Steps until the end, the budget or a signal; what was reached is then evaluated or saved.
-
-        How the sitting ended: finished, budget (max_seconds), interrupted or requeue.
-        """
+        """How the sitting ended (finished, budget, interrupted, requeue); what was reached is evaluated or saved."""
         config, accelerator, start, ending = self.config, self.accelerator, self.progress.step, "finished"
         steps = range(start, self.total)
         stop.is_stepping = True

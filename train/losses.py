@@ -70,18 +70,12 @@ def log_law(logits: Tensor) -> Tensor:
 
 
 def smooth_l1(predicted: Tensor, true: Tensor) -> Tensor:
-    """[S] from features [S, D]: Smooth-L1 with beta 1, the mean over the D entries of each slot.
-
-    Source: EAGLE (arXiv 2401.15077), section 4.1, L_reg.
-    """
+    """[S] from features [S, D]: Smooth-L1 with beta 1, a mean over D (EAGLE, arXiv 2401.15077, section 4.1, L_reg)."""
     return F.smooth_l1_loss(predicted.float(), true.float(), reduction="none", beta=1.0).mean(-1)
 
 
 def soft_cross_entropy(log_q: Tensor, p: Tensor) -> Tensor:
-    """[S]: H(p, q) = -sum_v p(v) log q(v), in nats; p itself, not its logarithm.
-
-    Source: EAGLE (arXiv 2401.15077), section 4.1, L_cls.
-    """
+    """[S]: H(p, q) = -sum_v p(v) log q(v), in nats, of p itself (EAGLE, arXiv 2401.15077, section 4.1, L_cls)."""
     return -(p * log_q).sum(-1)
 
 
@@ -91,20 +85,14 @@ def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def jensen_shannon(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
-    """[S]: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, in nats.
-
-    Source: DistillSpec (arXiv 2310.08461), its generalised Jensen-Shannon divergence.
-    """
+    """[S]: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (DistillSpec, arXiv 2310.08461)."""
     log_p, beta = law.inside, config.jsd_beta
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))  # [S, Vd]
     return beta * kl(log_m, log_p) + (1.0 - beta) * kl(log_m, log_q)
 
 
 def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """[S]: alpha = sum_v min(p(v), q(v)), the chance that a sampled draft token is accepted; p is whole.
-
-    Source: Leviathan et al. (arXiv 2211.17192), theorem 3.5.
-    """
+    """[S]: alpha = sum_v min(p(v), q(v)), a draft token's chance of acceptance (arXiv 2211.17192, theorem 3.5)."""
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
 
@@ -115,12 +103,8 @@ def negative_log_alpha(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
-    """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q) with lambda = exp(-eta alpha), a constant of its own slot.
-
-    KL takes the law inside the draft vocabulary, alpha and TV the whole one. Source: LK losses (arXiv 2602.23881),
-    hybrid form.
-    """
-    # The mix follows alpha but has no gradient of its own.
+    """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-eta alpha) (LK losses, arXiv 2602.23881)."""
+    # The mix follows alpha but has no gradient of its own. KL is inside the draft vocabulary, alpha and TV are whole.
     alpha = acceptance(log_q, law.whole)
     mix = torch.exp(-config.lk_eta * alpha.detach())
     return mix * kl(log_q, law.inside) + (1.0 - mix) * (1.0 - alpha)
@@ -140,10 +124,9 @@ LOSSES: dict[LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]] = {  
 
 @torch.no_grad()
 def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 16384) -> tuple[TargetLaw, Tensor]:
-    """The law of last_hidden states [S, D] at the draft vocabulary's ascending target ids [Vd], and the likeliest
-    token [S] of the full vocabulary.
+    """The law of last_hidden states [S, D] at ascending target ids [Vd], and the likeliest token [S] of all V.
 
-    The log-sum-exp and the argmax of all V columns are gathered from `chunk` columns at a time, in float32.
+    Log-sum-exp and argmax are gathered from `chunk` columns at a time, in float32.
     """
     drafted = states.new_empty(states.shape[0], len(ids), dtype=torch.float32)  # [S, Vd]
     normaliser = states.new_full(states.shape[:1], float("-inf"), dtype=torch.float32)  # [S]
@@ -198,8 +181,8 @@ def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
 def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tensor]], at_once: int) -> Pieces:
     """Pieces (states, which, *columns) with at most `at_once` of the target's states [S0, D].
 
-    which holds, for each head or step, the states that its slots are compared with: [S_k] into S0. Each of the columns
-    holds tensors [S_k, ...] beside them. A state goes with everything that is compared with it.
+    A state goes with all that is compared with it: which holds for each head or step the states [S_k] of its slots,
+    each of the columns tensors [S_k, ...] beside them.
     """
     groups = _calls(-(-states.shape[0] // at_once), states.device)
     if groups <= 1:
@@ -222,11 +205,9 @@ def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) ->
 
 
 def chain_sums(hits: Tensor, alive: Tensor) -> Sums:
-    """The sums that become predicted tau and the accuracy at each depth.
+    """The sums of predicted tau - 1 (a mean over starts of sum_k prod_{j<=k} hit_j) and of the accuracy at each depth.
 
-    From float [depths, B, T-1]: hits, where depth k drafts the target's likeliest token, and alive, where it counts.
-    The mean over starts of sum_k prod_{j<=k} hit_j is the number of drafted tokens that a greedy chain gets accepted:
-    predicted tau - 1.
+    hits and alive, float [depths, B, T-1]: where depth k drafts the target's likeliest token, and where it counts.
     """
     accuracies = {f"accuracy_at_{depth + 1}": (hits[depth].sum(), alive[depth].sum()) for depth in range(len(hits))}
     return {"chain": (hits.cumprod(0).sum(), alive[0].sum()), **accuracies}

@@ -141,16 +141,15 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
         )
 
     def measure(head: Any) -> dict[str, float]:
-        place = next(head.parameters()).device
         # Drafting is at the LM head of a target that spans several devices.
-        beside = head if place == target.device else copy.deepcopy(head).to(target.device)
+        beside = copy.deepcopy(head).to(target.device)
         decoder = SpeculativeDecoder(target, drafting(DRAFTERS[recipe.head.kind](beside, target), tree))
         totals = torch.zeros(2, dtype=torch.float64)  # new tokens after the first, cycles
         for ids in prompts[rank() :: world_size()]:
             prompt = torch.tensor([ids], device=target.device)
             cycles = decoder.generate(prompt, max_new_tokens=settings.measure_new_tokens, do_sample=False).statistics
             totals += torch.tensor([sum(cycles.cycle_tokens), len(cycles.cycle_tokens)])
-        tokens, count = all_reduce(totals.to(place)).tolist()
+        tokens, count = all_reduce(totals.to(next(head.parameters()).device)).tolist()
         return {"tau": tokens / count if count else 1.0}
 
     return measure

@@ -4,11 +4,10 @@ Objectives return sums and the loop divides them, so that padding, accumulation 
 Slot p is given the feature of t_p and the token t_{p+1}; from what a head returns the target would draw t_{p+2}.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,22 +49,19 @@ class Objective(nn.Module):
     A module, because ZeRO-3 has an LM head whole only inside the forward of the module that it has wrapped.
     """
 
+    head: Any
+    target: Any  # VocabWeights; None where a small LM learns from tokens alone
+    settings: Any  # the recipe's section `train`
     weights: dict[str, float]
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: Any) -> None:
-        """target is None where a small LM learns from tokens alone; settings are the recipe's section `train`."""
         super().__init__()
-        self.head, self.target = head, target
-        self.settings: Any = settings
+        self.head, self.target, self.settings = head, target, settings
 
     @property
     def config(self) -> Any:
         """The head's: DeepSpeed looks up a model's width there."""
         return self.head.config
-
-    def twin(self) -> Self:
-        """The same objective around a copy of the head; the target is shared."""
-        return type(self)(copy.deepcopy(self.head), self.target, self.settings)
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         """The batch with what training adds to it; runs in the prefetching thread."""
@@ -100,11 +96,8 @@ def shifted(x: Tensor, by: int) -> Tensor:
 
 
 def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(slots, states, which): where each step is supervised [K, B, T-1], the target's states there, and whose is whose.
-
-    States [S0, D] are those at p + 1 of the first step's slots, of which a later step asks for some; which holds [S_k]
-    indices into them for each step.
-    """
+    """(slots, states, which): where each step is supervised [K, B, T-1], the target's states [S0, D] at p + 1 of the
+    first step's slots, and for each step which of them its slots ask for [S_k]."""
     assert batch.features is not None
     slots = torch.stack([batch.supervised(k)[:, :-1] for k in range(num_steps)])  # [K, B, T-1]
     number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
@@ -121,9 +114,9 @@ def target_choices(batch: Batch, choose: Choose) -> Tensor:
 
 
 def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, remade: bool = False) -> Iterator[Tensor]:
-    """A head's outputs [B, T-1, D], unroll step by unroll step, with the conversation's own tokens.
+    """A head's outputs [B, T-1, D], unroll step by unroll step; x [B, T-1, D] is what each slot is given first.
 
-    x [B, T-1, D] is what each slot is given first. remade: steps are computed again in the backward pass.
+    remade: steps are computed again in the backward pass.
     """
     width = x.shape[1]
     begin, limit = batch.positions[:, :width], head.config.max_position_embeddings
@@ -156,10 +149,7 @@ def _remade_step(head: Any, x: Tensor, memories: list[UnrollMemory], tokens: Ten
 def unrolled_hits(
     head: Any, batch: Batch, start: Tensor, target_choice: Choose, choice: Choose, depths: int
 ) -> tuple[Tensor, Tensor]:
-    """hits and alive, as chain_sums takes them, of the chains of `depths` unroll steps that begin at every slot.
-
-    start [B, T-1, D] is what each slot is given; a chain is alive while its turn lasts.
-    """
+    """hits and alive, as chain_sums takes them, of chains of unroll steps from every slot, alive while a turn lasts."""
     choices, width = target_choices(batch, target_choice), start.shape[1]  # [B, T]
     hits, alive = (torch.zeros(depths, *start.shape[:2], device=start.device) for _ in range(2))
     for step, outputs in enumerate(unrolled(head, batch, start, depths)):
@@ -171,14 +161,7 @@ def unrolled_hits(
 
 
 class Eagle1Objective(Objective):
-    """Smooth-L1 on features plus a loss between the two laws, at supervised slots only.
-
-    Source: EAGLE (arXiv 2401.15077), section 4.1.
-    """
-
-    head: Eagle1Head
-    target: VocabWeights
-    settings: Eagle1Train
+    """Smooth-L1 on features plus a loss between the two laws, at supervised slots (EAGLE, arXiv 2401.15077, 4.1)."""
 
     def __init__(self, head: Eagle1Head, target: VocabWeights, settings: Eagle1Train) -> None:
         super().__init__(head, target, settings)
@@ -237,14 +220,10 @@ class Eagle1Objective(Objective):
 
 
 class Eagle3Objective(Objective):
-    """The sum over unroll steps of unroll_decay ** k times a loss between the draft's and the target's law.
+    """The training-time test (EAGLE-3, arXiv 2503.01840): the sum over unroll steps of unroll_decay ** k times a loss.
 
-    Source: EAGLE-3 (arXiv 2503.01840), training-time test. Every step's sum is divided by the slots of the first.
+    Every step's sum is divided by the slots of the first.
     """
-
-    head: Eagle3Head
-    target: VocabWeights
-    settings: Eagle3Train
 
     def __init__(self, head: Eagle3Head, target: VocabWeights, settings: Eagle3Train) -> None:
         super().__init__(head, target, settings)
@@ -307,10 +286,7 @@ class Eagle3Objective(Objective):
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """Drops entries of x [S, W], whose slots are those of one row after the other.
-
-    The masks are a function of seed, epoch, row and place: no neighbour, process or restart can move them.
-    """
+    """Drops entries of x [S, W], the slots of row after row, by masks of seed, epoch, row and place alone."""
 
     rate: float
     seeds: tuple[int, ...]  # of the rows
@@ -330,12 +306,8 @@ class KeyedDropout:
 class MultiTokenObjective(Objective):
     """Of Medusa and Hydra: the sum over heads k = 1, 2, ... of head_decay ** k times the label and the law loss.
 
-    Each head's sums are divided by its own supervised slots: its loss is a mean over what it predicts.
+    Each head's sums are divided by its own supervised slots.
     """
-
-    head: MedusaHead | HydraHead
-    target: VocabWeights
-    settings: MultiTokenTrain
 
     def __init__(self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain) -> None:
         super().__init__(head, target, settings)

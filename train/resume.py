@@ -98,13 +98,9 @@ def is_whole(recipe: Recipe, stage: Stage) -> bool:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: optimiser steps and tokens done, seconds spent, the best held-out score so far and its step.
+    """Where a run is: optimiser steps and tokens done, seconds spent, the best held-out score so far and its step."""
 
-    made_of is everything that decides the weights, and settings that do not (FREE), JSON-ready; engine and machine say
-    how and where it was computed.
-    """
-
-    made_of: dict[str, Any]
+    made_of: dict[str, Any]  # everything that decides the weights, and settings that do not (FREE), JSON-ready
     world_size: int
     engine: str = ""
     machine: str = ""
@@ -124,8 +120,7 @@ def folders(directory: Path) -> list[Path]:
 def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, Path | None, list[str]]:
     """(progress, save, warnings) of the newest whole save of this run; without a save the fresh progress and None.
 
-    UserError when there are saves and none is whole, or they are of another recipe, of other data, or of processes that
-    cannot share theirs with these, unless overwrite was asked for: then the run starts.
+    UserError when none is whole or they are of another run, unless overwrite was asked for: then the run starts.
     """
     broken: list[str] = []
     for folder in folders(directory):
@@ -163,18 +158,10 @@ def decisive(made_of: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(
-    directory: Path,
-    progress: Progress,
-    fill: Callable[[Path], None],
-    rank: int = 0,
-    wait: Callable[[], None] = lambda: None,
-    keep_last: int = 2,
+    state: Path, progress: Progress, fill: Callable[[Path], None], rank: int, wait: Callable[[], None], keep_last: int
 ) -> None:
-    """Writes a save with fill(folder), which all ranks call; wait is a barrier over them.
-
-    Earlier saves but the newest ones are removed when it is durable.
-    """
-    folder = directory / f"step-{progress.step:08d}"
+    """Writes a save with fill(folder), which all ranks call, and then removes old ones; wait is their barrier."""
+    folder = state / f"step-{progress.step:08d}"
     with storage.directory_atomically(folder, rank, wait) as temporary:
         fill(temporary)
         wait()
@@ -182,8 +169,8 @@ def save(
             Manifest.of(temporary, facts=asdict(progress)).write(temporary, RECORD)
     if rank == 0:
         # Broken saves of steps that are to come go, too: the continued run will write them anew.
-        older = [place for place in folders(directory) if place <= folder]
-        clear(directory, keep=older[:keep_last])
+        older = [place for place in folders(state) if place <= folder]
+        clear(state, keep=older[:keep_last])
     wait()
 
 

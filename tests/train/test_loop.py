@@ -66,15 +66,6 @@ def test_the_head_on_disk_is_the_one_with_the_best_held_out_score(tmp_path: Path
     assert load_head(tmp_path / "unmeasured/head").fc.weight.equal(weights(loop)["fc.weight"].bfloat16())
 
 
-def test_a_spent_budget_ends_the_run_at_the_next_step_and_a_larger_one_goes_on(tmp_path: Path) -> None:
-    outcome, _ = sitting(job(tmp_path, config(max_seconds=0.0)))
-    assert (outcome.state, outcome.progress.step) == ("budget", 1) and load_head(tmp_path / "head")
-    finished, continued = sitting(job(tmp_path, config(max_seconds=600.0)))
-    whole, unbroken = sitting(job(tmp_path / "whole", config()))
-    assert finished.progress.step == whole.progress.step
-    assert weights(continued)["fc.weight"].equal(weights(unbroken)["fc.weight"])
-
-
 def test_a_training_that_diverges_stops_and_keeps_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
