@@ -39,11 +39,9 @@ def main() -> int:
     arguments, unknown = parser.parse_known_args()
     recipe = pipeline.load(arguments, unknown)
     paths = pipeline.RunPaths(Path(recipe.run))
+    state = paths.state(resume.state_name(recipe))
     try:
-        stage, state = (
-            Stage("train", paths.head(recipe), resume.stage_inputs(recipe)),
-            paths.state(resume.state_name(recipe)),
-        )
+        stage = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
         is_whole = resume.is_whole(recipe, stage)
     except UserError:
         if arguments.is_whole:  # a stage before has not written the target, say

@@ -111,15 +111,8 @@ def started() -> Iterator[Cluster]:
     root = Path(tempfile.mkdtemp(prefix="aerie-slurm-"))
     root.chmod(0o755)  # munged works as another user
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "AERIE"))}
-    environment = {
-        **kept,
-        "PATH": _path(),
-        "SLURM_CONF": str(root / "slurm.conf"),
-        "AERIE_LOGS": str(root / "logs"),
-        "AERIE_VENV": str(Path(sys.prefix)),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
+    places = {"SLURM_CONF": str(root / "slurm.conf"), "AERIE_LOGS": str(root / "logs"), "AERIE_VENV": sys.prefix}
+    environment = {**kept, **places, "PATH": _path(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, root, ignore_errors=True)
         for name in ("state", "logs", "munge"):
