@@ -23,7 +23,7 @@ TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BEGINNINGS = ("kind", "init_from", "lm_head_init", "initializer_range")  # keys of a section that are no sizes
 POSITIONS = ("rope_theta", "max_position_embeddings")  # an EAGLE head can go on with others
-LAYER = {"intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"}
+LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 
 
 def new_head(
@@ -46,11 +46,8 @@ def new_head(
             head.d2t.copy_(vocabulary.d2t)
             head.t2d.copy_(vocabulary.t2d)
         if getattr(section, "lm_head_init", None) == "target":
-            if vocab.lm_head.shape[1] != head.config.hidden_size:
-                raise UserError(
-                    f"head.lm_head_init: {path} has rows of {vocab.lm_head.shape[1]} and the head states of "
-                    f"{head.config.hidden_size}; use random, or leave head.hidden_size out"
-                )
+            if (width := vocab.lm_head.shape[1]) != head.config.hidden_size:
+                raise UserError(f"head.lm_head_init: {path} has rows of {width}; use random, or no head.hidden_size")
             head.lm_head.weight.data.copy_(vocab.lm_head[head.vocabulary.ids.to(vocab.lm_head.device)])  # [Vd, D]
     return head
 
@@ -65,21 +62,19 @@ def config_for(
     """A new head's configuration: the recipe's sizes, and the target's own where the recipe leaves them open."""
     vocab_size, width = vocab.embedding.shape
     asked = {name: value for name, value in vars(section).items() if value is not None}
-    heads = asked.get("num_attention_heads", text_config.num_attention_heads)
-    kv_heads, head_dim = heads, asked.get("hidden_size", width) // heads
-    if "num_attention_heads" not in asked:
-        kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-        head_dim = getattr(text_config, "head_dim", None) or head_dim
+    theirs = {name: getattr(text_config, name, None) for name in LAYER}
+    heads = asked.get("num_attention_heads", theirs["num_attention_heads"])
+    if "num_attention_heads" in asked:  # the target's grouping is of its own number of heads
+        theirs["num_key_value_heads"] = theirs["head_dim"] = None
     theta, scaling = rope_of(text_config)
     values = {
+        **theirs,
         "hidden_size": width,
         "target_hidden_size": width,
         "vocab_size": vocab_size,
-        "intermediate_size": getattr(text_config, "intermediate_size", None),
-        "num_key_value_heads": kv_heads,
-        "num_attention_heads": heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": float(getattr(text_config, "rms_norm_eps", 1e-6)),
+        "num_key_value_heads": theirs["num_key_value_heads"] or heads,
+        "head_dim": theirs["head_dim"] or asked.get("hidden_size", width) // heads,
+        "rms_norm_eps": float(theirs["rms_norm_eps"] or 1e-6),
         "max_position_embeddings": text_config.max_position_embeddings,
         "rope_theta": theta,
         "rope_scaling": None if "rope_theta" in asked else scaling,
@@ -91,10 +86,8 @@ def config_for(
         "after_blocks": after_blocks,
         "draft_vocab_size": draft_vocab_size,
     }
-    if values["num_attention_heads"] % values["num_key_value_heads"]:
-        raise UserError(
-            f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {values['num_key_value_heads']}"
-        )
+    if heads % (kv_heads := values["num_key_value_heads"]):
+        raise UserError(f"head: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     schema = HEADS[section.kind].config
     names = {each.name for each in dataclasses.fields(schema)} & values.keys()
     if section.kind == "hydra" and not section.prefix_layer:  # it has no decoder layer
@@ -146,12 +139,11 @@ def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
     """A sentence for each way in which a head's positions are not its target's; that has ruined published heads."""
     if getattr(config, "rope_theta", None) is None:  # a head without attention
         return []
-    warnings, theirs = [], rope_of(text_config)
-    if (config.rope_theta, config.rope_scaling) != theirs:
-        warnings.append(
-            f"{place}: rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}, its target's "
-            f"{theirs[0]:,.0f} with {theirs[1]}; right only if the head was trained so"
-        )
+    warnings, (theta, scaling) = [], rope_of(text_config)
+    if (config.rope_theta, config.rope_scaling) != (theta, scaling):
+        what = f"rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}"
+        theirs = f"its target's {theta:,.0f} with {scaling}"
+        warnings.append(f"{place}: {what}, {theirs}; right only if the head was trained so")
     length, context = config.max_position_embeddings, getattr(text_config, "max_position_embeddings", 0)
     if length < context:
         what = f"max_position_embeddings is {length:,}, its target's {context:,}"
@@ -224,9 +216,8 @@ def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_p
     head_width = getattr(config, "target_hidden_size", config.hidden_size)
     for name, ours, theirs in (("hidden size", head_width, width), ("vocabulary", config.vocab_size, vocab_size)):
         if ours != theirs:
-            raise UserError(
-                f"{head_path}: belongs to another target: its {name} is {ours}, that of {target_path} is {theirs}"
-            )
+            what = f"its {name} is {ours}, that of {target_path} is {theirs}"
+            raise UserError(f"{head_path}: belongs to another target: {what}")
 
 
 def optional_of(content: HeadContent) -> set[str]:
@@ -262,10 +253,8 @@ def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
     for name, tensor in tensors.items():
         wrong = tensor.numel() - int(tensor.isfinite().sum())  # answers stay right, so nobody would see them
         if wrong:
-            raise UserError(
-                f"{place}: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite; take an "
-                f"earlier checkpoint, or fetch the file anew"
-            )
+            what = f"{name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite"
+            raise UserError(f"{place}: {what}; take an earlier checkpoint, or fetch the file anew")
     tables = [name for name in TABLES if name in tensors]
     if len(tables) == 1:
         raise UserError(f"{place}: has one of d2t and t2d ({tables[0]}); they go together: get the whole file")

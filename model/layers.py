@@ -30,21 +30,15 @@ class Rotary:
 
     def __init__(self, config: Any) -> None:
         parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        if parameters["rope_type"] not in FIXED_ROPE_TYPES:
-            raise UserError(
-                f"rope_scaling: type {parameters['rope_type']!r} changes its frequencies with the length; heads know "
-                f"{', '.join(FIXED_ROPE_TYPES)}: set head.rope_theta to give the head a plain RoPE"
-            )
+        if (kind := parameters["rope_type"]) not in FIXED_ROPE_TYPES:
+            what = f"type {kind!r} changes its frequencies with the length; heads know {', '.join(FIXED_ROPE_TYPES)}"
+            raise UserError(f"rope_scaling: {what}: set head.rope_theta to give the head a plain RoPE")
         self.max_positions = config.max_position_embeddings
-        llama = LlamaConfig(
-            hidden_size=config.head_dim,
-            num_attention_heads=1,
-            head_dim=config.head_dim,
-            max_position_embeddings=self.max_positions,
-            rope_parameters=parameters,
-        )
+        sizes = {"hidden_size": config.head_dim, "num_attention_heads": 1, "head_dim": config.head_dim}
         with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(llama)
+            rotary = LlamaRotaryEmbedding(
+                LlamaConfig(**sizes, max_position_embeddings=self.max_positions, rope_parameters=parameters)
+            )
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
         self._scale = float(rotary.attention_scaling)
         self._table = (torch.empty(0), torch.empty(0))  # cos and sin [rows, head_dim]
@@ -64,10 +58,8 @@ class Rotary:
         if len(known) >= length and known.device == like.device and known.dtype == like.dtype:
             return self._table
         if length > self.max_positions:
-            raise UserError(
-                f"position {length - 1} is beyond the head's max_position_embeddings {self.max_positions}; "
-                f"train the head with a larger head.max_position_embeddings"
-            )
+            what = f"position {length - 1} is beyond the head's max_position_embeddings {self.max_positions}"
+            raise UserError(f"{what}; train the head with a larger head.max_position_embeddings")
         rows = min(self.max_positions, max(256, 2 ** math.ceil(math.log2(max(length, 1)))))
         angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._frequencies)  # [rows, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)  # [rows, head_dim]

@@ -33,8 +33,6 @@ WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # directories of some
 TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save on a full disk; no errno
 TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
-# ------------------------------------------------------------------------------------------------- whole or absent
-
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
@@ -178,8 +176,6 @@ class Lock(AbstractContextManager["Lock"]):
     def __exit__(self, *_: object) -> None:
         self.file.close()
 
-
-# -------------------------------------------------------------------------------------- the manifest of a directory
 
 FILE = "provenance.json"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors", "tokenizers")
@@ -385,8 +381,6 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
     write_status(path, stage, state, code)
     return code
 
-
-# ------------------------------------------------------------------------------------------- files of heads, targets
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 CALIBRATOR = "calibrator.json"  # what its confidence stood for on held-out prompts; decides nothing about the head

@@ -69,11 +69,9 @@ class Target:
             ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
         error = (theirs - ours).abs().max().item()
         if not error <= 1e-3 * max(1.0, theirs.abs().max().item()):  # also where they are not finite
-            raise UserError(
-                f"{config.path}: {type(model).__name__} turns its last state into logits in a way that aerie does not "
-                f"know (difference {error:.2g}; nan: broken weights, or target.dtype is too narrow); drafting for it "
-                f"would not be lossless"
-            )
+            what = f"{type(model).__name__} turns its last state into logits in a way that aerie does not know"
+            why = f"difference {error:.2g}; nan: broken weights, or target.dtype is too narrow"
+            raise UserError(f"{config.path}: {what} ({why}); drafting for it would not be lossless")
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
@@ -196,10 +194,8 @@ def fingerprints(text_config: Any, vocab: VocabWeights) -> set[str]:
 def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
     """EAGLE-3's low, middle and high taps (2, n // 2, n - 3); UserError below 7 blocks, where they collapse."""
     if num_blocks < 7:
-        raise UserError(
-            f"{path}: has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps in "
-            f"features.after_blocks"
-        )
+        what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
+        raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
     return (2, num_blocks // 2, num_blocks - 3)
 
 

@@ -1,6 +1,6 @@
 """Tensors on disk as heads are published: safetensors or a pickle of tensors, in one file or sharded."""
 
-import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,14 @@ from aerie.configs.errors import UserError
 from aerie.model.storage import PICKLE, WEIGHTS, find_weights, first_line, read_json, write_atomically
 
 PICKLED = (".bin", ".pt")
-BROKEN = (OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError)
 
 
 def tensor_names(directory: Path) -> set[str]:
     """The names of a directory's tensors, empty without weights; only a pickle has to be read whole for them."""
     path = find_weights(directory)
-    if path is None:
-        return set()
-    if path.name.endswith(".index.json"):
+    if path is not None and path.name.endswith(".index.json"):
         return set(_weight_map(path))
-    return set(_read_file(path, names_only=True))
+    return set() if path is None else set(_read_file(path, names_only=True))
 
 
 def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -47,10 +44,8 @@ def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = F
     """Writes one file, whole or absent, and returns it; pickled: as readers of pytorch_model.bin want it."""
     path = directory / (PICKLE if pickled else WEIGHTS)
     copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # a view saves what it views
-    if pickled:
-        write_atomically(path, lambda temporary: torch.save(copies, temporary))
-    else:
-        write_atomically(path, lambda temporary: save_file(copies, temporary, metadata={"format": "pt"}))
+    save = torch.save if pickled else partial(save_file, metadata={"format": "pt"})
+    write_atomically(path, lambda temporary: save(copies, temporary))
     return path
 
 
@@ -72,8 +67,8 @@ def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot read the weights: {first_line(error)}; fetch the file anew") from error
     try:
-        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except BROKEN as error:  # the unpickler of a damaged file stumbles over anything
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 (the unpickler of a damaged file stumbles over anything)
         why = f"truncated, damaged, or more than tensors, which is never loaded; fetch it anew, or get {WEIGHTS}"
         raise UserError(f"{path}: cannot read the weights: {why}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):

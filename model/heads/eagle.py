@@ -51,10 +51,8 @@ class DraftVocabulary:
             raise UserError(f"{place}: d2t must be a list of whole token offsets, and t2d a list of marks")
         vocabulary, marked = cls(d2t.long(), t2d.bool()), t2d.nonzero().flatten()
         if not marked.equal(vocabulary.ids):
-            raise UserError(
-                f"{place}: d2t and t2d name other tokens ({len(d2t):,} and {len(marked):,} of them); d2t holds offsets "
-                f"(target id - draft id), not target ids"
-            )
+            what = f"d2t and t2d name other tokens ({len(d2t):,} and {len(marked):,} of them)"
+            raise UserError(f"{place}: {what}; d2t holds offsets (target id - draft id), not target ids")
         return vocabulary
 
     @classmethod
@@ -92,9 +90,8 @@ class DraftVocabulary:
         """UserError when the head could never draft the end of a turn: none of these target ids is in."""
         known = [number for number in end_ids if 0 <= number < self.vocab_size]
         if known and not bool(self.t2d[known].any()):
-            raise UserError(
-                f"{place}: none of the target's end-of-turn tokens {sorted(known)} is in the draft vocabulary"
-            )
+            ends = f"the target's end-of-turn tokens {sorted(known)}"
+            raise UserError(f"{place}: none of {ends} is in the draft vocabulary")
 
 
 def check_size(size: int | None, vocab_size: int) -> None:
