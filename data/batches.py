@@ -23,10 +23,9 @@ WINDOW_STEPS = 16  # rows of so many steps are sorted by length together: paddin
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations: right-padded, one a row, or packed one after the other in a single row without padding.
+    """Conversations: right-padded with zeros, one a row, or packed one after the other in a single row.
 
-    Padding has token 0, turn 0 and feature 0. Features and taps that a cache stores otherwise than they are used
-    (dtype is then set, and scales where they are fp8 or int8) stay so until `to` has moved them.
+    States that a cache stores in another form (dtype is then set, scales of fp8 and int8 too) stay so until `to`.
     """
 
     input_ids: Tensor  # [B, T]
@@ -130,8 +129,7 @@ class ShardPools(NamedTuple):
 class Order:
     """Which rows each optimiser step consumes: the same set however a step is cut into processes and accumulation.
 
-    The rows of an epoch are spread evenly over its steps (sizes differ by one at most, none above
-    batch_size x accumulation x world_size), so no step is a short remainder.
+    The rows of an epoch are spread evenly over its steps, so no step is a short remainder.
     """
 
     def __init__(

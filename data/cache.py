@@ -205,9 +205,8 @@ class CachePlan:
 class CachedRow:
     """One row: input_ids int64 [T], turns int32 [T], last_hidden [T, D], taps [T, L*D] (None without).
 
-    States are as they are stored, with scales [T, 1 + L] where they are fp8 or int8, and dtype to decode them to (None:
-    they are stored as they are used); a Batch decodes them on the device that it moves to. number counts over the whole
-    cache, so it is the same whichever split or process reads the row.
+    States are as they are stored; a Batch decodes them on the device that it moves to: to dtype (None: they are stored
+    as they are used), with scales [T, 1 + L] where they are fp8 or int8. number counts over the whole cache.
     """
 
     input_ids: Tensor
@@ -233,11 +232,7 @@ class FeatureCache(Sequence[CachedRow]):
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
-        """The cache in directory; UserError, with the command that helps, when it is absent, not whole or another's.
-
-        expected holds those keys of the fingerprint (target, tokenizer, template, after_blocks, dtype, data, rows)
-        that must agree.
-        """
+        """The cache in directory; UserError when it is absent, not whole, or not made of what is expected."""
         if not directory.is_dir():
             raise UserError(f"{directory}: no such feature cache; build it with: {COMMAND}")
         checked = Manifest.check(directory, content=False, name=INDEX)

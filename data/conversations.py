@@ -18,7 +18,7 @@ from aerie.model.hub import readable_errors
 from aerie.model.storage import digest, first_line
 
 Message = dict[str, Any]
-Kind = Literal["skipped", "mended", "left out"]
+Kind = Literal["skipped", "mended", "left out"]  # conversations, conversations, and turns or tokens of them
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 MAX_REASONS = 40  # a template may put the text itself into its refusals; the rest is counted together
 UNKNOWN_KEYS = "keys of no known shape"
@@ -46,15 +46,12 @@ class RawRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that begin with (system and) user and end with the assistant, or tokens that came with a loss mask.
-
-    The mask is 1 where the assistant must produce the token.
-    """
+    """Messages that begin with (system and) user and end with the assistant, or tokens that came with a loss mask."""
 
     place: str
     messages: tuple[Message, ...]
     tools: Any | None = None
-    tokens: tuple[list[int], list[int]] | None = None  # ids and their mask
+    tokens: tuple[list[int], list[int]] | None = None  # ids, and 1 where the assistant must produce them
     is_held_out: bool = False
 
 
@@ -68,10 +65,7 @@ class UnusableRow(Exception):
 
 @dataclass
 class Tally:
-    """Rows read, and for each (kind, reason) how often it occurred and where it did first.
-
-    skipped: the whole conversation is not used. left out: a turn or a token of a used conversation is not learnt.
-    """
+    """Rows read, and for each (kind, reason) how often it occurred and where it did first."""
 
     rows: int = 0
     counts: Counter[tuple[Kind, str]] = field(default_factory=Counter)
@@ -126,74 +120,61 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     A Hub name is 'owner/name', 'owner/name:split' or 'owner/name:subset:split'; the split is 'train' unless given.
     """
     path = Path(name).expanduser()
-    if path.exists():
-        files = row_files(path) if path.is_dir() else [path]
-        if not files:
-            raise UserError(f"{path}: holds no {', '.join(ROW_SUFFIXES)} file")
-        for file in files:
-            yield from _read_file(file)
-        return
-    if not HUB_NAME.fullmatch(name) or name.startswith(".") or path.suffix in (*ROW_SUFFIXES, ".csv", ".txt", ".gz"):
+    is_hub = HUB_NAME.fullmatch(name) and path.suffix not in (*ROW_SUFFIXES, ".csv", ".txt", ".gz") and name[0] != "."
+    if not path.exists() and not is_hub:
         raise UserError(f"{name}: no such file or directory; name local files or Hub data sets (owner/name:split)")
-    import datasets
+    if not path.exists():
+        import datasets
 
-    identifier, *parts = name.split(":")
-    subset, split = parts[0] if len(parts) == 2 else None, parts[-1] if parts else "train"
-    try:
-        rows: Any = datasets.load_dataset(identifier, subset, split=split, revision=revision)
-    except (OSError, ValueError, RuntimeError) as error:
-        fix = "write owner/name, owner/name:split or owner/name:subset:split; of a gated one: hf auth login"
-        raise UserError(f"{name}: no file, and no Hub data set that loads: {first_line(error)} ({fix})") from error
-    yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in enumerate(rows, start=1))
-
-
-def _read_file(path: Path) -> Iterator[RawRow]:
-    if path.suffix not in ROW_SUFFIXES:
-        suffixes = ", ".join(ROW_SUFFIXES)
-        raise UserError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; expected {suffixes}")
-    try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet  # type: ignore[import-untyped]
-
-            batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
-            values = enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-        else:
-            values = _read_json(path)
-        yield from (RawRow(f"{path}: row {number:,}", number, value) for number, value in values)
-    except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
-        raise UserError(f"{path}: cannot be read ({first_line(error)})") from error
+        identifier, *parts = name.split(":")
+        subset, split = parts[0] if len(parts) == 2 else None, parts[-1] if parts else "train"
+        try:
+            rows: Any = datasets.load_dataset(identifier, subset, split=split, revision=revision)
+        except (OSError, ValueError, RuntimeError) as error:
+            fix = "write owner/name, owner/name:split or owner/name:subset:split; of a gated one: hf auth login"
+            raise UserError(f"{name}: no file, and no Hub data set that loads: {first_line(error)} ({fix})") from error
+        yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in enumerate(rows, start=1))
+        return
+    files = row_files(path) if path.is_dir() else [path]
+    if not files or files[0].suffix not in ROW_SUFFIXES:
+        raise UserError(f"{path}: cannot be read; expected {', '.join(ROW_SUFFIXES)} files")
+    for file in files:
+        try:
+            values = _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
+            yield from (RawRow(f"{file}: row {number:,}", number, value) for number, value in values)
+        except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
+            raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
 
 
-def _read_json(path: Path) -> Any:
-    """The items of an array, or the lines of JSONL, which data sets of the Hub often name .json.
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    from pyarrow import parquet  # type: ignore[import-untyped]
 
-    Arrow's readers want the same keys in every row, which rows of conversations do not have, and name no line.
-    """
+    batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+
+
+def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
+    """The items of an array, or the lines of JSONL, which data sets of the Hub often name .json."""
+    # Arrow's readers want the same keys in every row, which rows of conversations do not have, and name no line.
     with path.open(encoding="utf-8-sig") as file:
-        if path.suffix == ".json":
-            text = file.read()
-            try:
-                values = json.loads(text)
-                yield from enumerate(values if isinstance(values, list) else [values], start=1)
+        text, number = file.read() if path.suffix == ".json" else "", 1
+        try:
+            if text.lstrip().startswith("["):
+                yield from enumerate(json.loads(text), start=1)
                 return
-            except json.JSONDecodeError as error:
-                if text.lstrip().startswith("["):
-                    place = f"{path}:{error.lineno}"
-                    raise UserError(f"{place}: not JSON ({error.msg}); expected an array of rows") from error
             file.seek(0)
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, json.loads(line.strip())
+        except json.JSONDecodeError as error:
+            place = f"{path}:{number + error.lineno - 1}"
+            raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
 
 
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
-    """The usable conversations of every source in the recipe's order, streamed; the tally counts all the others.
+    """The usable conversations of every source, up to config.limit for training; the tally counts all the others.
 
-    After config.limit conversations for training it ends. UserError when a source cannot be read, when the first row of
-    a file has keys of no known shape, and when nothing is left at the end.
+    UserError when the first row of a file has keys of no known shape, and when nothing is left at the end.
     """
     num_train = 0
     for name in config.conversations:
@@ -250,10 +231,7 @@ def _is_held_out(content: Any, config: DataConfig) -> bool:
 
 
 def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:
-    """The row's messages as they stand; fields are the recipe's for the prompt and the completion.
-
-    UnusableRow when its keys match no known shape, or when it breaks the shape (an odd role, a turn without text).
-    """
+    """The row's messages as they stand; fields are the recipe's for the prompt and the completion."""
     pairs = [pair for pair in (fields, *PAIRS) if pair and all(row.get(name) is not None for name in pair)]
     turns = next((row[name] for name in LISTS if isinstance(row.get(name), list)), None)
     if pairs and (turns is None or pairs[0] == fields):
@@ -286,8 +264,7 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
 
 def _message(turn: Any, number: int) -> Message:
     """One turn, {from, value} or {role, content}, with the target's name of its role."""
-    if not isinstance(turn, Mapping):
-        raise UnusableRow("turn is no object", f"turn {number} is {type(turn).__name__}; expected {{from, value}}")
+    turn = turn if isinstance(turn, Mapping) else {"from": turn}
     speaker = turn.get("from") or turn.get("role")
     role = ROLES.get(str(speaker).strip().lower())
     if role is None:
@@ -316,10 +293,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
-    """Messages that a template can render, and the kinds of change that this took.
-
-    UnusableRow when no answer to a user's turn is left.
-    """
+    """Messages that a template can render, and the kinds of change that this took; UnusableRow without an answer."""
     changes, kept, joined = set[str](), list[Message](), list[Message]()
     for message in messages:
         role = message["role"]

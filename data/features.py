@@ -1,14 +1,12 @@
-"""The frozen target's states of the recipe's conversations, written to a feature cache.
+"""The frozen target's states of the recipe's conversations, written to a feature cache by any number of jobs.
 
-`plan_cache` cuts the rows into shards, `extract` makes those shards that are not whole (in one process, several under a
-launcher, or several jobs with a share each), and who finds all shards whole writes the index. A shard depends on its
-rows, the target and the taps alone, so jobs may be killed and started again at any time and in any number.
+A shard depends on its rows, the target and the taps alone, so jobs may be killed and started again at any time.
 """
 
 import shutil
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -38,10 +36,7 @@ SAMPLE_TOKENS = 256  # on which the error of the storage is measured
 def plan_cache(
     directory: Path, data: TokenisedData, config: FeaturesConfig, target_path: str, hf_config: Any, origin: Any
 ) -> CachePlan:
-    """The plan for these rows; UserError for taps, token ids or lengths that the target does not have.
-
-    origin is what decides the states of given token ids (data.stage.state_inputs, taps).
-    """
+    """The plan for these rows; origin is what decides the states of given token ids (stage.state_inputs, taps)."""
     text, after_blocks, rows = hf_config.get_text_config(), config.after_blocks or (), [*data.train, *data.held_out]
     check_taps(after_blocks, text.num_hidden_layers, target_path)
     check_rows(rows, text, target_path)
@@ -76,13 +71,8 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def storage_error(
-    last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Callable[[Tensor], Tensor]
-) -> str:
-    """One line about what a form other than the target's own costs, measured on some tokens.
-
-    From last_hidden [T, D] and taps [T, L * D]; logits is the target's final transform.
-    """
+def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Any) -> str:
+    """One line about what a form costs on some last_hidden [T, D] and taps [T, L * D]; logits is the target's."""
     errors, restored = [], {}
     for name, states in zip(STATES, (last_hidden, taps), strict=False):
         if states is not None:
@@ -107,9 +97,7 @@ def extract(
     """Makes those shards of this process's part of the share that are not whole, byte for byte.
 
     Returns the index, which the first process writes once every shard exists (None on the others, and while some are
-    missing), and the writer with its times. state is accelerate's PartialState. fingerprint is stored, with the keys
-    target, after_blocks, dtype, storage and rows added. UserError when a state is not finite, the disk is full, or
-    another recipe's job is writing there or has written (with overwrite, what it has written is replaced).
+    missing), and the writer with its times. state is accelerate's PartialState.
     """
     rank, world = state.process_index, state.num_processes
     part = [plan.shards[number] for number in share.part(len(plan.shards), rank, world)]
@@ -135,10 +123,7 @@ def extract(
 
 @contextmanager
 def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
-    """Holds a lock that tells other jobs which cache is being written, and removes what must go before.
-
-    Jobs of one cache hold the lock named after it together. UserError while a job of another cache is at work.
-    """
+    """Holds a lock that all jobs of this cache share and those of another one refuse; removes what must go before."""
     locks = plan.directory / WRITING
     with Lock(locks / f"cache-{digest([shard.inputs for shard in plan.shards])}") as lock:
         with Lock(locks / "begin") as begin:
@@ -156,10 +141,10 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
                 stale = [path for path in plan.directory.glob("shard-*") if path.stem not in kept]
                 for path in (*stale, *plan.directory.glob(".tmp*"), plan.directory / INDEX, plan.directory / FILE):
                     path.unlink(missing_ok=True)
-            if is_alone == "unknown":
-                warn(f"{plan.directory}: no locks here, so temporary files stay; write from one job at a time")
-            elif is_alone:
-                remove_temporaries(plan.directory)
+                if is_alone == "unknown":
+                    warn(f"{plan.directory}: no locks here, so temporary files stay; write from one job at a time")
+                else:
+                    remove_temporaries(plan.directory)
             lock.acquire(shared=True)
         yield lock
 

@@ -254,8 +254,8 @@ def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 def _status(recipe: Recipe, stage: str, share: Share) -> Path:
     """The run's status.json, or one of a share's own: jobs that work side by side do not write one file."""
-    path = RunPaths(Path(recipe.run)).status
-    return path if share.count == 1 else path.with_name(f"status-{stage}-{share.index}-of-{share.count}.json")
+    name = "status" if share.count == 1 else f"status-{stage}-{share.index}-of-{share.count}"
+    return Path(recipe.run) / f"{name}.json"
 
 
 def _reuse(name: str, stage: Stage, status: Path | None) -> int:
@@ -267,7 +267,7 @@ def _reuse(name: str, stage: Stage, status: Path | None) -> int:
 
 
 def _be_quiet() -> None:
-    """Only our own lines: no advice and no loading bars of transformers."""
+    """Keeps transformers' advice and loading bars out."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

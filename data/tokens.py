@@ -40,11 +40,7 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
-    """The recipe's rows, cut at max_length, each with at least one supervised slot.
-
-    speaks: a terminal sees a progress bar. UserError when nothing is left or the supervised
-    share is under the recipe's floor.
-    """
+    """The recipe's rows, cut at max_length, each with at least one supervised slot; speaks: with a progress bar."""
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
@@ -164,8 +160,8 @@ def draft_vocabulary(
 ) -> CountedVocabulary:
     """The `size` most frequent supervised tokens of rows, as (input_ids, turns) pairs, and the forced ids.
 
-    size null is 32,000, or the target's whole vocabulary where that is smaller. given is a vocabulary that was chosen
-    elsewhere (a warm start's), of which the coverage is asked. origin names data and tokenizer.
+    size null is 32,000 at most. given: a warm start's vocabulary, of which only the coverage is asked. origin names
+    data and tokenizer.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turns in rows:

@@ -97,7 +97,7 @@ def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> Non
 
 def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -> None:
     refusals: list[tuple[list[Any], dict[str, float], str]] = [
-        (questions(20), {"min_supervised_share": 0.95}, r"\d+\.\d+% of .*share 95\.00%.*show command"),
+        (questions(20), {"min_supervised_share": 0.95}, r"\d+\.\d+% of .*less than 95\.00%.*show command"),
         ([{"input_ids": [65, 66], "loss_mask": [0, 0]}], {}, r"no conversation to train on: .*two tokens"),
         (questions(3), {"held_out": 0.999999}, r"all 3 conversations are held out; lower data\.held_out"),
         (
