@@ -73,15 +73,12 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     }
     grids, contexts = tables.sweep_grids(sweeps), tables.context_grids(sweeps)
     drawn = pictures(rows, details, grids, contexts)
-    suite = {
-        "sweeps": grids,
-        "contexts": contexts,
-        "tasks": tables.task_grid(rows, parts),
-        "beside": tables.beside(rows, parts),
-        "published": {name: tables.published(name) for name in ("ablation", "depths", "contexts")},
-    }
+    suite = {"sweeps": grids, "contexts": contexts, "tasks": tables.task_grid(rows, parts)}
+    suite["beside"] = tables.beside(rows, parts)
+    suite["published"] = {name: tables.published(name) for name in ("ablation", "depths", "contexts")}
     texts = {f"{name}.svg": standalone(svg) for name, svg in drawn.items()}
-    texts["index.html"] = render(facts, rows, details, suite, drawn, sample_answers(groups, rows))
+    samples = [(name, record, segments(record)) for name, record in sample_answers(groups, rows)]
+    texts["index.html"] = render(facts, rows, details, suite=suite, drawn=drawn, samples=samples)
     shown = rows
     if asked is not None and asked.by_task:
         shown = told_apart([summary_row(one, seed) for each in by_task for one in each])
@@ -95,7 +92,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     }
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
-    texts |= {"table.md": tables.markdown_table(shown, sweeps), "table.csv": tables.csv_table(shown)}
+    texts |= {"table.md": tables.markdown_table(shown), "table.csv": tables.csv_table(shown)}
     texts |= {"sweeps.csv": tables.csv_table(sweeps, sweeps=True)} if sweeps else {}
     for name, text in texts.items():
         write_text(output / name, text)
@@ -104,22 +101,10 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     return rows
 
 
-def render(
-    facts: Facts,
-    rows: Sequence[SummaryRow],
-    details: Mapping[str, Any],
-    suite: Mapping[str, Any],
-    drawn: Mapping[str, str],
-    samples: Sequence[tuple[str, Record]],
-) -> str:
-    """The page."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+def render(facts: Facts, rows: Sequence[SummaryRow], details: Mapping[str, Any], **parts: Any) -> str:
+    """The page; parts: the suite's grids, what was drawn, and sample answers."""
+    loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     environment.filters.update(number=tables.number, count=lambda value: f"{value:,}", fact=fact_text)
     kinds = {row.head for row in rows if row.head}
     drafting = [row for row in rows if row.status == "ok" and row.tree is not None]
@@ -130,13 +115,12 @@ def render(
         heads=f"{len(kinds)} draft heads" if len(kinds) > 1 else f"{facts.head.get('kind', 'draft')} head",
         rows=rows,
         details=details,
-        suite=suite,
-        pictures={name: Markup(svg) for name, svg in drawn.items()},  # noqa: S704
+        pictures={name: Markup(svg) for name, svg in parts.pop("drawn").items()},  # noqa: S704
         lossless=lossless(rows, details["rows"]),
         best_tau=max((row for row in drafting if row.tau), key=lambda row: row.tau or 0.0, default=None),
         best_speedup=max((row for row in drafting if row.speedup), key=lambda row: row.speedup or 0.0, default=None),
-        samples=[(name, record, segments(record)) for name, record in samples],
         tints=TINTS,
+        **parts,
     )
 
 

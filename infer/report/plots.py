@@ -42,7 +42,6 @@ RC = {
     "lines.linewidth": 2.0,
     "lines.markersize": 4,
     "legend.frameon": False,
-    "figure.constrained_layout.h_pad": 0.08,
     **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), MUTED),
     **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
     **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size"), 0),
@@ -74,7 +73,11 @@ def pictures(
             figures["tuning-costs"] = _costs(tuning["heads"])
         figures |= {grid.picture: _sweep(grid) for grid in grids if grid.picture is not None}
         if contexts:
-            figures["sweep-contexts"] = _contexts(**contexts)
+            panels = {
+                "speedup from the start to a length": (contexts["cumulative"].lines, ["speedup"]),
+                "tau between a length and the one before": (contexts["bucket"].lines, ["tau"]),
+            }
+            figures["sweep-contexts"] = _along(panels, contexts["bucket"].values, "tokens, the prompt included")
         return {name: _svg(figure, name) for name, figure in figures.items()}
 
 
@@ -305,17 +308,6 @@ def _sweep(grid: Grid) -> Figure:
         panels["draft forwards per prompt (dashed: wasted)"] = (grid.lines, spent)
     panels["speedup over vanilla"] = (grid.lines, ["speedup"])
     return _along(panels, grid.values, "largest depth" if grid.key == LEVELS else grid.key)
-
-
-def _contexts(cumulative: Grid, bucket: Grid) -> Figure:
-    """Speedup and tau along the context of the rows that get furthest the fastest."""
-    ends = [(len(line.points), line.points[-1].speedup or 0.0) for line in cumulative.lines]
-    chosen = sorted(sorted(range(len(ends)), key=lambda at: ends[at], reverse=True)[: len(SERIES)])
-    panels = {
-        "speedup from the start to a length": ([cumulative.lines[at] for at in chosen], ["speedup"]),
-        "tau between a length and the one before": ([bucket.lines[at] for at in chosen], ["tau"]),
-    }
-    return _along(panels, cumulative.values, "tokens, the prompt included")
 
 
 def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:

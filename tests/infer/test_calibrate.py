@@ -30,7 +30,6 @@ from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.storage import digests, write_json
 from aerie.model.target import Target
 from tests import tiny
-from tests.infer.made_up import nodes_and_cycles
 from tests.infer.test_engine import greedy
 from tests.infer.test_main import Command, command, shared
 
@@ -50,35 +49,10 @@ def laws(count: int, **columns: Any) -> pd.DataFrame:
     return table.astype(dict.fromkeys(("agrees", "accepted", "followed"), bool))
 
 
-def recording(**tables: pd.DataFrame) -> calibrate.Recording:
-    """A recording of 12 prompts in two tasks with these tables; the others are empty."""
+def recording(nodes: pd.DataFrame) -> calibrate.Recording:
+    """A recording of 12 prompts with these nodes alone."""
     empty = {name: pd.DataFrame(columns=["prompt", "cycle", *names]) for name, names in COLUMNS.items()}
-    return calibrate.Recording({**empty, **tables}, ("sums", "code") * 6, 0.0)
-
-
-def analysis() -> dict[str, Any]:
-    """The content of analysis.json for made-up nodes, laws, frontiers and oracle lengths of 12 prompts in two tasks."""
-    generator = np.random.default_rng(0)
-    nodes, cycles = nodes_and_cycles(generator)
-    nodes["place"] = generator.choice(["0", "1", "0.0", "0.1", "0.0.0"], len(nodes))
-    cells = 80
-    p, q = generator.dirichlet(np.full(8, 0.4), cells), generator.dirichlet(np.full(8, 0.4), cells)
-    accepted = generator.random(cells) < 0.7
-    made = laws(
-        cells, prompt=np.arange(cells) % 12, cycle=np.arange(cells) // 24, depth=1 + np.arange(cells) // 12 % 2,
-        token=np.arange(cells) % 9, q=q.max(1), p=p[np.arange(cells), q.argmax(1)], acceptance=accepted,
-        accepted=accepted, followed=accepted, top_q=q.max(1), agrees=accepted, tvd=1 - np.minimum(p, q).sum(1),
-        kl_pq=(p * np.log(p / q)).sum(1), kl_qp=(q * np.log(q / p)).sum(1), entropy=-(q * np.log(q)).sum(1),
-        ranked=np.sort(np.log(q))[:, [7, 6, 4, 0]].tolist(),
-    )  # fmt: skip
-    frontier = nodes[["prompt", "cycle", "depth", "survival"]].assign(accepted=nodes.acceptance > 0)
-    for name in ("levels", "oracle"):
-        cycles[name] = generator.integers(1, 9, len(cycles))
-    cycles["position"], cycles["cap"] = generator.integers(20, 200, len(cycles)), 9
-    made_up = recording(nodes=nodes, cycles=cycles, laws=made, frontier=frontier)
-    fitted = calibrate.fit_and_score(made_up, 20)
-    assert fitted is not None
-    return {**calibrate.analyse(made_up, lambda token: f"<script>{token}"), "calibrator": fitted[1]}
+    return calibrate.Recording({**empty, "nodes": nodes}, ("sums", "code") * 6, 0.0)
 
 
 # Tables by hand
@@ -200,9 +174,13 @@ def test_oracle_lengths_by_context() -> None:
 # Recorded tables and the oracle
 
 
+def tiny_target() -> Target:
+    return Target(tiny.llama(eos_token_id=None), TargetConfig(path="tiny"))
+
+
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(tiny.llama(eos_token_id=None), TargetConfig(path="tiny"))
+    return tiny_target()
 
 
 def decoder_of(target: Target, tree: TreeConfig, kind: str = "eagle1", **more: Any) -> SpeculativeDecoder:
@@ -217,17 +195,25 @@ def decoder_of(target: Target, tree: TreeConfig, kind: str = "eagle1", **more: A
     return SpeculativeDecoder(target, drafting(drafter, tree, **more))
 
 
+def analysis() -> dict[str, Any]:
+    """The content of analysis.json of a tiny head on 12 prompts in two tasks."""
+    questions = [(torch.tensor([[7, 9, 11 + n, 23, 5]]), ("sums", "code")[n % 2]) for n in range(12)]
+    made = calibrate.record(decoder_of(tiny_target(), WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
+    fitted = calibrate.fit_and_score(made, 20)
+    assert fitted is not None
+    return {**calibrate.analyse(made, str), "calibrator": fitted[1]}
+
+
 @pytest.mark.parametrize(("tree", "kind"), [(WIDE, "eagle1"), (CHAIN, "eagle3"), (CHAIN, "itself"), (MEDUSA, "medusa")])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_oracle_changes_nothing_else_and_every_kind_of_draft_has_an_analysis(
     target: Target, tree: TreeConfig, kind: str, temperature: float
 ) -> None:
+    decoders = [(decoder_of(target, tree, kind), levels) for levels in (None, 5)]
     plain, deep = (
-        calibrate.record(
-            decoder_of(target, tree, kind), tree, QUESTIONS,
-            replace(SECTION, temperature=temperature, oracle_levels=levels), seed=3,
-        ) for levels in (None, 5)
-    )  # fmt: skip
+        calibrate.record(decoder, tree, QUESTIONS, replace(SECTION, temperature=temperature, oracle_levels=levels), 3)
+        for decoder, levels in decoders
+    )
     cycles = deep.tables["cycles"]
     for name, table in plain.tables.items():
         pd.testing.assert_frame_equal(table, deep.tables[name][list(table.columns)])
@@ -290,14 +276,14 @@ def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts
     confidence, uniform = generator.random(4000), generator.random(4000)
     accepted = (uniform < confidence**2).astype(np.float64)  # those of confidence c are accepted with c ** 2
     nodes = pd.DataFrame({"prompt": np.arange(4000) % 40, "confidence": confidence, "acceptance": accepted})
-    found = calibrate.fit_and_score(recording(nodes=nodes), bins=20)
+    found = calibrate.fit_and_score(recording(nodes), bins=20)
     assert found is not None
     before, after = found[1]["held_out"]["before"], found[1]["held_out"]["isotonic"]
     assert before["ece"] > 0.12 and after["ece"] < 0.06
     assert after["brier"] < before["brier"] and after["log_loss"] < before["log_loss"]
     assert found[1]["fit_nodes"] + found[1]["held_out_nodes"] == 4000
     assert found[0].scores["before"] == {key: before[key] for key in ("ece", "brier", "log_loss")}
-    assert calibrate.fit_and_score(recording(nodes=nodes.assign(prompt=0)), bins=20) is None  # no other half
+    assert calibrate.fit_and_score(recording(nodes.assign(prompt=0)), bins=20) is None  # no other half
     confidence = generator.uniform(0.02, 0.98, 40_000)
     truth = 1 / (1 + ((1 - confidence) / confidence) ** (1 / 1.7))
     assert calibrate.fit(confidence, truth).temperature == pytest.approx(1.7, rel=1e-3)  # probabilities as outcomes

@@ -242,10 +242,7 @@ def test_the_page_has_what_was_measured_in_words_that_fit_its_figures(swept: Pat
     with (swept / "report" / "sweeps.csv").open(newline="") as file:
         points = [(p["value"], p["method"], float(p["tau"])) for p in csv.DictReader(file)]
     assert points == [("2", "eagle2", 2.0), ("2", "deagle", 2.0), ("4", "eagle2", 4.0), ("4", "deagle", 2.0)]
-    main, sweep = (swept / "report" / "table.md").read_text().split("\nSweep d:\n\n")
-    header, _, first, *_ = sweep.splitlines()
-    assert header.startswith("| tree.levels | head | method |") and header.count("|") == first.count("|")
-    assert first.startswith("| 2 | eagle1 | eagle2 | 2 levels, k 10, 60 nodes |") and len(main.splitlines()) == 2 + 3
+    assert len((swept / "report" / "table.md").read_text().splitlines()) == 2 + 3
     run = shutil.copytree(swept, tmp_path / "run")
     (run / "bench" / SUITE).unlink()
     report(run)
