@@ -40,11 +40,8 @@ NODES = (3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 60)  # of the
 SHOWN = 20  # of them in tune.json
 COST_PROMPTS, COST_REPETITIONS = 2, 3
 TIMED_TOKENS = 48  # new tokens of one timed answer
-# levels, k and nodes of the trees that are timed: two depths give the first level's cost and that of each further one
-TIMED_TREES = (
-    ((2, 1, 2), (8, 1, 4)), ((2, 2, 6), (8, 2, 8)), ((2, 4, 12), (8, 4, 16)), ((2, 8, 24), (8, 8, 32)),
-    ((2, 10, 48), (8, 10, 60)),
-)  # fmt: skip
+# k -> nodes of a tree of 2 and of one of 8 levels: two depths give the first level's cost and that of each further one
+TIMED_TREES = {1: (2, 4), 2: (6, 8), 4: (12, 16), 8: (24, 32), 10: (48, 60)}
 
 # stop rules: every one is tried on a few prompts, the finalists on all of them and then timed
 THRESHOLDS = (0.1, 0.2, 0.3, 0.45, 0.6)
@@ -232,7 +229,8 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -
     def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
         return statistics.median(sum(one.ms[phase] for phase in phases) / one.target_forwards for one in answers)
 
-    trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for pair in TIMED_TREES for levels, k, nodes in pair]
+    pairs = [(k, levels, nodes) for k, pair in TIMED_TREES.items() for levels, nodes in zip((2, 8), pair, strict=True)]
+    trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for k, levels, nodes in pairs]
     decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees)]
     plain, *others = in_turns(decoders, prompts[:COST_PROMPTS], COST_REPETITIONS, "costs")
     draft = {}

@@ -73,7 +73,8 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     }
     grids, contexts = tables.sweep_grids(sweeps), tables.context_grids(sweeps)
     drawn = pictures(rows, details, grids, contexts)
-    suite = {"sweeps": grids, "contexts": contexts, "tasks": tables.task_grid(rows, parts)}
+    suite: dict[str, Any] = {"sweeps": grids, "contexts": contexts, "tasks": tables.task_grid(rows, parts)}
+    suite["lengths"] = tables.lengths([*rows, *sweeps])
     suite["beside"] = tables.beside(rows, parts)
     suite["published"] = {name: tables.published(name) for name in ("ablation", "depths", "contexts")}
     texts = {f"{name}.svg": standalone(svg) for name, svg in drawn.items()}
@@ -103,8 +104,9 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
 
 def render(facts: Facts, rows: Sequence[SummaryRow], details: Mapping[str, Any], **parts: Any) -> str:
     """The page; parts: the suite's grids, what was drawn, and sample answers."""
-    loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, loader=loader, autoescape=True)
+    environment.undefined = StrictUndefined
     environment.filters.update(number=tables.number, count=lambda value: f"{value:,}", fact=fact_text)
     kinds = {row.head for row in rows if row.head}
     drafting = [row for row in rows if row.status == "ok" and row.tree is not None]

@@ -42,6 +42,7 @@ RC = {
     "lines.linewidth": 2.0,
     "lines.markersize": 4,
     "legend.frameon": False,
+    "figure.constrained_layout.h_pad": 0.08,
     **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), MUTED),
     **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
     **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size"), 0),

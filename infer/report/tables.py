@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -324,6 +325,25 @@ def beside(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) 
             by_task = [replace(part, value=part.task) for at, part in parts if at == position and part.status == "ok"]
             shown.setdefault(key, []).append(Line(tree_text(row), (whole, *by_task)))
     return [(*key, line) for key, lines in shown.items() for line in (*lines, *known[key])]
+
+
+def lengths(rows: Sequence[SummaryRow]) -> dict[str, list[tuple[SummaryRow, float, float | None]]]:
+    """(row, tokens drafted a cycle, tau of a constant length of that mean) of every chain, by head and sampling (SVIP).
+
+    The constant's tau is read off between the measured constant lengths, null beyond them.
+    """
+    chains = [row for row in rows if row.status == "ok" and row.span is None and row.tree and row.tree.shape == "chain"]
+    families = {}
+    for name, members in grouped(chains, lambda row: f"{row.head_path or row.head}, T {sampling_text(row)}").items():
+        drafted = [(row.draft_nodes or 0.0) / (row.target_forwards or 1) for row in members]
+        pairs = zip(drafted, members, strict=True)
+        fixed = sorted((mean, row.tau or 0.0) for mean, row in pairs if row.tree and rule_of(row.tree) == "fixed")
+        if 1 < len(fixed) < len(members):
+            means, tau_of = np.array(fixed).T
+            constant = np.interp(drafted, means, tau_of, left=np.nan, right=np.nan)
+            taus = [None if np.isnan(tau) else float(tau) for tau in constant]
+            families[name] = sorted(zip(members, drafted, taus, strict=True), key=lambda one: one[1])
+    return families
 
 
 # DEAGLE: a vote wastes less than half of a fixed tree's forwards and keeps tau and speed, however deep trees may grow

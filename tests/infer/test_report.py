@@ -318,6 +318,19 @@ def test_a_sweeps_line_is_one_row_along_its_values_and_is_called_by_what_tells_i
     assert [line.label for line in lines][2] == "eagle2, runs/other head, 60 nodes"
 
 
+def test_a_rules_lengths_are_held_against_the_constant_length_of_the_same_mean() -> None:
+    spent = [("eagle-chain", 2, (3, 1)), ("eagle-chain", 4, (4, 2)), ("svip", 6, (3, 3))]
+    chains = []
+    for method, levels, tokens in spent:
+        changes: dict[str, Any] = {"stop": EntropyConfig()} if method == "svip" else {}
+        shape = tree("eagle-chain", levels=levels, **changes)
+        answer = drafted(tokens, tree=shape, head="eagle1", draft_nodes={2: 4, 4: 8, 6: 6}[levels])
+        chains.append(summary_row(group([answer])[0]))
+    ((name, rows),) = tables.lengths(chains).items()
+    assert name == "eagle1, T 0" and [(mean, constant) for _, mean, constant in rows] == [(2, 2), (3, 2.5), (4, 3)]
+    assert rows[1][0].tau == 3.0 and tables.lengths(chains[:2]) == {}
+
+
 def test_published_lines_stand_below_the_measured_row() -> None:
     lines = [(key, line) for key, members in tables.published_methods().items() for line in members]
     assert len({(*key, line.label, line.note) for key, line in lines}) == len(lines) > 40
