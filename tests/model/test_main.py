@@ -1,7 +1,6 @@
 """The command line of heads that travel: inspect, convert, push."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,10 @@ from aerie.model import main as commands
 from aerie.model.checkpoint import load_head, save_head
 from tests import tiny
 from tests.model.formats import published
-from tests.model.hub_server import served
-from tests.model.test_push import TOKEN
+from tests.model.hub_server import Hub
+from tests.model.test_push import TOKEN, hub
 
+__all__ = ["hub"]  # the fixture
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,8 +38,7 @@ def test_a_published_head_is_inspected_and_converted_to_every_layout(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = published.safeailab_eagle3(tmp_path / "head")
-    assert call(monkeypatch, "inspect", head, "--target", target) == 0
-    assert "fits" in capsys.readouterr().out
+    assert call(monkeypatch, "inspect", head, "--target", target) == 0 and "fits" in capsys.readouterr().out
     assert call(monkeypatch, "inspect", head, "--json") == 0
     assert json.loads(capsys.readouterr().out)["layout"] == "safeailab"
     for to in ("safeailab", "sglang", "speculators"):
@@ -49,32 +48,29 @@ def test_a_published_head_is_inspected_and_converted_to_every_layout(
         assert load_head(tmp_path / to).kind == "eagle3"
     save_head(tiny.head(tiny.vocab(vocab_size=400).embedding), tmp_path / "other")
     assert call(monkeypatch, "inspect", tmp_path / "other", "--target", target) == 1
-    assert "PROBLEM" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_line_and_exit_code_2(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head, out, new = published.safeailab_eagle3(tmp_path / "head"), tmp_path / "out", tmp_path / "new"
-    convert = ("convert", head, "--to", "sglang", "--target", target, "--out")
+    convert, push = ("convert", head, "--to", "sglang", "--target", target, "--out"), ("push", head, "--repo")
     out.mkdir()
     (out / "precious").write_text("do not touch")
-    cases = [
+    for arguments, message in (
         ((*convert, out), "it is no earlier export; name a new directory"),
         ((*convert, out, "--overwrite"), "it is no earlier export; name a new directory"),
         ((*convert, tmp_path, "--overwrite"), "it is no earlier export"),  # the head's own parent
         (("convert", tmp_path / "none", *convert[2:], new), "none/config.json: No such file"),
-        ((*convert, new, "--after-blocks", "2,x"), "invalid taps value"),
         ((*convert, new, "--after-blocks", "4,2"), "invalid taps value"),
         ((*convert, head / "config.json" / "sub"), "cannot be written: Not a directory"),
         ((*convert, new, "--speculative-tokens", "0"), "a cycle drafts at least one token"),
         (("inspect", target), "a whole language model and no draft head: a target, or a draft_lm"),
         (("inspect", head, "--target", tmp_path / "gone"), "no such target directory"),
-        (("push", head, "--repo", "no-user"), "no repository name; it looks like user/name"),
-        (("push", head, "--repo", "me/head"), "no measured results"),
-        (("push", head, "--repo", "me/head", "--without-results", "--uncommitted"), "name it with --target-name"),
-    ]
-    for arguments, message in cases:
+        ((*push, "no-user"), "no repository name; it looks like user/name"),
+        ((*push, "me/head"), "no measured results"),
+        ((*push, "me/head", "--without-results", "--uncommitted"), "name it with --target-name"),
+    ):
         assert call(monkeypatch, *arguments) == 2, arguments
         assert message in capsys.readouterr().err.splitlines()[-1], arguments
     assert (out / "precious").exists() and (head / "config.json").exists() and not new.exists()
@@ -92,34 +88,29 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     assert process.returncode == 141 and said == b""
 
 
-@pytest.mark.slow
-def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowhere(tmp_path: Path, target: Path) -> None:
-    head, out, said = tmp_path / "head", tmp_path / "out", ""
+def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowhere(
+    hub: Hub, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    head, said = tmp_path / "head", ""
     save_head(published.eagle3(), head, target_path=str(target))
     (head / "conversations.jsonl").write_text("private\n")
     push = ("push", head, "--repo", "me/head", "--without-results", "--uncommitted", "--private", "--revision", "v2")
-    with served() as hub:
-        environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
-        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-
-        def run(code: int, expected: str, *arguments: object) -> None:
-            nonlocal said
-            command = [sys.executable, "model/main.py", *map(str, arguments)]
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-            said += done.stdout + done.stderr
-            assert done.returncode == code and expected in done.stdout + done.stderr, said
-
-        run(0, "note: conversations.jsonl stays here", *push, "--dry-run")
-        assert "would remove nothing, and ship to me/head@v2:" in said and hub.count("POST|PUT") == 0
-        hub.failures[("POST", "/commit/")] = [500]
-        run(2, "error: me/head: the Hub is out of reach, refused or broke off", *push)
-        assert "Traceback" not in said and hub.repositories["me/head"]["v2"] == {}
-        run(0, "3 files to me/head@v2", *push)
-        names = {"README.md", "config.json", "model.safetensors"}
-        assert hub.repositories["me/head"]["v2"].keys() == names and hub.private == {"me/head"}
-        assert hub.count("PUT /upload/") == 1 and hub.tokens == {f"Bearer {TOKEN}"}
-        run(0, "taps        hidden_states [2, 4, 5]", "inspect", "me/head@v2", "--target", target)
-        run(0, "bit for bit", "convert", "me/head@v2", "--to", "speculators", "--target", target, "--out", out)
-        contents = [content for files in hub.repositories["me/head"].values() for content in files.values()]
+    convert = ("convert", "me/head@v2", "--to", "speculators", "--target", target, "--out", tmp_path / "out")
+    for failures, command, code, expected in (
+        ([], (*push, "--dry-run"), 0, "push: would remove nothing, and ship to me/head@v2:"),
+        ([500], push, 2, "error: me/head: the Hub is out of reach, refused or broke off"),
+        ([], push, 0, "3 files to me/head@v2"),
+        ([], ("inspect", "me/head@v2", "--target", target), 0, "taps        hidden_states [2, 4, 5]"),
+        ([], convert, 0, "bit for bit"),
+    ):
+        hub.failures[("POST", "/commit/")] = failures
+        assert call(monkeypatch, *command) == code
+        out = "".join(capfd.readouterr())
+        assert expected in out and ("conversations.jsonl stays here" in out) == (command[0] == "push")
+        assert ("--dry-run" in command) <= (hub.count("POST|PUT") == 0)
+        said += out
+    assert hub.repositories["me/head"]["v2"].keys() == {"README.md", "config.json", "model.safetensors"}
+    assert hub.private == {"me/head"} and hub.count("PUT /upload/") == 1 and hub.tokens == {f"Bearer {TOKEN}"}
+    contents = [content for files in hub.repositories["me/head"].values() for content in files.values()]
     contents += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(TOKEN.encode() in content for content in [*contents, said.encode()])

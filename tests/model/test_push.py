@@ -44,10 +44,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub that huggingface_hub in this process talks to, with a login and a cache of its own."""
     with served() as running:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", running.address)
-        for name, value in (
-            *(("ENDPOINT", running.address), ("HUGGINGFACE_CO_URL_TEMPLATE", template), ("HF_HUB_OFFLINE", False)),
-            *(("HF_HUB_DISABLE_XET", True), ("HF_HUB_CACHE", str(tmp_path / "cache"))),
-        ):
+        changes = {"ENDPOINT": running.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+        for name, value in {**changes, "HF_HUB_DISABLE_XET": True, "HF_HUB_CACHE": str(tmp_path / "cache")}.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         huggingface_hub.close_session()
@@ -117,20 +115,20 @@ def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_hea
     assert f"# SGLang {CHECKED}, by its counting of the target's states" in body and "EAGLE3" in body
 
 
-@pytest.mark.parametrize(
-    ("make", "lines"),
-    [
-        (lambda: tiny.head(tiny.vocab().embedding), ['"method": "eagle"', "--speculative-algorithm EAGLE "]),
-        (lambda: tiny.head(tiny.vocab().embedding, bias=True), ["vLLM's EAGLE-1 has no fc.bias", "algorithm EAGLE "]),
-        (lambda: tiny.head(tiny.vocab().embedding, qkv_bias=True), ["SGLang's draft modules do not know qkv_bias"]),
-        (lambda: tiny.multi_token_head("medusa", tiny.vocab()), ["SGLang has no Medusa; it decodes here"]),
-        (lambda: tiny.multi_token_head("hydra", tiny.vocab()), ["no Hydra head for vLLM; it decodes here"]),
-    ],
-)
-def test_the_card_says_where_a_head_cannot_be_served(tmp_path: Path, make: Any, lines: list[str]) -> None:
-    save_head(make(), tmp_path / "head", target_path="lmsys/vicuna-7b-v1.3")
-    body = packed(tmp_path / "head", allowed=["without_results"])["README.md"]
-    assert all(line in body for line in lines) and "No licence was given" in body and "Nothing was measured" in body
+def test_the_card_says_where_a_head_cannot_be_served(tmp_path: Path) -> None:
+    embedding, vocab = tiny.vocab().embedding, tiny.vocab()
+    for number, (head, lines) in enumerate(
+        (
+            (tiny.head(embedding), ('"method": "eagle"', "--speculative-algorithm EAGLE ")),
+            (tiny.head(embedding, bias=True), ("vLLM's EAGLE-1 has no fc.bias", "--speculative-algorithm EAGLE ")),
+            (tiny.head(embedding, qkv_bias=True), ("SGLang's draft modules do not know qkv_bias",)),
+            (tiny.multi_token_head("medusa", vocab), ("SGLang has no Medusa; it decodes here",)),
+            (tiny.multi_token_head("hydra", vocab), ("no Hydra head for vLLM; it decodes here",)),
+        )
+    ):
+        save_head(head, tmp_path / str(number), target_path="lmsys/vicuna-7b-v1.3")
+        body = packed(tmp_path / str(number), allowed=["without_results"])["README.md"]
+        assert all(line in body for line in (*lines, "No licence was given", "Nothing was measured")), number
 
 
 @pytest.mark.parametrize("layout", ["aerie", "speculators"])
@@ -225,9 +223,6 @@ def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: 
     refused("this checkout differs from the commit that the card names")
 
 
-# ------------------------------------------------------------------------------------------------------ the Hub
-
-
 def test_a_shipped_head_is_fetched_by_name_and_revision_and_equals_the_local_one(hub: Hub, tmp_path: Path) -> None:
     for step, revision in ((1, None), (2, "better"), (3, "better")):
         save_head(tiny.head(tiny.vocab().embedding, seed=step), tmp_path / "head", step=step)
@@ -235,13 +230,13 @@ def test_a_shipped_head_is_fetched_by_name_and_revision_and_equals_the_local_one
     assert hub.private == {"me/head"}
     assert head_facts("me/head") == {"step": 1} and head_facts("me/head@better") == {"step": 3}
     assert torch.equal(load_head("me/head@better").fc.weight, load_head(tmp_path / "head").fc.weight)
-    upload("me/pickle", files_of(safeailab_eagle3(tmp_path / "pickle")))
+    pickle, safe = (safeailab_eagle3(tmp_path / str(is_pickle), pickled=is_pickle) for is_pickle in (True, False))
+    upload("me/pickle", files_of(pickle))
     assert load_head("me/pickle", vocab=tiny.vocab(), after_blocks=TAPS).kind == "eagle3"
-    both = {**files_of(tmp_path / "pickle"), **files_of(safeailab_eagle3(tmp_path / "safe", pickled=False))}
-    upload("me/both", both)
+    upload("me/both", {**files_of(pickle), **files_of(safe)})
     assert not (head_directory("me/both") / "pytorch_model.bin").exists()  # a pickle only where there is nothing better
     with pytest.raises(UserError, match="me/both: exists and is public; make it private"):
-        upload("me/both", both, private=True)
+        upload("me/both", files_of(safe), private=True)
 
 
 def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(hub: Hub, tmp_path: Path) -> None:
@@ -266,21 +261,18 @@ def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
     assert torch.equal(load_head("me/head").fc.weight, load_head(two).fc.weight)
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
+def test_a_strangers_weights_are_never_written_over(hub: Hub, tmp_path: Path) -> None:
+    save_head(tiny.head(tiny.vocab().embedding), tmp_path / "head")
+    for files in (
         {"README.md": CARD.replace(b"aerie", b"x") + b"words", "model.safetensors": b"1"},
         {"README.md": b"---\n: [\n---\n", "config.json": b"{}"},
         {"README.md": b"---\n- aerie\n---\n", "gguf/model-q4.gguf": b"1"},
         {"consolidated.safetensors": b"1", ".gitattributes": b""},
-    ],
-)
-def test_a_strangers_weights_are_never_written_over(hub: Hub, tmp_path: Path, files: dict[str, bytes]) -> None:
-    hub.repositories["me/model"] = {"main": dict(files)}
-    save_head(tiny.head(tiny.vocab().embedding), tmp_path / "head")
-    with pytest.raises(UserError, match="me/model: is somebody else's: it holds "):
-        upload("me/model", files_of(tmp_path / "head"))
-    assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
+    ):
+        hub.repositories["me/model"] = {"main": dict(files)}
+        with pytest.raises(UserError, match="me/model: is somebody else's: it holds "):
+            upload("me/model", files_of(tmp_path / "head"))
+        assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
 
 
 @pytest.mark.parametrize(

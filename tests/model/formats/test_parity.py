@@ -23,13 +23,8 @@ speculators = pytest.importorskip(
 )
 STEPS, LENGTH = 3, 24
 FLAVOURS: list[dict[str, Any]] = [
-    {},
-    {"norm_before_residual": True},
-    {"norm_before_fc": True},
-    {"fc_norm": True, "norm_output": True},
-    {"qk_norm": True},
-    {"num_hidden_layers": 2},
-    {"ids": torch.arange(320)},
+    *({name: True} for name in ("norm_before_residual", "norm_before_fc", "qk_norm")),
+    *({}, {"fc_norm": True, "norm_output": True}, {"num_hidden_layers": 2}, {"ids": torch.arange(320)}),
 ]
 
 
@@ -69,12 +64,8 @@ def test_the_exported_directory_loads_in_speculators_with_every_tensor_and_draft
     ids = torch.randint(5, 320, (1, LENGTH), generator=generator)
     taps = torch.randn(1, LENGTH, 3 * 32, generator=generator)
     with torch.no_grad():
-        expected = theirs(
-            hidden_states=taps,
-            input_ids=ids,
-            document_ids=torch.zeros(1, LENGTH, dtype=torch.long),
-            ttt_steps=STEPS,
-        )
+        documents = torch.zeros(1, LENGTH, dtype=torch.long)
+        expected = theirs(hidden_states=taps, input_ids=ids, document_ids=documents, ttt_steps=STEPS)
         ours = _drafted(head, taps, ids)
         for step in range(STEPS):
             assert torch.equal(ours[step], expected[step]), step
