@@ -188,39 +188,36 @@ def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(tmp_path: Pa
 
 
 def test_results_of_another_head_are_refused_and_left_out_when_told(head: Path, tmp_path: Path) -> None:
-    run, told = head.parents[1], {"allowed": ["without_results"]}
+    run, others = head.parents[1], {"config.json": "another", "model.safetensors": "head"}
     export(head, "speculators", tmp_path / "out", target_facts())
     exported = packed(tmp_path / "out", run=run)
     assert "summary.json" in exported and "vllm serve me/head\n" in exported["README.md"]
-    others = {"config.json": "another", "model.safetensors": "head"}
     for inputs in ({}, {"inputs": {"head": [{}]}}, {"inputs": {"head": [others]}}):
         write_json(run / "bench" / "provenance.json", inputs)
         with pytest.raises(UserError, match=r"bench: was measured with another head.*--without-results"):
             packed(head)
-        assert "summary.json" not in packed(head, **told)["names"] and "4.08" not in packed(head, **told)["README.md"]
+        texts = packed(head, allowed=["without_results"])
+        assert "summary.json" not in texts and "4.08" not in texts["README.md"]
     write_json(run / "bench" / "provenance.json", {"inputs": {"head": [others, digests(head)]}})
     write_json(run / "calibration" / "provenance.json", {"inputs": {"head": [others]}})
     texts = packed(head)
     assert "calibration.json" not in texts and "ECE" not in texts["README.md"] and "4.08" in texts["README.md"]
-    (run / "report" / "summary.json").unlink()
-    with pytest.raises(UserError, match=r"no measured results .*--without-results"):
-        packed(head)
 
 
 def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(message: str, place: Path = head) -> None:
-        with pytest.raises(UserError, match=message):
-            packed(place, allowed=["without_results"], target_name="a/b")
-
     numbered = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}}
-    refused("give it with --target", published.specforge(tmp_path / "taps", numbered))
-    refused("size mismatch", published.safeailab_eagle3(tmp_path / "sizes", {"intermediate_size": 96}))
+    taps, sizes = published.specforge(tmp_path / "taps", numbered), tmp_path / "sizes"
+    published.safeailab_eagle3(sizes, {"intermediate_size": 96})
     provenance = json.loads((head / "provenance.json").read_text())
     write_json(head / "provenance.json", {**provenance, "dirty": True})
-    refused("the tree that trained it differs from the commit")
     assert "Commit 0123456789ab, with uncommitted changes" in packed(head, allowed=["uncommitted"])["README.md"]
+    trained = "the tree that trained it differs from the commit"
+    for place, message in ((taps, "give it with --target"), (sizes, "size mismatch"), (head, trained)):
+        with pytest.raises(UserError, match=message):
+            packed(place, allowed=["without_results"], target_name="a/b")
     monkeypatch.setattr(push, "is_dirty", lambda: True)
-    refused("this checkout differs from the commit that the card names")
+    with pytest.raises(UserError, match="this checkout differs from the commit that the card names"):
+        packed(head)
 
 
 def test_a_shipped_head_is_fetched_by_name_and_revision_and_equals_the_local_one(hub: Hub, tmp_path: Path) -> None:
@@ -303,13 +300,12 @@ def test_names_that_are_nowhere_are_one_sentence(hub: Hub, tmp_path: Path, monke
     hub.repositories["me/empty"] = {"main": {}}
     hub.failures[("GET", "/api/models/me/gone")] = [403]
     for name, message in (
-        ("me/none", r"me/none: no such local directory, and no such repository on the Hub"),
-        ("me/empty@v9", "me/empty@v9: the repository has no such revision"),
-        ("me/empty", "me/empty: no such head directory"),
-        ("me/gone", "me/gone: this login may not do that"),
-        ("runs/x/heads/eagle1", "runs/x/heads/eagle1: no such head directory; train one"),  # too deep for a repository
+        ("me/none", "no such local directory, and no such repository on the Hub"),
+        ("me/empty@v9", "the repository has no such revision"),
+        ("me/gone", "this login may not do that"),
+        ("runs/x/heads/eagle1", "no such head directory; train one"),  # too deep for a repository
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=f"{name}: {message}"):
             load_head(name)
     asked = len(hub.requests)
     monkeypatch.chdir(tmp_path)

@@ -89,49 +89,60 @@ def test_a_published_medusa_or_hydra_head_is_the_very_head(tmp_path: Path, capsy
 
 
 def test_a_bias_is_there_where_config_json_is_silent_and_not_where_it_says_so(tmp_path: Path) -> None:
-    state = {name: value for name, value in tensors(EAGLE1).items() if name != "fc.bias"}
-    place = published.write(tmp_path / "llama", {**published.EAGLE1_CONFIG, "bias": False}, state)
-    assert "fc.bias" not in load_head(place).state_dict()
-    with pytest.raises(UserError, match='has no "bias", which means true'):
-        load_head(published.write(tmp_path / "silent", published.EAGLE1_CONFIG, state))
     biases = {f"layers.0.self_attn.{name}_proj.bias": (32,) for name in "qkv"}  # Qwen2's; old pickles hold frequencies
     state = {**tensors({**EAGLE1, **biases}), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     head = load_head(published.write(tmp_path / "q", {**published.EAGLE1_CONFIG, "qkv_bias": True}, state))
     assert all(torch.equal(head.state_dict()[name], state[name]) for name in biases)
+    state = {name: value for name, value in tensors(EAGLE1).items() if name != "fc.bias"}
+    load_head(published.write(tmp_path / "llama", {**published.EAGLE1_CONFIG, "bias": False}, state))
+    with pytest.raises(UserError, match='has no "bias", which means true'):
+        load_head(published.write(tmp_path / "silent", published.EAGLE1_CONFIG, state))
 
 
-VLLM, FLAT = ("speculators",), ("safeailab", "sglang")
+def owner() -> Any:
+    """A head whose embedding is not its target's."""
+    head = published.eagle3()
+    head.embed_tokens.weight.data.mul_(2.0)
+    head.saves_embedding = True
+    return head
+
+
+WIDE = {"hidden_size": 32, "head_dim": 8, "after_blocks": TAPS}  # the target has 48
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "layouts", "dtype"),
+    ("make", "layouts"),
     [
-        *(("eagle3", {}, SERVERS, dtype) for dtype in (torch.float32, torch.bfloat16)),
-        *(
-            ("eagle3", {name: True}, VLLM, torch.float32)
-            for name in ("norm_before_residual", "norm_before_fc", "qk_norm")
-        ),
-        ("eagle3", {"fc_norm": True, "norm_output": True}, ("speculators", "sglang"), torch.float32),
-        ("eagle3", {"num_hidden_layers": 3}, VLLM, torch.float32),
-        ("eagle3", {"after_blocks": (1, 3)}, ("speculators", "sglang"), torch.float32),
-        ("eagle3", {"ids": torch.arange(320)}, SERVERS, torch.float32),
-        *(("eagle1", changes, FLAT, torch.float32) for changes in ({}, {"bias": True}, {"num_hidden_layers": 2})),
+        *((lambda dtype=dtype: published.eagle3().to(dtype), SERVERS) for dtype in (torch.float32, torch.bfloat16)),
+        (lambda: published.eagle3(ids=torch.arange(320)), SERVERS),
+        (lambda: published.eagle3(fc_norm=True, norm_output=True), ("speculators", "sglang")),
+        (lambda: published.eagle3(after_blocks=(1, 3)), ("speculators", "sglang")),
+        (lambda: published.eagle3(norm_before_residual=True, norm_before_fc=True), ("speculators",)),
+        (lambda: published.eagle3(qk_norm=True, num_hidden_layers=3), ("speculators",)),
+        (lambda: tiny.eagle3_head(tiny.vocab(hidden_size=48).embedding, **WIDE), SERVERS),
+        (owner, SERVERS),
+        *((lambda bias=bias: tiny.head(tiny.vocab().embedding, bias=bias), SERVERS[:2]) for bias in (False, True)),
+        (lambda: tiny.head(tiny.vocab().embedding, num_hidden_layers=2), SERVERS[:2]),
     ],
 )
 def test_a_head_of_this_project_comes_back_from_every_layout_bit_for_bit(
-    tmp_path: Path, kind: str, changes: dict[str, Any], layouts: tuple[str, ...], dtype: torch.dtype
+    tmp_path: Path, make: Any, layouts: tuple[str, ...]
 ) -> None:
-    head = published.eagle3(**changes) if kind == "eagle3" else tiny.head(tiny.vocab().embedding, **changes)
-    save_head(head.to(dtype), tmp_path / "head", step=4)
+    head = make()
+    target = target_facts(hidden_size=getattr(head.config, "target_hidden_size", 32))
+    save_head(head, tmp_path / "head", step=4)
     (tmp_path / "head" / "recipe.yaml").write_text("run: r\n")
     (tmp_path / "head" / "conversations.jsonl").write_text("private\n")
     for to in layouts:
-        export(tmp_path / "head", to, tmp_path / to, target_facts())
-        same(head, load_head(tmp_path / to, vocab=tiny.vocab()))
-        if (kind, to) == ("eagle1", "sglang"):  # which needs a bias; zeros that are no part of the head are not read
+        export(tmp_path / "head", to, tmp_path / to, target)
+        same(head, load_head(tmp_path / to))
+        if (head.kind, to) == (
+            "eagle1",
+            "sglang",
+        ):  # which needs a bias; zeros that are no part of the head are not read
             assert torch.equal(read_tensors(tmp_path / to)[1]["fc.bias"], torch.zeros(32))
         again = tmp_path / f"{to}-again"  # and from there to another
-        export(tmp_path / to, layouts[0], again, target_facts())
+        export(tmp_path / to, layouts[0], again, target)
         same(head, load_head(again))
         facts = head_facts(again)
         assert facts["step"] == 4 and facts["exported_from"]["layout"] == to and (again / "recipe.yaml").is_file()
@@ -149,20 +160,6 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0
     assert values["speculators_config"]["verifier"] == {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
     assert not any(name.startswith("midlayer.") for name in read_tensors(tmp_path / "out")[1])
-
-
-def test_a_head_of_another_width_and_one_with_its_own_embedding_take_it_along(tmp_path: Path) -> None:
-    wide = tiny.eagle3_head(tiny.vocab(hidden_size=48).embedding, hidden_size=32, head_dim=8, after_blocks=TAPS)
-    save_head(wide, tmp_path / "wide")
-    owner = published.eagle3()
-    owner.embed_tokens.weight.data.mul_(2.0)
-    owner.saves_embedding = True
-    save_head(owner, tmp_path / "owner")
-    for to in SERVERS:
-        export(tmp_path / "wide", to, tmp_path / to, target_facts(hidden_size=48))
-        same(wide, load_head(tmp_path / to))
-    export(tmp_path / "owner", "sglang", tmp_path / "out", target_facts())
-    assert torch.equal(read_tensors(tmp_path / "out")[1][EMBEDDING], 2.0 * tiny.vocab().embedding)
 
 
 @pytest.mark.parametrize(
