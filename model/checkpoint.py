@@ -10,14 +10,13 @@ from torch import Tensor
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.target_and_head import HeadConfig
 from aerie.model.formats.content import HeadContent
-from aerie.model.formats.layouts import read_content, recognise
+from aerie.model.formats.layouts import read_content, recognise, tensor_names, write_tensors
 from aerie.model.heads import HEADS, AnyConfig, Head
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, DraftVocabulary, Eagle3Config, Eagle3Head, EagleHead
 from aerie.model.hub import head_directory
 from aerie.model.layers import Rotary
 from aerie.model.storage import CONFIG, WEIGHTS, read_json, write_json
 from aerie.model.target import VocabWeights
-from aerie.model.weights import tensor_names, write_tensors
 
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -12,13 +12,12 @@ from aerie.configs.errors import UserError
 from aerie.model.checkpoint import check_sizes, completed
 from aerie.model.formats.content import NUMBERED, Export, HeadContent, HeadFiles, TargetFacts, table, unread
 from aerie.model.formats.eagle import SERVER, ZERO_BIAS, write_eagle
-from aerie.model.formats.layouts import read_content
+from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import head_directory, is_on_hub
 from aerie.model.storage import CONFIG, digests, directory_atomically, write_json
 from aerie.model.target import fingerprint, fingerprints
-from aerie.model.weights import write_tensors
 
 BESIDE = ("recipe.yaml", "provenance.json")  # what goes along with the head
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # facts about one export, which the next does not inherit

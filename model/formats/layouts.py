@@ -1,12 +1,20 @@
-"""The layouts in which heads are published: how each is told apart and read; Medusa's and Hydra's, and our own.
+"""Heads' files: tensors (safetensors or a pickle of tensors, in one file or sharded), and the layouts of heads.
+
+How each layout is told apart, and how Medusa's, Hydra's and our own are read (EAGLE's: formats/eagle.py).
 
 Medusa publishes the state dict of a module: `i.j.linear` is block j of future token i, `i.L.weight` its LM head.
 Its and Hydra's config.json often lag: the weights are believed. Source: FasterDecoding/Medusa, zankner/Hydra.
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model.formats.content import (
@@ -24,10 +32,10 @@ from aerie.model.formats.eagle import FIRST_LAYER, TYPE, read_eagle1, read_eagle
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import Eagle3Config
 from aerie.model.heads.multi_token import HydraConfig, MedusaConfig
-from aerie.model.storage import CONFIG, read_json
-from aerie.model.weights import read_tensors
+from aerie.model.storage import CONFIG, PICKLE, WEIGHTS, find_weights, first_line, read_json, write_atomically
 
 KIND = "aerie_kind"
+PICKLED = (".bin", ".pt")
 SPECULATORS = {"eagle": "eagle1", "eagle3": "eagle3"}
 SGLANG = {"LlamaForCausalLMEagle": "eagle1", "LlamaForCausalLMEagle3": "eagle3"}
 SGLANG |= {"Eagle3LlamaForCausalLM": "eagle3"}  # AngelSlim and ModelOpt write vLLM's name
@@ -136,3 +144,64 @@ def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
             "max_position_embeddings": values.get("max_position_embeddings", MAX_POSITIONS),
         }
     return HeadContent(configuration(HydraConfig, sizes, place), tensors, tuple(guesses))
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """The names of a directory's tensors, empty without weights; only a pickle has to be read whole for them."""
+    path = find_weights(directory)
+    if path is None:
+        return set()
+    return set(_weight_map(path) if path.suffix == ".json" else _read_file(path, names_only=True))
+
+
+def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file that was read (an index for shards) and its tensors, on the CPU."""
+    path = find_weights(directory)
+    if path is None:
+        raise UserError(f"{directory}: holds no weights ({WEIGHTS} or {PICKLE}, whole or with an index of shards)")
+    if path.suffix != ".json":
+        return path, _read_file(path)
+    tensors: dict[str, Tensor] = {}
+    where = _weight_map(path)
+    for file in sorted(set(where.values())):
+        shard = _read_file(path.parent / file)
+        if odd := sorted(shard.keys() ^ {name for name in where if where[name] == file}):
+            raise UserError(f"{path}: {file} and the index disagree about {odd[0]!r}; fetch the head anew")
+        tensors |= shard
+    return path, tensors
+
+
+def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = False) -> Path:
+    """Writes one file, whole or absent, and returns it; pickled: as readers of pytorch_model.bin want it."""
+    path = directory / (PICKLE if pickled else WEIGHTS)
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # a view saves what it views
+    save = torch.save if pickled else partial(save_file, metadata={"format": "pt"})
+    write_atomically(path, lambda temporary: save(copies, temporary))
+    return path
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    index = read_json(path)
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict) or any(Path(str(name)).name != name for name in where.values()):
+        raise UserError(f"{path}: has no weight_map from tensor names to files beside it; refused")
+    return dict(where)
+
+
+def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
+    if path.suffix not in PICKLED:
+        try:
+            if not names_only:
+                return load_file(path)
+            with safe_open(path, framework="pt") as handle:
+                return dict.fromkeys(handle.keys())
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot read the weights: {first_line(error)}; fetch the file anew") from error
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 (the unpickler of a damaged file stumbles over anything)
+        why = f"truncated, damaged, or more than tensors, which is never loaded; fetch it anew, or get {WEIGHTS}"
+        raise UserError(f"{path}: cannot read the weights: {why}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise UserError(f"{path}: is no table of tensors by name; save the state dict alone")
+    return {str(name): value for name, value in tensors.items()}

@@ -14,10 +14,9 @@ from aerie.model.checkpoint import head_facts, load_head, new_head, save_head
 from aerie.model.export import export
 from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle import CHECKED, sglang_numbers
-from aerie.model.formats.layouts import read_content
+from aerie.model.formats.layouts import read_content, read_tensors
 from aerie.model.inspection import inspect_head, screen
 from aerie.model.target import fingerprint
-from aerie.model.weights import read_tensors
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, safeailab_eagle3, specforge, target_facts, tensors

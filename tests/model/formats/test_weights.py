@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from aerie.configs.errors import UserError
-from aerie.model.weights import read_tensors, tensor_names, write_tensors
+from aerie.model.formats.layouts import read_tensors, tensor_names, write_tensors
 
 STATE = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor([True, False])}
 
