@@ -9,7 +9,7 @@ import re
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -19,10 +19,15 @@ from aerie.configs.errors import UserError
 T = TypeVar("T")
 
 
+@typing.dataclass_transform(frozen_default=True)
 class Section:
-    """What a recipe's sections inherit: keys that they do not have are refused."""
+    """A section of a recipe: its subclasses are frozen dataclasses, and keys that they do not have are refused."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init_subclass__(cls, kw_only: bool = False) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
 
 
 class _Loader(yaml.SafeLoader):
@@ -176,7 +181,8 @@ def _suggestion(parts: list[str], names: Sequence[str]) -> str:
 def _names(schema: Any, place: str = "") -> tuple[str, ...]:
     """Every dotted key of a schema; * is any position in a list."""
     if isinstance(schema, type) and dataclasses.is_dataclass(schema):
-        hints = typing.get_type_hints(schema, include_extras=True).items()
-        return tuple(name for key, hint in hints for name in (place + key, *_names(hint, f"{place}{key}.")))
+        hints = typing.get_type_hints(schema, include_extras=True)
+        fields = [(place + field.name, hints[field.name]) for field in dataclasses.fields(schema)]
+        return tuple(name for key, hint in fields for name in (key, *_names(hint, f"{key}.")))
     deeper = f"{place}*." if typing.get_origin(schema) in (tuple, list) else place
     return tuple(name for inner in typing.get_args(schema) for name in _names(inner, deeper))

@@ -1,6 +1,6 @@
 """The sections `synthetic`, `data` and `features` of a recipe."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -8,7 +8,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from aerie.configs.read import Section
 
 
-@dataclass(frozen=True)
 class SyntheticConfig(Section):
     """The embedded corpus: written by data/synthetic.py, the same bytes for the same seed."""
 
@@ -18,7 +17,6 @@ class SyntheticConfig(Section):
     seed: int = 0
 
 
-@dataclass(frozen=True)
 class DataConfig(Section):
     """Which conversations, and how they become tokens and a loss mask."""
 
@@ -39,7 +37,6 @@ class DataConfig(Section):
             raise ValueError("prompt_field and completion_field go together")
 
 
-@dataclass(frozen=True)
 class FeaturesConfig(Section):
     """The target's states of the conversations: cached before training, or made in each step."""
 
@@ -63,7 +60,6 @@ class FeaturesConfig(Section):
             raise ValueError("storage and shuffle_shards are of a cache: leave them out with mode: online")
 
 
-@dataclass(frozen=True)
 class SourceConfig(Section):
     """Where prompts come from."""
 
@@ -84,7 +80,6 @@ class SourceConfig(Section):
             raise ValueError(f"field belongs to prompts and ask to personas, not to {self.kind}; leave it out")
 
 
-@dataclass(frozen=True)
 class SamplingConfig(Section):
     """How one answer is drawn."""
 
@@ -94,7 +89,6 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt = 2048  # of one answer; what does not end within them is cut
 
 
-@dataclass(frozen=True)
 class ServerConfig(Section):
     """Servers that speak OpenAI's chat completions (vLLM, SGLang, transformers serve), all with the same target."""
 
@@ -116,7 +110,6 @@ class ServerConfig(Section):
 Action = Literal["keep", "drop"]
 
 
-@dataclass(frozen=True)
 class GateConfig(Section):
     """What becomes of answers with a flaw; each is counted either way."""
 
@@ -128,7 +121,6 @@ class GateConfig(Section):
     repeated: Action = "drop"  # the same first question as an earlier row's (problems that the target invents repeat)
 
 
-@dataclass(frozen=True)
 class EvaluationConfig(Section):
     """Questions that no prompt may overlap."""
 
@@ -137,7 +129,6 @@ class EvaluationConfig(Section):
     revision: str | None = None
 
 
-@dataclass(frozen=True)
 class DistillConfig(Section):
     """Prompts in, conversations answered by the target out (RUN/distilled)."""
 

@@ -20,14 +20,12 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Finite = Annotated[NonNegativeFloat, Field(lt=inf)]
 
 
-@dataclass(frozen=True)
 class ConstantConfig(Section):
     """Every tree has the tree's `levels`."""
 
     rule: Literal["constant"] = "constant"
 
 
-@dataclass(frozen=True)
 class HeuristicConfig(Section):
     """A length that follows what was accepted (transformers). The cap is the tree's `levels`; SVIP: 40."""
 
@@ -38,7 +36,6 @@ class HeuristicConfig(Section):
     across_prompts: bool = False  # true: transformers' "heuristic", which keeps the length; else "heuristic_transient"
 
 
-@dataclass(frozen=True)
 class EntropyConfig(Section):
     """SVIP: stop when sqrt(c * H) > h, H in nats. Its released code has the defaults; c: 1 is the paper's text."""
 
@@ -55,7 +52,6 @@ class EntropyConfig(Section):
         return self.h**2 / self.c
 
 
-@dataclass(frozen=True)
 class ConfidenceConfig(Section):
     """Stop below a token with a smaller q than this (transformers' assistant_confidence_threshold)."""
 
@@ -63,7 +59,6 @@ class ConfidenceConfig(Section):
     threshold: Share = 0.4  # transformers; its levels (num_assistant_tokens) are 20
 
 
-@dataclass(frozen=True)
 class VoteConfig(Section):
     """DEAGLE's vote. Thresholds are the paper's; where its text and its equations differ, both readings are here.
 
@@ -98,7 +93,6 @@ class VoteConfig(Section):
         return min(2, len(self.signals)) if self.votes is None else self.votes
 
 
-@dataclass(frozen=True)
 class ProbabilitySumConfig(Section):
     """Dynamic Depth Decoding: the frontier's summed survival, looked at now and then. The paper's `levels` are 11."""
 
@@ -111,7 +105,6 @@ class ProbabilitySumConfig(Section):
             raise ValueError("checks are depths, in ascending order")
 
 
-@dataclass(frozen=True)
 class MarginalGainConfig(Section):
     """OPT-Tree: what a level adds to the expected length. Its k is nodes - 1; its max_depth 10 verifies 9 levels."""
 
@@ -131,12 +124,9 @@ StopConfig = Annotated[
 ]
 Choice = tuple[int, ...]  # a node of a static tree: the ranks of the children on its path
 Fit = Literal["temperature", "isotonic"]
-
-
 PUBLISHED = Path(__file__).resolve().parent.parent / "trees"
 
 
-@dataclass(frozen=True)
 class _File(Section):
     choices: tuple[Choice, ...]
 
@@ -144,8 +134,7 @@ class _File(Section):
 # Of every shape: survival is made of the head's own confidence, or of what a fit in its calibrator.json (`calibrated`)
 # makes of it; `levels`, where there is one, is the deepest for every stop rule; nodes count the root, as SafeAILab's
 # total_token does.
-@dataclass(frozen=True, kw_only=True)
-class ChainConfig(Section):
+class ChainConfig(Section, kw_only=True):
     """`levels` tokens in a row: where the target samples drawn from q under its processors (R1), or q's best."""
 
     shape: Literal["chain"] = "chain"
@@ -163,8 +152,7 @@ class ChainConfig(Section):
         return self.levels + 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class StaticConfig(Section):
+class StaticConfig(Section, kw_only=True):
     """A tree whose form is known before anything is drafted. At temperature 0 children are q's most probable tokens."""
 
     shape: Literal["static"] = "static"
@@ -229,8 +217,7 @@ class StaticConfig(Section):
         return 1 + len(self.paths)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DynamicConfig(Section):
+class DynamicConfig(Section, kw_only=True):
     """EAGLE-2's tree. Its children are the most probable tokens: reranking drops some, which would bias drawn ones."""
 
     shape: Literal["dynamic"] = "dynamic"
@@ -264,7 +251,6 @@ def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
     return {"choices": found} if found else {}
 
 
-@dataclass(frozen=True)
 class TypicalConfig(Section):
     """Medusa's typical acceptance, in place of a lossless rule where tokens are sampled. NOT lossless.
 
@@ -275,7 +261,6 @@ class TypicalConfig(Section):
     delta: NonNegativeFloat = 0.3  # published: the square root of epsilon
 
 
-@dataclass(frozen=True)
 class PromptLookupConfig(Section):
     """Prompt lookup, as transformers 5 does it: any continuation, cut before an end token."""
 
@@ -300,7 +285,6 @@ class PromptLookupConfig(Section):
         return f"n-grams up to {self.ngram}{shortest}, {self.length} tokens{last}"
 
 
-@dataclass(frozen=True)
 class LookaheadConfig(Section):
     """Lookahead decoding (arXiv 2402.02057); (N, W, G) = (5, 7, 7) are the published code's."""
 
@@ -394,7 +378,6 @@ def published_tree(method: str, **changes: Any) -> Any:
     return None if tree is None else adapter(TreeConfig).validate_python(tree)
 
 
-@dataclass(frozen=True)
 class MethodConfig(Section):
     """One way of decoding: a method by its name, and what differs from its published form."""
 

@@ -1,6 +1,5 @@
 """What is measured: prompts and tasks, the rows and sweeps of a bench, calibration and tuning."""
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -9,7 +8,6 @@ from aerie.configs.read import Section
 from aerie.configs.schema.decode import Finite, Method, MethodConfig, TreeConfig
 
 
-@dataclass(frozen=True)
 class TaskConfig(Section):
     """One task; a file's rows and the Hub's become prompts alike (infer/measure/tasks.py).
 
@@ -24,7 +22,6 @@ class TaskConfig(Section):
     seed: int | None = None  # draws the prompts from the whole set; null: the first ones
 
 
-@dataclass(frozen=True)
 class PromptsConfig(Section):
     """Measuring prompts: Spec-Bench style questions {question_id, category, turns}, lines of plain text, or tasks."""
 
@@ -46,7 +43,6 @@ class PromptsConfig(Section):
             raise ValueError(f"tasks: {next(name for name in names if names.count(name) > 1)} stands there twice")
 
 
-@dataclass(frozen=True)
 class SamplingConfig(Section):
     """Sampling of one bench pass; temperature 0 is argmax."""
 
@@ -58,7 +54,6 @@ class SamplingConfig(Section):
 CONTEXT = "context"  # the sweep that contexts make
 
 
-@dataclass(frozen=True)
 class SweepConfig(Section):
     """Rows measured once for each value of one setting; they go to `sweeps` of summary.json, never into its rows."""
 
@@ -72,7 +67,6 @@ class SweepConfig(Section):
     num_prompts: PositiveInt | None = None  # the first ones of each task; null: all
 
 
-@dataclass(frozen=True)
 class BenchConfig(Section):
     """What is measured: every row on every prompt, interleaved, in one process."""
 
@@ -101,7 +95,6 @@ class BenchConfig(Section):
             raise ValueError("contexts are lengths in tokens, ascending")
 
 
-@dataclass(frozen=True)
 class CalibrateConfig(Section):
     """Decoding cycles on held-out prompts that show how confidence predicts acceptance."""
 
@@ -120,7 +113,6 @@ class CalibrateConfig(Section):
             raise ValueError("calibrate measures the head's own confidence; leave tree.calibrated out")
 
 
-@dataclass(frozen=True)
 class TuneConfig(Section):
     """Which trees are searched, on which prompts they are predicted, and on which others the choice is measured."""
 

@@ -4,7 +4,6 @@ This is the one place beside them that sees every section; it imports configurat
 """
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from aerie.configs.schema.target_and_head import DEFAULT_KIND, Eagle1Section, He
 from aerie.configs.schema.train import Eagle1Train, Train
 
 
-@dataclass(frozen=True)
 class Recipe(Section):
     """One run: every section, validated once."""
 

@@ -1,6 +1,5 @@
 """The sections `target` and `head` of a recipe. A head's kind decides which keys it has."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field
@@ -14,7 +13,6 @@ MULTI_TOKEN = ("medusa", "hydra")  # kinds with a head for each future token
 Count = Annotated[int, Field(gt=0)]
 
 
-@dataclass(frozen=True)
 class TargetConfig(Section):
     """The frozen causal LM that is sped up."""
 
@@ -26,14 +24,12 @@ class TargetConfig(Section):
     chat_template: str | None = None  # a .jinja file, for targets whose tokenizer has none
 
 
-@dataclass(frozen=True, kw_only=True)
-class _AnyHead(Section):
+class _AnyHead(Section, kw_only=True):
     init_from: str | None = None  # warm start: a directory or Hub id, for EAGLE heads in any published layout
     max_position_embeddings: Count | None = None  # null: the target's
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LayerSizes:
+class _LayerSizes(Section, kw_only=True):
     """Sizes of decoder layers. null: the target's."""
 
     intermediate_size: Count | None = None
@@ -43,8 +39,7 @@ class _LayerSizes:
     rope_theta: Annotated[float, Field(gt=0)] | None = None  # null: the target's RoPE, base and scaling
 
 
-@dataclass(frozen=True, kw_only=True)
-class Eagle1Section(_LayerSizes, _AnyHead):
+class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
     """An EAGLE-1 head, which EAGLE-2 drafts with too. It is as wide as the target."""
 
     kind: Literal["eagle1"] = "eagle1"
@@ -52,8 +47,7 @@ class Eagle1Section(_LayerSizes, _AnyHead):
     bias: bool = False  # fc.bias: false is what every server loads; published Vicuna and LLaMA-2 heads have it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Section(_LayerSizes, _AnyHead):
+class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
     """An EAGLE-3 head."""
 
     kind: Literal["eagle3"] = "eagle3"
@@ -70,22 +64,19 @@ class Eagle3Section(_LayerSizes, _AnyHead):
             raise ValueError("lm_head_init begins a new head, init_from has one already; leave one of them out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MultiToken(_AnyHead):
+class _MultiToken(_AnyHead, kw_only=True):
     num_heads: Count = 4  # future tokens with a head of their own (the papers' trees are 4 deep)
     num_layers: Count = 1  # residual blocks of each head
     lm_head: Literal["own", "target"] = "own"  # one for each future token, or the target's frozen one
 
 
-@dataclass(frozen=True, kw_only=True)
-class MedusaSection(_MultiToken):
+class MedusaSection(_MultiToken, kw_only=True):
     """Medusa heads: one for each future token."""
 
     kind: Literal["medusa"] = "medusa"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HydraSection(_LayerSizes, _MultiToken):
+class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
     """Hydra heads, each of which reads one token more. The sizes are its prefix layer's."""
 
     kind: Literal["hydra"] = "hydra"
@@ -98,8 +89,7 @@ class HydraSection(_LayerSizes, _MultiToken):
             raise ValueError(f"{sizes[0]} belongs to the prefix layer; set prefix_layer: true, or leave it out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftLMSection(_LayerSizes, _AnyHead):
+class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
     """A small language model with the target's tokenizer."""
 
     kind: Literal["draft_lm"] = "draft_lm"

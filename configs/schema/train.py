@@ -1,6 +1,5 @@
 """The section `train` of a recipe: one class per kind of head, so that another kind's keys cannot be written."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -18,8 +17,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(gt=0, le=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(Section):
+class TrainConfig(Section, kw_only=True):
     """Optimisation, the same for every head. Defaults are those of the EAGLE papers' code unless a comment differs."""
 
     kind: str  # that of the head, which the recipe puts in
@@ -49,8 +47,7 @@ class TrainConfig(Section):
     trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftHeadTrain(TrainConfig):
+class DraftHeadTrain(TrainConfig, kw_only=True):
     """What the training of all heads with the target's features shares."""
 
     loss: LossName = "soft_cross_entropy"  # between the target's and the draft's law
@@ -58,8 +55,7 @@ class DraftHeadTrain(TrainConfig):
     measure_new_tokens: Count = 64  # of each of them
 
 
-@dataclass(frozen=True, kw_only=True)
-class Eagle1Train(DraftHeadTrain):
+class Eagle1Train(DraftHeadTrain, kw_only=True):
     """Feature regression and the loss between laws (EAGLE, arXiv 2401.15077, section 4.1)."""
 
     kind: Literal["eagle1"] = "eagle1"
@@ -68,8 +64,7 @@ class Eagle1Train(DraftHeadTrain):
     feature_noise: float = 0.1  # half-width of the uniform noise on input features; 0 switches it off
 
 
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Train(DraftHeadTrain):
+class Eagle3Train(DraftHeadTrain, kw_only=True):
     """The training-time test (EAGLE-3, arXiv 2503.01840)."""
 
     kind: Literal["eagle3"] = "eagle3"
@@ -79,8 +74,7 @@ class Eagle3Train(DraftHeadTrain):
     packing: bool = False  # conversations of a batch in one row, without padding
 
 
-@dataclass(frozen=True, kw_only=True)
-class MultiTokenTrain(DraftHeadTrain):
+class MultiTokenTrain(DraftHeadTrain, kw_only=True):
     """Labels and laws for a head per future token (Medusa, arXiv 2401.10774; Hydra, arXiv 2402.05109)."""
 
     kind: Literal["medusa", "hydra"]
@@ -94,8 +88,7 @@ class MultiTokenTrain(DraftHeadTrain):
             raise ValueError("label_weight and law_weight are both zero")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftLMTrain(TrainConfig):
+class DraftLMTrain(TrainConfig, kw_only=True):
     """A small LM on tokens alone, or with `distill` on a target's laws too."""
 
     kind: Literal["draft_lm"] = "draft_lm"

@@ -5,7 +5,7 @@ output: it decides which nodes are drafted, and never what is drawn or accepted.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,7 +186,6 @@ def load_head_for(target: Target, head: str) -> Head:
     return module.to(target.device).eval().requires_grad_(False)
 
 
-@dataclass(frozen=True)
 class Calibrator(Section):
     """Two fits of acceptance to confidence c, each monotone, so that neither moves the ranks below one node.
 

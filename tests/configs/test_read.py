@@ -1,6 +1,6 @@
 """A recipe says every problem at once, each with its place and a suggestion."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,6 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import Section, dump, load
 
 
-@dataclass(frozen=True)
 class Optim(Section):
     learning_rate: float = 1e-3
     steps: int = 10
@@ -22,7 +21,6 @@ class Optim(Section):
             raise ValueError("steps must be at least 1")
 
 
-@dataclass(frozen=True)
 class Circle(Section):
     kind: Literal["circle"] = "circle"
     radius: float = 1.0
@@ -32,13 +30,11 @@ class Circle(Section):
             raise ValueError("radius must not be negative")
 
 
-@dataclass(frozen=True)
 class Square(Section):
     kind: Literal["square"] = "square"
     width: float = 1.0
 
 
-@dataclass(frozen=True)
 class Run(Section):
     name: str
     optim: Optim = Optim()
