@@ -323,6 +323,7 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
             raise UserError(f"{head}: holds no weights; train the head with: accelerate launch train/main.py ...")
 
 
+HEAD: dict[str, Any] = {"type": Path, "help": "a head directory (default: the run's own)"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
 COMMANDS = (generate, calibrate, bench, tune, report, compare, verify)
@@ -347,6 +348,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--temperature": {"type": float, "help": "of the sampling that is compared, where there are several"},
     },
     "verify": {
+        "--head": {"type": Path, "action": "append", "default": [], "help": "a head directory; one of each kind"},
         "--methods": {"default": ",".join(METHODS), "help": "eagle2,sps,...; default: all"},
         "--prompts": {"type": int, "default": 20, "help": "prompts answered greedily (default 20)"},
         "--draws": {"type": int, "default": 2000, "help": "sampled answers for each p-value (default 2000)"},
@@ -360,12 +362,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python infer/main.py", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
-        command, is_verify = subparsers.add_parser(run.__name__, help=run.__doc__), run is verify
+        command = subparsers.add_parser(run.__name__, help=run.__doc__)
         pipeline.add_arguments(command, config_required=run not in (generate, verify))
-        several: dict[str, Any] = {"action": "append", "default": []} if is_verify else {}
-        text = "a head directory; one of each kind" if is_verify else "a head directory (default: the run's own)"
-        command.add_argument("--head", type=Path, help=text, **several)
-        for flag, settings in OPTIONS.get(run.__name__, {}).items():
+        for flag, settings in ({"--head": HEAD} | OPTIONS.get(run.__name__, {})).items():
             command.add_argument(flag, **settings)
         command.set_defaults(run_command=run)
     arguments, unknown = parser.parse_known_args()

@@ -75,20 +75,6 @@ def call(*words: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def run(*words: str) -> str:
-    """The stdout of a command that succeeds."""
-    code, out, err = call(*words)
-    assert code == 0, err
-    return out
-
-
-def refused(*words: str) -> str:
-    """The one line of a refusal."""
-    code, _, err = call(*words)
-    assert code == 2 and err.count("\n") == 1, err
-    return err
-
-
 @pytest.fixture
 def command(shared: Path) -> Command:
     """Runs one command on the shared recipe."""
@@ -117,7 +103,7 @@ ROWS = "--bench.rows '[{{method: vanilla}}, {{{}}}]'"
 WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the words that work
     ("generate --method medusa --tree.levels 2", "--tree.levels: unknown key; it belongs to another kind of tree",
      "--method medusa --tree.choices {root}/shallow.yaml"),
-    ("generate --method medusa --tree.choices {root}/deep.yaml", "give tree.choices without paths longer than 2", None),
+    ("generate --method medusa --tree.choices {root}/deep.yaml", "has 2 heads, one a level; give tree.choices", None),
     ("generate --method medusa --tree.shape dynamic", "has 2 heads, one a level; set tree.levels to 2",
      "--method medusa --tree.shape dynamic --tree.levels 2"),
     ("generate --method eagle --tree.choices {root}/broken.yaml", "broken.yaml: choices: [1, 0] is listed",
