@@ -1,7 +1,6 @@
 """The batch scripts under a real SLURM of two nodes: what a cluster does to a job changes no byte of what it makes."""
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class Morning:
 
     @property
     def alone(self) -> Path:
-        """The run that nobody disturbed: features from one process, two training processes on one node."""
+        """The run whose features one process made, and whose two training processes were cancelled on one node."""
         return self.recipe.parent / "alone"
 
 
@@ -60,8 +59,6 @@ def morning(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Morni
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["data/main.py", "features", "--config", str(recipe), "--run", str(root / "alone")])
         assert exit_code(features) == 0
-    shutil.copytree(root / "alone", root / "cancelled")
-    jobs["alone"] = cluster.submit("train", recipe, "--run", root / "alone", AERIE_PROCESSES="2")
 
     distilled = root / "distilled/status.json"
     cluster.until(lambda: state(distilled) == "running", jobs["distill"])
@@ -70,9 +67,9 @@ def morning(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Morni
     signal_before_the_limit(cluster, jobs["train"])
     cluster.until(lambda: state(root / "run/status.json") != "running", jobs["train"])
     seen = json.loads((root / "run/status.json").read_text())
-    again = ("train", recipe, "--run", root / "cancelled")
+    again = ("train", recipe, "--run", root / "alone")
     jobs["cancelled"] = cluster.submit(*again, AERIE_PROCESSES="2")
-    cluster.until(lambda: last_step(root / "cancelled/metrics.jsonl") >= 5, jobs["cancelled"])
+    cluster.until(lambda: last_step(root / "alone/metrics.jsonl") >= 5, jobs["cancelled"])
     cluster.run("scancel", jobs["cancelled"])
     cluster.wait([jobs["cancelled"]])
     jobs["continued"] = cluster.submit(*again, AERIE_PROCESSES="2")
@@ -138,26 +135,22 @@ def test_an_arrays_shares_are_the_cache_that_one_process_makes(morning: Morning)
     assert ended[f"{array}_1"] == ended[f"{array}_2"] == "done"
 
 
-@pytest.mark.parametrize(("name", "run"), [("train", "run"), ("continued", "cancelled")])
-def test_a_training_signalled_on_two_nodes_or_cancelled_ends_with_the_weights_of_an_undisturbed_one(
-    morning: Morning, name: str, run: str
+def test_a_training_signalled_on_two_nodes_and_one_cancelled_on_one_go_on_and_end_with_the_same_weights(
+    morning: Morning,
 ) -> None:
     assert morning.after_the_signal == {"stage": "train", "state": "requeue", "code": 75}
-    cluster, jobs, directory = morning.cluster, morning.jobs, morning.recipe.parent / run
-    status, log, undisturbed = cluster.job(jobs[name]), cluster.log(jobs[name]), cluster.job(jobs["alone"])
-    if name == "train":
-        assert status["nodes"] == "nest[1-2]" and status["attempt"] == 2 and "stopped by a signal after step" in log
-    else:
-        cancelled = cluster.job(jobs["cancelled"])
-        assert (cancelled["attempt"], cancelled["state"], cancelled["code"]) == (1, "interrupted", 143)
-    assert (status["state"], state(directory / "status.json")) == ("done", "done"), log
-    assert 5 <= int(log.split("going on from step ")[1].split(" ")[0]) < STEPS
-    assert undisturbed["nodes"] in ("nest1", "nest2") and undisturbed["attempt"] == 1
-    for place in (directory, morning.alone):
-        provenance = json.loads((place / "heads/eagle1/provenance.json").read_text())
+    cluster, jobs, weights = morning.cluster, morning.jobs, []
+    cancelled, signalled = cluster.job(jobs["cancelled"]), cluster.job(jobs["train"])
+    assert (cancelled["attempt"], cancelled["state"], cancelled["code"]) == (1, "interrupted", 143)
+    assert (signalled["attempt"], signalled["nodes"]) == (2, "nest[1-2]")
+    for name, run in (("train", morning.run), ("continued", morning.alone)):
+        log = cluster.log(jobs[name])
+        assert (cluster.job(jobs[name])["state"], state(run / "status.json")) == ("done", "done"), log
+        assert 5 <= int(log.split("going on from step ")[1].split(" ")[0]) < STEPS
+        provenance = json.loads((run / "heads/eagle1/provenance.json").read_text())
         assert (provenance["processes"], provenance["steps"]) == (2, STEPS)
-    weights = [place / "heads/eagle1/model.safetensors" for place in (directory, morning.alone)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+        weights.append((run / "heads/eagle1/model.safetensors").read_bytes())
+    assert weights[0] == weights[1]  # that of a run which nobody stopped: tests/train/test_processes.py
 
 
 def test_a_process_that_is_signalled_while_it_loads_is_requeued_too(morning: Morning) -> None:
