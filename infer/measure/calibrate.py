@@ -33,8 +33,7 @@ from aerie.infer.measure.record import FloatArray
 from aerie.model.storage import CALIBRATOR, digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
 
-SCHEMA = 1  # of analysis.json
-EDGE = 1e-7  # confidence 0 or 1 in single precision is not certainty
+SCHEMA, EDGE = 1, 1e-7  # of analysis.json; confidence 0 or 1 in single precision is not certainty
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 CHOICES = "choices.yaml"
 REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
@@ -222,8 +221,7 @@ def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, 
     """
     levels = frontier.groupby(["prompt", "cycle", "depth"]).agg(mass=("survival", "sum"), held=("accepted", "any"))
     levels = levels.reset_index().merge(cycles[["prompt", "cycle", "accepted"]], on=["prompt", "cycle"])
-    levels["mass"] = levels.mass.clip(upper=1.0)  # rounding, not probability
-    levels["reached"] = levels.pop("accepted") >= levels.depth
+    levels["mass"], levels["reached"] = levels.mass.clip(upper=1.0), levels.pop("accepted") >= levels.depth
     means: dict[str, Any] = {name: (name, "mean") for name in ("mass", "held", "reached")}
     table = levels.groupby("depth").agg(cycles=("mass", "size"), **means).reset_index()
     table["expected"] = table.mass.cumsum()
@@ -308,7 +306,7 @@ def token_table(
 ) -> list[dict[str, Any]]:
     """All tokens, then the hardest and the easiest drafted ones by mean acceptance, with their entropy (SVIP, table 4).
 
-    Only tokens that were drafted first least_count times; ties go to the more frequent token.
+    Only tokens that were drafted first least_count times.
     """
     means = {key: (key, "mean") for key in ("entropy", "acceptance")}
     table = laws.groupby("token").agg(count=("token", "size"), **means).reset_index()
@@ -392,10 +390,9 @@ def rebuild(
     section: CalibrateConfig,
     output: Path,
 ) -> str | None:
-    """One line about the tree of section.nodes nodes that suits the head best; null for a method without a static tree.
+    """One line about the tree that suits the head best, in choices.yaml; null for a method without a static tree.
 
-    Decodes the prompts greedily with a wide tree, the method's own and so many ranks below every likely node, and
-    writes choices.yaml into the output directory and beside the head.
+    Decodes the prompts greedily with a wide tree: the method's own, and section.ranks below every likely node.
     """
     tree, ranks = asked.tree, section.ranks
     if not isinstance(tree, StaticConfig):

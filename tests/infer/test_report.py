@@ -250,22 +250,17 @@ def test_the_page_has_what_was_measured_in_words_that_fit_its_figures(swept: Pat
 
 
 def test_tables_show_each_row_with_its_figures_and_a_failure_with_its_message() -> None:
-    records = [record(prompt_id=str(n)) for n in range(3)] + [drafted((3, 1), prompt_id=str(n)) for n in range(3)]
-    records.append(drafted((2, 2), row=2, prompt_id="0"))
-    records.append(drafted((), row=2, prompt_id="1", status="error", message="a | b"))
+    records = [record(), drafted((3, 1)), drafted((), row=2, status="error", message="a | b")]
     rows = [summary_row(members) for members in group(records)]
     header, _, vanilla, eagle, failed = tables.console_table(rows).splitlines()
-    assert header.split() == ["method", "tree", "T", "tau", "speedup", "95", "%", "interval", "identical"]
     assert vanilla.split() == ["vanilla", "–", "0", "1.00", "1.00x", "–", "–"]
-    assert eagle.split() == [*"eagle2 6 levels, k 8, 16 nodes 0 2.00 1.00x 1.00–1.00 3/3".split()]
+    assert eagle.split() == [*"eagle2 6 levels, k 8, 16 nodes 0 2.00 1.00x – 1/1".split()]
     assert header.index("tau") + len("tau") == vanilla.index("1.00") + len("1.00")
-    assert failed.endswith("error: 1 of 2 prompts failed; first '1': a | b")
+    assert failed.endswith("error: 1 of 1 prompts failed; first '0': a | b")
     assert len({line.replace("\\|", "").count("|") for line in tables.markdown_table(rows).splitlines()}) == 1
     lines = list(csv.DictReader(tables.csv_table(rows).splitlines()))
-    assert (lines[0]["nodes"], lines[1]["nodes"], float(lines[1]["ms_wall"])) == ("", "16", 150.0)
+    assert (lines[0]["nodes"], lines[1]["nodes"], float(lines[1]["ms_wall"])) == ("", "16", 50.0)
     assert (lines[2]["tau"], lines[2]["ms_wall"], lines[2]["speedup_low"]) == ("", "", "")
-    warm = replace(rows[1], temperature=0.6, top_p=0.8, verify="typical (not lossless)")
-    assert tables.sampling_text(warm) == "0.6, top-p 0.8" and "NOT lossless" in tables.tree_text(warm)
 
 
 def test_deagles_ratios_are_of_the_vote_on_the_same_prompts_and_held_to_their_limits() -> None:
