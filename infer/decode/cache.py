@@ -27,8 +27,7 @@ class TargetStep:
 class PreallocatedCache(Cache):
     """Keys and values of all layers in a few tensors [2 * layers, 1, KV, capacity, head_dim], one per device and shape.
 
-    `length` rows are kept, and `pending` rows after them are in sight of the next forward, which writes behind both;
-    `keep` decides which of those after `length` stay.
+    `length` rows are kept, and `pending` rows after them are in sight of the next forward, which writes behind both.
     """
 
     def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
@@ -90,10 +89,7 @@ class CachedLM:
         self._layer_kinds = sorted(set(kinds))  # the kinds of attention that the layers have
 
     def prefill(self, input_ids: Tensor, capacity: int) -> TargetStep:
-        """Runs the prompt [T]; logits are those of its last token [1, V], features of all [T, ...].
-
-        capacity is the largest number of rows that prompt, answer and one tree will need together.
-        """
+        """Runs the prompt [T]: logits of its last token [1, V], features of all. capacity: rows ever needed."""
         cache, taps = DynamicCache(), bool(self.after_blocks)
         out = self.target.decoder(
             input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
@@ -117,7 +113,7 @@ class CachedLM:
         return last_hidden
 
     def keep(self, path: list[int]) -> None:
-        """Keeps the rows of these nodes (the root first, then down the tree)."""
+        """Keeps the rows of these nodes: the root first, then down the tree."""
         self.cache.keep(path)
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:

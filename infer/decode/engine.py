@@ -90,10 +90,9 @@ class SpeculativeDecoder:
         device: str | None = None,
         **keys: Any,
     ) -> "SpeculativeDecoder":
-        """A decoder for a target (local directory, Hub id or loaded Target) and a head directory; no head: vanilla.
+        """A decoder for a target (directory, Hub id or loaded Target) and a head directory; no head: vanilla.
 
-        tree: null is the published one of the head's usual method; make_decoder has all methods. keys are those of a
-        recipe's `target` section (dtype, device_map).
+        tree: null is the published one of the head's usual method. keys are a recipe's for its target (dtype, ...).
         """
         if isinstance(target, str):
             target = Target.load(TargetConfig(path=target, **keys), device)

@@ -33,10 +33,7 @@ class Decoding:
 
 
 def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
-    """Decoding from transformers' argument names; UserError for a setting that a draft tree cannot honour.
-
-    Temperature 0 means argmax. An explicit temperature switches sampling on unless do_sample says otherwise.
-    """
+    """Decoding from transformers' argument names; UserError for a setting that a draft tree cannot honour."""
     for name, off in OFF.items():
         value = getattr(config, name, None)
         if value is not None and value != off:
@@ -48,7 +45,7 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
 
     temperature, top_p, top_k = float(setting("temperature", 1.0)), float(setting("top_p", 1.0)), setting("top_k", 0)
     max_new_tokens = int(setting("max_new_tokens", MAX_NEW_TOKENS))
-    # as transformers' users expect: do_sample decides, else an explicit temperature, else the target's config
+    # as transformers' users expect: do_sample decides, else an explicit temperature (0: argmax), else the config
     given = asked.get("do_sample")
     do_sample = (bool(config.do_sample) or asked.get("temperature") is not None) if given is None else bool(given)
     do_sample = do_sample and temperature > 0.0

@@ -1,7 +1,4 @@
-"""Where to draft: a static tree (a chain is one) or a dynamic one, grown from a drafter's laws under a root token.
-
-Below the shapes: the proposer that a cycle of the engine asks for its tree.
-"""
+"""Where to draft: a static tree (a chain is one) or a dynamic one, grown from a drafter's laws under a root token."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -88,9 +85,8 @@ def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
 class StaticTree(Shape):
     """Gives every node of a known form the child of its rank: the r-th most probable token, or the r-th drawn.
 
-    Where the target samples, children are drawn from q under the target's own processors: `sampled` without replacement
-    (R1 for a chain, else R3, EAGLE-1), `replaced` with (R4, SpecInfer). `best` ones, and all at temperature 0, are q's
-    best (R2, R0).
+    Where the target samples, children are drawn from q under its own processors: `sampled` without replacement (R1 for
+    a chain, else R3, EAGLE-1), `replaced` with (R4, SpecInfer). `best` ones, and all at temperature 0, are q's best.
     """
 
     # The stop rule is asked once the tokens of a level stand in the tree, so that no token that was drawn is ever
@@ -162,13 +158,10 @@ class StaticTree(Shape):
 
 @lru_cache
 def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Tensor]]:
-    """The levels and nodes of a form, without the ranks that a vocabulary of this size has no tokens for.
-
-    Of each level of n nodes: `expanded` [rows], the nodes above that have children; `rows` [n], which of them each node
-    stands below; `places` [n], row * width + rank; `inner` [m], those that have children; and `width`, the children to
-    be found per row. Of the N nodes: parents, depth, mask, and which of the laws, in the order of expansion, a node's
-    children come from (0 for a leaf).
-    """
+    """The levels and nodes of a form, without the ranks that a vocabulary of this size has no tokens for."""
+    # Of each level of n nodes: the nodes above that have children [rows], which of them each node stands below [n],
+    # row * width + rank [n], which nodes have children [m], and width, the children to be found per row. Of the N
+    # nodes: parents, depth, mask, and which of the laws a node's children come from (0 for a leaf).
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]
     with_children = {node[:-1] for node in nodes[1:]}
     expanded = [node for node in nodes if node in with_children]

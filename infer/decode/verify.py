@@ -128,10 +128,7 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
-    """The chance [N] that `reject` goes on to each node once it stands at its parent; 0 for the root. p [N, V].
-
-    Given the tokens that were drawn: that its siblings before it are refused and it is accepted.
-    """
+    """The chance [N] that `reject` goes on to each drawn node once at its parent; 0 for the root. p [N, V]."""
     assert tree.proposal is not None, "children that were not sampled are accepted with p"
     q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens
     chances = torch.zeros_like(tree.confidence)

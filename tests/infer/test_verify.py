@@ -11,12 +11,12 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from aerie.configs.schema.decode import TypicalConfig
+from aerie.configs.schema.decode import ConfidenceConfig, TypicalConfig
 from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.sampling import draw, entropy
 from aerie.infer.decode.shape import StaticTree
-from aerie.infer.decode.stop import Stop
-from aerie.infer.decode.tree import Proposal, Tree, ancestors
+from aerie.infer.decode.stop import Confidence, Stop
+from aerie.infer.decode.tree import Proposal, Tree, ancestors, root_only
 from aerie.infer.decode.verify import NOT_LOSSLESS, Verdict, accept_sibling, accept_typical, rule_of, verify, walk
 from tests.infer.laws import SETTINGS, TABLE_VOCAB, VOCAB, TableDrafter, World, node_paths, sampler
 
@@ -172,36 +172,60 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
 RAGGED = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1))
 
 
+LINE, DOUBTING = ((0,), (0, 0)), ConfidenceConfig(threshold=0.2)
+SHAPES = [(LINE, "sampled"), (RAGGED, "sampled"), (RAGGED, "replaced")]
+
+
+def honest(grown: Tree) -> Tree:
+    return grown
+
+
+def misreported(grown: Tree) -> Tree:
+    """The laws are not those of the draws."""
+    assert grown.proposal is not None
+    flat = (grown.proposal.laws > 0).float()
+    return replace(grown, proposal=replace(grown.proposal, laws=flat / flat.sum(-1, keepdim=True)))
+
+
+def without_the_doubted(grown: Tree) -> Tree:
+    """A chain that its stop rule ended loses the token that the rule looked at."""
+    if grown.levels == len(LINE):
+        return grown
+    return root_only(grown.tokens[:1])
+
+
 @pytest.mark.parametrize(
-    ("choices", "children"), [(((0,), (0, 0)), "sampled"), (RAGGED, "sampled"), (RAGGED, "replaced")]
+    ("choices", "children", "stop", "change"),
+    [
+        *((*shape, Stop(), change) for shape in SHAPES for change in (honest, misreported)),
+        *((LINE, "sampled", Confidence(DOUBTING), change) for change in (honest, without_the_doubted)),
+    ],
 )
-@pytest.mark.parametrize("is_honest", [True, False])
-def test_what_is_drafted_and_verified_has_the_targets_law(choices: Any, children: Any, is_honest: bool) -> None:
-    """R1, R3 and R4 on synthetic laws; a drafter whose laws are not those of its draws is found out."""
+def test_what_is_drafted_and_verified_has_the_targets_law(choices: Any, children: Any, stop: Any, change: Any) -> None:
+    """R1, R3 and R4 on synthetic laws, also with a stop rule; whatever is not honest about its draws is found out."""
     draft, target, draws = TableDrafter(1, sharpness=1.0), TableDrafter(2, sharpness=1.0), 1500
-    shape, chosen = StaticTree(Stop(), choices, children), sampler(1.0, 0.9)
+    shape, chosen, ended = StaticTree(stop, choices, children), sampler(1.0, 0.9), 0
 
     def law(path: tuple[int, ...]) -> Tensor:
         return chosen.law(target.law(path)[None])  # [1, V]
 
     counts = torch.zeros(TABLE_VOCAB, TABLE_VOCAB)
     for _ in range(draws):
-        grown = shape.grow(draft, torch.tensor([0]), 2, chosen)
-        assert grown.proposal is not None
-        if not is_honest:
-            flat = (grown.proposal.laws > 0).float()
-            grown = replace(grown, proposal=replace(grown.proposal, laws=flat / flat.sum(-1, keepdim=True)))
+        drafted = shape.grow(draft, torch.tensor([0]), 2, chosen)
+        ended += drafted.levels == 1
+        grown = change(drafted)
         verdict = verify(grown, torch.stack([target.law(path) for path in node_paths(grown)]), chosen)
         text = [*verdict.tokens, verdict.bonus]
         counts[text[0], text[1] if len(text) > 1 else draw(law((text[0],)), chosen.generator)] += 1
     wanted = (law(()).T * torch.cat([law((token,)) for token in range(TABLE_VOCAB)])).double() * draws  # [V, V]
-    assert not is_honest or not counts[wanted == 0].any()
+    assert change is not honest or not counts[wanted == 0].any()
+    assert (ended > draws / 10) == isinstance(stop, Confidence)
     likely = wanted >= 5
     observed = torch.cat([counts[likely], counts[~likely & (wanted > 0)].sum()[None]])
     expected = torch.cat([wanted[likely], wanted[~likely].sum()[None]])
     expected *= observed.sum() / expected.sum()
     fit = chisquare(observed.numpy(), expected.numpy()).pvalue
-    assert fit > 1e-3 if is_honest else fit < 1e-6
+    assert fit > 1e-3 if change is honest else fit < 1e-6
 
 
 def test_a_draft_vocabulary_is_spread_over_the_targets() -> None:

@@ -16,8 +16,7 @@ from aerie.model.target import Target
 class EagleDrafter(Drafter):
     """Slot p holds (feature of t_p, token t_{p+1}) at position p; its output stands for the feature of t_{p+1}.
 
-    An EAGLE-1 head takes the target's last_hidden and drafts with the target's LM head. An EAGLE-3 head takes the fused
-    taps and has laws of its own over a draft vocabulary: their columns are draft ids, which `target_ids` maps.
+    An EAGLE-1 head drafts with the target's LM head; an EAGLE-3 head has laws of its own over a draft vocabulary.
     `commit` appends slots with the target's true features; they stay. `step` appends slots with the head's own
     predictions; they are forgotten at the next commit, so no guess ever outlives its cycle.
     """
@@ -46,7 +45,6 @@ class EagleDrafter(Drafter):
         self._nothing, self._length = like.new_empty(1, 0), 0
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
-        """Appends slots: last_hidden [n, D] or taps [n, L*D] of n tokens, and the n tokens [n] that follow each."""
         if self.after_blocks:
             features = self._fuse(features)
         first, total = self._length, self._length + tokens.shape[0]
@@ -97,7 +95,6 @@ class MedusaDrafter(Drafter):
     forwards_per_tree = 1
 
     def __init__(self, head: Any, target: Target | None = None) -> None:
-        """head: a module that maps features [1, D] to logits [num_heads, 1, V]."""
         self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "forward"),)
         self._feature = self._log_q = torch.empty(0)  # [1, D]; [num_heads, 1, V]
         self._level = 0
@@ -121,7 +118,6 @@ class HydraDrafter(Drafter):
     """
 
     def __init__(self, head: Any, target: Target) -> None:
-        """head: a module with `prefix` and `step` as HydraHead has them."""
         self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "step"),)
         if head.config.prefix_layer:  # without attention there are no positions
             self.max_positions = head.config.max_position_embeddings
@@ -138,7 +134,6 @@ class HydraDrafter(Drafter):
             self._buffers = [KeyValueBuffer.allocate(1, self.head.config, capacity, self._embedding)]
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
-        """Takes in last_hidden [n, D] of n tokens; the root is the last of the n tokens [n] that follow each."""
         first, self._length = self._length, self._length + tokens.shape[0]
         for buffer in self._buffers:
             span = (first, self._length)

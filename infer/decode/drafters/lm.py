@@ -22,7 +22,6 @@ class DraftLMDrafter(Drafter):
     """
 
     def __init__(self, draft: Target, target: Target) -> None:
-        """The draft LM must read token ids as the target does: see load_draft_lm."""
         self.draft, self._lm = draft, CachedLM(draft)
         self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
         self.max_positions = int(getattr(draft.config, "max_position_embeddings", None) or 2**31)
@@ -39,7 +38,6 @@ class DraftLMDrafter(Drafter):
         self._unread, self._root_law, self._steps = prompt[:0], None, []
 
     def commit(self, tokens: Tensor, features: Tensor | None = None) -> None:
-        """Takes the n tokens [n] that the last cycle yielded, its bonus token included; features are not looked at."""
         # after `reset` the first tokens are the prompt's, without its first, and the answer's first
         tokens, self._num_repeated = tokens[self._num_repeated :], 0
         kept = self._rows_of(tokens[:-1])  # the bonus token was never drafted, so that no row holds it
@@ -48,7 +46,6 @@ class DraftLMDrafter(Drafter):
         self._root_law, self._steps = None, []
 
     def start(self) -> Tensor:
-        """log q [1, V] after the last committed token; V is the shorter of the two vocabularies."""
         self._lm.keep([])
         self._steps, self._depth = [], self._unread[:0]
         self._seen = self._unread.new_empty(1, 0, dtype=torch.bool)
@@ -95,10 +92,7 @@ class DraftLMDrafter(Drafter):
 
 
 def load_draft_lm(target: Target, path: str) -> Target:
-    """The LM in a directory (or Hub id), in the target's dtype, on the device of its LM head.
-
-    UserError when it cannot be read, or when its tokenizer is not the target's.
-    """
+    """The LM in a directory (or Hub id), in the target's dtype; UserError when its tokenizer is not the target's."""
     source = TargetConfig(path, dtype=cast(DType, str(target.dtype).removeprefix("torch.")))
     try:
         draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)

@@ -1,7 +1,4 @@
-"""Guessing without a model of one's own: prompt lookup, and lookahead decoding with its Jacobi window.
-
-Guessed continuations are one tree: what guesses share is one node, and passengers ride beside them.
-"""
+"""Guessing without a model of one's own: prompt lookup, and lookahead decoding with its Jacobi window."""
 
 import itertools
 import math
@@ -61,23 +58,14 @@ class Trie:
         counts = [(guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1) for n in order]
         shares = [(math.log(through / parent), math.log(through / all_)) for through, parent, all_ in counts]
         confidence, survival = torch.tensor(shares, device=root.device).unbind(1)
-        return Tree(
-            tokens=torch.cat([root, tokens[1:].to(root.dtype)]),
-            parents=parents,
-            depth=depth,
-            mask=ancestors(parents, nodes[order[-1]][1]),
-            confidence=confidence,
-            survival=survival,
-            levels=max(map(len, guesses), default=0),
-            draft_forwards=0,
-            passengers=rides.bool() if len(self._nodes) > 1 else None,
-        ), places
+        tokens, mask = torch.cat([root, tokens[1:].to(root.dtype)]), ancestors(parents, nodes[order[-1]][1])
+        levels, passengers = max(map(len, guesses), default=0), rides.bool() if len(self._nodes) > 1 else None
+        return Tree(tokens, parents, depth, mask, confidence, survival, levels, 0, passengers=passengers), places
 
 
 def continuation(text: Text, config: PromptLookupConfig, end_ids: frozenset[int] = frozenset()) -> list[int]:
-    """At most config.length tokens that followed the longest n-gram which also ends the text [T]; perhaps none.
+    """At most config.length tokens, no end token, that followed the longest n-gram which also ends the text.
 
-    They are cut before the first end token.
     Source: PromptLookupCandidateGenerator of transformers 5, after prompt-lookup-decoding.
     """
     for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
@@ -180,14 +168,13 @@ class Lookahead(Proposer):
         self._read(len(new))
 
     def _read(self, new: int) -> None:
-        """The pool takes the n-grams that end in one of the text's last `new` tokens, where it is asked to."""
+        # the pool takes the n-grams that end in one of the text's last `new` tokens, where it is asked to
         if self.config.pool_from_text:
             size = self.config.ngram
             for end in range(max(len(self._text) - new, size - 1), len(self._text)):
                 self._add(tuple(self._text[end + 1 - size : end + 1]))
 
     def _add(self, ngram: Ngram) -> None:
-        """Remembers ngram[1:] after ngram[0], as the newest."""
         kept = self.pool.setdefault(ngram[0], {})
         kept.pop(ngram[1:], None)
         kept[ngram[1:]] = None
