@@ -54,9 +54,9 @@ def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig 
 def walk(tree: Tree, choice: Tensor) -> Verdict:
     """R0 and R2: the verdict for the target's choice [N] at every node. Siblings must differ."""
     # a node is reached when it and all its ancestors are what the target chose at their parents
-    passengers = torch.zeros_like(tree.parents) if tree.passengers is None else tree.passengers.to(choice.dtype)
+    rides = [False] * len(tree) if tree.passengers is None else tree.passengers.tolist()
     # one synchronisation; so few numbers are walked faster on the host than a device starts the kernels for them
-    tokens, parents, chosen, rides = torch.stack([tree.tokens, tree.parents, choice, passengers]).tolist()
+    tokens, parents, chosen = torch.stack([tree.tokens, tree.parents, choice]).tolist()
     path = [0]
     for node in range(1, len(tree)):  # a parent stands before its children
         if parents[node] == path[-1] and tokens[node] == chosen[path[-1]] and not rides[node]:
