@@ -5,6 +5,8 @@ RECIPE := configs/embedded.yaml
 TARGET_RECIPE := configs/draft_lm/embedded.yaml
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+# Python compiles what it imports when it first does so; compiling all of torch and transformers takes a minute more.
+PIP := pip install -qq --no-compile --disable-pip-version-check
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
 # Two CPU processes make a real DeepSpeed group; with GPUs, one process each, two at most (the embedded run is small).
@@ -109,7 +111,7 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "setting up .venv with $$python ($$("$$python" --version)): torch $(TORCH), then the rest; about two minutes"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv .venv
 	@$(install_torch)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[report,dev]'
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[report,dev]'
 	@touch $(STAMP)
 
 # The first interpreter that is recent enough and can make a virtual environment; PYTHON=... goes first.
@@ -127,7 +129,7 @@ endef
 # torch goes first, alone. With a GPU: the build that pip's index has (CUDA). Without: the CPU build (200 MB instead of
 # several GB), from wherever pip is set up to look (a find-links folder), else from PyTorch's own index, else what there is.
 define install_torch
-pip="$(BIN)/python -m pip install -qq --disable-pip-version-check"; \
+pip="$(BIN)/python -m $(PIP)"; \
 if $(BIN)/python -c 'import sys; from importlib.metadata import version; sys.exit(version("torch").split("+")[0] != "$(TORCH)")' \
 	2>/dev/null; then :; \
 elif [ "$(GPUS)" != 0 ]; then $$pip -c constraints.txt 'torch==$(TORCH)'; \

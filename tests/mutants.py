@@ -1,0 +1,85 @@
+"""Breaks verification, rejection, losses and loss masks one line at a time; the tests must notice every time.
+
+python tests/mutants.py        prints a line per mutant; exit code 1 if one survives
+
+Each mutant lives in a copy of the checkout, where only the named tests run.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VERIFY, LOSSES, CHAT = "infer/decode/verify.py", "train/losses.py", "data/chat.py"
+TESTS = {
+    VERIFY: ["tests/infer/test_verify.py", "tests/infer/test_cycles.py"],
+    LOSSES: ["tests/train/test_losses.py"],
+    CHAT: ["tests/data/test_chat.py"],
+}
+MUTANTS = [  # file, what stands there once, what stands there instead
+    (VERIFY, "tokens[node] == chosen[path[-1]]", "True"),
+    (VERIFY, "parents[node] == path[-1] and ", ""),
+    (VERIFY, " and not rides[node]", ""),
+    (VERIFY, "chosen[path[-1]])\n", "chosen[0])\n"),
+    (VERIFY, "uniform * _of(q, tokens) < _of(p[..., :gamma, :], tokens)", "uniform < _of(p[..., :gamma, :], tokens)"),
+    (VERIFY, "cumprod(-1).sum(-1)", "sum(-1)"),
+    (
+        VERIFY,
+        "q.gather(-2, row.clamp(max=gamma - 1)).squeeze(-2) * refused",
+        "0 * q.gather(-2, row.clamp(max=0)).squeeze(-2)",
+    ),
+    (VERIFY, "uniform[:count, rank] * _of(q_i, tokens) < _of(p_i, tokens)", "uniform[:count, rank] < _of(p_i, tokens)"),
+    (VERIFY, "(chosen[:count] < 0) & taken", "taken"),
+    (VERIFY, "p[:count] = residual(p_i, q_i)", "pass"),
+    (VERIFY, "if not replaced:", "if replaced:"),
+    (VERIFY, "(p - q).clamp_(min=0.0)", "(p - q).abs()"),
+    (VERIFY, "left[row[last].clamp(min=0)], p[last])", "p[last], p[last])"),
+    (VERIFY, "refused * (1 - accepted)", "refused"),
+    (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
+    (LOSSES, "-(p * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),
+    (LOSSES, "(log_p.exp() * (log_p - log_q)).sum(-1)", "(log_q.exp() * (log_q - log_p)).sum(-1)"),
+    (LOSSES, "math.log1p(-beta)", "math.log(beta)"),
+    (LOSSES, "torch.minimum(log_q, log_p).exp()", "torch.maximum(log_q, log_p).exp()"),
+    (LOSSES, "-eta * alpha.detach()", "-eta * alpha"),
+    (LOSSES, "logits.float().logsumexp(-1) - log_normaliser", "0 * log_normaliser"),
+    (CHAT, "if first > 0 and ends[first - 1] > start:", "if False:"),
+    (CHAT, "turns[first : end_token + 1]", "turns[first + 1 : end_token + 2]"),
+    (CHAT, "if ids[at] in self.end_ids", "if ids[at] in self.special_ids"),
+    (CHAT, "if all(whole.startswith(text) for text in texts):", "if True:"),
+    (CHAT, "(self._answer_start(conversation, index, text, prompt), len(text))", "(0, len(text))"),
+]
+
+
+def survives(number: int, place: Path) -> bool:
+    """Whether the tests of a mutant's file pass with the mutant in place."""
+    file, old, new = MUTANTS[number]
+    source = (ROOT / file).read_text(encoding="utf-8")
+    if source.count(old) != 1:
+        raise SystemExit(f"{file}: {old!r} stands there {source.count(old)} times; write the mutant anew")
+    copy = place / str(number)
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", ".*_cache", "__pycache__")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    (copy / file).write_text(source.replace(old, new), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": f"{copy / 'src'}:{copy}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS[file]]
+    result = subprocess.run(command, check=False, cwd=copy, env=environment, capture_output=True, text=True)
+    shutil.rmtree(copy)
+    if result.returncode not in (0, 1):  # 2 and more: the tests did not run
+        raise SystemExit(result.stdout + result.stderr)
+    print(f"{'SURVIVES' if result.returncode == 0 else 'dies'}: {file}: {old.strip()} -> {new.strip()}", flush=True)
+    return result.returncode == 0
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(max_workers=1) as pool:
+        alive = sum(pool.map(lambda number: survives(number, Path(place)), range(len(MUTANTS))))
+    print(f"{len(MUTANTS) - alive} of {len(MUTANTS)} mutants die")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
