@@ -1,4 +1,4 @@
-"""Rows -> right-padded batches, in an order that is a pure function of (seed, epoch) and of the rows per step."""
+"""Rows -> right-padded batches, in an order that (seed, epoch) and the rows per step decide alone."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,23 +23,20 @@ WINDOW_STEPS = 16  # rows of so many steps are sorted by length together: paddin
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations: right-padded with zeros, one a row, or packed one after the other in a single row.
-
-    States that a cache stores in another form (dtype is then set, scales of fp8 and int8 too) stay so until `to`.
-    """
+    """Conversations: right-padded, one a row, or packed in a single one; states stay as stored until `to`."""
 
     input_ids: Tensor  # [B, T]
     turns: Tensor  # [B, T], 0 for what is not learnt; every assistant turn of a row has a number of its own
-    lengths: Tensor  # of the conversations, [B] where they are not packed
+    lengths: Tensor  # of the conversations: [B], or more where they are packed
     rows: tuple[int, ...]  # row numbers in the data set
     features: Tensor | None = None  # [B, T, D]
     taps: Tensor | None = None  # [B, T, L*D]
-    noise: Tensor | None = None  # [B, T, D], what training adds to the features that go in
+    noise: Tensor | None = None  # [B, T, D], added to the features that go in
     documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
-    seeds: tuple[int, ...] | None = None  # one a row, of what training draws on the device (dropout, tokens)
-    redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself in training
+    seeds: tuple[int, ...] | None = None  # one a row, for dropout and drawn tokens
+    redrawn: Tensor | None = None  # [B, T] bool: tokens that a draft LM draws itself
     scales: Tensor | None = None  # [B, T, 1 + L]
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # of the states in use; None: they are stored so
 
     @property
     def num_tokens(self) -> int:
@@ -55,10 +52,9 @@ class Batch:
         return places.expand_as(self.input_ids)
 
     def supervised(self, step: int = 0) -> Tensor:
-        """[B, T] bool: where slot p, after `step` unroll steps, has something to learn.
+        """[B, T] bool: slots p that learn after `step` unroll steps.
 
-        It holds the feature of t_p and the token t_{p+1} and predicts t_{p+2+step}; both tokens must be of one
-        assistant turn, and t_p of the same conversation.
+        Slot p holds feature t_p and token t_{p+1}, predicts t_{p+2+step}; both of one turn, t_p of their conversation.
         """
         mask = torch.zeros_like(self.turns, dtype=torch.bool)
         slots = self.turns.shape[1] - 2 - step
@@ -70,7 +66,7 @@ class Batch:
         return mask
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device, with its states decoded there."""
+        """The batch on a device, its states decoded there."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
         if self.dtype is not None and self.features is not None:
@@ -83,7 +79,7 @@ class Batch:
 
 
 def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool = False) -> Batch:
-    """The rows as one batch. No rows (a process without work in the last step) give one row of padding."""
+    """The rows as one batch; no rows (of a process without work) give one row of padding."""
     if not rows:
         empty = torch.zeros(1, 2, dtype=torch.long)  # [1, 2]
         return Batch(empty, empty.clone(), torch.zeros(1, dtype=torch.long), (-1,))
@@ -94,8 +90,7 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
             columns[field] = [getattr(row, name) for row in rows]
     if packed:  # turn numbers that no two conversations share
         used = [0, *accumulate(int(turns.max()) for turns in columns["turns"])]
-        pairs = zip(columns["turns"], used, strict=False)
-        columns["turns"] = [torch.where(turns > 0, turns + before, 0) for turns, before in pairs]
+        columns["turns"] = [torch.where(turns > 0, turns + used[at], 0) for at, turns in enumerate(columns["turns"])]
     join = (lambda parts: torch.cat(parts)[None]) if packed else partial(pad_sequence, batch_first=True)  # [B, T, ...]
     joined: dict[str, Any] = {name: join(parts) for name, parts in columns.items()}
     documents, dtype = tuple(lengths) if packed else None, getattr(rows[0], "dtype", None)
@@ -109,28 +104,24 @@ def empty_like(batch: Batch, width: int, dtype: torch.dtype, num_taps: int = 0) 
 
 
 def keyed_generator(*key: int) -> torch.Generator:
-    """A CPU generator whose seed is a function of the key alone."""
+    """A CPU generator seeded by the key alone."""
     seed = hashlib.sha256(",".join(str(part) for part in key).encode()).digest()[:8]
     return torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
 
 
 def permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
-    """The values in a random order."""
     return [values[index] for index in torch.randperm(len(values), generator=generator).tolist()]
 
 
 class ShardPools(NamedTuple):
-    """Rows drawn from `at_once` shards at a time: what is read lies together, and each shard is read once an epoch."""
+    """Rows come from `at_once` shards at a time: what is read lies together, and each shard is read once an epoch."""
 
     shards: Sequence[range]  # of row numbers, all of them
     at_once: int
 
 
 class Order:
-    """Which rows each optimiser step consumes: the same set however a step is cut into processes and accumulation.
-
-    The rows of an epoch are spread evenly over its steps, so no step is a short remainder.
-    """
+    """Which rows each optimiser step takes, however it is cut into processes and accumulation; all steps are even."""
 
     def __init__(
         self,
@@ -141,7 +132,6 @@ class Order:
         world_size: int = 1,
         pools: ShardPools | None = None,
     ) -> None:
-        """pools: where the rows lie, so that an epoch reads some shards after the others; None: all at once."""
         self.lengths, self.seed, self.pools = lengths, seed, pools
         self.accumulation, self.world_size = accumulation, world_size
         self.rows_per_step = batch_size * accumulation * world_size
@@ -152,13 +142,13 @@ class Order:
         return step // self.steps_per_epoch
 
     def parts(self, step: int, rank: int) -> list[list[int]]:
-        """One process's rows of a step: `accumulation` lists, each with the lengths of its neighbours, maybe empty."""
+        """One process's rows of a step: `accumulation` lists of similar lengths, maybe empty."""
         rows = self.rows(step)
         width = self.rows_per_step // self.accumulation
         return [rows[at * width : (at + 1) * width][rank :: self.world_size] for at in range(self.accumulation)]
 
     def rows(self, step: int) -> list[int]:
-        """All rows of an optimiser step (counted from 0 over all epochs), longest first."""
+        """All rows of a step (counted from 0 over all epochs), longest first."""
         epoch, steps = self.epoch_of(step), self.steps_per_epoch
         if self._epoch[0] == epoch:
             return self._epoch[1][step % steps]
@@ -184,7 +174,7 @@ class Order:
 
 
 def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
-    """make(number) for each number, the next one made in a thread while the caller works on this one."""
+    """make(number) for each number; a thread makes the next one meanwhile."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
         pending = (pool.submit(make, number) for number in numbers)
         ready = next(pending, None)
@@ -195,7 +185,7 @@ def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
 
 
 def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Positions grouped by similar length, longest first, so that rows x longest stays within batch_tokens."""
+    """Positions by similar length, longest first; rows x longest stays within batch_tokens."""
     groups: list[list[int]] = []
     for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
@@ -206,24 +196,23 @@ def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 class OnlineFeatures:
-    """Fills the features and taps that a cache would have held; what uses the batch cannot tell."""
+    """Fills the features and taps that a cache would have held."""
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-        """dtype is that of the states (None: the target's)."""
         self.target, self.after_blocks, self.dtype = target, after_blocks, dtype or target.dtype
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with states, on its own device; one that has them already (of a process without rows) as it is."""
+        """The batch with states, on its own device; one that has them (of a process without rows) as it is."""
         if batch.features is not None:
             return batch
         ids, sizes = batch.input_ids, batch.documents
-        if sizes is not None:  # packed conversations go through the target one a row, and are packed again afterwards
+        if sizes is not None:  # the target reads packed conversations one a row
             ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
         mask = torch.arange(ids.shape[1], device=ids.device) < batch.lengths[:, None]  # [N, T]
         device = self.target.device
         attention_mask = None if bool(mask.all()) else mask.long().to(device)
         output = self.target.features(ids.to(device), attention_mask, self.after_blocks)
-        # [B, T, D] as a cache yields them, zero in padding. Copies: autograd cannot keep inference tensors.
+        # Zero in padding, as a cache yields them. Copies: autograd cannot keep inference tensors.
         states = {"features": output.last_hidden, "taps": output.taps}
         copies = {k: v.to(ids.device, self.dtype, copy=True) for k, v in states.items() if v is not None}
         used: dict[str, Any] = {k: v * mask[..., None] if sizes is None else v[mask][None] for k, v in copies.items()}

@@ -1,11 +1,10 @@
 """The feature cache: the target's states of every token, in memory-mapped files.
 
-    shard-00000.safetensors  tensors of some rows, one row after the other: input_ids, turns, last_hidden, taps, scales
-    shard-00000.json         its record, a Manifest: the file's sha256, what it was made of, its rows' checksums
-    index.json               all records together, a Manifest too; written last, so it marks the cache as complete
+    shard-00000.safetensors  some rows, one after the other: input_ids, turns, last_hidden, taps, scales
+    shard-00000.json         its record, a Manifest: sha256, what it was made of, its rows' checksums
+    index.json               all records together, a Manifest too; written last, when the cache is complete
 
-A token has one last_hidden and L taps, its *states*. They lie as the target made them, rounded to bfloat16, or one byte
-a value (int8, fp8) with a float32 scale per token and state. `encode` and `decode` alone know that form.
+A token's *states* are one last_hidden and L taps. `encode` and `decode` alone know the form that they are stored in.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ Form = Literal["bf16", "fp8", "int8"]
 VALUES: dict[Form, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 TOKENS, STATES = ("input_ids", "turns"), ("last_hidden", "taps", "scales")  # tensors of a shard
-TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits a row, one row after the other
+TOKEN_SUMS, STATE_SUMS = "token_checksums", "state_checksums"  # 8 hex digits a row
 OPEN_SHARDS = 128  # mapped at once by one process
 ROW_BYTES = 56  # of a row in its shard's record and in the index
 SHARD_BYTES = 2048  # more than a shard's header and the rest of its record take
@@ -48,17 +47,15 @@ class Storage:
 
     @property
     def values(self) -> torch.dtype:
-        """The dtype of the stored values."""
         return self.dtype if self.form is None else VALUES[self.form]
 
     def __str__(self) -> str:
-        """'float32', 'int8 for bfloat16'."""
         dtype = str(self.dtype).removeprefix("torch.")
         return dtype if self.form is None else f"{self.form} for {dtype}"
 
 
 def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, Tensor | None]:
-    """States [..., S * D] as they are stored: values [..., S * D], and scales float32 [..., S] of scaled ones."""
+    """States [..., S * D] -> stored values [..., S * D], and float32 scales [..., S] of fp8 and int8."""
     if storage.values not in LARGEST:
         return states.to(storage.values), None
     split = states.float().unflatten(-1, (num_states, -1))  # [..., S, D]
@@ -71,7 +68,7 @@ def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, T
 
 
 def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The states [..., S * D] of stored values and their scales [..., S], as they are used."""
+    """Stored values [..., S * D] and scales [..., S] -> states [..., S * D]."""
     if scales is None:
         return values.to(dtype)
     split = values.float().unflatten(-1, (scales.shape[-1], -1))  # [..., S, D]
@@ -87,7 +84,7 @@ def rows_digest(rows: Sequence[Row]) -> str:
 
 
 def checksum(tensors: Sequence[Tensor]) -> str:
-    """CRC-32 of the dtypes, shapes and bytes of some tensors, as 8 hex digits."""
+    """CRC-32 of dtypes, shapes and bytes, as 8 hex digits."""
     value = 0
     for tensor in tensors:
         value = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), value)
@@ -96,7 +93,7 @@ def checksum(tensors: Sequence[Tensor]) -> str:
 
 
 def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
-    """The rows of each shard, in order: as many as fit into shard_tokens, at least one."""
+    """The rows of each shard: as many as fit into shard_tokens, at least one."""
     first, tokens = 0, 0
     for row, length in enumerate(lengths):
         if row > first and tokens + length > shard_tokens:
@@ -108,7 +105,7 @@ def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a cache: its rows, and for its record what decides its content."""
+    """One file of a cache; inputs decide its content."""
 
     path: Path
     rows: Sequence[Row]
@@ -123,11 +120,11 @@ class Shard:
         return sum(len(row.input_ids) for row in self.rows)
 
     def is_whole(self, content: bool = False) -> bool:
-        """Whether it is there, by its record and size; content: by every byte."""
+        """By its record and size; content: by every byte."""
         return isinstance(Manifest.check(self.path.parent, self.inputs, content, self.record.name), Whole)
 
     def save(self, tensors: dict[str, Tensor]) -> None:
-        """Writes the file and then its record, atomically each."""
+        """Writes the file, then its record, atomically each."""
         lengths = [len(row.input_ids) for row in self.rows]
         facts: dict[str, Any] = {"lengths": lengths}
         for sums, names in ((TOKEN_SUMS, TOKENS), (STATE_SUMS, STATES)):
@@ -140,8 +137,6 @@ class Shard:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """What will be written where, known before the target's weights are read."""
-
     directory: Path
     shards: Sequence[Shard]  # the train rows, then the held-out ones
     num_train: int
@@ -152,21 +147,20 @@ class CachePlan:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in a shard: its id and turn (int32 each), values and scales."""
+        """Id and turn (int32 each), values and scales."""
         state = self.hidden_size * self.storage.values.itemsize + 4 * (self.storage.values in LARGEST)
         return 8 + (1 + len(self.after_blocks)) * state
 
     def bytes_of(self, shard: Shard) -> int:
-        """Bytes of a shard, its record and its part of the index, rounded up by a few kilobytes."""
+        """With its record and its part of the index, rounded up."""
         return shard.num_tokens * self.token_bytes + len(shard.rows) * ROW_BYTES + SHARD_BYTES
 
     def missing(self, share: Share = ALL) -> list[Shard]:
-        """The shards of a share that are not whole."""
         part = share.part(len(self.shards))
         return [self.shards[number] for number in part if not self.shards[number].is_whole()]
 
     def foreign(self) -> list[Path]:
-        """The records of shards that other rows or another target made, or that lie beyond this plan."""
+        """Records of shards of other rows or another target, or beyond this plan."""
         inputs, found = {shard.record: shard.inputs for shard in self.shards}, []
         for path in sorted(self.directory.glob("shard-*.json")):
             checked = Manifest.check(self.directory, inputs.get(path, {}), content=False, name=path.name)
@@ -174,14 +168,13 @@ class CachePlan:
         return found
 
     def require_own_directory(self, overwrite: bool) -> None:
-        """UserError when another recipe left shards and overwrite was not asked for."""
+        """UserError for another recipe's shards without overwrite."""
         if not overwrite and (foreign := self.foreign()):
-            raise UserError(
-                f"{foreign[0]}: made from other rows or by another target; choose another --run or --overwrite"
-            )
+            fix = "choose another --run or --overwrite"
+            raise UserError(f"{foreign[0]}: made from other rows or by another target; {fix}")
 
     def write_index(self, fingerprint: dict[str, Any]) -> Manifest:
-        """Writes index.json from the shards' records, and returns it. fingerprint: what the cache was made from."""
+        """Writes index.json from the shards' records; fingerprint is what the cache was made from."""
         dtype = str(self.storage.dtype).removeprefix("torch.")
         shape = {"after_blocks": list(self.after_blocks), "dtype": dtype, "storage": self.storage.form}
         rows_made_from = digest([shard.inputs["rows"] for shard in self.shards])
@@ -203,19 +196,15 @@ class CachePlan:
 
 @dataclass(frozen=True)
 class CachedRow:
-    """One row: input_ids int64 [T], turns int32 [T], last_hidden [T, D], taps [T, L*D] (None without).
+    """One row, states as stored: a Batch decodes them on its device; number counts over the whole cache."""
 
-    States are as they are stored; a Batch decodes them on the device that it moves to: to dtype (None: they are stored
-    as they are used), with scales [T, 1 + L] where they are fp8 or int8. number counts over the whole cache.
-    """
-
-    input_ids: Tensor
-    turns: Tensor
-    last_hidden: Tensor
-    taps: Tensor | None
+    input_ids: Tensor  # int64 [T]
+    turns: Tensor  # int32 [T]
+    last_hidden: Tensor  # [T, D]
+    taps: Tensor | None  # [T, L*D]
     number: int
-    scales: Tensor | None = None
-    dtype: torch.dtype | None = None
+    scales: Tensor | None = None  # [T, 1 + L] of fp8 and int8
+    dtype: torch.dtype | None = None  # of the states in use; None: they are stored so
 
 
 class FeatureCache(Sequence[CachedRow]):
@@ -232,7 +221,7 @@ class FeatureCache(Sequence[CachedRow]):
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
-        """The cache in directory; UserError when it is absent, not whole, or not made of what is expected."""
+        """UserError when it is absent, not whole, or not made of what is expected."""
         if not directory.is_dir():
             raise UserError(f"{directory}: no such feature cache; build it with: {COMMAND}")
         checked = Manifest.check(directory, content=False, name=INDEX)
@@ -244,18 +233,17 @@ class FeatureCache(Sequence[CachedRow]):
         return cls(directory, checked.manifest, range(len(checked.manifest.facts["lengths"])))
 
     def split(self, name: Literal["train", "held_out"]) -> "FeatureCache":
-        """The rows of one split, in order."""
         return FeatureCache(self.directory, self.manifest, range(*self.facts["splits"][name]))
 
     @property
     def shards(self) -> list[range]:
-        """The positions in this view, which must be a split or the whole, that lie in one file together."""
+        """Positions in this view (a split or the whole) that lie in one file together."""
         first, last = self.numbers.start, self.numbers.stop
         pairs = [(max(start, first), min(end, last)) for start, end in pairwise(self._first_rows)]
         return [range(start - first, end - first) for start, end in pairs if start < end]
 
     def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(input_ids, turns) of each row of this view, in order, without reading its states."""
+        """(input_ids, turns) of each row, without reading its states."""
         for number in self.numbers:
             row = self._read(number, TOKENS, TOKEN_SUMS)
             yield row["input_ids"].long(), row["turns"]
@@ -273,7 +261,7 @@ class FeatureCache(Sequence[CachedRow]):
         return CachedRow(row["input_ids"].long(), row["turns"], row["last_hidden"], taps, number, scales, dtype)
 
     def _read(self, number: int, names: Sequence[str], sums: str) -> dict[str, Tensor]:
-        """A row's tensors, copied out of the file; UserError when they are not those that were written."""
+        """Copies of a row's tensors; UserError when they are not those that were written."""
         shard = bisect_right(self._first_rows, number) - 1
         first = self._starts[self._first_rows[shard]]
         span = slice(self._starts[number] - first, self._starts[number + 1] - first)
@@ -290,4 +278,4 @@ class FeatureCache(Sequence[CachedRow]):
         except (SafetensorError, OSError) as error:
             why = f"cannot be read ({error})"
         place = f"{path}: row {number - self._first_rows[shard] + 1} of the shard"
-        raise UserError(f"{place} {why}; write what is broken anew, and nothing else, with: {COMMAND} --verify")
+        raise UserError(f"{place} {why}; mend what is broken with: {COMMAND} --verify")

@@ -1,10 +1,8 @@
 """Conversations as tokens with a loss mask, made by rendering prefixes with the tokenizer's own chat template.
 
-For the assistant turn at messages[i], `prompt` = render(messages[:i], add_generation_prompt=True) is what the target
-reads before it answers, and `text` = render(messages[:i + 1]) is that and the answer. What `text` adds to `prompt` is
-the assistant's; the tokens of it up to its first end-of-turn token are learnt. Tokens that the generation prompt writes
-are not learnt. When every `text` is a prefix of the whole conversation's render, one row carries all turns. When not
-(templates that drop earlier thinking), each turn is a row of its own.
+For the answer at messages[i], `prompt` = render(messages[:i], add_generation_prompt=True) and `text` =
+render(messages[:i + 1]). What `text` adds to `prompt` is learnt, up to its first end-of-turn token. One row carries all
+turns when every `text` is a prefix of the whole render; otherwise (thinking that is dropped later) each turn is a row.
 """
 
 import re
@@ -25,22 +23,18 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
-# The text of one row, its assistant turns as (start, end) in characters (end exclusive, ascending), and its source.
+# A row's text, its answers as ascending (start, end) in characters (end exclusive), and its source.
 Rendered = tuple[str, list[tuple[int, int]], str]
-ATTEMPTS = 3  # renders of one conversation before a template that writes the time counts as unstable
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of one training row, and its loss mask: turns[t] is 0 where token t is not learnt, j in the j-th answer.
-
-    Turn numbers ascend along the row; a turn's end-of-turn token belongs to it. source is 'file: row n'.
-    """
+    """Tokens and loss mask."""
 
     input_ids: Sequence[int]
-    turns: Sequence[int]
-    source: str
+    turns: Sequence[int]  # ascending: j in the j-th answer with its end-of-turn token, 0 in what is not learnt
+    source: str  # 'file: row n'
 
     @property
     def num_supervised(self) -> int:
@@ -48,17 +42,17 @@ class Row:
 
     @property
     def num_slots(self) -> int:
-        """Slots p that training supervises: tokens p + 1 and p + 2 belong to the same turn."""
+        """Slots p that learn: tokens p + 1 and p + 2 are of one turn."""
         return sum(1 for first, second in pairwise(self.turns[1:]) if first == second != 0)
 
 
 def shared_start(first: str, second: str) -> int:
-    """The number of characters that both texts begin with."""
+    """How many characters both begin with."""
     return len(first) if second.startswith(first) else len(commonprefix([first, second]))  # noqa: RUF071
 
 
 def target_end_ids(config: TargetConfig, tokenizer: Any) -> set[int]:
-    """The ids at which the target stops: the tokenizer's EOS and those of its generation config, which is optional."""
+    """Where the target stops: EOS of its tokenizer and of its generation config, which is optional."""
     from transformers import GenerationConfig
 
     ids: set[int | None] = {tokenizer.eos_token_id}
@@ -69,67 +63,52 @@ def target_end_ids(config: TargetConfig, tokenizer: Any) -> set[int]:
 
 
 class Chat:
-    """Renders conversations and tokenises the renders; end_ids are the target's end-of-turn tokens."""
+    """Renders and tokenises conversations; end_ids are the target's end-of-turn tokens."""
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int], tally: Tally) -> None:
         self.tokenizer, self.end_ids, self.tally = tokenizer, frozenset(end_ids), tally
         self.name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         if not getattr(tokenizer, "is_fast", False):
-            raise UserError(
-                f"{self.name}: a slow tokenizer has no character offsets; use a checkpoint with tokenizer.json"
-            )
+            raise UserError(f"{self.name}: a slow tokenizer has no character offsets; use one with tokenizer.json")
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
-        # A copy without the last step of tokenisation, which only adds special tokens and trims blanks off the offsets.
+        # Without the last step of tokenisation, which only adds special tokens and trims blanks off the offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.post_processor = None
         self.backend.no_truncation()
         self.backend.no_padding()
 
     def render(self, conversation: Conversation, supervise_all: bool = False) -> list[Rendered]:
-        """The conversation's rows: one, or one per assistant turn when the template rewrites earlier text.
+        """One row, or one per answer when the template rewrites earlier text; supervise_all: one span, the whole text.
 
-        supervise_all gives one row whose only span is the whole text. UnusableRow where the template refuses the
-        conversation, UserError when there is no template or it is broken.
+        UnusableRow where the template refuses the conversation, UserError without a template that works.
         """
         if not self.tokenizer.chat_template:
-            fix = f"name one with target.chat_template: FILE.jinja ({SHIPPED_TEMPLATE} ships for Vicuna targets)"
+            fix = f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
             raise UserError(f"{self.name}: the tokenizer has no chat template; {fix}")
         messages, source = conversation.messages, conversation.place
         if supervise_all:
             whole = self._text(conversation, len(messages), False)
             return [(whole, [(0, len(whole))], source)]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        for _ in range(ATTEMPTS):
-            prompts = [self._text(conversation, index, True) for index in answers]
-            texts = [self._text(conversation, index + 1, False) for index in answers]
-            whole, pairs = texts[-1], list(zip(texts, prompts, strict=True))
-            is_plain = all(text.startswith(prompt) and whole.startswith(text) for text, prompt in pairs)
-            # Where it is not, the clock of a template that writes the time may have moved between two renders.
-            if is_plain or self._text(conversation, answers[0], True) == prompts[0]:
-                break
-        else:
-            raise UnusableRow("the template renders differently on each call", "two renders of one conversation differ")
-        spans = []
-        for index, (text, prompt) in zip(answers, pairs, strict=True):
-            # A generation prompt that opens '<think>' is no prefix of an answer that was stored without thinking: the
-            # answer then begins behind what both share of the generation prompt.
+        spans, texts = list[tuple[int, int]](), [self._text(conversation, index + 1, False) for index in answers]
+        for index, text in zip(answers, texts, strict=True):
+            prompt = self._text(conversation, index, True)
+            # A generation prompt that opens '<think>' is no prefix of an answer without thinking, which then begins
+            # behind what both share.
             start = shared_start(prompt, text)
             if start < len(prompt):
                 if start <= len(self._text(conversation, index, False)):
-                    sentence = f"turn {index + 1}: the text before the answer is another one once the answer is there"
-                    raise UnusableRow("the template rewrites what stands before an answer", sentence)
-                self.tally.add(
-                    "left out", "the generation prompt's last part is not in the render of the answer", source
-                )
+                    raise UnusableRow("the template rewrites what stands before an answer", f"turn {index + 1}")
+                self.tally.add("left out", "the generation prompt's last part is not in the answer's render", source)
             spans.append((start, len(text)))
-        if all(whole.startswith(text) for text in texts):
-            return [(whole, spans, source)]
+        if all(texts[-1].startswith(text) for text in texts):
+            return [(texts[-1], spans, source)]
         rows = enumerate(zip(texts, spans, strict=True), start=1)
         return [(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Row]:
-        """The renders as tokens; one call per batch, which the tokenizer spreads over its threads."""
+        """One call a batch: the tokenizer spreads it over its threads."""
         rows = []
         # Half of a UTF-16 pair, common in scraped text: no tokenizer takes it.
         texts = [LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text, _, _ in rendered]
@@ -155,14 +134,9 @@ class Chat:
 
     def _text(self, conversation: Conversation, end: int, add_generation_prompt: bool) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(conversation.messages[:end]),
-                tools=conversation.tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": conversation.tools}
+            return str(self.tokenizer.apply_chat_template(list(conversation.messages[:end]), **options))
         except TemplateSyntaxError as error:
             raise UserError(f"{self.name}: chat template: line {error.lineno}: {error.message}") from error
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
-        return str(text)

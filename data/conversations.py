@@ -1,6 +1,5 @@
-"""Rows of files and Hub data sets, and the conversations in them: kept, mended or skipped, with counted reasons."""
+"""Rows of files and Hub data sets, and their conversations: kept, mended or skipped, with counted reasons."""
 
-import difflib
 import json
 import re
 from collections import Counter
@@ -20,7 +19,7 @@ from aerie.model.storage import digest, first_line
 Message = dict[str, Any]
 Kind = Literal["skipped", "mended", "left out"]  # conversations, conversations, and turns or tokens of them
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
-MAX_REASONS = 40  # a template may put the text itself into its refusals; the rest is counted together
+MAX_REASONS = 40  # a template may put the text into its refusals; the rest is counted together
 UNKNOWN_KEYS = "keys of no known shape"
 ROLES = {
     **dict.fromkeys("human user prompter".split(), "user"),
@@ -37,16 +36,16 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # a tur
 
 
 class RawRow(NamedTuple):
-    """One row of a source as it stands; number counts from 1 (in a JSONL file it is the line)."""
+    """One row of a source as it stands."""
 
     place: str  # 'file: row n'
-    number: int
+    number: int  # from 1; in JSONL the line
     value: Any
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that begin with (system and) user and end with the assistant, or tokens that came with a loss mask."""
+    """Messages from (system and) user to an answer, or tokens that came with a loss mask."""
 
     place: str
     messages: tuple[Message, ...]
@@ -56,7 +55,7 @@ class Conversation:
 
 
 class UnusableRow(Exception):
-    """A row that cannot be used: the reason (countable) and a sentence about this very row."""
+    """A reason that is counted, and a sentence about this very row."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -65,14 +64,13 @@ class UnusableRow(Exception):
 
 @dataclass
 class Tally:
-    """Rows read, and for each (kind, reason) how often it occurred and where it did first."""
+    """Rows read; how often each (kind, reason) occurred, and where first."""
 
     rows: int = 0
     counts: Counter[tuple[Kind, str]] = field(default_factory=Counter)
     examples: dict[tuple[Kind, str], str] = field(default_factory=dict)
 
     def add(self, kind: Kind, reason: str, place: str, sentence: str = "") -> None:
-        """Counts one; place is 'file: row n', sentence what is special about this row."""
         key = (kind, reason)
         if key not in self.counts and len(self.counts) >= MAX_REASONS:
             key = (kind, "other reasons")
@@ -81,11 +79,9 @@ class Tally:
 
     @property
     def kept(self) -> int:
-        """Conversations read and not skipped."""
         return self.rows - sum(count for (kind, _), count in self.counts.items() if kind == "skipped")
 
     def table(self) -> str:
-        """Totals, then one line per reason, the most frequent first."""
         lines = [f"conversations: {self.rows:,} read, {self.kept:,} kept, {self.rows - self.kept:,} skipped"]
         for kind in ("skipped", "mended", "left out"):
             rows = [(reason, count) for (other, reason), count in self.counts.most_common() if other == kind]
@@ -93,17 +89,16 @@ class Tally:
         return "\n".join(lines)
 
     def line(self) -> str:
-        """The table, for an error."""
+        """The table in one line, for an error."""
         return "; ".join(" ".join(line.split()) for line in self.table().splitlines())
 
 
 def is_local(name: str) -> bool:
-    """Whether a name of rows is a file or directory that is there."""
     return Path(name).expanduser().exists()
 
 
 def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """The commit that a Hub data set's revision (null: its main branch) is now; null where the Hub cannot be asked."""
+    """The commit of a Hub data set's revision (None: main); None where the Hub cannot be asked."""
     from huggingface_hub import HfApi
 
     repo = name.split(":")[0]
@@ -115,10 +110,7 @@ def hub_commit(name: str, revision: str | None = None) -> str | None:
 
 
 def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
-    """The rows of a file, of every file below a directory (by name), or of a Hub data set at a revision.
-
-    A Hub name is 'owner/name', 'owner/name:split' or 'owner/name:subset:split'; the split is 'train' unless given.
-    """
+    """The rows of a file, a directory's files, or a Hub data set 'owner/name[:[subset:]split]' (split: 'train')."""
     path = Path(name).expanduser()
     is_hub = HUB_NAME.fullmatch(name) and path.suffix not in (*ROW_SUFFIXES, ".csv", ".txt", ".gz") and name[0] != "."
     if not path.exists() and not is_hub:
@@ -131,7 +123,7 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
         try:
             rows: Any = datasets.load_dataset(identifier, subset, split=split, revision=revision)
         except (OSError, ValueError, RuntimeError) as error:
-            fix = "write owner/name, owner/name:split or owner/name:subset:split; of a gated one: hf auth login"
+            fix = "write owner/name:subset:split; for a gated one: hf auth login"
             raise UserError(f"{name}: no file, and no Hub data set that loads: {first_line(error)} ({fix})") from error
         yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in enumerate(rows, start=1))
         return
@@ -140,27 +132,27 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
         raise UserError(f"{path}: cannot be read; expected {', '.join(ROW_SUFFIXES)} files")
     for file in files:
         try:
-            values = _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
+            if file.suffix == ".parquet":
+                from pyarrow import parquet  # type: ignore[import-untyped]
+
+                batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
+                values = enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+            else:
+                values = _read_json(file)
             yield from (RawRow(f"{file}: row {number:,}", number, value) for number, value in values)
         except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
             raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    from pyarrow import parquet  # type: ignore[import-untyped]
-
-    batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
-    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-
-
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """The items of an array, or the lines of JSONL, which data sets of the Hub often name .json."""
-    # Arrow's readers want the same keys in every row, which rows of conversations do not have, and name no line.
+    """An array's items, one object, or the lines of JSONL, which data sets of the Hub often name .json."""
+    # Arrow's readers want the same keys in every row, and name no line.
     with path.open(encoding="utf-8-sig") as file:
-        text, number = file.read() if path.suffix == ".json" else "", 1
+        text, number = file.read().strip() if path.suffix == ".json" else "", 1
         try:
-            if text.lstrip().startswith("["):
-                yield from enumerate(json.loads(text), start=1)
+            value, end = json.JSONDecoder().raw_decode(text) if text else (None, -1)
+            if end == len(text):
+                yield from enumerate(value if isinstance(value, list) else [value], start=1)
                 return
             file.seek(0)
             for number, line in enumerate(file, start=1):
@@ -172,10 +164,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
-    """The usable conversations of every source, up to config.limit for training; the tally counts all the others.
-
-    UserError when the first row of a file has keys of no known shape, and when nothing is left at the end.
-    """
+    """The usable conversations of every source, up to config.limit for training; UserError where none is."""
     num_train = 0
     for name in config.conversations:
         for row in read_rows(name):
@@ -202,11 +191,7 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     ids, mask, tools = value.get("input_ids"), value.get("loss_mask"), value.get("tools")
     if ids is not None and mask is not None:
         are_lists = isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)
-        if (
-            not are_lists
-            or not all(isinstance(number, int) for number in ids)
-            or any(bit not in (0, 1) for bit in mask)
-        ):
+        if not (are_lists and all(isinstance(number, int) for number in ids) and all(bit in (0, 1) for bit in mask)):
             sentence = "input_ids and loss_mask must be lists of one length, of integers and of 0 and 1"
             raise UnusableRow("token ids and their mask do not fit", sentence)
         return Conversation(row.place, (), None, (ids, mask), _is_held_out([ids, mask], config))
@@ -226,12 +211,12 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
 
 
 def _is_held_out(content: Any, config: DataConfig) -> bool:
-    """Decided by the content and not by its place, so duplicates stay together."""
+    """By the content and not its place, so duplicates stay together."""
     return int.from_bytes(sha256(digest(content).encode()).digest()[:8], "big") < config.held_out * 2**64
 
 
 def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:
-    """The row's messages as they stand; fields are the recipe's for the prompt and the completion."""
+    """The row's messages as they stand; fields are the recipe's prompt and completion."""
     pairs = [pair for pair in (fields, *PAIRS) if pair and all(row.get(name) is not None for name in pair)]
     turns = next((row[name] for name in LISTS if isinstance(row.get(name), list)), None)
     if pairs and (turns is None or pairs[0] == fields):
@@ -243,27 +228,19 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = [*prompt, *completion]
     if turns is None and not any(name in row for name in LISTS):
-        known, expected = fields, f"{' and '.join(fields)}, as the recipe's prompt and completion fields say"
-        if not fields:
-            known = (*LISTS, *dict.fromkeys(name for pair in PAIRS for name in pair), "input_ids", "loss_mask")
-            expected = (
-                "conversations, messages, a pair such as prompt and completion or question and answer, or input_ids "
-                "and loss_mask; or set data.prompt_field and data.completion_field"
-            )
-        close = ((key, difflib.get_close_matches(key, known, 1, 0.5)) for key in map(str, row) if key not in known)
-        hint = next((f"; did you mean {names[0]!r} instead of {key!r}?" for key, names in close if names), "")
-        raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; expected {expected}{hint}")
+        known = "conversations, messages, a pair such as prompt and completion, or input_ids and loss_mask"
+        expected = " and ".join(fields) or f"{known}; or set data.prompt_field and data.completion_field"
+        raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; expected {expected}")
     messages = [_message(turn, number) for number, turn in enumerate(turns or [], start=1)]
-    systems = [
-        row[name] for name in ("system", "system_prompt") if isinstance(row.get(name), str) and row[name].strip()
-    ]
-    if systems and not any(message["role"] == "system" for message in messages):
-        messages.insert(0, {"role": "system", "content": systems[0]})
+    values = (row.get(name) for name in ("system", "system_prompt"))
+    system = next((value for value in values if isinstance(value, str) and value.strip()), None)
+    if system and not any(message["role"] == "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
 def _message(turn: Any, number: int) -> Message:
-    """One turn, {from, value} or {role, content}, with the target's name of its role."""
+    """A turn {from, value} or {role, content} in the target's terms."""
     turn = turn if isinstance(turn, Mapping) else {"from": turn}
     speaker = turn.get("from") or turn.get("role")
     role = ROLES.get(str(speaker).strip().lower())
@@ -274,8 +251,7 @@ def _message(turn: Any, number: int) -> Message:
         texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if content is not None and not isinstance(content, str):
-        sentence = f"turn {number} holds {type(content).__name__}, not text; images are not read"
-        raise UnusableRow("turn is not text", sentence)
+        raise UnusableRow("turn is not text", f"turn {number} holds {type(content).__name__}; images are not read")
     message: Message = {"role": role, "content": content or ""}
     message |= {key: turn[key] for key in (*THOUGHTS, "tool_call_id", "name") if turn.get(key) is not None}
     if isinstance(message.get("tool_calls"), list):
@@ -284,7 +260,7 @@ def _message(turn: Any, number: int) -> Message:
 
 
 def _tool_call(call: Any) -> Any:
-    """The call with its arguments as an object: templates print them, and JSON text would be quoted twice."""
+    """With its arguments as an object: templates print them, and JSON text would be quoted twice."""
     try:
         arguments = json.loads(call["function"]["arguments"])
     except (TypeError, KeyError, ValueError):
@@ -293,7 +269,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
-    """Messages that a template can render, and the kinds of change that this took; UnusableRow without an answer."""
+    """Messages that a template can render, and what changed; UnusableRow without an answer."""
     changes, kept, joined = set[str](), list[Message](), list[Message]()
     for message in messages:
         role = message["role"]

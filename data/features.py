@@ -1,7 +1,4 @@
-"""The frozen target's states of the recipe's conversations, written to a feature cache by any number of jobs.
-
-A shard depends on its rows, the target and the taps alone, so jobs may be killed and started again at any time.
-"""
+"""The target's states of the recipe's conversations, written to a feature cache by jobs that may die at any time."""
 
 import shutil
 import time
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError, warn
+from aerie.configs.errors import UserError
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.batches import collate, grouped
@@ -29,20 +26,20 @@ from aerie.model.heads.eagle import check_size
 from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries
 from aerie.model.target import Target, TargetOutput, check_taps, load_config, taps_of
 
-WRITING = ".writing"  # the directory of locks while a cache is being made
-SAMPLE_TOKENS = 256  # on which the error of the storage is measured
+WRITING = ".writing"  # the directory of locks
+SAMPLE_TOKENS = 256  # that measure the error of the storage
 
 
 def plan_cache(
     directory: Path, data: TokenisedData, config: FeaturesConfig, target_path: str, hf_config: Any, origin: Any
 ) -> CachePlan:
-    """The plan for these rows; origin is what decides the states of given token ids (stage.state_inputs, taps)."""
+    """The plan for these rows; origin decides the states of given token ids (stage.state_inputs)."""
     text, after_blocks, rows = hf_config.get_text_config(), config.after_blocks or (), [*data.train, *data.held_out]
     check_taps(after_blocks, text.num_hidden_layers, target_path)
     check_rows(rows, text, target_path)
     name = config.dtype or origin["target"]["dtype"]
-    dtypes = [getattr(hf_config, "dtype", None), getattr(text, "dtype", None), torch.float32]
-    dtype = next(found for found in dtypes if found is not None) if name == "auto" else getattr(torch, name)
+    dtype = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None) or torch.float32
+    dtype = dtype if name == "auto" else getattr(torch, name)
     shards = []
     for number, span in enumerate(pack([len(row.input_ids) for row in rows], config.shard_tokens)):
         inputs = {"rows": rows_digest(rows[span]), "origin": digest(origin)}
@@ -52,27 +49,23 @@ def plan_cache(
 
 
 def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
-    """UserError for a row that is longer than the target's context, or has a token that it has not."""
-    context = getattr(text_config, "max_position_embeddings", None)
+    """UserError for a row beyond the target's context or vocabulary."""
+    context, size = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
     for row in rows:
-        length, largest, size = len(row.input_ids), max(row.input_ids), text_config.vocab_size
-        if context is not None and length > context:
-            fix = f"set data.max_length to {context} or less"
-            raise UserError(f"{row.source}: {length:,} tokens, the context of {target_path} is {context:,}; {fix}")
-        if largest >= size:
-            fix = "its tokenizer and weights do not belong together"
-            raise UserError(f"{row.source}: token id {largest:,} is outside {target_path}'s {size:,} rows; {fix}")
+        if context is not None and len(row.input_ids) > context:
+            fix = f"beyond the context of {target_path}; set data.max_length to {context} or less"
+            raise UserError(f"{row.source}: {len(row.input_ids):,} tokens are {fix}")
+        if max(row.input_ids) >= size:
+            fix = f"outside {target_path}'s {size:,} rows; use the tokenizer of its weights"
+            raise UserError(f"{row.source}: token id {max(row.input_ids):,} is {fix}")
 
 
 def size(num_bytes: float) -> str:
-    """'12.3 MiB', '1.2 TiB'."""
-    if num_bytes >= 2**40:
-        return f"{num_bytes / 2**40:,.2f} TiB"
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Any) -> str:
-    """One line about what a form costs on some last_hidden [T, D] and taps [T, L * D]; logits is the target's."""
+    """What a form costs on last_hidden [T, D] and taps [T, L * D], for printing; logits is the target's."""
     errors, restored = [], {}
     for name, states in zip(STATES, (last_hidden, taps), strict=False):
         if states is not None:
@@ -83,29 +76,24 @@ def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, lo
             error = (restored[name].double() - states.double()).square().sum(0)
             errors += (error / squares).sqrt().unflatten(0, (num_states, -1)).mean(-1).tolist()
     p, q = (torch.softmax(logits(states).float(), -1) for states in (last_hidden, restored["last_hidden"]))  # [T, V]
-    distance, same = (p - q).abs().sum(-1).mean() / 2, (p.argmax(-1) == q.argmax(-1)).float().mean()
-    last, *others = (f"{error:.2%}" for error in errors)
-    return (
-        f"{storage}: relative error of a dimension: last state {last}{', taps ' if others else ''}{', '.join(others)}; "
-        f"the target's law moves by {distance:.2%}, its likeliest token stays in {same:.1%} ({len(p):,} tokens)"
-    )
+    distance, each = (p - q).abs().sum(-1).mean() / 2, ", ".join(f"{error:.2%}" for error in errors)
+    cost = f"relative error of a dimension of the last state and the taps: {each}"
+    return f"{storage}: {cost}; the target's law moves by {distance:.2%} ({len(p):,} tokens)"
 
 
 def extract(
     target: Target, plan: CachePlan, state: Any, fingerprint: Any, share: Share = ALL, overwrite: bool = False
 ) -> tuple[Manifest | None, "Writer"]:
-    """Makes those shards of this process's part of the share that are not whole, byte for byte.
+    """Makes what is not whole of this process's part of the share; state is accelerate's PartialState.
 
-    Returns the index, which the first process writes once every shard exists (None on the others, and while some are
-    missing), and the writer with its times. state is accelerate's PartialState.
+    Returns the index, once the first process has written it (None before, and on the others), and the writer.
     """
     rank, world = state.process_index, state.num_processes
     part = [plan.shards[number] for number in share.part(len(plan.shards), rank, world)]
     with explained(plan.directory), ExitStack() as stack:
         lock = stack.enter_context(_announced(plan, overwrite)) if rank == 0 else None
         state.wait_for_everyone()
-        who = f"features (process 1 of {world})" if world > 1 else "features"
-        with bar(sum(shard.num_tokens for shard in part), "tok", who, rank) as progress:
+        with bar(sum(shard.num_tokens for shard in part), "tok", f"features (process 1 of {world})", rank) as progress:
             writer = Writer(target, plan)
             writer.run(part, progress)
         state.wait_for_everyone()
@@ -123,7 +111,7 @@ def extract(
 
 @contextmanager
 def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
-    """Holds a lock that all jobs of this cache share and those of another one refuse; removes what must go before."""
+    """Holds a lock that all jobs of this cache share and those of another refuse; removes stale files."""
     locks = plan.directory / WRITING
     with Lock(locks / f"cache-{digest([shard.inputs for shard in plan.shards])}") as lock:
         with Lock(locks / "begin") as begin:
@@ -132,32 +120,30 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
                 with Lock(path) as other:
                     if path != lock.path and not other.acquire(wait=False):
                         fix = "wait for its end, or choose another --run"
-                        raise UserError(f"{plan.directory}: another process is writing another cache there; {fix}")
+                        raise UserError(f"{plan.directory}: another process writes another cache there; {fix}")
             is_alone = lock.acquire(wait=False)
             if is_alone:  # beside another writer of this cache nothing is removed
                 plan.require_own_directory(overwrite)
-                # Another recipe's shards, what killed ones left half written (.tmp: safetensors'), and the index.
+                # Another recipe's shards, temporary files of killed jobs (.tmp: safetensors'), and the index.
                 kept = {shard.path.stem for shard in plan.shards} - {path.stem for path in plan.foreign()}
                 stale = [path for path in plan.directory.glob("shard-*") if path.stem not in kept]
                 for path in (*stale, *plan.directory.glob(".tmp*"), plan.directory / INDEX, plan.directory / FILE):
                     path.unlink(missing_ok=True)
-                if is_alone == "unknown":
-                    warn(f"{plan.directory}: no locks here, so temporary files stay; write from one job at a time")
-                else:
+                if is_alone is True:  # known: the file system has locks
                     remove_temporaries(plan.directory)
             lock.acquire(shared=True)
         yield lock
 
 
 class Writer:
-    """One process's part of an extraction: the target computes a shard while a thread writes the one before."""
+    """One process's part: the target computes a shard while a thread writes the one before."""
 
     def __init__(self, target: Target, plan: CachePlan) -> None:
         self.target, self.plan = target, plan
         self.num_tokens, self.seconds, self.forward_seconds = 0, 0.0, 0.0
 
     def run(self, part: Sequence[Shard], progress: Any) -> None:
-        """Makes the shards that are not whole; those that another job is making are waited for at the end."""
+        """Makes the shards that are not whole; waits at the end for those that another job is making."""
         pending: Future[None] | None = None
         left = [shard for shard in part if not shard.is_whole(content=True)]
         progress.update(sum(shard.num_tokens for shard in part) - sum(shard.num_tokens for shard in left))
@@ -183,7 +169,7 @@ class Writer:
         self.seconds += time.perf_counter() - started
 
     def forward(self, rows: Sequence[Row]) -> tuple[TargetOutput, Tensor]:
-        """The target's states of some rows, and the mask [B, T] of their tokens."""
+        """The target's states, and the mask [B, T] of tokens."""
         batch, device = collate(rows, range(len(rows))), self.target.device
         mask = torch.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]  # [B, T]
         started = time.perf_counter()
@@ -196,7 +182,7 @@ class Writer:
         return output, mask.to(device)
 
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
-        """What the shard's file holds; UserError when a row's states are not finite."""
+        """UserError for states that are not finite."""
         rows, storage, lengths = shard.rows, self.plan.storage, [len(row.input_ids) for row in shard.rows]
         starts = [0, *accumulate(lengths)]
         tensors = {
@@ -210,15 +196,15 @@ class Writer:
             for name, states in (("last_hidden", output.last_hidden), ("taps", output.taps)):
                 if states is None:
                     continue
-                # Encoded on the target's device, so that less goes over the bus, and without the padding.
+                # On the target's device, so that less goes over the bus.
                 num_states = states.shape[-1] // self.plan.hidden_size
                 encoded[name], scales = encode(states[mask], num_states, storage)  # [N, S * D], [N, S]
                 all_scales += [] if scales is None else [scales]
-                # Asked of what is read again: a float32 scale does not tell whether float16 can hold the value.
+                # Of what is read again: a float32 scale does not tell whether float16 holds the value.
                 broken = ~torch.isfinite(decode(encoded[name], scales, storage.dtype)).all(-1).cpu()  # [N]
                 if broken.any():
                     row = rows[bisect_right(starts, int(places[broken][0])) - 1]
-                    fix = "try another features.dtype or target.dtype (bfloat16, float32)"
+                    fix = "try another features.dtype or target.dtype"
                     raise UserError(f"{row.source}: the target's states are not finite in {storage}; {fix}")
             if all_scales:
                 encoded["scales"] = torch.cat(all_scales, dim=-1)  # [N, 1 + L]
@@ -237,7 +223,7 @@ def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
 
 
 def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: int = 0) -> tuple[CachePlan, Any, Any]:
-    """(plan, tokenizer, facts) after every check that needs no weights; rank 0 prints the estimate."""
+    """(plan, tokenizer, facts) after all checks without weights; rank 0 prints the estimate."""
     hf_config = load_config(recipe.target)
     text, path = hf_config.get_text_config(), recipe.target.path
     taps = taps_of(recipe.head.kind, recipe.features.after_blocks, text.num_hidden_layers, path)
@@ -250,43 +236,41 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
     todo, free = plan.missing(share), shutil.disk_usage(existing).free
     needed, tokens = sum(map(plan.bytes_of, todo)), sum(shard.num_tokens for shard in plan.shards)
     if rank == 0:
+        rows, largest = len(data.train) + len(data.held_out), max(map(plan.bytes_of, plan.shards))
         print(
             f"{tally.table()}\ntrain: {facts['train']}\nheld_out: {facts['held_out']}\n"
-            f"features: {len(data.train) + len(data.held_out):,} rows, {tokens:,} tokens x {plan.token_bytes:,} bytes "
-            f"({plan.storage}) = {size(tokens * plan.token_bytes)}; shards: {len(plan.shards):,} of at most "
-            f"{size(max(map(plan.bytes_of, plan.shards)))}, two at a time in memory\n"
-            f"features: to write: {size(needed)} in {len(todo):,} shards of share {share}; free on the disk: "
-            f"{size(free)}",
+            f"features: {rows:,} rows, {tokens:,} tokens x {plan.token_bytes:,} bytes ({plan.storage}); "
+            f"{len(plan.shards):,} shards of at most {size(largest)}, two at a time in memory\n"
+            f"features: to write: {size(needed)} in {len(todo):,} shards of share {share}; free: {size(free)}",
             flush=True,
         )
     plan.require_own_directory(overwrite)
     if needed > free:
-        fix = "lower data.limit or data.max_length, set features.storage to fp8 or int8, or choose another --run"
-        raise UserError(f"{plan.directory}: needs {size(needed)} more and the disk has {size(free)} free; {fix}")
+        fix = "lower data.limit, set features.storage to fp8 or int8, or choose another --run"
+        raise UserError(f"{plan.directory}: needs {size(needed)}, and {size(free)} are free; {fix}")
     return plan, tokenizer, facts
 
 
 def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: Any) -> tuple[str, int]:
-    """(state for status.json, exit code) of writing a share of the cache; state is accelerate's PartialState."""
+    """(state for status.json, exit code) of a share; state is accelerate's PartialState."""
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite, state.process_index)
     target = Target.load(recipe.target, state.device)
     index, writer = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite)
     speed = ""
     if writer.num_tokens:
-        each = "" if state.num_processes == 1 else f" in each of {state.num_processes} processes"
         added = writer.seconds / writer.forward_seconds - 1
-        speed = f"; {writer.num_tokens / writer.seconds:,.0f} tok/s{each}, {added:.1%} above the target's bare forwards"
+        speed = f"; {writer.num_tokens / writer.seconds:,.0f} tok/s a process, {added:.1%} above bare forwards"
     if index is not None:
         tokens = sum(shard.num_tokens for shard in plan.shards)
         num_bytes = sum(num_bytes for num_bytes, _ in index.files.values())
         facts |= {"tokens": tokens, "bytes": num_bytes, "batch_tokens": plan.batch_tokens}
         seconds = stage.finish(**facts)["seconds"]
-        amount = f"{tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s with the loading"
-        print(f"features: {amount}{speed}: {stage.output}", flush=True)
+        print(f"features: {tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}", flush=True)
         if plan.storage.form is not None:
-            # Measured on some tokens, spread evenly over the first batch of the cache.
             rows = plan.shards[0].rows
-            first = grouped([len(row.input_ids) for row in rows], plan.batch_tokens)[0]
+            first = grouped([len(row.input_ids) for row in rows], plan.batch_tokens)[
+                0
+            ]  # measured on some of its tokens
             output, mask = writer.forward([rows[position] for position in first])
             step = -(-int(mask.sum()) // SAMPLE_TOKENS)
             taps = None if output.taps is None else output.taps[mask][::step]
@@ -299,7 +283,7 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
 
 
 def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str, seconds: float = 10.0) -> None:
-    """Prints the hours that the missing shards take, from some seconds of the target's forwards."""
+    """Prints the hours that missing shards take, from some seconds of forwards."""
     part = plan.missing(share)
     groups = (
         [shard.rows[position] for position in positions]
@@ -312,25 +296,20 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str, se
     while writer.forward_seconds < seconds and (rows := next(groups, None)):
         writer.forward(rows)
     if not writer.num_tokens:
-        raise UserError(f"{plan.directory}: one forward takes all rows: too few to time; give the command itself")
+        raise UserError(f"{plan.directory}: too few rows to time; run without --estimate")
     tokens, speed = sum(shard.num_tokens for shard in part), writer.num_tokens / writer.forward_seconds
-    print(
-        f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now, one process) take "
-        f"{tokens / speed / 3600:,.2f} h; n equal processes or jobs (--shard i/n) take an n-th of it",
-        flush=True,
-    )
+    hours = f"{tokens / speed / 3600:,.2f} h; n equal processes or jobs (--shard i/n) take an n-th of it"
+    print(f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now, one process) take {hours}", flush=True)
 
 
 def check(directory: Path) -> int:
     """Compares every byte of a cache with its index, prints what is wrong where, and returns 1 if anything is."""
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such feature cache; build it with: {COMMAND}")
     files, problems, num_bytes = dict[str, tuple[int, str]](), list[str](), 0
     try:
         files = Manifest.read(directory, INDEX).files
         others = sorted({path.name for path in directory.glob("shard-*")} - set(files))
         problems = [f"{directory / name}: not in {INDEX}" for name in others]
-    except UserError as error:  # the extraction has not ended, or not all of its shares have
+    except UserError as error:  # none, or the extraction has not ended
         problems = [str(error)]
     with bar(sum(length for length, _ in files.values()), "B", "check") as progress:
         for name, entry in files.items():
@@ -340,5 +319,5 @@ def check(directory: Path) -> int:
             progress.update(entry[0])
     print("\n".join([*problems, f"{directory}: {size(num_bytes)} are as they were written"]))
     if problems:
-        print(f"{len(problems):,} problems; write anew what is broken, and nothing else, with: {COMMAND} --verify")
+        print(f"{len(problems):,} problems; mend what is broken with: {COMMAND} --verify")
     return 1 if problems else 0

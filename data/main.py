@@ -29,12 +29,11 @@ BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the oth
 
 def main() -> int:
     """The exit code of the command in sys.argv."""
-    parser = argparse.ArgumentParser(description="Conversations, loss masks and the feature cache.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Conversations and the feature cache.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(command: Any, summary: str) -> argparse.ArgumentParser:
-        name = command.__name__
-        options = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
+        options = commands.add_parser(command.__name__, help=summary, description=summary, allow_abbrev=False)
         add_arguments(options)
         options.set_defaults(run_command=command)
         return options
@@ -42,19 +41,18 @@ def main() -> int:
     add(synthetic, "write the embedded corpus and train its tokenizer")
     distill_options = add(distill, "have the target answer prompts")
     distill_options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
-    again = "ask failed rows, and those a server skipped, again; with --shard those of this job's share alone"
+    again = "ask failed and skipped rows of this share again"
     distill_options.add_argument("--retry-failed", action="store_true", help=again)
     options = add(show, "print conversations with the loss mask")
-    options.add_argument("--limit", type=int, default=3, help="how many rows (3)")
+    options.add_argument("--limit", type=int, default=3, help="rows (3)")
     options.add_argument("--plain", action="store_true", help="brackets instead of colour")
     options = add(features, "run the target over the conversations and cache its states")
-    options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend what is broken in it")
-    options.add_argument("--estimate", action="store_true", help="like --plan, with hours from a few timed forwards")
+    options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend it")
+    options.add_argument("--estimate", action="store_true", help="--plan with hours from timed forwards")
     for shared in (options, distill_options):
-        share = "make the I-th of N shares (1/N to N/N), as an array job does"
-        shared.add_argument("--shard", default="1/1", metavar="I/N", help=share)
+        shared.add_argument("--shard", default="1/1", metavar="I/N", help="make the I-th of N shares")
         shared.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
-    add(check, "read every byte of the feature cache and say what is wrong where; exit code 1 if anything is")
+    add(check, "read every byte of the feature cache; exit code 1 if any is wrong")
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
     recipe = load(arguments, unknown)
@@ -62,12 +60,12 @@ def main() -> int:
         return int(arguments.run_command(arguments, recipe))
     except UserError:
         if getattr(arguments, "is_whole", False):
-            return 1  # the stage before has not written the target, or the evaluation's questions, yet
+            return 1  # an earlier stage has not written what this one reads
         raise
 
 
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """Writes RUN/conversations and RUN/tokenizer, or reuses them."""
+    """RUN/conversations and RUN/tokenizer."""
     config, paths = recipe.synthetic, RunPaths(Path(recipe.run))
     if config is None:
         raise UserError(f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one")
@@ -79,11 +77,9 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         stage.require_own_directory(arguments.overwrite)
         is_used = stage.output.is_dir() and any(stage.output.iterdir())
         if is_used and not arguments.overwrite and not stage.is_whole():
-            fix = "choose another --run, or use --overwrite"
-            raise UserError(f"{stage.output}: holds files that this stage did not write; {fix}")
+            raise UserError(f"{stage.output}: holds files of others; choose another --run, or use --overwrite")
     if arguments.plan:
-        counts = f"{config.num_conversations:,} conversations, 2 x {config.num_prompts:,} prompts"
-        print(f"synthetic: {counts} to {corpus.output}")
+        print(f"synthetic: {config.num_conversations:,} conversations to {corpus.output}")
         return 0
 
     def write() -> tuple[str, int]:
@@ -98,15 +94,14 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
             trained.save_pretrained(directory)
             replace(tokenizer, output=directory).finish(vocab_size=len(trained))
             replace(corpus, output=conversations).finish(rows=counts)
-        written = ", ".join(f"{count:,} rows in {name}" for name, count in counts.items())
-        print(f"synthetic: {written} ({corpus.output}); {len(trained):,} tokens in {tokenizer.output}", flush=True)
+        print(f"synthetic: {counts} rows in {corpus.output}; {len(trained):,} tokens in {tokenizer.output}", flush=True)
         return "done", 0
 
     return with_status(paths.status, "synthetic", write)
 
 
 def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """Writes RUN/distilled, or a job's share of it, or reuses it; with --plan only counts the prompts."""
+    """RUN/distilled, or a job's share of it; --plan counts the prompts."""
     if recipe.distill is None:
         raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
     from aerie.configs.schema.measure import PromptsConfig, TaskConfig
@@ -120,7 +115,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     # What recipes measure with is never asked: whole sets, whatever part of them is measured and however.
     excluded = tuple(TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude)
     measured = [section.prompts for section in (recipe.bench, recipe.calibrate, recipe.tune) if section is not None]
-    measured += [recipe.tune.measure] if recipe.tune is not None and recipe.tune.measure is not None else []
+    measured += [] if recipe.tune is None or recipe.tune.measure is None else [recipe.tune.measure]
     measured += [PromptsConfig(tasks=excluded)] if excluded else []
     target, questions = target_inputs(recipe.target), list[str]()
     for prompts in measured:
@@ -141,7 +136,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _local_target(recipe: Recipe, thinking: Any) -> Any:
-    """The target in this process, with the run's draft head where there is one."""
+    """The target in this process, with the run's head if there is one."""
     import torch
 
     from aerie.data.distill.answer import local_target
@@ -153,7 +148,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     target, head = Target.load(recipe.target, _device(recipe)), RunPaths(Path(recipe.run)).head(recipe)
     drafts = (head / "config.json").is_file()
     decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)
-    print(f"distill: {recipe.target.path} answers in this process {f'with {head}' if drafts else 'alone'}", flush=True)
+    print(f"distill: {recipe.target.path} answers here {f'with {head}' if drafts else 'alone'}", flush=True)
 
     def decode(prompt: list[int], seed: int) -> list[int]:
         generation = decoder.generate(
@@ -174,11 +169,11 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
 
 
 def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """Prints the first rows with the supervised tokens in green (bracketed with --plain)."""
+    """The first rows, supervised tokens in green (bracketed with --plain)."""
     if arguments.limit < 1:
         raise UserError(f"--limit: must be at least 1, not {arguments.limit}")
     if arguments.plan:
-        print(f"show: {arguments.limit:,} rows of {', '.join(recipe.data.conversations)} through {recipe.target.path}")
+        print(f"show: {arguments.limit:,} rows")
         return 0
     _be_quiet()
     from aerie.data import tokens
@@ -191,18 +186,18 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """Writes RUN/features, or reuses it; with --plan only says what would be written."""
+    """RUN/features; --plan says what would be written."""
     share = Share.of(arguments.shard)
     status = _status(recipe, "features", share)
     if recipe.features.mode == "online":
         if not arguments.is_whole:
-            print("features: features.mode is online: the target runs in the training step, nothing is cached")
+            print("features: features.mode is online: nothing is cached")
         return 0
     if recipe.features.after_blocks is None and recipe.head.kind != "eagle3":
         recipe = replace(recipe, features=replace(recipe.features, after_blocks=()))
     inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
     stage = Stage("features", RunPaths(Path(recipe.run)).features, inputs)
-    # The sizes of the shards tell at once whether the cache is there; --verify and `check` read every byte.
+    # By the sizes of the shards; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
     only_plan = arguments.plan or arguments.estimate
     if is_there and stage.is_whole() and not arguments.verify:
@@ -214,9 +209,8 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     from aerie.data.features import prepare, time_forwards, write
 
     if not only_plan:
-        return with_status(
-            status, "features", lambda: write(recipe, stage, share, arguments.overwrite, _processes(recipe))
-        )
+        make = lambda: write(recipe, stage, share, arguments.overwrite, _processes(recipe))  # noqa: E731
+        return with_status(status, "features", make)
     plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
     if arguments.estimate:
         time_forwards(recipe, plan, share, _device(recipe))
@@ -224,7 +218,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _processes(recipe: Recipe) -> Any:
-    """accelerate's PartialState; UserError when the launcher started other processes than this one sees."""
+    """accelerate's PartialState; UserError when it sees other processes than were started."""
     import torch
     from accelerate import PartialState
 
@@ -233,11 +227,10 @@ def _processes(recipe: Recipe) -> Any:
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=BARRIER) if launched else PartialState()
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != state.num_processes:
-        fix = "two processes on a CPU go through configs/accelerate/zero1.yaml or torchrun"
+        fix = "on a CPU use configs/accelerate/zero1.yaml or torchrun"
         raise UserError(f"WORLD_SIZE: {asked} processes were asked for and {state.num_processes} answer; {fix}")
     if recipe.target.device_map is not None and state.num_processes > 1:
-        fix = f"{state.num_processes} processes cannot share them; start one"
-        raise UserError(f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs; {fix}")
+        raise UserError(f"target.device_map: {recipe.target.device_map} takes all GPUs; start one process")
     return state
 
 
@@ -253,13 +246,12 @@ def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _status(recipe: Recipe, stage: str, share: Share) -> Path:
-    """The run's status.json, or one of a share's own: jobs that work side by side do not write one file."""
+    """A share has a file of its own: jobs work side by side."""
     name = "status" if share.count == 1 else f"status-{stage}-{share.index}-of-{share.count}"
     return Path(recipe.run) / f"{name}.json"
 
 
 def _reuse(name: str, stage: Stage, status: Path | None) -> int:
-    """Says so, and in the status file if there is to be one."""
     print(f"{name}: whole, reused ({stage.output})", flush=True)
     if status is not None:
         write_status(status, name, "done")
@@ -267,7 +259,7 @@ def _reuse(name: str, stage: Stage, status: Path | None) -> int:
 
 
 def _be_quiet() -> None:
-    """Keeps transformers' advice and loading bars out."""
+    """No advice and loading bars of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -275,7 +267,7 @@ def _be_quiet() -> None:
 
 
 def _device(recipe: Recipe) -> str:
-    """Where one process's target goes; sets the threads that the recipe asks for."""
+    """A single process's device; sets the recipe's threads."""
     import torch
 
     if recipe.threads is not None:

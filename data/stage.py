@@ -1,4 +1,4 @@
-"""What a stage is made from (digests of content), a job's share of it, and its progress bar; nothing imports torch."""
+"""What a stage is made from, a job's share of it, and its progress bar; nothing imports torch."""
 
 import hashlib
 import sys
@@ -29,7 +29,7 @@ LINE = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining}
 
 
 def target_inputs(config: TargetConfig) -> dict[str, Any]:
-    """The target's path, dtype and digests of its files; a Hub id is its own identity (pin target.revision)."""
+    """With digests of a local target's files; a Hub id is its own identity (pin target.revision)."""
     inputs: dict[str, Any] = {"path": config.path, "revision": config.revision, "dtype": config.dtype}
     directory = Path(config.path)
     if directory.is_dir():
@@ -37,20 +37,19 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
         inputs["files"] = {path.name: read(path) for path, read in found if path.is_file()}
     elif directory.exists() or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise UserError(f"{config.path}: no such target directory (target.path is a local directory or a Hub id)")
+        raise UserError(f"{config.path}: no such target directory; name a local one or a Hub id")
     if config.chat_template is not None:
         inputs["chat_template"] = file_digest(template_path(config.chat_template))
     return inputs
 
 
 def row_files(directory: Path) -> list[Path]:
-    """The files of rows below a directory, by name."""
     files = [path for path in sorted(directory.rglob("*")) if path.suffix in ROW_SUFFIXES and path.is_file()]
     return [path for path in files if path.name != FILE and not path.name.startswith(".")]
 
 
 def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
-    """A digest for each local file of rows that is named, or lies below a named directory; Hub names have none."""
+    """A digest for each local file of rows; Hub names have none."""
     digests = {}
     for name in names:
         if Path(name).is_file():
@@ -62,8 +61,7 @@ def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
 
 def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesConfig) -> dict[str, Any]:
     """Everything that the feature cache depends on."""
-    # batch_tokens moves a state by rounding only, and a run that met a full memory goes on with a smaller one; the
-    # others concern whoever reads the cache.
+    # batch_tokens moves a state by rounding only, and may be lowered after a full memory; the others concern readers.
     readers = ("batch_tokens", "mode", "shuffle_shards")
     return {
         "target": target_inputs(target),
@@ -74,7 +72,7 @@ def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesCon
 
 
 def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The part of feature_inputs that decides the states of given token ids: weights, dtypes and taps, not text."""
+    """What of feature_inputs decides the states of given token ids: weights, dtypes and taps, not text."""
     target = {key: value for key, value in inputs["target"].items() if key != "chat_template"}
     if "files" in target:
         del target["path"]
@@ -84,12 +82,9 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
-    """The name of a file that changed after a cache was made of `made_of` (feature_inputs then), or None.
-
-    target and conversations are target_inputs and conversation_inputs now.
-    """
-    # Files that are not here now count as unchanged: the cache may have been made on another machine. Another target's
-    # files are not compared: opening the cache refuses another target.
+    """A file that changed since a cache was made of feature_inputs; target_inputs, conversation_inputs: now."""
+    # Files that are not here (the cache may come from another machine) count as unchanged. Opening the cache refuses
+    # another target.
     before = made_of["target"]
     then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
     now = {**conversations, "target.chat_template": target.get("chat_template")}
@@ -99,7 +94,7 @@ def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations
 
 
 def sampled_digest(path: Path) -> str:
-    """16 hex digits over a file's size, its first MiB (a safetensors header) and evenly spaced samples."""
+    """16 hex digits over a file's size, first MiB (a safetensors header) and evenly spaced samples."""
     size = path.stat().st_size
     hasher = hashlib.sha256(str(size).encode())
     with path.open("rb") as handle:
@@ -123,7 +118,7 @@ class Share:
 
     @classmethod
     def of(cls, text: str) -> "Share":
-        """From 'i/n'; UserError for anything else."""
+        """From 'i/n'."""
         first, _, second = text.partition("/")
         if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
             raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n (--shard 1/4)")
@@ -133,7 +128,7 @@ class Share:
         return f"{self.index}/{self.count}"
 
     def part(self, count: int, rank: int = 0, world: int = 1) -> range:
-        """The positions, out of `count`, of process `rank` of the `world` processes of this job."""
+        """Positions, out of `count`, of one process of this job."""
         return range(self.index - 1, count, self.count)[rank::world]
 
 
@@ -141,7 +136,7 @@ ALL = Share()
 
 
 class _Lines:
-    """A text stream for tqdm that writes whole lines where tqdm would redraw one."""
+    """A stream for tqdm that writes whole lines and redraws none."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.flush = stream, stream.flush
@@ -152,10 +147,7 @@ class _Lines:
 
 
 def bar(total: int, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
-    """A tqdm bar on standard error, silent off rank 0; a log file gets a line every ten seconds and one at the end.
-
-    unit is a word such as "tok" or "row". `done` of the total were there before and do not count in the rate.
-    """
+    """On standard error, rank 0 only; a log file gets lines. `done` of the total do not count in the rate."""
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():
         options = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": LINE_SECONDS, "delay": 1e-9}

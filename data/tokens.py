@@ -1,4 +1,4 @@
-"""The recipe's conversations as tokenised rows, train and held-out; their preview, and the draft vocabulary of them."""
+"""The recipe's conversations as tokenised rows; their preview and draft vocabulary."""
 
 import re
 from array import array
@@ -27,20 +27,20 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not stee
 
 @dataclass(frozen=True)
 class TokenisedData:
-    """Rows in the order of the sources; held_out are the conversations that training never sees."""
+    """Rows in the order of the sources."""
 
     train: list[Row]
-    held_out: list[Row]
+    held_out: list[Row]  # training never sees them
 
 
 def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> tuple[TokenisedData, Any, Tally]:
-    """The recipe's conversations as the target reads them, its tokenizer, and what was left out."""
+    """(rows, tokenizer, what was left out) of a recipe."""
     tokenizer, tally = load_tokenizer(target), Tally()
     return tokenize(config, tokenizer, target_end_ids(target, tokenizer), tally, speaks), tokenizer, tally
 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
-    """The recipe's rows, cut at max_length, each with at least one supervised slot; speaks: with a progress bar."""
+    """Rows cut at max_length, each with a supervised slot; speaks: with a progress bar."""
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
@@ -69,18 +69,17 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
             progress.update(len(batch))
     names = ", ".join(config.conversations)
     if not data.train:
-        if data.held_out and tally.kept == tally.rows:
-            raise UserError(f"{names}: all {tally.kept:,} conversations are held out; lower data.held_out")
-        raise UserError(f"{names}: no conversation to train on: {tally.line()}")
+        held_out = f"{len(data.held_out):,} rows are held out (data.held_out)"
+        raise UserError(f"{names}: no conversation to train on; {held_out}; {tally.line()}")
     if num_supervised / num_tokens < config.min_supervised_share:
-        share = f"{num_supervised / num_tokens:.2%} of {num_tokens:,} tokens are supervised"
+        share = f"{num_supervised / num_tokens:.2%} of the tokens are supervised"
         fix = "check the chat template with the show command, or lower data.min_supervised_share"
         raise UserError(f"{names}: {share}, less than {config.min_supervised_share:.2%}; {fix}")
     return data
 
 
 def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
-    """For each conversation its rows; an empty list where the template refused it (counted)."""
+    """For each conversation its rows; none where the template refused it (counted)."""
     is_all = config.supervise == "all"
     renders: list[list[Rendered]] = []
     for conversation in batch:
@@ -96,7 +95,7 @@ def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: in
         if conversation.tokens is not None:  # each run of ones in the mask is a turn
             ids, mask = conversation.tokens
             if max(ids, default=0) >= num_ids or min(ids, default=0) < 0:
-                fix = f"outside the {num_ids:,} of the target's tokenizer: the row was made with another one"
+                fix = f"outside the {num_ids:,} of the target's tokenizer; use that one"
                 raise UserError(f"{conversation.place}: token ids {min(ids):,} to {max(ids):,} are {fix}")
             runs = list(accumulate(int(bit and not before) for before, bit in pairwise([0, *mask])))
             turns = array("i", [run * bit for run, bit in zip(runs, mask, strict=True)])
@@ -107,13 +106,13 @@ def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: in
 
 
 def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
-    """The part of the cache's fingerprint that decides its token ids: tokenizer, template and the section data."""
+    """The part of the cache's fingerprint that decides its token ids."""
     backend, template = digest(tokenizer.backend_tokenizer.to_str()), digest(tokenizer.chat_template)
     return {"tokenizer": backend, "template": template, "data": as_dict(data)}
 
 
 def statistics(rows: Sequence[Row]) -> str:
-    """One line for printing; slots are the positions that training supervises."""
+    """One line; slots are the positions that training supervises."""
     lengths = [len(row.input_ids) for row in rows]
     num_supervised, num_slots = sum(row.num_supervised for row in rows), sum(row.num_slots for row in rows)
     num_turns = sum(len(set(row.turns) - {0}) for row in rows)
@@ -125,13 +124,13 @@ def statistics(rows: Sequence[Row]) -> str:
 
 
 def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
-    """For each row a line about it, then its text, learnt turns green (only in [turn:...] without color)."""
+    """For each row a line about it, then its text, learnt turns green (or in [turn:...])."""
     shown = []
     for row in rows:
         parts, before, position = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"], "", 0
         for turn, run in groupby(row.turns):
             position += len(list(run))
-            # A run's text is what decoding grows by: a run decoded alone may lose a blank or half a character.
+            # A run decoded alone may lose a blank or half a character.
             text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
             new = text[shared_start(before, text) :]
             part, before = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", new), text
@@ -143,7 +142,7 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
 
 
 class CountedVocabulary(NamedTuple):
-    """A draft vocabulary; the facts of its counting, which are stored beside the head, and a line for printing."""
+    """A draft vocabulary, facts to store beside the head, and a line for printing."""
 
     vocabulary: DraftVocabulary
     facts: dict[str, Any]
@@ -158,10 +157,9 @@ def draft_vocabulary(
     forced: Collection[int] = (),
     given: DraftVocabulary | None = None,
 ) -> CountedVocabulary:
-    """The `size` most frequent supervised tokens of rows, as (input_ids, turns) pairs, and the forced ids.
+    """The `size` (None: 32,000 at most) most frequent supervised tokens of (input_ids, turns), and the forced ids.
 
-    size null is 32,000 at most. given: a warm start's vocabulary, of which only the coverage is asked. origin names
-    data and tokenizer.
+    given: a warm start's vocabulary, of which only the coverage is asked; origin names data and tokenizer.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turns in rows:
@@ -181,7 +179,7 @@ def draft_vocabulary(
 
 
 def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:
-    """The ids that are always drafted: the tokenizer's special tokens and the target's end-of-turn tokens."""
+    """The ids that are always drafted: special tokens and the target's end-of-turn tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # The LM head has no row for special tokens that were added later (padding).
+    # The LM head has no row for special tokens that were added later.
     return frozenset(number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size)

@@ -29,7 +29,6 @@ TRIMMING = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\\n' }}" + CHATML
-RANDOM = "{{ range(100000) | random }}" + CHATML
 # The generation prompt names the role in another way than the render of the answer does.
 RENAMING = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"

@@ -98,11 +98,9 @@ def test_every_value_is_within_the_forms_own_step_and_each_token_and_state_has_i
 def test_the_measured_error_weighs_every_dimension_alike() -> None:
     made, ends = states(num_states=1), tiny.vocab(hidden_size=64)
     lines = [storage_error(made, made, Storage(torch.float32, form), ends.logits) for form in (None, *FORMS)]
-    errors = [[float(number) for number in re.findall(r"([\d.]+)%", line)] for line in lines]
-    assert errors[0] == [0.0, 0.0, 0.0, 100.0] and "200 tokens" in lines[0] and "int8 for float32" in lines[3]
-    bf16, fp8, int8 = errors[1:]
+    exact, bf16, fp8, int8 = ([float(number) for number in re.findall(r"([\d.]+)%", line)] for line in lines)
+    assert exact == [0.0, 0.0, 0.0] and "int8 for float32" in lines[3] and bf16[2] < fp8[2]
     assert bf16[0] == bf16[1] < 0.3 < fp8[0] < 5 < int8[0]  # int8's step is that of a state's largest dimension
-    assert bf16[2] < fp8[2] and bf16[3] > 98
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -141,17 +139,13 @@ def change(name: str, value: int) -> Callable[[Path], None]:
 SHARD = "shard-00001.safetensors"
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "torn shard": (SHARD, lambda path: path.write_bytes(path.read_bytes()[:-100])),
-    "empty shard": (SHARD, lambda path: path.write_bytes(b"")),
     "deleted shard": (SHARD, Path.unlink),
     "flipped state": (SHARD, change("last_hidden", 99)),
-    "flipped tap": (SHARD, change("taps", 99)),
     "flipped token id": (SHARD, change("input_ids", 99)),
     "flipped turn": (SHARD, change("turns", 5)),
     "flipped header": (SHARD, lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"I32", 1))),
     "another shard in its place": (SHARD, lambda path: shutil.copy(path.with_name("shard-00000.safetensors"), path)),
     "changed index": ("index.json", lambda path: path.write_text(path.read_text().replace("   11\n", "   12\n"))),
-    "truncated index": ("index.json", lambda path: path.write_bytes(path.read_bytes()[:-200])),
-    "no index": ("index.json", Path.unlink),
     "torn record": ("shard-00001.json", lambda path: path.write_bytes(path.read_bytes()[:-9])),
 }
 
@@ -178,16 +172,3 @@ def test_each_damage_is_named_never_read_and_mended_alone(
     assert caches.contents(directory) == caches.contents(cache.directory) and check(directory) == 0
     mended = {"index.json", "shard-00001.safetensors", "shard-00001.json"}
     assert all(path.name in mended or path.stat().st_mtime_ns == times[path.name] for path in directory.iterdir())
-
-
-def test_a_cache_that_is_replaced_under_a_reader_is_noticed(
-    cache: FeatureCache, target: Target, tmp_path: Path
-) -> None:
-    directory = tmp_path / "features"
-    shutil.copytree(cache.directory, directory)
-    reader = FeatureCache.open(directory)
-    before = reader[0].last_hidden
-    caches.write(target, caches.plan(directory, target, DATA, after_blocks=(0, 3)), overwrite=True)
-    assert reader[0].last_hidden.equal(before)
-    with pytest.raises(UserError, match="does not match its checksum"):
-        list(reader)

@@ -122,29 +122,15 @@ def test_the_borders_of_an_answer(template: str, eos: str, answer: Any, text: st
     ("template", "reason"),
     [
         (targets.NO_SYSTEM, "the chat template refuses it: System role not supported"),
-        (targets.RANDOM, "the template renders differently on each call"),
         (targets.COUNTING, "the template rewrites what stands before an answer"),
         (targets.RENAMING, "the template rewrites what stands before an answer"),
-        ("{{ messages[0].content + 1 }}", "the chat template refuses it: "),
     ],
-    ids=["no system role", "random text", "rewritten history", "another name", "type error"],
+    ids=["no system role", "rewritten history", "another name"],
 )
 def test_a_conversation_that_a_template_cannot_carry_is_unusable(template: str, reason: str) -> None:
     with pytest.raises(UnusableRow) as caught:
         rows_of(template, "<|im_end|>")
     assert caught.value.reason.startswith(reason)
-
-
-def test_midnight_between_two_renders_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = targets.build_tokenizer(targets.CHATML, "<|im_end|>")
-    render = tokenizer.apply_chat_template
-    days = iter(["Monday", "Monday", "Tuesday"])
-    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: next(days, "Tuesday") + render(*a, **k))
-    chat = Chat(tokenizer, {tokenizer.eos_token_id}, Tally())
-    ((text, spans, _),) = chat.render(Conversation("here: row 1", TURNS))
-    assert text.startswith("Tuesday")
-    answers = [f"{TURNS[at]['content']}<|im_end|>\n" for at in (2, 4)]
-    assert [text[start:end] for start, end in spans] == answers
 
 
 def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:

@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.conversations import MAX_REASONS, Tally, load_conversations, read_rows
+from aerie.data.conversations import Tally, load_conversations, read_rows
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
 ROWS: list[dict[str, Any]] = [{"question": "one", "answer": "eins"}, {"question": "two", "answer": "zwei \N{OWL}"}]
@@ -29,15 +29,10 @@ def load(tmp_path: Path, *rows: Any, **options: Any) -> tuple[list[Any], Tally]:
 
 def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    lines, array = "\n".join(json.dumps(row) for row in ROWS), json.dumps(ROWS, indent=1)
-    gap = lines.replace("\n", "\n\n")
-    mark = "\N{ZERO WIDTH NO-BREAK SPACE}" + lines + "\n"
-    texts = {"a.json": array, "lines.json": lines, "mark.jsonl": mark, "gap.jsonl": gap}
-    texts |= {
-        "folder/b.jsonl": json.dumps(ROWS[1]),
-        "folder/a.json": json.dumps(ROWS[:1]),
-        "folder/provenance.json": "{}",
-    }
+    lines = "\n".join(json.dumps(row) for row in ROWS)
+    texts = {"a.json": json.dumps(ROWS, indent=1), "lines.json": lines, "gap.jsonl": lines.replace("\n", "\n\n")}
+    texts |= {"mark.jsonl": "\N{ZERO WIDTH NO-BREAK SPACE}" + lines + "\n", "folder/provenance.json": "{}"}
+    texts |= {"folder/b.jsonl": json.dumps(ROWS[1]), "folder/a.json": json.dumps(ROWS[0], indent=1)}  # a single object
     (tmp_path / "folder").mkdir()
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -56,24 +51,20 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         ("a.parquet", "no parquet at all", r"a\.parquet: cannot be read \(Parquet"),
         ("a.jsonl", b'{"a": "\xe9"}', r"a\.jsonl: cannot be read \('utf-8' codec"),
         ("a.csv", "a,b", r"a\.csv: cannot be read; expected \.json, \.jsonl, \.parquet"),
-        ("", None, r"cannot be read; expected \.json, \.jsonl, \.parquet"),
         ("nowhere.jsonl", None, "nowhere.jsonl: no such file or directory"),  # and no name of the Hub
-        ("some/deep/path", None, "some/deep/path: no such file or directory"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str | bytes | None, message: str) -> None:
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         list(read_rows(str(tmp_path / name)))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"conversations": turns("human=hello|gpt=fine")},
-        {"conversations": turns("user=hello|chatgpt=fine")},
         {"messages": [HELLO[0], {"role": "assistant", "content": [{"type": "text", "text": "fine"}]}]},
         {"prompt": "hello", "completion": "fine"},
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
@@ -109,11 +100,9 @@ def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
     ("text", "kept", "reason"),
     [
         ("gpt=welcome|human=hello|gpt=fine", ["hello", "fine"], "began with the assistant; that turn dropped"),
-        ("system=|human=hello|gpt=fine", ["hello", "fine"], "empty system turn dropped"),
         ("human=hello|gpt=fine|human= |gpt=what", ["hello", "fine"], "cut before an empty turn"),
         ("human=hello|gpt=fine|human=more", ["hello", "fine"], "turns after the last answer cut"),
         ("human=hello|human=there|gpt=fine", ["hello\n\nthere", "fine"], "two turns of the user in a row joined"),
-        ("system=a|human=b|gpt=c|gpt=d", ["a", "b", "c\n\nd"], "two turns of the assistant in a row joined"),
     ],
 )
 def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kept: list[str], reason: str) -> None:
@@ -127,16 +116,12 @@ def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kep
     [
         ({"conversations": turns("human=hello|gtp=fine")}, "unknown role"),
         ({"conversations": turns("human=hello|gpt=")}, "no answer to a user's turn"),
-        ({"conversations": turns("gpt=fine")}, "no answer to a user's turn"),
         ({"conversations": None}, "no assistant turn"),
-        ({"conversations": ["hello"]}, "unknown role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]}, "turn is not text"),
-        ({"messages": HELLO, "tools": "[oops"}, "tools are no list"),
         ({"messages": HELLO, "tools": {"name": "add"}}, "tools are no list"),
         ({"stranger": 1}, "keys of no known shape"),
         (["hello"], "row is no object"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "token ids and their mask do not fit"),
-        ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "token ids and their mask do not fit"),
     ],
 )
 def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason: str) -> None:
@@ -146,28 +131,16 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason:
     assert key == ("skipped", reason) and "rows.jsonl: row 2: " in example
 
 
-@pytest.mark.parametrize(
-    ("row", "fields", "said"),
-    [
-        ({"question": "a", "anwser": "b"}, (), r"row 1 has keys question, anwser; .*did you mean 'answer'"),
-        ({"a": "a", "b": "b"}, (), r"has keys a, b; expected conversations.*set data\.prompt_field"),
-        ({"question": "a", "text": "b"}, ("questoin", "text"), r"did you mean 'questoin' instead of 'question'"),
-        ({"messages": HELLO[:1]}, (), r"no usable conversation: .*1 read, 0 kept.* no assistant turn .*row 1"),
-    ],
-)
-def test_a_file_without_usable_rows_is_an_error_with_a_suggestion(
-    tmp_path: Path, row: Any, fields: tuple[str, ...], said: str
-) -> None:
-    with pytest.raises(UserError, match=said) as caught:
-        load(tmp_path, row, **dict(zip(("prompt_field", "completion_field"), fields, strict=False)))
-    assert "\n" not in str(caught.value)
-
-
-def test_endless_reasons_are_counted_together() -> None:
-    tally = Tally(rows=1003)
-    for number in range(1000):
-        tally.add("skipped", f"reason {number}", "a.json: row 1")
-    assert len(tally.counts) == MAX_REASONS + 1 and tally.kept == 3
+def test_a_file_without_usable_rows_is_an_error(tmp_path: Path) -> None:
+    fields = {"prompt_field": "questoin", "completion_field": "text"}
+    rows: list[tuple[Any, dict[str, str], str]] = [
+        ({"a": "a", "b": "b"}, {}, r"row 1 has keys a, b; expected conversations.*set data\.prompt_field"),
+        ({"question": "a", "text": "b"}, fields, "has keys question, text; expected questoin and text"),
+        ({"messages": HELLO[:1]}, {}, r"no usable conversation: .*1 read, 0 kept.* no assistant turn .*row 1"),
+    ]
+    for row, options, said in rows:
+        with pytest.raises(UserError, match=said):
+            load(tmp_path, row, **options)
 
 
 def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:

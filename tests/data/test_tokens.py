@@ -98,18 +98,13 @@ def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> Non
 def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -> None:
     refusals: list[tuple[list[Any], dict[str, float], str]] = [
         (questions(20), {"min_supervised_share": 0.95}, r"\d+\.\d+% of .*less than 95\.00%.*show command"),
-        ([{"input_ids": [65, 66], "loss_mask": [0, 0]}], {}, r"no conversation to train on: .*two tokens"),
-        (questions(3), {"held_out": 0.999999}, r"all 3 conversations are held out; lower data\.held_out"),
-        (
-            [{"input_ids": [5, 99_999], "loss_mask": [0, 1]}],
-            {},
-            r"row 1: token ids 5 to 99,999 are outside the \d+ of the target's",
-        ),
+        ([{"input_ids": [65, 66], "loss_mask": [0, 0]}], {}, r"no conversation to train on; .*two tokens"),
+        (questions(3), {"held_out": 0.999999}, r"3 rows are held out \(data\.held_out\)"),
+        ([{"input_ids": [5, 99_999], "loss_mask": [0, 1]}], {}, r"row 1: token ids 5 to 99,999 are outside the \d+"),
     ]
     for rows, options, said in refusals:
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=said):
             tokenised(written(tmp_path, rows), **options)
-        assert "\n" not in str(caught.value)
 
 
 def test_the_preview_shows_learnt_text_in_brackets_or_in_green_and_cannot_steer_the_terminal() -> None:
@@ -123,8 +118,6 @@ def test_the_preview_shows_learnt_text_in_brackets_or_in_green_and_cannot_steer_
     assert header.startswith(f"here: row 1 | {len(row.input_ids)} tokens | ") and "1 turns" in header
     assert f"{GREEN} fine \N{OWL}.<|end|>{RESET}" in show([row], tokenizer)
 
-
-# -------------------------------------------------------------------------------------------------- draft vocabulary
 
 ROWS = [([7, 3, 3, 4, 3], [0, 1, 1, 0, 2]), ([4, 9], [0, 1]), ([5], [0])]
 ORIGIN = {"rows": "a", "tokenizer": "b"}
