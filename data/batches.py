@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from aerie.data.cache import CachedRow, decode
 from aerie.data.chat import Row
-from aerie.model.target import Target
+from aerie.model.target import Target, TargetOutput
 
 T = TypeVar("T")
 TokenisedRow = Row | CachedRow
@@ -104,7 +104,6 @@ def empty_like(batch: Batch, width: int, dtype: torch.dtype, num_taps: int = 0) 
 
 
 def keyed_generator(*key: int) -> torch.Generator:
-    """A CPU generator seeded by the key alone."""
     seed = hashlib.sha256(",".join(str(part) for part in key).encode()).digest()[:8]
     return torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
 
@@ -195,9 +194,16 @@ def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return groups
 
 
-class OnlineFeatures:
-    """Fills the features and taps that a cache would have held."""
+def forward(
+    target: Target, input_ids: Tensor, lengths: Tensor, after_blocks: tuple[int, ...]
+) -> tuple[TargetOutput, Tensor]:
+    """The target's states of right-padded ids [B, T], and the mask [B, T] of tokens."""
+    mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
+    attention_mask = None if bool(mask.all()) else mask.long().to(target.device)
+    return target.features(input_ids.to(target.device), attention_mask, after_blocks), mask
 
+
+class OnlineFeatures:
     def __init__(self, target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
         self.target, self.after_blocks, self.dtype = target, after_blocks, dtype or target.dtype
 
@@ -208,10 +214,7 @@ class OnlineFeatures:
         ids, sizes = batch.input_ids, batch.documents
         if sizes is not None:  # the target reads packed conversations one a row
             ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
-        mask = torch.arange(ids.shape[1], device=ids.device) < batch.lengths[:, None]  # [N, T]
-        device = self.target.device
-        attention_mask = None if bool(mask.all()) else mask.long().to(device)
-        output = self.target.features(ids.to(device), attention_mask, self.after_blocks)
+        output, mask = forward(self.target, ids, batch.lengths, self.after_blocks)  # [N, T]
         # Zero in padding, as a cache yields them. Copies: autograd cannot keep inference tensors.
         states = {"features": output.last_hidden, "taps": output.taps}
         copies = {k: v.to(ids.device, self.dtype, copy=True) for k, v in states.items() if v is not None}

@@ -68,7 +68,6 @@ def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, T
 
 
 def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Stored values [..., S * D] and scales [..., S] -> states [..., S * D]."""
     if scales is None:
         return values.to(dtype)
     split = values.float().unflatten(-1, (scales.shape[-1], -1))  # [..., S, D]
@@ -105,8 +104,6 @@ def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a cache; inputs decide its content."""
-
     path: Path
     rows: Sequence[Row]
     inputs: dict[str, Any]
@@ -120,11 +117,9 @@ class Shard:
         return sum(len(row.input_ids) for row in self.rows)
 
     def is_whole(self, content: bool = False) -> bool:
-        """By its record and size; content: by every byte."""
         return isinstance(Manifest.check(self.path.parent, self.inputs, content, self.record.name), Whole)
 
     def save(self, tensors: dict[str, Tensor]) -> None:
-        """Writes the file, then its record, atomically each."""
         lengths = [len(row.input_ids) for row in self.rows]
         facts: dict[str, Any] = {"lengths": lengths}
         for sums, names in ((TOKEN_SUMS, TOKENS), (STATE_SUMS, STATES)):
@@ -147,7 +142,6 @@ class CachePlan:
 
     @property
     def token_bytes(self) -> int:
-        """Id and turn (int32 each), values and scales."""
         state = self.hidden_size * self.storage.values.itemsize + 4 * (self.storage.values in LARGEST)
         return 8 + (1 + len(self.after_blocks)) * state
 
@@ -168,7 +162,6 @@ class CachePlan:
         return found
 
     def require_own_directory(self, overwrite: bool) -> None:
-        """UserError for another recipe's shards without overwrite."""
         if not overwrite and (foreign := self.foreign()):
             fix = "choose another --run or --overwrite"
             raise UserError(f"{foreign[0]}: made from other rows or by another target; {fix}")
@@ -261,7 +254,6 @@ class FeatureCache(Sequence[CachedRow]):
         return CachedRow(row["input_ids"].long(), row["turns"], row["last_hidden"], taps, number, scales, dtype)
 
     def _read(self, number: int, names: Sequence[str], sums: str) -> dict[str, Tensor]:
-        """Copies of a row's tensors; UserError when they are not those that were written."""
         shard = bisect_right(self._first_rows, number) - 1
         first = self._starts[self._first_rows[shard]]
         span = slice(self._starts[number] - first, self._starts[number + 1] - first)

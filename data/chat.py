@@ -30,8 +30,6 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens and loss mask."""
-
     input_ids: Sequence[int]
     turns: Sequence[int]  # ascending: j in the j-th answer with its end-of-turn token, 0 in what is not learnt
     source: str  # 'file: row n'
@@ -47,7 +45,6 @@ class Row:
 
 
 def shared_start(first: str, second: str) -> int:
-    """How many characters both begin with."""
     return len(first) if second.startswith(first) else len(commonprefix([first, second]))  # noqa: RUF071
 
 

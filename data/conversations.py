@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -36,8 +37,6 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # a tur
 
 
 class RawRow(NamedTuple):
-    """One row of a source as it stands."""
-
     place: str  # 'file: row n'
     number: int  # from 1; in JSONL the line
     value: Any
@@ -89,7 +88,6 @@ class Tally:
         return "\n".join(lines)
 
     def line(self) -> str:
-        """The table in one line, for an error."""
         return "; ".join(" ".join(line.split()) for line in self.table().splitlines())
 
 
@@ -113,9 +111,9 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     """The rows of a file, a directory's files, or a Hub data set 'owner/name[:[subset:]split]' (split: 'train')."""
     path = Path(name).expanduser()
     is_hub = HUB_NAME.fullmatch(name) and path.suffix not in (*ROW_SUFFIXES, ".csv", ".txt", ".gz") and name[0] != "."
-    if not path.exists() and not is_hub:
-        raise UserError(f"{name}: no such file or directory; name local files or Hub data sets (owner/name:split)")
     if not path.exists():
+        if not is_hub:
+            raise UserError(f"{name}: no such file or directory; name local files or Hub data sets (owner/name:split)")
         import datasets
 
         identifier, *parts = name.split(":")
@@ -124,7 +122,7 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
             rows: Any = datasets.load_dataset(identifier, subset, split=split, revision=revision)
         except (OSError, ValueError, RuntimeError) as error:
             fix = "write owner/name:subset:split; for a gated one: hf auth login"
-            raise UserError(f"{name}: no file, and no Hub data set that loads: {first_line(error)} ({fix})") from error
+            raise UserError(f"{name}: no such data set: {first_line(error)} ({fix})") from error
         yield from (RawRow(f"{name}: row {number:,}", number, value) for number, value in enumerate(rows, start=1))
         return
     files = row_files(path) if path.is_dir() else [path]
@@ -132,16 +130,17 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
         raise UserError(f"{path}: cannot be read; expected {', '.join(ROW_SUFFIXES)} files")
     for file in files:
         try:
-            if file.suffix == ".parquet":
-                from pyarrow import parquet  # type: ignore[import-untyped]
-
-                batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
-                values = enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-            else:
-                values = _read_json(file)
+            values = _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
             yield from (RawRow(f"{file}: row {number:,}", number, value) for number, value in values)
         except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
             raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -166,20 +165,19 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
     """The usable conversations of every source, up to config.limit for training; UserError where none is."""
     num_train = 0
-    for name in config.conversations:
-        for row in read_rows(name):
-            tally.rows += 1
-            try:
-                conversation = _read(row, config, tally)
-            except UnusableRow as error:
-                if error.reason == UNKNOWN_KEYS and row.number == 1:
-                    raise UserError(f"{row.place} {error.sentence}") from error
-                tally.add("skipped", error.reason, row.place, error.sentence)
-                continue
-            yield conversation
-            num_train += not conversation.is_held_out
-            if config.limit is not None and num_train >= config.limit:
-                return
+    for row in chain.from_iterable(map(read_rows, config.conversations)):
+        tally.rows += 1
+        try:
+            conversation = _read(row, config, tally)
+        except UnusableRow as error:
+            if error.reason == UNKNOWN_KEYS and row.number == 1:
+                raise UserError(f"{row.place} {error.sentence}") from error
+            tally.add("skipped", error.reason, row.place, error.sentence)
+            continue
+        yield conversation
+        num_train += not conversation.is_held_out
+        if config.limit is not None and num_train >= config.limit:
+            return
     if tally.kept == 0:
         raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {tally.line()}")
 
@@ -187,13 +185,12 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
 def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     value = row.value
     if not isinstance(value, dict):
-        raise UnusableRow("row is no object", f"is {type(value).__name__}; expected an object with named fields")
+        raise UnusableRow("row is no object", f"is {type(value).__name__}")
     ids, mask, tools = value.get("input_ids"), value.get("loss_mask"), value.get("tools")
     if ids is not None and mask is not None:
         are_lists = isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)
         if not (are_lists and all(isinstance(number, int) for number in ids) and all(bit in (0, 1) for bit in mask)):
-            sentence = "input_ids and loss_mask must be lists of one length, of integers and of 0 and 1"
-            raise UnusableRow("token ids and their mask do not fit", sentence)
+            raise UnusableRow("token ids and their mask do not fit", "expected integers, and as many 0 and 1")
         return Conversation(row.place, (), None, (ids, mask), _is_held_out([ids, mask], config))
     fields = tuple(name for name in (config.prompt_field, config.completion_field) if name is not None)
     messages, reasons = mend(to_messages(value, fields))
@@ -201,7 +198,7 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
         with suppress(json.JSONDecodeError):
             tools = json.loads(tools)
     if tools and not isinstance(tools, list):
-        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}; expected a list or its JSON")
+        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}")
     for reason in reasons:
         tally.add("mended", reason, row.place)
     is_held_out = _is_held_out([messages, tools or None], config)
@@ -240,7 +237,6 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
 
 
 def _message(turn: Any, number: int) -> Message:
-    """A turn {from, value} or {role, content} in the target's terms."""
     turn = turn if isinstance(turn, Mapping) else {"from": turn}
     speaker = turn.get("from") or turn.get("role")
     role = ROLES.get(str(speaker).strip().lower())
@@ -295,8 +291,8 @@ def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
     end = next((at for at in range(len(joined), 0, -1) if joined[at - 1]["role"] == "assistant"), 0)
     if end == 0:
         roles = [message["role"] for message in messages]
-        reason = "no assistant turn" if "assistant" not in roles else "no answer to a user's turn"
-        raise UnusableRow(reason, f"its turns are {', '.join([*(roles or ['none']), *sorted(changes)])}")
+        reason = "no answer to a user's turn" if "assistant" in roles else "no assistant turn"
+        raise UnusableRow(reason, f"turns: {', '.join([*roles, *sorted(changes)])}")
     if end < len(joined):
         changes.add("turns after the last answer cut")
     return joined[:end], changes

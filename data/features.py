@@ -17,7 +17,7 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.data.batches import collate, grouped
+from aerie.data.batches import collate, forward, grouped
 from aerie.data.cache import STATES, TOKENS, CachePlan, Shard, Storage, decode, encode, pack, rows_digest
 from aerie.data.chat import Row
 from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, state_inputs
@@ -111,7 +111,6 @@ def extract(
 
 @contextmanager
 def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
-    """Holds a lock that all jobs of this cache share and those of another refuse; removes stale files."""
     locks = plan.directory / WRITING
     with Lock(locks / f"cache-{digest([shard.inputs for shard in plan.shards])}") as lock:
         with Lock(locks / "begin") as begin:
@@ -136,8 +135,6 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
 
 
 class Writer:
-    """One process's part: the target computes a shard while a thread writes the one before."""
-
     def __init__(self, target: Target, plan: CachePlan) -> None:
         self.target, self.plan = target, plan
         self.num_tokens, self.seconds, self.forward_seconds = 0, 0.0, 0.0
@@ -169,12 +166,9 @@ class Writer:
         self.seconds += time.perf_counter() - started
 
     def forward(self, rows: Sequence[Row]) -> tuple[TargetOutput, Tensor]:
-        """The target's states, and the mask [B, T] of tokens."""
         batch, device = collate(rows, range(len(rows))), self.target.device
-        mask = torch.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]  # [B, T]
         started = time.perf_counter()
-        attention_mask = None if bool(mask.all()) else mask.long().to(device)
-        output = self.target.features(batch.input_ids.to(device), attention_mask, self.plan.after_blocks)
+        output, mask = forward(self.target, batch.input_ids, batch.lengths, self.plan.after_blocks)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.forward_seconds += time.perf_counter() - started
@@ -182,7 +176,6 @@ class Writer:
         return output, mask.to(device)
 
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
-        """UserError for states that are not finite."""
         rows, storage, lengths = shard.rows, self.plan.storage, [len(row.input_ids) for row in shard.rows]
         starts = [0, *accumulate(lengths)]
         tensors = {
@@ -252,7 +245,6 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
 
 
 def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: Any) -> tuple[str, int]:
-    """(state for status.json, exit code) of a share; state is accelerate's PartialState."""
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite, state.process_index)
     target = Target.load(recipe.target, state.device)
     index, writer = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite)
@@ -267,11 +259,7 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
         seconds = stage.finish(**facts)["seconds"]
         print(f"features: {tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}", flush=True)
         if plan.storage.form is not None:
-            rows = plan.shards[0].rows
-            first = grouped([len(row.input_ids) for row in rows], plan.batch_tokens)[
-                0
-            ]  # measured on some of its tokens
-            output, mask = writer.forward([rows[position] for position in first])
+            output, mask = writer.forward(next(_batches(plan, plan.shards)))
             step = -(-int(mask.sum()) // SAMPLE_TOKENS)
             taps = None if output.taps is None else output.taps[mask][::step]
             error = storage_error(output.last_hidden[mask][::step], taps, plan.storage, target.logits)
@@ -282,18 +270,19 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
     return ("done" if share.count == 1 or index is not None else "share-done"), 0
 
 
+def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[Row]]:
+    for shard in shards:
+        for positions in grouped([len(row.input_ids) for row in shard.rows], plan.batch_tokens):
+            yield [shard.rows[position] for position in positions]
+
+
 def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str, seconds: float = 10.0) -> None:
     """Prints the hours that missing shards take, from some seconds of forwards."""
     part = plan.missing(share)
-    groups = (
-        [shard.rows[position] for position in positions]
-        for shard in part
-        for positions in grouped([len(row.input_ids) for row in shard.rows], plan.batch_tokens)
-    )
-    writer = Writer(Target.load(recipe.target, device), plan)
-    writer.forward(next(groups))  # warms up
+    batches, writer = _batches(plan, part), Writer(Target.load(recipe.target, device), plan)
+    writer.forward(next(batches))  # warms up
     writer.num_tokens, writer.forward_seconds = 0, 0.0
-    while writer.forward_seconds < seconds and (rows := next(groups, None)):
+    while writer.forward_seconds < seconds and (rows := next(batches, None)):
         writer.forward(rows)
     if not writer.num_tokens:
         raise UserError(f"{plan.directory}: too few rows to time; run without --estimate")

@@ -28,7 +28,6 @@ BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the oth
 
 
 def main() -> int:
-    """The exit code of the command in sys.argv."""
     parser = argparse.ArgumentParser(description="Conversations and the feature cache.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -65,7 +64,6 @@ def main() -> int:
 
 
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """RUN/conversations and RUN/tokenizer."""
     config, paths = recipe.synthetic, RunPaths(Path(recipe.run))
     if config is None:
         raise UserError(f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one")
@@ -136,7 +134,6 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _local_target(recipe: Recipe, thinking: Any) -> Any:
-    """The target in this process, with the run's head if there is one."""
     import torch
 
     from aerie.data.distill.answer import local_target
@@ -169,7 +166,6 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
 
 
 def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """The first rows, supervised tokens in green (bracketed with --plain)."""
     if arguments.limit < 1:
         raise UserError(f"--limit: must be at least 1, not {arguments.limit}")
     if arguments.plan:
@@ -186,7 +182,6 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """RUN/features; --plan says what would be written."""
     share = Share.of(arguments.shard)
     status = _status(recipe, "features", share)
     if recipe.features.mode == "online":
@@ -235,7 +230,6 @@ def _processes(recipe: Recipe) -> Any:
 
 
 def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """Says what is wrong with RUN/features, and 0 or 1."""
     directory = RunPaths(Path(recipe.run)).features
     if arguments.plan:
         print(f"check: {directory}")
@@ -259,7 +253,6 @@ def _reuse(name: str, stage: Stage, status: Path | None) -> int:
 
 
 def _be_quiet() -> None:
-    """No advice and loading bars of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -267,7 +260,6 @@ def _be_quiet() -> None:
 
 
 def _device(recipe: Recipe) -> str:
-    """A single process's device; sets the recipe's threads."""
     import torch
 
     if recipe.threads is not None:

@@ -49,7 +49,6 @@ def row_files(directory: Path) -> list[Path]:
 
 
 def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
-    """A digest for each local file of rows; Hub names have none."""
     digests = {}
     for name in names:
         if Path(name).is_file():
@@ -60,7 +59,6 @@ def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
 
 
 def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesConfig) -> dict[str, Any]:
-    """Everything that the feature cache depends on."""
     # batch_tokens moves a state by rounding only, and may be lowered after a full memory; the others concern readers.
     readers = ("batch_tokens", "mode", "shuffle_shards")
     return {
@@ -118,7 +116,6 @@ class Share:
 
     @classmethod
     def of(cls, text: str) -> "Share":
-        """From 'i/n'."""
         first, _, second = text.partition("/")
         if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
             raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n (--shard 1/4)")
@@ -128,7 +125,6 @@ class Share:
         return f"{self.index}/{self.count}"
 
     def part(self, count: int, rank: int = 0, world: int = 1) -> range:
-        """Positions, out of `count`, of one process of this job."""
         return range(self.index - 1, count, self.count)[rank::world]
 
 
@@ -136,8 +132,6 @@ ALL = Share()
 
 
 class _Lines:
-    """A stream for tqdm that writes whole lines and redraws none."""
-
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.flush = stream, stream.flush
 

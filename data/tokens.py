@@ -27,14 +27,11 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not stee
 
 @dataclass(frozen=True)
 class TokenisedData:
-    """Rows in the order of the sources."""
-
     train: list[Row]
     held_out: list[Row]  # training never sees them
 
 
 def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> tuple[TokenisedData, Any, Tally]:
-    """(rows, tokenizer, what was left out) of a recipe."""
     tokenizer, tally = load_tokenizer(target), Tally()
     return tokenize(config, tokenizer, target_end_ids(target, tokenizer), tally, speaks), tokenizer, tally
 
@@ -106,7 +103,6 @@ def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: in
 
 
 def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
-    """The part of the cache's fingerprint that decides its token ids."""
     backend, template = digest(tokenizer.backend_tokenizer.to_str()), digest(tokenizer.chat_template)
     return {"tokenizer": backend, "template": template, "data": as_dict(data)}
 
