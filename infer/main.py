@@ -90,9 +90,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
         questions = [(tasks.encode(prompt.text, tokenizer, target), prompt.task) for prompt in prompts]
         decoder = make_decoder(Drafters(target), asked, head, "calibrate")
         recording = calibration.record(decoder, asked.tree, questions, section, recipe.seed)
-        lines = calibration.write_calibration(
-            paths.calibration, recording, section.bins, head, lambda token: str(tokenizer.decode([token]))
-        )
+        lines = calibration.write_calibration(paths.calibration, recording, section.bins, head)
         rebuilt = calibration.rebuild(target, asked, head, questions, section, paths.calibration)
         print("\n".join([*lines, *([rebuilt] if rebuilt else [])]))
         return {name: len(recording.tables[name]) for name in ("nodes", "cycles")}

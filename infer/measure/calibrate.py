@@ -1,12 +1,8 @@
-"""`calibrate`: decodes held-out prompts, and says how a head's confidence predicts acceptance.
-
-Writes the recorded tables (*.parquet), calibration.json, analysis.json, calibrator.json (beside the head too), and for
-a static tree choices.yaml. q is the draft's law, p the target's at the same node; divergences and entropies in nats.
-"""
+"""How a head's confidence predicts acceptance. q is the draft's law, p the target's; divergences are in nats."""
 
 import hashlib
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, product
@@ -60,7 +56,7 @@ def record(
     section: CalibrateConfig,
     seed: int = 0,
 ) -> Recording:
-    """Decodes prompts [1, T], each with its task. With section.oracle_levels cycles have the columns oracle and cap."""
+    """Decodes prompts [1, T], each with its task; with oracle_levels, `cycles` has the columns oracle and cap too."""
     drafts, oracle, tables = keep_pools(decoder), None, []
     if section.oracle_levels is not None and drafts and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
@@ -78,17 +74,15 @@ def record(
     return Recording(whole, tuple(task for _, task in questions), section.temperature)
 
 
-def write_calibration(
-    output: Path, recording: Recording, bins: int, head: str | None, name: Callable[[int], str]
-) -> list[str]:
-    """Writes every file of a calibration but for choices.yaml; the lines tell what was found."""
+def write_calibration(output: Path, recording: Recording, bins: int, head: str | None) -> list[str]:
+    """Writes every file but choices.yaml (calibrator.json beside the head too); returns lines for the user."""
     nodes, cycles = recording.tables["nodes"], recording.tables["cycles"]
     for table, rows in recording.tables.items():
         write_atomically(output / f"{table}.parquet", partial(rows.to_parquet, index=False))
     summary = summarise(nodes, cycles, recording.temperature, bins)
     fitted = fit_and_score(recording, bins)
     write_json(output / "calibration.json", summary)
-    write_json(output / "analysis.json", {**analyse(recording, name, bins), "calibrator": fitted and fitted[1]})
+    write_json(output / "analysis.json", {**analyse(recording, bins), "calibrator": fitted and fitted[1]})
     measured = f"; ECE {summary['ece']:.4f}, Brier {summary['brier']:.4f}" if len(nodes) else ""
     line = f"calibrate: {len(nodes):,} drafted nodes of {len(cycles):,} cycles{measured}"
     if fitted is None:
@@ -106,20 +100,18 @@ def write_calibration(
 
 
 def places_of(output: Path, head: str | None) -> list[Path]:
-    """Where files about a head go: the output directory, and beside the head where that is a directory."""
+    """The output directory, and the head's where it is a directory."""
     return [output, *([Path(head)] if head is not None and Path(head).is_dir() else [])]
 
 
 def mean(values: Any) -> float | None:
-    """The mean of an array or a column; null for an empty one."""
     return float(values.mean()) if len(values) else None
 
 
 def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
-    """ECE, Brier score and, in bins of equal width over [0, 1], the means of confidence and acceptance.
+    """ECE, Brier score and bins of equal width (EAGLE-2, section 3.2).
 
-    An outcome is 1 with probability a, so the expected squared error of confidence c is c^2 - 2ca + a: figures at
-    temperature 0 and above are on one scale. Source: EAGLE-2, section 3.2.
+    With an acceptance probability a, confidence c has the expected squared error c^2 - 2ca + a.
     """
     confidence, acceptance = nodes.confidence.to_numpy(), nodes.acceptance.to_numpy()
     # the tolerance keeps float32 values such as 0.15 (stored as 0.15000001 or 0.1499999) on the side of their edge
@@ -137,16 +129,13 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
 
 
 def held_out(prompts: pd.Series, seed: int = 0) -> NDArray[np.bool_]:
-    """Which rows [n] are of the half of the prompts, by hash, on which a fit to the other half is judged."""
+    """Rows [n] of the half of the prompts, chosen by hash, that fits are scored on."""
     chosen = [n for n in prompts.unique() if hashlib.sha256(f"{seed}:{n}".encode()).digest()[0] % 2 == 1]
     return np.asarray(prompts.isin(chosen), dtype=bool)
 
 
 def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20) -> dict[str, Any]:
-    """The content of calibration.json: reliability of all nodes, and by depth d.
-
-    `survived` is P(accepted length >= d) over all cycles, `conditional` the same among cycles that got to d - 1.
-    """
+    """calibration.json. At depth d `survived` is P(accepted >= d), `conditional` the same given accepted >= d - 1."""
     deepest = int(max([0, *nodes.depth, *cycles.accepted]))
     reached = [int((cycles.accepted >= depth).sum()) for depth in range(deepest + 1)]
     by_depth = []
@@ -160,8 +149,8 @@ def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bin
     return {"temperature": temperature, "prompts": prompts, **whole, "cycles": len(cycles), "by_depth": by_depth}
 
 
-def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) -> dict[str, Any]:
-    """The content of analysis.json but for the calibrator; name gives a token id's text. Null: not recorded."""
+def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:
+    """analysis.json without `calibrator`; null: not recorded."""
     cycles, nodes, laws, frontier = (recording.tables[name] for name in ("cycles", "nodes", "laws", "frontier"))
     tasks, task_of = list(dict.fromkeys(recording.tasks)), dict(enumerate(recording.tasks))  # prompt -> task
     parts: dict[str, Any] = {"branches": None, "levels": None, "laws": None, "oracle": None}
@@ -181,7 +170,6 @@ def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) ->
             "ratio": entropy_ratio(laws),
             "entropy": entropies,
             **rejections(laws),
-            "tokens": token_table(laws, name),
         }
     if "oracle" in cycles:
         parts["oracle"] = oracle_summary(cycles)
@@ -202,7 +190,7 @@ def analyse(recording: Recording, name: Callable[[int], str], bins: int = 20) ->
 
 
 def by_place(nodes: pd.DataFrame, most: int = 12) -> list[dict[str, Any]]:
-    """The most visited places of the tree with the quartiles of the prompts' own means (EAGLE-2, figure 5)."""
+    """The most visited places with quartiles of the prompts' means (EAGLE-2, figure 5)."""
     places = nodes.groupby("place")
     visited = places.size().sort_values(ascending=False, kind="stable")[:most].index
     rows = []
@@ -214,10 +202,9 @@ def by_place(nodes: pd.DataFrame, most: int = 12) -> list[dict[str, Any]]:
 
 
 def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, Any]]:
-    """By depth d, among the cycles that drafted it: means of S_d (`mass`), `held` and `reached`; `expected` is E_d.
+    """S_d (`mass`) and E_d (`expected`) by depth d of the cycles that drafted it (DEAGLE, equations 22 to 24).
 
-    `held`: a branch of the frontier is what the target wrote. `reached`: the verified tree, which reranking makes of
-    other nodes too, had d tokens accepted. Source: DEAGLE (equations 22 to 24).
+    `held`: the target wrote a branch of the frontier; `reached`: d tokens of the verified tree were accepted.
     """
     levels = frontier.groupby(["prompt", "cycle", "depth"]).agg(mass=("survival", "sum"), held=("accepted", "any"))
     levels = levels.reset_index().merge(cycles[["prompt", "cycle", "accepted"]], on=["prompt", "cycle"])
@@ -229,11 +216,9 @@ def level_table(frontier: pd.DataFrame, cycles: pd.DataFrame) -> list[dict[str, 
 
 
 def inequalities(laws: pd.DataFrame) -> dict[str, Any]:
-    """`inequalities`: shares of laws where |q(y) - p(y)| <= TV <= sqrt(KL(p||q) / 2) fails for a drafted y.
+    """`inequalities`: shares of laws where the theorem |q(y) - p(y)| <= TV <= sqrt(KL(p||q) / 2) fails for a drafted y.
 
-    They are theorems, so zero; failures count over all drafted children, `gap` is the first's. `deagle`: how often
-    equations 15 to 19 fail with DEAGLE's own alpha (8 to 10), whether argmax q is argmax p: |alpha - c| against TV (17,
-    19) and against sqrt(KL(p||q) / 2) (18 and 19, and with that KL as delta_cls also 15 and 16).
+    `deagle`: the same for DEAGLE's |alpha - c| (equations 15 to 19), where alpha is whether argmax q is argmax p.
     """
     bound, deagle_gap = np.sqrt(laws.kl_pq / 2.0), (laws.agrees - laws.top_q).abs()
     theorems = {
@@ -249,10 +234,9 @@ def inequalities(laws: pd.DataFrame) -> dict[str, Any]:
 
 
 def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
-    """Means of beta = 1 - TV and of three lower bounds, how often each holds, and the curves of SVIP's figure 4.
+    """beta = 1 - TV and three lower bounds: means (cut at 0), how often each holds, and SVIP's figure 4 (cut at -1).
 
-    Means are over bounds cut at 0, as a negative one says nothing. `tighter`: the share of laws where Pinsker's bound
-    (oracle) is above Bretagnolle-Huber's. A point of a curve is the mean of neighbours in the order of beta, cut at -1.
+    `tighter`: the share of laws where Pinsker's bound (oracle) is above Bretagnolle-Huber's.
     """
     beta, kl = 1.0 - laws.tvd.to_numpy(), laws.kl_qp.to_numpy()
     bounds = {
@@ -273,7 +257,7 @@ def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
 
 
 def entropy_ratio(laws: pd.DataFrame) -> dict[str, Any]:
-    """The Gamma fit of CE(q, p) / H(q) - 1 = KL(q||p) / H(q) of laws that have it (SVIP, section 2.2, appendix C)."""
+    """The Gamma fit of CE(q, p) / H(q) - 1 = KL(q||p) / H(q) (SVIP, section 2.2 and appendix C)."""
     usable = laws[(laws.entropy >= LEAST_ENTROPY) & np.isfinite(laws.kl_qp)]
     excess = np.asarray(usable.kl_qp / usable.entropy)
     positive, gamma = excess[excess > 0], None
@@ -284,10 +268,7 @@ def entropy_ratio(laws: pd.DataFrame) -> dict[str, Any]:
 
 
 def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
-    """SVIP's figure 3: mean finite KL(q||p) at a cycle's rejected token (offset 0) and before it (a).
-
-    `sorted` (b): mean log q of the 1st, 2nd, 4th ... token where the first child was accepted and where not.
-    """
+    """SVIP's figure 3: (a) mean KL(q||p) before and at (offset 0) a rejected token, (b) mean log q by rank."""
     kl, rejected = laws.set_index(["prompt", "cycle", "depth"]).kl_qp, laws[~laws.followed]
     before = []
     for offset in range(-most, 1):
@@ -301,28 +282,10 @@ def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:
     return {"before_rejection": before, "sorted": means}
 
 
-def token_table(
-    laws: pd.DataFrame, name: Callable[[int], str], most: int = 12, least_count: int = 5
-) -> list[dict[str, Any]]:
-    """All tokens, then the hardest and the easiest drafted ones by mean acceptance, with their entropy (SVIP, table 4).
-
-    Only tokens that were drafted first least_count times.
-    """
-    means = {key: (key, "mean") for key in ("entropy", "acceptance")}
-    table = laws.groupby("token").agg(count=("token", "size"), **means).reset_index()
-    table = table[table["count"] >= least_count].sort_values("count", ascending=False, kind="stable")
-    hardest = table.nsmallest(most // 2, "acceptance")
-    easiest = table.drop(hardest.index).nlargest(most - most // 2, "acceptance")
-    rows = [{**row, "text": name(row["token"])} for row in pd.concat([hardest, easiest[::-1]]).to_dict("records")]
-    totals = {"count": len(laws), "entropy": mean(laws.entropy), "acceptance": mean(laws.acceptance)}
-    return [{"token": None, "text": "all tokens", **totals}, *rows]
-
-
 def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
-    """What the cycles that drafted say of the oracle: their columns are position, levels, accepted, oracle and cap.
+    """Oracle lengths of the drafting cycles, also by context (SVIP, arXiv 2411.18462, section 2.1, figures 1 and 7b).
 
-    by_context: by the root's place in the text. `variance`: of the oracle length (figure 1). `delta`: mean of proposed
-    minus oracle (figure 7b). `censored`: share that may be longer than the cap. Source: SVIP (arXiv 2411.18462), 2.1.
+    `delta`: mean of proposed minus oracle; `censored`: the share that reached the cap.
     """
     drafted = cycles.dropna(subset="oracle")
     if drafted.empty:
@@ -338,11 +301,7 @@ def oracle_summary(cycles: pd.DataFrame) -> dict[str, Any] | None:
 
 
 def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
-    """The calibrator of nodes [n] with these acceptances, outcomes or probabilities.
-
-    temperature: the T of sigmoid(logit(c) / T), on one token's log-odds, with the smallest expected log loss.
-    isotonic: the knots of the never falling curve with the least squared error, both ends of each level piece.
-    """
+    """The calibrator of nodes [n]: the T of sigmoid(logit(c) / T) with the least log loss, and the isotonic knots."""
     odds = logit(confidence.clip(EDGE, 1.0 - EDGE))
 
     def loss(log_temperature: float) -> float:
@@ -355,10 +314,7 @@ def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
 
 
 def fit_and_score(recording: Recording, bins: int, seed: int = 0) -> tuple[Calibrator, dict[str, Any]] | None:
-    """A calibrator fitted on one half of the prompts and its scores on the other; null where a half has no nodes.
-
-    Scores are ECE, Brier, expected log loss (nats) and bins, of the head's own confidence (`before`) and of both fits.
-    """
+    """A calibrator fitted on half of the prompts, with its scores on the other; null where a half has no nodes."""
     nodes = recording.tables["nodes"]
     chosen = held_out(nodes.prompt, seed)
     if chosen.all() or not chosen.any():
@@ -390,10 +346,7 @@ def rebuild(
     section: CalibrateConfig,
     output: Path,
 ) -> str | None:
-    """One line about the tree that suits the head best, in choices.yaml; null for a method without a static tree.
-
-    Decodes the prompts greedily with a wide tree: the method's own, and section.ranks below every likely node.
-    """
+    """Writes the head's best static tree to choices.yaml, from greedy answers of a wider one; null: no static tree."""
     tree, ranks = asked.tree, section.ranks
     if not isinstance(tree, StaticConfig):
         return None
@@ -418,12 +371,11 @@ def rebuild(
 
 
 def in_order(choices: set[Choice]) -> tuple[Choice, ...]:
-    """The nodes by depth, then by rank."""
     return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
 
 
 def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
-    """[levels][ranks]: the mean acceptance of the nodes of this rank among their siblings; 0 for one never asked."""
+    """[levels][ranks]: mean acceptance by depth and rank among siblings; 0 where none was asked."""
     nodes = tables["nodes"]
     rank = nodes.place.str.rsplit(".", n=1).str[-1].astype(int)
     shares = nodes.groupby([nodes.depth, rank]).acceptance.mean().to_dict()
@@ -431,11 +383,9 @@ def rank_accuracy(tables: Tables, levels: int, ranks: int) -> list[list[float]]:
 
 
 def rebuilt(tree: StaticConfig, accuracy: Sequence[Sequence[float]], nodes: int | None) -> tuple[Choice, ...]:
-    """The tree of so many nodes with the root (null: as many as the tree has) that can expect the longest paths.
+    """The tree of these nodes (root included; null: the tree's own) with the longest expected path (Medusa, 2.3.3).
 
-    accuracy[depth][rank]: how often the child of this rank is the target's token, given that its parent was. Greedily
-    adds the node with the largest product of accuracies along its path. Where siblings are drawn, a tree may not leave
-    a rank out before another: then no rank counts as better than those before it. Source: Medusa, section 2.3.3.
+    Where siblings are drawn a tree may not skip a rank, so that no rank counts as better than those before it.
     """
     if tree.children != "best":
         accuracy = [list(accumulate(shares, min)) for shares in accuracy]

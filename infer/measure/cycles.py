@@ -1,8 +1,4 @@
-"""Decoding cycles as records: what each drafted, asked and had accepted, and how deep it would have paid to draft.
-
-A `Recorder` is called after each cycle (`on_cycle`) of a decoder that keeps the pools of its trees. Its records are
-written as lines of cycles.jsonl, or become the tables that calibration queries.
-"""
+"""Decoding cycles as records: lines of cycles.jsonl, tables for calibration, and oracle draft lengths."""
 
 import json
 import os
@@ -30,7 +26,7 @@ Record = dict[str, Any]
 
 
 def asked(tree: Tree, path: list[int]) -> Tensor:
-    """Which nodes [N] stand below an accepted node: their own acceptance was asked. Not the root, nor passengers."""
+    """Nodes [N] below an accepted node: their own acceptance was asked. Not the root, nor passengers."""
     on_path = torch.zeros(len(tree), dtype=torch.bool, device=tree.tokens.device)
     on_path[path] = True
     below = on_path[tree.parents]
@@ -39,11 +35,9 @@ def asked(tree: Tree, path: list[int]) -> Tensor:
 
 
 def acceptance(cycle: Cycle) -> Tensor:
-    """Per node [N], in float64, given that its parent was accepted: 0 or 1 at temperature 0, else its chance.
+    """Per node [N], float64, given its parent's acceptance: 0 or 1 (R0, typical; of `asked` nodes only), else a chance.
 
-    R2: p(x), tried or not. R1: min(1, p / q). R3 and R4: the same for the first sibling, and for a later one its chance
-    that those before it are refused and it is taken, given which tokens were drawn. Typical acceptance, which has no
-    chances, is 0 or 1 too. Where it is 0 or 1, only nodes that were `asked` have a meaning.
+    R2: p(x). R1: min(1, p / q). R3, R4: that siblings before it are refused and it is taken, given the drawn tokens.
     """
     tree = cycle.tree
     if cycle.rule in ("R0", NOT_LOSSLESS):
@@ -56,21 +50,18 @@ def acceptance(cycle: Cycle) -> Tensor:
 
 
 def keep_pools(decoder: SpeculativeDecoder) -> bool:
-    """Has a decoder's trees keep what they were chosen from; false where nothing is drafted from laws."""
+    """Makes a decoder's trees keep their pools; false where nothing is drafted from laws."""
     if isinstance(decoder.proposer, Drafting):
         decoder.proposer.keep = True
     return isinstance(decoder.proposer, Drafting)
 
 
 class Recorder:
-    """An `on_cycle` hook for one answer; `records` has one mapping per cycle.
+    """An `on_cycle` hook for one answer with one mapping per cycle; times in ms, logarithms natural, null: unknown.
 
-    `node`: columns over the tree's nodes in level order, the root first (confidence and survival are null for the root,
-    passengers and drafts without laws; acceptance is null where it was not asked). `level`: columns over the drafted
-    levels (DEAGLE, equations 22 to 26): S_d of the frontier, the ratio S_d / S_{d-1}, and E_d without the bonus token.
-    `law`: columns over the accepted nodes that drafted children, q against p. `frontier`: each level's branches before
-    reranking with their survival. Times are in ms, logarithms natural. `stop_reason`: the stop rule, `levels`, `budget`
-    (max_new_tokens), `guess` (drafted without laws); null: nothing drafted.
+    `node`: columns over the nodes in level order. `level` (DEAGLE, equations 22 to 26): S_d of the frontier, S_d /
+    S_{d-1}, E_d without the bonus token. `law`: q against p at accepted nodes. `frontier`: branches before reranking.
+    `stop_reason`: the stop rule, `levels`, `budget` (max_new_tokens), `guess` (no laws); null: nothing drafted.
     """
 
     def __init__(self) -> None:
@@ -148,10 +139,9 @@ def _node_columns(cycle: Cycle) -> Record:
 
 
 def _law_columns(cycle: Cycle) -> Record | None:
-    """The laws q below accepted nodes that drafted children; y is the child that was proposed first.
+    """The laws q below accepted nodes with children, y the first of these; p and q are what verification compares.
 
-    p and q are what verification compares: after the processors where children are drawn from q, else q as the head has
-    it; at temperature 0 both are plain softmaxes. Null: drafted without laws.
+    Children drawn from q: after the processors, else q as the head has it. Temperature 0: plain softmaxes.
     """
     tree, path = cycle.tree, cycle.verdict.path
     if tree.pool is None or tree.levels == 0:
@@ -198,10 +188,7 @@ def _law_columns(cycle: Cycle) -> Record | None:
 
 
 def lines_of(origin: Origin, records: Sequence[Record]) -> list[str]:
-    """The lines of cycles.jsonl: the origin and the record of each cycle, without the frontiers.
-
-    Numbers have the 7 digits of float32, and are null where they are not finite.
-    """
+    """The lines of cycles.jsonl, without frontiers; numbers have 7 digits, and are null where they are not finite."""
     text = json.dumps([{**asdict(origin), **{**record, "frontier": ()}} for record in records])
     lines = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.7g}"), parse_constant=lambda _: None)
     for line in lines:
@@ -210,7 +197,6 @@ def lines_of(origin: Origin, records: Sequence[Record]) -> list[str]:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Appends the lines of one answer to cycles.jsonl and syncs them."""
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
         file.flush()
@@ -218,7 +204,7 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def keep_answers(path: Path, answers: Collection[Key]) -> None:
-    """Drops from cycles.jsonl a line that was cut by a kill, and those of any other answer than these."""
+    """Drops from cycles.jsonl a line that was cut by a kill, and other answers' lines."""
 
     def is_kept(text: bytes) -> bool:
         if not text.endswith(b"\n"):
@@ -235,11 +221,8 @@ def keep_answers(path: Path, answers: Collection[Key]) -> None:
         write_atomically(path, write)
 
 
-# As tables
-
-
 def places(parents: Sequence[int]) -> list[str]:
-    """Ranks among siblings from the root down ("0", "1", "0.0", ...) of each node [N]; the root's is empty."""
+    """Ranks among siblings from the root down ("0", "0.1", ...) of each node [N]; the root's is empty."""
     names, siblings = [""], [0] * len(parents)
     for parent in parents[1:]:
         names.append(f"{names[parent]}.{siblings[parent]}".removeprefix("."))
@@ -261,9 +244,8 @@ COLUMNS = {  # of the tables, behind `prompt` and `cycle`, which tell rows apart
 def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables:
     """The cycles of one answer as tables; text has the token ids of prompt and answer.
 
-    Where the target chooses for itself (R0, R2) the text is a draw from its law whatever was drafted, so that a branch
-    of a frontier is in it with the branch's own chance, verified or not. Where children are drawn (R1, R3, R4) every
-    node is in the tree, and its branch counts when it was accepted. Branches beyond the text's end are left out.
+    A frontier's branch is accepted where the target wrote it (R0, R2: the text is the target's own draw), or where the
+    tree's path has it (children drawn: R1, R3, R4). Branches beyond the text's end are left out.
     """
     rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in COLUMNS}
     for number, record in enumerate(records):
@@ -291,15 +273,12 @@ def tables_of(prompt: int, records: Sequence[Record], text: list[int]) -> Tables
 
 
 class Oracle(Drafting):
-    """Drafts to a cap at every cycle, has the target judge that, forgets it, and proposes as it would have anyway.
+    """A proposer that has the target judge a draft to a cap too, without the stop rule (SVIP, 2411.18462, section 2.1).
 
-    The generator is set back, so that what is decoded does not change, and a sampled chain is a prefix of the longer.
-    The longer draft has the policy's tree without its stop rule: a static tree is as deep as it is, and Medusa and
-    Hydra as their heads are many. Source: SVIP (arXiv 2411.18462), section 2.1.
+    The generator is set back, so that decoding does not change, and a sampled chain is a prefix of the longer.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, tree: TreeConfig, levels: int, seed: int = 0) -> None:
-        """Takes the place of the decoder's own proposer."""
         own = decoder.proposer
         assert isinstance(own, Drafting)
         super().__init__(own.drafter, own.shape)
@@ -323,7 +302,6 @@ class Oracle(Drafting):
         return super().propose(root, max_levels)
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
-        """Notes too how many tokens of the longer draft the target would have taken at this cycle."""
         super().commit(tokens, features, cycle)
         if cycle is not None:
             is_judged = cycle.tree.levels > 0 and cycle.rule in ("R0", "R1", "R2")
@@ -334,9 +312,8 @@ class Oracle(Drafting):
 def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Generator) -> int:
     """How many tokens of a deeper tree, with the target's logits [N, V], the target takes, given what it did take.
 
-    A sampled chain (R1) is a longer one's beginning: a refusal is the oracle's too, and after a chain that was wholly
-    accepted the longer one's next tokens are judged. Where the target chooses (R0, R2) it is held to what it chose, and
-    chooses anew from there on. Never less than what the policy had accepted, for that depth is the oracle's to choose.
+    R1: a refusal stands, and only tokens beyond a wholly accepted chain are judged. R0, R2: the target keeps its
+    choices, and chooses anew from there on. Never less than what the policy had accepted.
     """
     accepted, start = cycle.verdict.accepted, len(cycle.tree)
     if cycle.rule == "R1":

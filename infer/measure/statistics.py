@@ -1,8 +1,4 @@
-"""Records -> the rows of summary.json: tau, speedup with its interval, and what was spent.
-
-One counter for every row: the prefill's token belongs to the prefill, so new_tokens - 1 tokens are what wall - prefill
-(the decode seconds) bought, in vanilla and in every other method alike.
-"""
+"""Records -> the rows of summary.json. In every row, new_tokens - 1 tokens are what wall - prefill bought."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,7 +17,7 @@ NGRAM = 4  # tokens whose return counts as repetition
 
 @dataclass(frozen=True)
 class Group:
-    """The answers of one row at one sampling, and vanilla's answers at the same sampling by prompt and turn."""
+    """The answers of one row at one sampling, and vanilla's at the same."""
 
     records: tuple[Record, ...]
     baseline: dict[Any, Record]  # by prompt_key
@@ -36,18 +32,17 @@ class Group:
 
     @property
     def pairs(self) -> list[tuple[Record, Record]]:
-        """(this row's answer, vanilla's) of the prompts that are ok in both."""
+        """(this row's answer, vanilla's) where both are ok."""
         good = [record for record in self.records if record.status == "ok"]
         return [(record, self.baseline[record.prompt_key]) for record in good if record.prompt_key in self.baseline]
 
     def by_task(self) -> list["Group"]:
-        """The same row for each task alone, in order of appearance."""
         tasks = dict.fromkeys(record.task for record in self.records)
         return [replace(self, records=tuple(r for r in self.records if r.task == task)) for task in tasks]
 
 
 def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[Any, Record]]:
-    """The good answers of the first vanilla row, by sampling and prompt_key."""
+    """Good answers of the first vanilla row by sampling and prompt_key."""
     first: dict[Sampling, int] = {}
     baselines: dict[Sampling, dict[Any, Record]] = {}
     for record in sorted((one for one in records if one.method == VANILLA), key=lambda record: record.row):
@@ -57,7 +52,7 @@ def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[Any, Record]]
 
 
 def group(records: Iterable[Record]) -> list[Group]:
-    """One group per (sampling, row): samplings in order of appearance, rows in the recipe's order."""
+    """One group per (sampling, row), rows in the recipe's order."""
     records = list(records)
     members: dict[Sampling, dict[int, list[Record]]] = {}
     for record in records:
@@ -69,13 +64,13 @@ def group(records: Iterable[Record]) -> list[Group]:
 
 
 def main_groups(records: Sequence[Record], asked: Asked | None) -> list[Group]:
-    """The groups of the bench's own rows; every record is one's where no suite.json says otherwise."""
+    """The groups of the bench's own rows; without suite.json: of all."""
     cells = {(cell.row, cell.sampling) for cell in asked.main} if asked else set()
     return group(record for record in records if asked is None or (record.row, record.sampling) in cells)
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
-    """One row of summary.json: sums over the prompts and their turns; peak_memory_gib is the largest."""
+    """One row of summary.json; peak_memory_gib is the largest, all else sums over the answers."""
     named, records = identity(members), members.records
     if members.failed:
         first = members.failed[0]
@@ -105,14 +100,13 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
 
 
 def identity(members: Group) -> SummaryRow:
-    """What a row is of: method, head, task, sampling, number of prompts, rule and tree; no figure."""
+    """A row without figures."""
     first = members.first
     tasks = {record.task for record in members.records}
     tree = first.tree
     if tree is not None and tree.shape == "chain":  # one child per node, whatever k the recipe leaves standing
         tree = replace(tree, k=1, nodes=tree.levels + 1)
-    # The rule that judged the drafts: one that is not lossless is named as soon as one answer has it, and an answer
-    # without drafts says nothing where others drafted.
+    # a rule that is not lossless is named as soon as one answer has it, then one that judged drafts
     good = [record for record in members.records if record.status == "ok"]
     rules = [record.verify for record in good if "not lossless" in record.verify]
     rules += [record.verify for record in good if record.draft_nodes] + [record.verify for record in good]
@@ -126,7 +120,7 @@ def identity(members: Group) -> SummaryRow:
 
 
 def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """The rows; those that differ in nothing but their head have it in their tree's variant."""
+    """The rows; those that differ in nothing but their head name it in their tree's variant."""
     heads: dict[str, set[tuple[str | None, str | None]]] = {}
     for row in rows:
         heads.setdefault(repr((row.method, row.tree)), set()).add((row.head, row.head_path))
@@ -162,7 +156,7 @@ def sweep_rows(records: Sequence[Record], asked: Asked | None, seed: int = 0) ->
 
 
 def tau(records: Sequence[Record]) -> float | None:
-    """New tokens after the prefill's per target forward, bonus included, pooled over prompts (vanilla: 1.0)."""
+    """New tokens after the prefill's per target forward, bonus included, pooled over prompts."""
     forwards = sum(record.target_forwards for record in records)
     return (sum(record.new_tokens for record in records) - len(records)) / forwards if forwards else None
 
@@ -174,11 +168,7 @@ def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None
 
 
 def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str, Any]:
-    """speedup, its 95 % interval, the mean of the prompts' own speedups, and the speedup with the prefill counted.
-
-    The interval is a paired bootstrap: a resampled prompt brings the method's answers to its turns and vanilla's. With
-    the prefill counted, all new_tokens are the tokens of the whole wall time. None where no prompt is ok in both.
-    """
+    """The speedup fields of a row from (row's answer, vanilla's); the interval is a bootstrap paired by prompt."""
     used = [(mine, base) for mine, base in pairs if mine.new_tokens > 1 and base.new_tokens > 1]
     if not used:
         return dict.fromkeys(("speedup", "speedup_ci95", "speedup_mean_per_prompt", "speedup_with_prefill"))
@@ -195,7 +185,6 @@ def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str,
 
 
 def milliseconds(records: Sequence[Record]) -> Milliseconds:
-    """The parts of wall-clock summed over prompts."""
     times = [record.ms for record in records if record.ms is not None]
     return Milliseconds(*(sum(getattr(ms, part.name) for ms in times) for part in fields(Milliseconds)))
 
@@ -211,10 +200,7 @@ def per_prompt(records: Sequence[Record]) -> FloatArray:
 
 
 def interval(above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int = 0) -> list[float] | None:
-    """95 % bootstrap interval over prompts [n] of (product of the sums above) / (product of the sums below).
-
-    Null for a single prompt. A resample of prompts without one decode step has no ratio.
-    """
+    """95 % bootstrap interval over prompts [n] of product(sums above) / product(sums below); null for one prompt."""
     size = len(above[0])
     if size < 2:
         return None
@@ -225,10 +211,7 @@ def interval(above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int
 
 
 def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
-    """The difference of tau between two sets of rows (numbers of bench.rows), each pooled over its rows, in one line.
-
-    A row may stand for one of several seeds: a resampled prompt brings the answers of all rows of both sets.
-    """
+    """The difference of tau between two sets of rows (numbers of bench.rows), each pooled, paired by prompt."""
     if len({record.sampling for record in records}) > 1:
         raise UserError("the bench has several samplings; choose one with --temperature")
     prompts = sorted({record.prompt for record in records if record.row in (*of, *against)})
@@ -252,11 +235,9 @@ def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequen
 
 
 def context_rows(members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0) -> list[SummaryRow]:
-    """Points of `sweeps` for one row of the bench, up to the limit (what the target was trained for).
+    """Points of `sweeps` for one row, of the prompts whose answers, its own and vanilla's, get to a context length.
 
-    A length counts the prompts at which both this row's answer and vanilla's get that far; without any it is left out.
-    `repeated` is the share of the 4-grams there that the row's own answer has had before: long answers that loop are
-    easy to draft. A row that failed has no points.
+    `repeated` is the share of 4-grams there that the row's own answer has had before: loops are easy to draft.
     """
     if members.failed:
         return []
@@ -296,10 +277,7 @@ def context_rows(members: Group, contexts: Sequence[int], limit: int | None, see
 
 
 def reached(record: Record, above: int, length: int) -> FloatArray | None:
-    """[5] tokens, ms, cycles, accepted and drafted nodes from context length `above`, or the answer's own start, on.
-
-    Null where the answer ends before `length`.
-    """
+    """[5] tokens, ms, cycles, accepted and drafted nodes between two context lengths; null: the answer is shorter."""
     ends = record.prompt_tokens + 1 + np.cumsum((0, *record.cycle_tokens))  # [cycles + 1], the prefill's token is there
     start = max(above, int(ends[0]))
     if start >= length or ends[-1] < length:
@@ -310,7 +288,7 @@ def reached(record: Record, above: int, length: int) -> FloatArray | None:
 
 
 def repeats(answer: Sequence[int], size: int = NGRAM) -> list[bool]:
-    """For each n-gram of one answer, by where it starts, whether the answer has had it before."""
+    """For each n-gram by its start, whether the answer has had it before."""
     seen: set[tuple[int, ...]] = set()
     again = []
     for start in range(len(answer) - size + 1):

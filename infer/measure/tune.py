@@ -1,8 +1,4 @@
-"""`tune`: the fastest method for a run's heads on this machine.
-
-Every draft of some answers is recorded once; any fixed tree is replayed from it without a model, and priced with costs
-that are measured. Stop rules are decoded, the finalists timed in turn with vanilla. Other prompts measure the choice.
-"""
+"""The fastest method for a run's heads: fixed trees are replayed from recorded drafts, stop rules decoded and timed."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,10 +55,9 @@ GRID = [(levels, k, nodes or levels + 1) for k, nodes, depths in (
 
 @dataclass(frozen=True)
 class Recording:
-    """The drafts at the P places of some answers: L levels, at most K rows (expanded nodes) a level, K children a row.
+    """The drafts at P places of some answers: L levels of at most K rows (expanded nodes) of K children.
 
-    Row r of level l + 1 is below the node with flat index frontier[:, l, r] (row * K + child) of level l; level 0 has
-    one row, below the root. Children stand by falling confidence.
+    Row r of level l + 1 is below node frontier[:, l, r] (row * K + child) of level l; children by falling confidence.
     """
 
     tokens: Integers  # [P, L, K, K] the target's ids; -1 where there is no node
@@ -77,7 +72,7 @@ class Recording:
 def record(
     target: Target, drafter: Drafter, prompts: Sequence[Tensor], levels: int, k: int, max_new_tokens: int
 ) -> Recording:
-    """The widest draft at every place of the greedy answers to prompts of token ids [1, T]."""
+    """The widest draft at every place of the greedy answers to prompts [1, T]."""
     proposer = drafting(drafter, DynamicConfig(levels=levels, k=k))
     assert isinstance(proposer.shape, DynamicTree)
     proposer.shape.nodes = 1  # everything is drafted, and the root alone is verified: no place is passed over
@@ -109,11 +104,10 @@ def record(
 
 
 def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
-    """[P, levels]: where the text's own token at each depth stands among the candidates of a tree of this depth and k.
+    """[P, levels]: the rank of the text's token at each depth among all candidates of a tree of this depth and k.
 
-    0 is the best of all candidates of all levels by survival, ties going to the shallower; the largest integer where
-    the tree does not have the token. A node that the wide recording did not expand has no children here either: the
-    count of a narrower tree can only be underestimated.
+    The largest integer where the tree lacks it. Nodes that the recording did not expand have no children, so that a
+    narrower tree can only be underestimated.
     """
     places, _, full, _ = recording.tokens.shape
     at = np.arange(places)
@@ -142,7 +136,7 @@ def path_ranks(recording: Recording, levels: int, k: int) -> Integers:
 
 @dataclass(frozen=True)
 class Cycles:
-    """What a tree does to some answers. draft_levels sums the levels drafted; tokens exclude the prefill's."""
+    """Counts over some answers; tokens exclude the prefill's."""
 
     tokens: int
     target_forwards: int
@@ -155,7 +149,7 @@ class Cycles:
 
 
 def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> Cycles:
-    """The cycles of a tree of these levels and nodes, with the path_ranks of its k, each begun where the last ended."""
+    """The cycles of a tree of these levels and nodes, from the path_ranks of its k."""
     accepted = np.logical_and.accumulate(ranks < nodes - 1, axis=1).sum(1)  # [P] drafted tokens at each place
     tokens = forwards = trees = drafted = 0
     for number in np.unique(recording.answer):
@@ -174,7 +168,7 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
 
 
 def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, float]:
-    """The cycles of a decoder's answers, and the mean of the nodes that a drafting cycle verifies."""
+    """The cycles of a decoder's answers, and the mean nodes that a drafting cycle verifies."""
     counts = [(one.new_tokens - 1, one.target_forwards, one.draft_forwards, one.draft_nodes) for one in answers]
     tokens, forwards, levels, nodes = map(sum, zip(*counts, strict=True))
     trees = sum(drafted > 0 for one in answers for drafted in one.cycle_nodes)
@@ -183,7 +177,7 @@ def counted(answers: Sequence[Statistics] | Sequence[Record]) -> tuple[Cycles, f
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one cycle's parts. Widths and node counts that were not measured are interpolated."""
+    """Milliseconds of one cycle's parts; k and nodes in between are interpolated."""
 
     draft: dict[int, tuple[float, float]]  # by k: one level, and each further one, of a tree with this frontier
     verify: dict[int, float]  # v(N) by nodes: a target forward over them with the choice among them
@@ -191,7 +185,6 @@ class Costs:
     plain: float  # a whole cycle without drafting
 
     def price(self, total: Cycles, k: int, nodes: float) -> float:
-        """Milliseconds of these cycles, each drafting with this k and verifying so many nodes."""
         widths, counts = sorted(self.draft), sorted(self.verify)
         first, further = (np.interp(k, widths, [self.draft[width][part] for width in widths]) for part in (0, 1))
         verify, idle = np.interp([nodes, 1], counts, [self.verify[count] for count in counts])
@@ -203,7 +196,7 @@ class Costs:
 def in_turns(
     decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str
 ) -> list[list[Statistics]]:
-    """Greedy answers of each decoder to the prompts [1, T], in turn: other work on the machine slows all of them."""
+    """Greedy answers of each decoder to prompts [1, T], in turn: other work on the machine slows all of them."""
     for decoder in decoders:
         decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
     settings: dict[str, Any] = {"max_new_tokens": TIMED_TOKENS, "do_sample": False, "timed": True}
@@ -218,13 +211,13 @@ def in_turns(
 
 
 def cycle_ms(answers: Sequence[Statistics]) -> float:
-    """Milliseconds of a mean cycle, the prefill apart: the median over answers."""
+    """Milliseconds of a mean decoding cycle: the median over answers."""
     times = [(one.ms["wall"] - one.ms["prefill"]) / max(one.target_forwards, 1) for one in answers]
     return statistics.median(times)
 
 
 def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -> Costs:
-    """What a drafter's trees cost on the first prompts [1, T]: medians over answers; v(N) is kept from falling."""
+    """What a drafter's trees cost on the first prompts [1, T]: medians over answers."""
 
     def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
         return statistics.median(sum(one.ms[phase] for phase in phases) / one.target_forwards for one in answers)
@@ -250,7 +243,7 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -
 
 @dataclass(frozen=True)
 class Prediction:
-    """A method's tree with what it is predicted to do; speedup is against plain decoding, in decode time."""
+    """What a method's tree is predicted to do."""
 
     method: Method
     tree: GrownConfig
@@ -260,7 +253,7 @@ class Prediction:
 
 
 def check_apart(config: TuneConfig) -> None:
-    """UserError for a choice that would be measured on a prompt that it is made on."""
+    """UserError where a prompt of tune.measure is one of tune.prompts."""
     texts = {prompt.text for prompt in load_prompts(config.prompts)}
     for prompt in load_prompts(config.measure) if config.measure else []:
         if prompt.text in texts:
@@ -268,17 +261,14 @@ def check_apart(config: TuneConfig) -> None:
 
 
 def tree_with(levels: int, k: int, nodes: int) -> GrownConfig:
-    """A dynamic tree; with k = 1 a chain, verified whole."""
     return ChainConfig(levels=levels) if k == 1 else DynamicConfig(levels=levels, k=k, nodes=nodes)
 
 
 def method_of(kind: str, tree: GrownConfig) -> Method:
-    """The method that decodes with this fixed tree and a head of this kind."""
     return "eagle-chain" if tree.shape == "chain" and kind != "draft_lm" else USUAL[kind]
 
 
 def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
-    """Every tree up to these levels and k that has as many candidates as nodes."""
     for depth in range(1, levels + 1):
         yield ChainConfig(levels=depth)
         for width in range(2, k + 1):
@@ -287,7 +277,7 @@ def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
 
 
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, GrownConfig]]:
-    """Every stop rule at every threshold for a head's best fixed tree, given room to grow to `levels`."""
+    """Every stop rule at every threshold for a fixed tree with room to grow to `levels`."""
     checks = tuple(depth for depth in CHECKS if depth < levels)
     rules: dict[Method, list[StopConfig]] = {
         "svip": [schema.EntropyConfig(h=h) for h in ENTROPY_THRESHOLDS],
@@ -307,7 +297,7 @@ class HeadTuning:
     """The search for one head; `choice` is the best that was found so far."""
 
     def __init__(self, target: Target, kind: str, head: str, prompts: Sequence[Tensor], config: TuneConfig) -> None:
-        """Replays every fixed tree from greedy answers to prompts [1, T] that nothing is measured on."""
+        """Replays every fixed tree from greedy answers to prompts [1, T]."""
         self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
         self.drafter = Drafters(target).of(head)
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
@@ -330,7 +320,7 @@ class HeadTuning:
         return Prediction(method, tree, total.tau, ms, self.costs.plain / ms)
 
     def replay(self, trees: Iterable[GrownConfig]) -> list[Prediction]:
-        """What fixed trees would have done, the fastest first; those of the same levels and k follow each other."""
+        """Fixed trees, the fastest first; those of the same levels and k must follow each other."""
         predictions = []
         for (levels, k), alike in groupby(trees, key=lambda tree: (tree.levels, tree.k)):
             ranks = path_ranks(self.recording, levels, k)
@@ -340,7 +330,7 @@ class HeadTuning:
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def decoded(self, tried: Sequence[tuple[Method, GrownConfig]], prompts: Sequence[Tensor]) -> list[Prediction]:
-        """What each tree does in greedy answers to prompts [1, T], at the costs, the fastest first: no clock."""
+        """Decoded trees priced at the costs, not by the clock, the fastest first."""
         predictions, new = [], self.config.prompts.max_new_tokens
         for method, tree in tried:
             decoder = self.decoder(tree)
@@ -349,7 +339,7 @@ class HeadTuning:
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def timed(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """The predictions with the time of their trees' own cycles; tau stays, as it comes from more prompts."""
+        """The predictions with the time of their own cycles; tau stays, as it comes from more prompts."""
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
         plain, *others = in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
@@ -360,7 +350,7 @@ class HeadTuning:
         return timed
 
     def try_rules(self) -> None:
-        """Stop rules for the best fixed tree, by both confidences; the best, it and the published tree are timed."""
+        """Tries stop rules on the best fixed tree; times the best ones, that tree and the published one."""
         best = self.trees[0]
         tried = rules_for(self.kind, best.tree, self.config.levels)
         if (head_directory(self.head) / CALIBRATOR).is_file():
@@ -373,7 +363,6 @@ class HeadTuning:
         self.choice = self.rules[0] if has_rule else self.fixed
 
     def facts(self) -> dict[str, Any]:
-        """tune.json's entry of this head; a chain's tree has its k and nodes too."""
 
         def of(one: Prediction) -> dict[str, Any]:
             return {**as_dict(one), "tree": {**as_dict(one.tree), "k": one.tree.k, "nodes": one.tree.nodes}}
@@ -384,7 +373,7 @@ class HeadTuning:
 
 
 def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> HeadTuning:
-    """The fastest method of these heads (kind -> directory) as predicted; writes tuned.yaml and tune.json."""
+    """Writes tuned.yaml and tune.json: the method predicted to be the fastest with these heads (kind -> directory)."""
     prompts = [encode(prompt.text, tokenizer, target) for prompt in load_prompts(config.prompts)]
     tunings = [HeadTuning(target, kind, head, prompts, config) for kind, head in heads.items()]
     best = max(tunings, key=lambda one: one.choice.speedup)
@@ -403,14 +392,13 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
 
 
 def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodConfig]:
-    """vanilla, the choice, the published method, and the grid where it is asked for."""
     trees = [tree_with(*sizes) for sizes in GRID if grid and (sizes[1] == 1 or kind != "draft_lm")]
     fixed = [MethodConfig("vanilla"), choice, MethodConfig(USUAL[kind])]
     return [*fixed, *(MethodConfig(method_of(kind, tree), tree) for tree in trees)]
 
 
 def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig, output: Path, seed: int) -> None:
-    """Writes measured.json: each row's speed on other prompts, the choice's relative to it, and the prediction's."""
+    """Writes measured.json: each row's speed on other prompts, and the choice's relative to it."""
     assert config.measure is not None
     predicted = best.choice
     methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
@@ -440,7 +428,6 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
 
 
 def name_of(method: MethodConfig) -> str:
-    """What a row is called in a table."""
     tree = method.tree
     if tree is None:
         return method.method

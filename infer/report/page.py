@@ -1,4 +1,4 @@
-"""The report of a run: summary.json and details.json, tables, pictures and one page, from what was measured."""
+"""The report of a run: summary.json and details.json, tables, pictures and one page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from aerie.configs.errors import UserError
 from aerie.infer.measure import record as bench_files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import Record, SummaryRow
-from aerie.infer.measure.statistics import NGRAM, Group, summary_row, told_apart
+from aerie.infer.measure.statistics import Group, summary_row, told_apart
 from aerie.infer.report import tables
 from aerie.infer.report.plots import pictures, standalone
 from aerie.model.storage import read_json, write_json, write_text
@@ -25,7 +25,7 @@ CALIBRATION_CONTRACT = ("temperature", "ece", "brier", "bins")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the records cannot say: which run, code, target, head and machine. The mappings are JSON-ready."""
+    """What the records cannot say; the mappings are JSON-ready."""
 
     run: str
     commit: str | None
@@ -36,11 +36,9 @@ class Facts:
 
 
 def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, seed: int = 0) -> list[SummaryRow]:
-    """Writes every file of the report and returns the rows over all tasks.
+    """Writes every file of the report from two stages' directories; returns the rows over all tasks.
 
-    bench holds records.jsonl with suite.json, and, when these were timed, reference.json and overhead.json; calibration
-    holds calibration.json, or is absent and then left out. Where the suite asks for rows by task, these are what
-    summary.json and the text tables have; the page shows them pooled. The seed is the bootstrap's.
+    Where the suite asks for rows by task, summary.json and the text tables have these, the page the pooled ones.
     """
     records = bench_files.read_records(bench / bench_files.RECORDS)
     if not records:
@@ -64,7 +62,6 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
         "rows": [row_details(members, seed) for members in groups],
         "by_task": [{"row": at, **part.as_dict()} for at, part in parts],  # row: the position over all tasks
         "reference": None if reference is None else asdict(reference),
-        "diversity": diversity(groups),
         "calibration": curve,
         "overhead": [{**asdict(one), "position": places[one.row]} for one in overhead if one.row in places] or None,
         "analysis": _calibration(calibration / "analysis.json", ("schema", "calibrator", "by_depth", "laws", "oracle")),
@@ -74,7 +71,8 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     grids, contexts = tables.sweep_grids(sweeps), tables.context_grids(sweeps)
     drawn = pictures(rows, details, grids, contexts)
     suite: dict[str, Any] = {"sweeps": grids, "contexts": contexts, "tasks": tables.task_grid(rows, parts)}
-    suite["lengths"] = tables.lengths([*rows, *sweeps])
+    prompts = {point.sweep: frozenset(point.prompts) for point in asked.points} if asked else {}
+    suite["lengths"] = tables.lengths([*rows, *sweeps], {None: frozenset(one.prompt for one in records), **prompts})
     suite["beside"] = tables.beside(rows, parts)
     suite["published"] = {name: tables.published(name) for name in ("ablation", "depths", "contexts")}
     texts = {f"{name}.svg": standalone(svg) for name, svg in drawn.items()}
@@ -103,7 +101,6 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
 
 
 def render(facts: Facts, rows: Sequence[SummaryRow], details: Mapping[str, Any], **parts: Any) -> str:
-    """The page; parts: the suite's grids, what was drawn, and sample answers."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(trim_blocks=True, lstrip_blocks=True, loader=loader, autoescape=True)
     environment.undefined = StrictUndefined
@@ -127,7 +124,7 @@ def render(facts: Facts, rows: Sequence[SummaryRow], details: Mapping[str, Any],
 
 
 def lossless(rows: Sequence[SummaryRow], extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the comparison of greedy outputs showed, over every drafting row; state: good, partial, bad or unknown."""
+    """Counts of greedy outputs compared, over the drafting rows; state: good, partial, bad or unknown."""
     counts = dict.fromkeys(("identical", "compared", "identical_to_generate", "compared_to_generate"), 0)
     for row, extra in zip(rows, extras, strict=True):
         if row.status == "ok" and row.tree is not None and row.temperature == 0 and row.identical is not None:
@@ -141,7 +138,7 @@ def lossless(rows: Sequence[SummaryRow], extras: Sequence[Mapping[str, Any]]) ->
 
 
 def segments(record: Record) -> list[tuple[str, int, str]]:
-    """(text, tint, title) of each cycle; the tint, 0 to TINTS, is how many draft tokens the cycle kept."""
+    """(text, tint, title) of each cycle; the tint, 0 to TINTS, grows with the draft tokens it kept."""
     most = max(record.accepted, default=0) or 1
     parts = [(record.cycle_texts[0], 0, "the prefill’s token")]
     for text, kept, new in zip(record.cycle_texts[1:], record.accepted, record.cycle_tokens, strict=False):
@@ -150,7 +147,6 @@ def segments(record: Record) -> list[tuple[str, int, str]]:
 
 
 def fact_text(value: Any) -> str:
-    """A value of a fact as a person writes it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
@@ -159,7 +155,7 @@ def fact_text(value: Any) -> str:
 
 
 def sample_answers(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> list[tuple[str, Record]]:
-    """The answers of lowest, median and highest tau (named so) of the fastest greedy row that drafts."""
+    """Answers of lowest, median and highest tau of the fastest greedy row that drafts."""
     drafting = [at for at, row in enumerate(rows) if row.status == "ok" and row.tree and row.temperature == 0]
     if not drafting:
         return []
@@ -172,7 +168,6 @@ def sample_answers(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> list[
 
 
 def row_details(members: Group, seed: int) -> dict[str, Any]:
-    """The interval of a row's tau, and how many of its answers are those of transformers' generate."""
     compared = [one.identical_to_generate for one in members.records if one.identical_to_generate is not None]
     known = bool(compared) and not members.failed
     return {
@@ -182,27 +177,13 @@ def row_details(members: Group, seed: int) -> dict[str, Any]:
     }
 
 
-def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """How varied the greedy answers are, measured on vanilla's (or else the first greedy row's); None without any."""
-    greedy = [members for members in groups if members.first.temperature == 0 and not members.failed]
-    greedy.sort(key=lambda members: members.first.method != statistics.VANILLA)
-    if not greedy:
-        return None
-    answers = [record.output_ids for record in greedy[0].records]
-    ngrams = [ids[at : at + NGRAM] for ids in answers for at in range(len(ids) - NGRAM + 1)]
-    counts = {"distinct_4grams": len(set(ngrams)), "total_4grams": len(ngrams)}
-    return {"method": greedy[0].first.method, "answers": len(answers), **counts}
-
-
 def _read(path: Path, schema: Any = None) -> Any:
-    """A file of the bench's or tune's; None where it was not made."""
     if not path.is_file():
         return None
     return read_json(path) if schema is None else bench_files.read_as(path, schema)
 
 
 def _calibration(path: Path, expected: Sequence[str]) -> dict[str, Any] | None:
-    """A file of calibrate's; None where it wrote none, UserError where another version did."""
     value: dict[str, Any] | None = _read(path)
     if value is not None and (not {*expected} <= value.keys() or value.get("schema", SCHEMA) != SCHEMA):
         raise UserError(f"{path}: of another version; make it again with: python infer/main.py calibrate --overwrite")

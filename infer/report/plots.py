@@ -1,4 +1,4 @@
-"""The report's pictures: each a short function from rows to a matplotlib figure, which becomes SVG text."""
+"""The report's pictures as SVG text."""
 
 import io
 import re
@@ -54,7 +54,7 @@ RC = {
 def pictures(
     rows: Sequence[SummaryRow], details: Mapping[str, Any], grids: Sequence[Grid], contexts: Mapping[str, Grid]
 ) -> dict[str, str]:
-    """Every picture that the figures allow, name -> an <svg> element without size; details as in details.json."""
+    """Every picture that the figures allow, name -> an <svg> element; details as in details.json."""
     calibration, analysis, tuning = details["calibration"], details["analysis"], details["tuning"]
     parts = [[(ms, PARTS[part]) for part, ms in ms_per_cycle(row).items()] for row in rows]
     with rc_context(RC):
@@ -83,13 +83,12 @@ def pictures(
 
 
 def standalone(svg: str) -> str:
-    """The same picture as a file of its own, on white."""
     style = "<style>svg{background:#fff;font-family:sans-serif}</style>"
     return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace(">", f">{style}", 1)
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The figure as text; ids are prefixed with its name, for a page holds many."""
+    """The figure as text; ids get its name, for a page holds many."""
     buffer = io.StringIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = buffer.getvalue()
@@ -103,7 +102,7 @@ def _svg(figure: Figure, name: str) -> str:
 def _figure(
     panels: Mapping[str, Sequence[Curve]], xlabel: str, legend: Mapping[str, str] | None = None, height: float = 116.0
 ) -> tuple[Figure, list[Axes]]:
-    """A panel of this height in points under each title with its curves, below a legend of name -> colour."""
+    """A panel of this height in points for each title, below a legend of name -> colour."""
     legend = legend or {}
     columns = 4 if max(map(len, legend), default=0) < 8 else 1
     total = (height + 42.0) * len(panels) + 16.0 * -(-len(legend) // columns) + 14.0
@@ -123,11 +122,7 @@ def _figure(
 
 
 def _unit(axes: Axes) -> None:
-    """A vertical axis of shares."""
     axes.set(ylim=(-0.03, 1.05), yticks=[0, 0.5, 1])
-
-
-# The rows: one horizontal bar each
 
 
 def _row_bars(
@@ -137,7 +132,7 @@ def _row_bars(
     unit: str,
     whiskers: Sequence[Sequence[float] | None] = (),
 ) -> tuple[Figure, Axes]:
-    """A band for each row, the first on top: its label above stacked bars (value, colour), their sum at the end."""
+    """A band for each row: its label above stacked bars (value, colour), their sum at the end."""
     bands = max(2, len(rows))
     figure, (axes,) = _figure({"": ()}, xlabel, PARTS if unit == " ms" else None, 44.0 * bands)
     totals = [sum(value for value, _ in members) for members in bars]
@@ -162,7 +157,7 @@ def _row_bars(
 
 
 def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[float] | None]) -> Figure:
-    """tau or speedup with its interval; a failed row says so and has no bar."""
+    """tau or speedup with its interval."""
     colours = [SERIES[at % len(SERIES)] if row.tree else QUIET for at, row in enumerate(rows)]
     values = [getattr(row, key) for row in rows]
     bars = [[] if value is None else [(value, colour)] for value, colour in zip(values, colours, strict=True)]
@@ -174,7 +169,7 @@ def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[
 
 
 def _accepted(rows: Sequence[SummaryRow]) -> Figure:
-    """What the MAX_ROWS rows of highest tau had accepted by depth, from their histograms."""
+    """Acceptance by depth of the MAX_ROWS rows of highest tau."""
     best = sorted(rows, key=lambda row: row.tau or 0.0, reverse=True)[:MAX_ROWS]
     chosen = [row for row in rows if row in best]
     above, below, legend = list[Curve](), list[Curve](), {}
@@ -193,13 +188,10 @@ def _accepted(rows: Sequence[SummaryRow]) -> Figure:
     return figure
 
 
-# Calibration
-
-
 def _confidence(
     title: str, curves: Mapping[str, Any], colours: Sequence[str] = SERIES, least: int = MIN_NODES
 ) -> tuple[Figure, Axes]:
-    """Acceptance against confidence: the curves (name -> bins) and the diagonal."""
+    """Acceptance against confidence; curves: name -> bins."""
     drawn: list[Curve] = [([0, 1], [0, 1], MUTED, DASHED)]
     for bins, colour in zip(curves.values(), colours, strict=False):
         filled = [item for item in bins if item["count"] >= least]
@@ -213,7 +205,6 @@ def _confidence(
 
 
 def _reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
-    """Acceptance against confidence in bins, over the nodes of each bin."""
     figure, axes = _confidence("acceptance", {"all prompts": bins}, least=1)
     counts = axes.twinx()
     middles = [(item["low"] + item["high"]) / 2 for item in bins]
@@ -224,7 +215,6 @@ def _reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
-    """Pictures of the drafted nodes: calibrators, depths and places in the tree."""
     figures = {}
     if scores := analysis["calibrator"]:
         fits = {"before": "the head’s own", "temperature": "temperature", "isotonic": "isotonic"}
@@ -249,7 +239,7 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
-    """Pictures of the draft's laws beside the target's: SVIP's figures 3 and 4."""
+    """SVIP's figures 3 and 4."""
     table = laws["bounds"][-1]
     names = {"acceptance": "acceptance", "oracle": "oracle bound", "approximation": f"1 − √({table['c']:g} H)"}
     names["bretagnolle_huber"] = "Bretagnolle–Huber"
@@ -274,11 +264,8 @@ def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
     return {"calibration-bounds": bounds, "calibration-rejections": rejections}
 
 
-# Sweeps and costs
-
-
 def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: Sequence[Any], xlabel: str) -> Figure:
-    """A panel each, title -> (lines, keys), over evenly spaced values: the first key solid, the second dashed."""
+    """A panel per title -> (lines, keys) over evenly spaced values; the second key is dashed."""
     lines, _ = next(iter(panels.values()))
     legend = {line.label: colour for line, colour in zip(lines, SERIES, strict=False)} if len(lines) > 1 else None
     curves: dict[str, list[Curve]] = {title: [] for title in panels}
@@ -302,7 +289,6 @@ def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: S
 
 
 def _sweep(grid: Grid) -> Figure:
-    """Tau and speedup by the value of a setting; for depths also the draft forwards, the wasted ones among them."""
     panels: dict[str, tuple[Sequence[Line], Sequence[str]]] = {"tau": (grid.lines, ["tau"])}
     if grid.key == LEVELS:
         spent = ("draft_forwards", "draft_forwards_wasted")
@@ -312,7 +298,6 @@ def _sweep(grid: Grid) -> Figure:
 
 
 def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
-    """v(N) above, and a further draft level by its width below: a line for each head."""
     legend = {str(head["kind"]): SERIES[at % len(SERIES)] for at, head in enumerate(heads)}
     verify, draft = list[Curve](), list[Curve]()
     for head, colour in zip(heads, legend.values(), strict=True):

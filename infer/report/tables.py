@@ -1,4 +1,4 @@
-"""Rows of the summary in words and as text tables; sweeps and papers as grids; DEAGLE's claim."""
+"""Rows of the summary in words and as text tables; sweeps and papers as grids."""
 
 import csv
 from collections import Counter
@@ -44,21 +44,14 @@ Key = TypeVar("Key")
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their key, both in order of appearance."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
 
 
-# A row in words
-
-
 def tree_text(row: SummaryRow) -> str:
-    """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes'; a dash for vanilla.
-
-    Settings other than the published ones are part of it, and so is that a row is not lossless.
-    """
+    """'6 levels, k 8, 16 nodes', '5 levels, chain, stop entropy', '4 levels, static, 64 nodes', with 'NOT lossless'."""
     tree = row.tree
     if tree is None:
         return NOTHING
@@ -68,7 +61,7 @@ def tree_text(row: SummaryRow) -> str:
 
 
 def is_lossy(row: SummaryRow) -> bool:
-    """Whether the row's verification does not keep the target's law (typical acceptance), even where it failed."""
+    """Whether verification does not keep the target's law (typical acceptance), even where the row failed."""
     typical = row.tree is not None and "typical" in row.tree.settings and row.temperature > 0
     return typical or "not lossless" in row.verify
 
@@ -81,7 +74,7 @@ def sampling_text(row: SummaryRow) -> str:
 
 
 def label(row: SummaryRow, rows: Sequence[SummaryRow]) -> str:
-    """The row in a few words: method, tree, and its sampling where the rows have several."""
+    """Method, tree, and the sampling where the rows have several."""
     words = [row.method] if row.tree is None else [row.method, tree_text(row)]
     if len({sampling_text(other) for other in rows}) > 1:
         words.append(f"T {sampling_text(row)}")
@@ -89,36 +82,30 @@ def label(row: SummaryRow, rows: Sequence[SummaryRow]) -> str:
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """The value with this many digits after the point and its unit, or a dash."""
     return NOTHING if value is None else f"{value:.{digits}f}{unit}"
 
 
 def interval(row: SummaryRow) -> str:
-    """The speedup's interval as '2.20–2.43'; a dash for vanilla, which is compared with itself."""
     bounds = row.speedup_ci95
     return NOTHING if bounds is None or row.method == VANILLA else f"{bounds[0]:.2f}–{bounds[1]:.2f}"
 
 
 def ms_per_cycle(row: SummaryRow) -> dict[str, float]:
-    """Decode milliseconds per cycle by part; empty for a row that failed or never decoded."""
+    """Decode milliseconds per cycle by part; empty where the row has none."""
     if row.ms is None or not row.target_forwards:
         return {}
     return {part: getattr(row.ms, part) / row.target_forwards for part in ("draft", "verify", "commit", "other")}
 
 
 def names(records: Sequence[Record], rows: Sequence[int]) -> str:
-    """'row 2 (eagle2, 6 levels, k 10, 60 nodes)': the rows as tables name them, each once."""
+    """'row 2 (eagle2, 6 levels, k 10, 60 nodes)' of each row."""
     groups = group(records)
     every = told_apart([identity(members) for members in groups])
     labels = {members.first.row: label(row, every) for members, row in zip(groups, every, strict=True)}
     return " and ".join(f"row {row} ({labels[row]})" for row in dict.fromkeys(rows))
 
 
-# Text tables
-
-
 def cells_of(row: SummaryRow) -> dict[str, str]:
-    """A row's texts by column; a row that failed has its error in place of figures."""
     cells = {"method": row.method, "tree": tree_text(row), "task": row.task, "T": sampling_text(row)}
     cells["prompts"] = str(row.prompts)
     if row.status != "ok":
@@ -135,7 +122,6 @@ def cells_of(row: SummaryRow) -> dict[str, str]:
 
 
 def console_table(rows: Sequence[SummaryRow]) -> str:
-    """method, tree, T, tau, speedup, interval, identical: what a terminal shows at the end."""
     lines = [dict(zip(CONSOLE_COLUMNS, CONSOLE_COLUMNS, strict=True)), *map(cells_of, rows)]
     widths = {name: max(len(line.get(name, "")) for line in lines) for name in CONSOLE_COLUMNS}
     text = []
@@ -148,7 +134,6 @@ def console_table(rows: Sequence[SummaryRow]) -> str:
 
 
 def markdown_table(rows: Sequence[SummaryRow]) -> str:
-    """The rows in GitHub's Markdown."""
     text = f"| {' | '.join(MARKDOWN_COLUMNS)} |\n|{'---|' * len(MARKDOWN_COLUMNS)}\n"
     for line in map(cells_of, rows):
         cells = {"tau": line.get("error", NOTHING), **line}
@@ -158,7 +143,7 @@ def markdown_table(rows: Sequence[SummaryRow]) -> str:
 
 
 def csv_table(rows: Sequence[SummaryRow], sweeps: bool = False) -> str:
-    """One line per row with every figure, unrounded; points of sweeps begin with their sweep, key and value."""
+    """One line per row, unrounded; points of sweeps begin with sweep, key, value and span."""
     lines = []
     for row in rows:
         values = row.as_dict()
@@ -170,13 +155,8 @@ def csv_table(rows: Sequence[SummaryRow], sweeps: bool = False) -> str:
     return pd.DataFrame(lines, columns=columns, dtype=object).to_csv(index=False, lineterminator="\n")
 
 
-# Grids: what a sweep, a paper's table or a picture shows
-
-
 @dataclass(frozen=True)
 class Published:
-    """A paper's figures; null: it does not say."""
-
     value: Any
     speedup: float | None
     tau: float | None
@@ -185,14 +165,13 @@ class Published:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a grid, measured or published; `value` of each point is its place along the line."""
+    """One line of a grid; `value` of each point is its place along the line."""
 
     label: str
     points: tuple[Any, ...]  # SummaryRow or Published
     note: str = ""
 
     def at(self, value: Any) -> Any:
-        """The first point with this value; null: none."""
         return next((point for point in self.points if point.value == value), None)
 
     @property
@@ -202,8 +181,6 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """Figures by line and value."""
-
     title: str
     lines: tuple[Line, ...]
     values: tuple[Any, ...]
@@ -213,7 +190,6 @@ class Grid:
 
 @cache
 def published(name: str) -> Grid:
-    """A paper's table out of published.yaml."""
     table = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))[name]
     lines = (Line(text, _published(table["values"], cells)) for text, cells in table["lines"].items())
     return Grid(name, tuple(lines), tuple(table["values"]))
@@ -221,7 +197,7 @@ def published(name: str) -> Grid:
 
 @cache
 def published_methods() -> dict[tuple[str, float], list[Line]]:
-    """The lines of published.csv by method and temperature; a line's label is its model, its note the paper."""
+    """published.csv by method and temperature; a line's label is the model, its note the paper."""
     rows = csv.DictReader(Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines())
     lines: dict[tuple[str, float], list[Line]] = {}
     for row in rows:
@@ -231,7 +207,7 @@ def published_methods() -> dict[tuple[str, float], list[Line]]:
 
 
 def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, ...]:
-    """One point per cell that is not empty: '2.81/3.92' (speedup and tau), '2.81/' or 2.81."""
+    """Points of the cells: '2.81/3.92' (speedup and tau), '2.81/', 2.81 or empty."""
     points = []
     for value, cell in zip(values, cells, strict=True):
         speedup, length = (float(text) if text else None for text in f"{cell}/".split("/")[:2])
@@ -241,7 +217,7 @@ def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, 
 
 
 def sweep_lines(points: Sequence[SummaryRow]) -> tuple[Line, ...]:
-    """The lines of a sweep: its first row at every value, its second, and so on."""
+    """A sweep's first row at every value, its second, and so on."""
 
     def words_of(point: SummaryRow) -> list[str]:
         tree, about = point.tree, [f"{point.head_path or point.head} head", f"T {sampling_text(point)}"]
@@ -262,7 +238,6 @@ def sweep_lines(points: Sequence[SummaryRow]) -> tuple[Line, ...]:
 
 
 def values_of(points: Sequence[SummaryRow]) -> tuple[Any, ...]:
-    """Every value, numbers by size, others in order of appearance."""
     values: list[Any] = []
     for point in points:
         values += [] if point.value in values else [point.value]
@@ -270,12 +245,11 @@ def values_of(points: Sequence[SummaryRow]) -> tuple[Any, ...]:
 
 
 def numeric(values: Sequence[Any]) -> bool:
-    """Whether an axis can have these values."""
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def sweep_grids(sweeps: Sequence[SummaryRow]) -> list[Grid]:
-    """A grid for each sweep but that of context lengths; those over numbers have a picture."""
+    """A grid per sweep; those over numbers have a picture."""
     grids = []
     points_of = grouped((point for point in sweeps if point.sweep != CONTEXT), lambda point: str(point.sweep))
     for place, (name, points) in enumerate(points_of.items()):
@@ -286,10 +260,7 @@ def sweep_grids(sweeps: Sequence[SummaryRow]) -> list[Grid]:
 
 
 def context_grids(sweeps: Sequence[SummaryRow]) -> dict[str, Grid]:
-    """'cumulative' (from the start to a length) and 'bucket' (between two lengths): the same rows in both.
-
-    Rows that get furthest the fastest stand first.
-    """
+    """'cumulative' (to a length) and 'bucket' (between two); rows that get furthest the fastest stand first."""
     points = told_apart([point for point in sweeps if point.sweep == CONTEXT and point.tree is not None])
     rows = list(grouped(points, lambda point: label(point, points)).items())
     rows.sort(key=lambda row: (len(row[1]), row[1][-1].speedup or 0.0), reverse=True)
@@ -301,7 +272,7 @@ def context_grids(sweeps: Sequence[SummaryRow]) -> dict[str, Grid]:
 
 
 def task_grid(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) -> Grid | None:
-    """Every drafting row by task; parts: (position in rows, the row on one task)."""
+    """Drafting rows by task; parts: (position in rows, the row on one task)."""
     tasks, lines = tuple(dict.fromkeys(part.task for _, part in parts)), []
     for position, row in enumerate(rows):
         if row.tree is not None and row.status == "ok":
@@ -312,10 +283,7 @@ def task_grid(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]
 
 
 def beside(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) -> list[tuple[str, float, Line]]:
-    """(method, temperature, line): what was measured of a method and below it what was published of the same.
-
-    The point `mean` of a measured line is over all its tasks. Methods of which nothing was published are left out.
-    """
+    """(method, temperature, line): measured lines, each method's followed by the published ones of the same."""
     known = published_methods()
     shown: dict[tuple[str, float], list[Line]] = {}
     for position, row in enumerate(rows):
@@ -327,14 +295,17 @@ def beside(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) 
     return [(*key, line) for key, lines in shown.items() for line in (*lines, *known[key])]
 
 
-def lengths(rows: Sequence[SummaryRow]) -> dict[str, list[tuple[SummaryRow, float, float | None]]]:
-    """(row, tokens drafted a cycle, tau of a constant length of that mean) of every chain, by head and sampling (SVIP).
+def lengths(
+    rows: Sequence[SummaryRow], prompts: Mapping[str | None, frozenset[tuple[str, str]]]
+) -> list[tuple[str, list[tuple[SummaryRow, float, float | None]]]]:
+    """(row, tokens drafted a cycle, tau of a constant length of that mean) of chains on the same prompts (SVIP).
 
-    The constant's tau is read off between the measured constant lengths, null beyond them.
+    prompts: of each sweep, and under None of the bench. The constant's tau is null beyond the measured lengths.
     """
     chains = [row for row in rows if row.status == "ok" and row.span is None and row.tree and row.tree.shape == "chain"]
-    families = {}
-    for name, members in grouped(chains, lambda row: f"{row.head_path or row.head}, T {sampling_text(row)}").items():
+    alike = grouped(chains, lambda row: (row.head_path or row.head, sampling_text(row), prompts[row.sweep]))
+    families = []
+    for (head, sampling, asked), members in alike.items():
         drafted = [(row.draft_nodes or 0.0) / (row.target_forwards or 1) for row in members]
         pairs = zip(drafted, members, strict=True)
         fixed = sorted((mean, row.tau or 0.0) for mean, row in pairs if row.tree and rule_of(row.tree) == "fixed")
@@ -342,15 +313,13 @@ def lengths(rows: Sequence[SummaryRow]) -> dict[str, list[tuple[SummaryRow, floa
             means, tau_of = np.array(fixed).T
             constant = np.interp(drafted, means, tau_of, left=np.nan, right=np.nan)
             taus = [None if np.isnan(tau) else float(tau) for tau in constant]
-            families[name] = sorted(zip(members, drafted, taus, strict=True), key=lambda one: one[1])
+            measured = sorted(zip(members, drafted, taus, strict=True), key=lambda one: one[1])
+            families.append((f"{head} head, T {sampling}, {len(asked)} prompts", measured))
     return families
 
 
-# DEAGLE: a vote wastes less than half of a fixed tree's forwards and keeps tau and speed, however deep trees may grow
-
-
 def rule_of(tree: TreeShape) -> str:
-    """'fixed', 'vote' (all three signals), its signals where it has fewer, or the name of another rule."""
+    """'fixed', 'vote' (of all three signals), fewer signals by name, or another rule."""
     stop = tree.settings.get("stop", {"rule": "constant"})
     if stop["rule"] == "vote":
         return "vote" if len(stop["signals"]) == 3 else " and ".join(stop["signals"])
@@ -358,10 +327,10 @@ def rule_of(tree: TreeShape) -> str:
 
 
 def claims(records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The claim for each head, confidence and sampling with fixed and voting trees of the same depths and prompts.
+    """DEAGLE's claim, wherever fixed and voting trees were measured at the same depths on the same prompts.
 
-    Ratios are of the vote: `waste` against the fixed tree's at the largest depth, `tau` against the fixed tree's best
-    over the depths, `modelled` against the vote's own best, null where tune.json has no costs for this kind of head.
+    At the largest depth: the vote's `waste` against the fixed tree's, its `tau` against the fixed tree's best over the
+    depths, its `modelled` speedup against its own best (null without costs in tune.json).
     """
     trees: dict[tuple[Any, ...], dict[tuple[str, int], tuple[Record, ...]]] = {}
     for point in asked.points if asked else ():
@@ -410,7 +379,7 @@ def claims(records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, 
 
 
 def modelled(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> float | None:
-    """Plain decoding's time per token over that of these trees' cycles, both by the costs that `tune` measured."""
+    """The speedup of these answers by the costs that `tune` measured."""
     heads = tuning["heads"] if tuning else ()
     costs = next((head["costs_ms"] for head in heads if head["kind"] == answers[0].head), None)
     tree = answers[0].tree
