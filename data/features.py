@@ -212,7 +212,7 @@ class Writer:
 def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
     with lock:
         shard.save(tensors)
-        lock.forget()
+        lock.path.unlink(missing_ok=True)
 
 
 def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: int = 0) -> tuple[CachePlan, Any, Any]:

@@ -1,4 +1,4 @@
-"""Draft heads: new and warm-started ones for a target, on disk in our own layout, read from whichever known one."""
+"""Draft heads: new, warm-started, written in our own layout, and read in every known one."""
 
 import dataclasses
 from pathlib import Path
@@ -34,7 +34,7 @@ def new_head(
     after_blocks: tuple[int, ...] = (),
     vocabulary: DraftVocabulary | None = None,
 ) -> Head:
-    """An initialised head for a target; with section.init_from, the weights and the draft vocabulary of that head."""
+    """A head for a target; with section.init_from, that head's weights and draft vocabulary."""
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
     size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
@@ -58,7 +58,7 @@ def config_for(
     after_blocks: tuple[int, ...] = (),
     draft_vocab_size: int = 0,
 ) -> AnyConfig:
-    """A new head's configuration: the recipe's sizes, and the target's own where the recipe leaves them open."""
+    """The recipe's sizes, or the target's own where the recipe leaves them open."""
     vocab_size, width = vocab.embedding.shape
     asked = {name: value for name, value in vars(section).items() if value is not None}
     theirs = {name: getattr(text_config, name, None) for name in LAYER}
@@ -125,7 +125,7 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
 
 
 def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
-    """The target's RoPE base and scaling (None for plain RoPE), whichever generation of configuration holds them."""
+    """RoPE base and scaling (None for plain RoPE) of a configuration of any transformers version."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     if "full_attention" in parameters:  # one RoPE per kind of layer (Gemma-3): the head attends fully
         parameters = parameters["full_attention"]
@@ -135,23 +135,21 @@ def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
 
 
 def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
-    """A sentence for each way in which a head's positions are not its target's; that has ruined published heads."""
+    """A sentence for each way in which a head's positions are not its target's."""
     if getattr(config, "rope_theta", None) is None:  # a head without attention
         return []
     warnings, (theta, scaling) = [], rope_of(text_config)
     if (config.rope_theta, config.rope_scaling) != (theta, scaling):
-        what = f"rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}"
-        theirs = f"its target's {theta:,.0f} with {scaling}"
-        warnings.append(f"{place}: {what}, {theirs}; right only if the head was trained so")
+        ours = f"rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}"
+        warnings.append(f"{place}: {ours}, its target's {theta:,.0f} with {scaling}; right only if trained so")
     length, context = config.max_position_embeddings, getattr(text_config, "max_position_embeddings", 0)
     if length < context:
-        what = f"max_position_embeddings is {length:,}, its target's {context:,}"
-        warnings.append(f"{place}: {what}: prompt and answer together stop there")
+        warnings.append(f"{place}: max_position_embeddings is {length:,}, its target's {context:,}: answers stop there")
     return warnings
 
 
 def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = None, **facts: Any) -> None:
-    """Writes config.json (facts under "aerie") and model.safetensors, each whole or absent; weights: gathered ones."""
+    """Writes config.json (facts under "aerie") and model.safetensors; weights: gathered ones."""
     state, optional = dict(weights or head.state_dict()), set[str]()
     values = {"architectures": [HEADS[head.kind].architecture], "aerie_kind": head.kind}
     if isinstance(head, Eagle3Head):
@@ -172,9 +170,9 @@ def load_head(
     vocab: VocabWeights | None = None,
     after_blocks: tuple[int, ...] | None = None,
 ) -> Head:
-    """The head in a directory or a Hub repository ("user/name", "user/name@revision"), in whichever known layout.
+    """The head in a directory or a Hub repository ("user/name", "user/name@revision").
 
-    vocab gives the embedding that a file may leave out, after_blocks the taps that a config.json does not name.
+    vocab gives the embedding, and after_blocks the taps, where the files leave them out.
     """
     place = head_directory(directory)
     if not place.is_dir():
@@ -194,13 +192,12 @@ def load_head(
 
 
 def empty_head(config: AnyConfig) -> Head:
-    """The module that a configuration describes, its weights still to come; UserError for sizes that cannot be."""
     module: Any = next(kind.module for kind in HEADS.values() if kind.config is type(config))
     return module(config)
 
 
 def kind_of(values: Any, place: Path) -> str:
-    """The kind of head that a config.json at place and the weights beside it hold; UserError where they hold none."""
+    """The kind of head that a config.json at place and the weights beside it hold; UserError for none."""
     return recognise(values, tensor_names(place.parent), place)[1]
 
 
@@ -220,7 +217,7 @@ def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_p
 
 
 def optional_of(content: HeadContent) -> set[str]:
-    """The keys that a file may lack: the target's embedding, and the identity between equal vocabularies."""
+    """The tensors that a file may lack: the target's embedding, and tables between equal vocabularies."""
     config, names = content.config, set[str]()
     width = getattr(config, "target_hidden_size", config.hidden_size)
     if content.is_embedding_optional and width == config.hidden_size:
@@ -231,7 +228,7 @@ def optional_of(content: HeadContent) -> set[str]:
 
 
 def check_state(state: dict[str, Tensor], config: AnyConfig, place: Path, optional: set[str]) -> None:
-    """UserError that names the missing, unexpected or misshapen tensors of the file at place."""
+    """UserError that names missing, unexpected and misshapen tensors of the file at place."""
     with torch.device("meta"):  # names and shapes without memory for them
         head = empty_head(config)
     expected = head.state_dict()
@@ -246,7 +243,7 @@ def check_state(state: dict[str, Tensor], config: AnyConfig, place: Path, option
 
 
 def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
-    """The draft vocabulary in its tables, None without; UserError, naming place, for a head that does not load."""
+    """The draft vocabulary in the tables of the file at place; UserError for a head that does not load."""
     tensors = content.tensors
     check_state(tensors, content.config, place, optional_of(content))
     for name, tensor in tensors.items():
@@ -261,7 +258,7 @@ def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
 
 
 def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> dict[str, Tensor]:
-    """The tensors with what a file may leave out; UserError for a head that does not load. place names the file."""
+    """The tensors with what the file at place leaves out; UserError for a head that does not load."""
     vocabulary, state, config = check_content(content, place), dict(content.tensors), content.config
     if isinstance(config, Eagle3Config):
         vocabulary = vocabulary or DraftVocabulary.of_ids(torch.arange(config.vocab_size), config.vocab_size)

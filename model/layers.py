@@ -1,9 +1,4 @@
-"""The decoder layer that every trained head is built of: RMSNorm, RoPE, attention, SwiGLU.
-
-Parameter names are those of Llama in transformers, as in published heads. Sizes are read off a head's configuration.
-Attention takes earlier keys and values from a memory: none for a whole sequence, a buffer while drafting, the earlier
-steps in the unrolled forward.
-"""
+"""The decoder layer of draft heads, with the parameter names of transformers' Llama."""
 
 import math
 from dataclasses import dataclass, field
@@ -26,30 +21,30 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, broadcast over heads
 
 
 class Rotary:
-    """RoPE's cosines and sines for any position below max_position_embeddings, tabulated as far as was asked."""
+    """RoPE's cosines and sines for positions below max_position_embeddings, tabulated on demand."""
 
     def __init__(self, config: Any) -> None:
         parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
         if (kind := parameters["rope_type"]) not in FIXED_ROPE_TYPES:
-            what = f"type {kind!r} changes its frequencies with the length; heads know {', '.join(FIXED_ROPE_TYPES)}"
-            raise UserError(f"rope_scaling: {what}: set head.rope_theta to give the head a plain RoPE")
+            raise UserError(
+                f"rope_scaling: type {kind!r} changes with the length; set head.rope_theta for a plain RoPE"
+            )
         self.max_positions = config.max_position_embeddings
         sizes = {"hidden_size": config.head_dim, "num_attention_heads": 1, "head_dim": config.head_dim}
         with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(
-                LlamaConfig(**sizes, max_position_embeddings=self.max_positions, rope_parameters=parameters)
-            )
+            sizes |= {"max_position_embeddings": self.max_positions}
+            rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=parameters))
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
         self._scale = float(rotary.attention_scaling)
         self._table = (torch.empty(0), torch.empty(0))  # cos and sin [rows, head_dim]
 
     def at(self, positions: Tensor, length: int, like: Tensor) -> Rope:
-        """cos and sin at positions [..., T], all below length: two tensors [..., 1, T, head_dim] of like's dtype."""
+        """cos and sin [..., 1, T, head_dim] at positions [..., T], all below length; device and dtype are like's."""
         cos, sin = self._tabulated(length, like)
         return cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)
 
     def between(self, first: int, stop: int, like: Tensor) -> Rope:
-        """cos and sin at positions first .. stop - 1, two views [1, 1, stop - first, head_dim]."""
+        """cos and sin [1, 1, stop - first, head_dim] at positions first .. stop - 1."""
         cos, sin = self._tabulated(stop, like)
         return cos[None, None, first:stop], sin[None, None, first:stop]
 
@@ -59,7 +54,7 @@ class Rotary:
             return self._table
         if length > self.max_positions:
             what = f"position {length - 1} is beyond the head's max_position_embeddings {self.max_positions}"
-            raise UserError(f"{what}; train the head with a larger head.max_position_embeddings")
+            raise UserError(f"{what}; train it with a larger one")
         rows = min(self.max_positions, max(256, 2 ** math.ceil(math.log2(max(length, 1)))))
         angles = torch.outer(torch.arange(rows, dtype=torch.float32), self._frequencies)  # [rows, head_dim / 2]
         angles = torch.cat([angles, angles], dim=-1)  # [rows, head_dim]
@@ -69,7 +64,7 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE applied to x [..., heads, T, head_dim] (Su et al., arXiv 2104.09864, equation 34; halves as in Llama)."""
+    """RoPE of x [..., heads, T, head_dim] (Su et al., arXiv 2104.09864, equation 34; halves as in Llama)."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos + turned * sin
@@ -77,7 +72,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass
 class KeyValueBuffer:
-    """Preallocated keys and values of one layer, [B, KV, capacity, head_dim]; `length` columns are in use."""
+    """Keys and values of one layer, [B, KV, capacity, head_dim]; `length` columns are in use."""
 
     keys: Tensor
     values: Tensor
@@ -89,7 +84,7 @@ class KeyValueBuffer:
         return cls(like.new_empty(shape), like.new_empty(shape))
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes after `length` and returns everything up to there; the caller moves `length` when rows are kept."""
+        """Writes after `length` and returns all columns up to there; `length` stays, for the caller to move."""
         end = self.length + keys.shape[2]
         self.keys[:, :, self.length : end] = keys
         self.values[:, :, self.length : end] = values
@@ -98,9 +93,9 @@ class KeyValueBuffer:
 
 @dataclass
 class UnrollMemory:
-    """Keys and values of the earlier unroll steps of one layer, each [B, KV, T, head_dim]; step 0 is the sequence."""
+    """Keys and values [B, KV, T, head_dim] of one layer, by unroll step; step 0 is the sequence."""
 
-    documents: Documents = None  # of a packed row: a slot sees its own document alone
+    documents: Documents = None  # a slot sees its own document alone
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
@@ -109,14 +104,18 @@ Memory = KeyValueBuffer | UnrollMemory | None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory) -> Tensor:
-    """[B, T, H * hd] of rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]. mask None: causal.
+    """[B, T, H * hd] of rotated queries [B, H, T, hd], rotated keys and values [B, KV, T, hd]; mask None: causal.
 
-    With an UnrollMemory, one unroll step for all slots. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
+    With an UnrollMemory, one unroll step for all slots (EAGLE-3, arXiv 2503.01840, figure 6).
     """
     if isinstance(memory, UnrollMemory):
         memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
         memory.values.append(v)
-        out = unrolled_attention(q.to(v.dtype), memory.keys, memory.values, memory.documents)
+        q = q.to(v.dtype)
+        if q.device.type == "cpu":
+            out = _MergedAttention.apply(q, spans(memory.documents, q.shape[2]), *memory.keys, *memory.values)
+        else:
+            out = dense_attention(q, memory.keys, memory.values, memory.documents)
     else:
         is_causal = mask is None and memory is None  # one new slot sees all of a buffer without a mask
         if memory is not None:
@@ -127,8 +126,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with RoPE and grouped key/value heads."""
-
     def __init__(self, config: Any, input_size: int) -> None:
         super().__init__()
         heads, kv, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -165,11 +162,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer, in three forms that differ in what its attention reads.
-
-    "normed": the normed state, as in Llama. "raw": the state itself (EAGLE-1's first layer). "pair": [normed embedding;
-    normed feature] (EAGLE-3's first layer), whose residual is the feature (norm_before_residual: the normed one).
-    """
+    """A pre-norm decoder layer whose attention reads the "normed" state, as Llama's, the "raw" one (EAGLE-1's first
+    layer), or the "pair" [normed embedding; normed feature] (EAGLE-3's first layer)."""
 
     def __init__(
         self, config: Any, reads: Literal["normed", "raw", "pair"] = "normed", norm_before_residual: bool = False
@@ -186,7 +180,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(width, config.intermediate_size)
 
     def read(self, x: Tensor, embedded: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What attention reads of hidden states x [B, T, D], and what its output is added to."""
+        """What attention reads, and what its output is added to."""
         if self.reads == "raw":
             return x, x
         if self.reads == "normed":
@@ -198,14 +192,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, embedded: Tensor | None, rope: Rope, mask: Tensor | None = None, memory: Memory = None
     ) -> Tensor:
-        """[B, T, D] of hidden states x [B, T, D]; embedded [B, T, D] is read by a pair alone."""
+        """[B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]."""
         given, residual = self.read(x, embedded)
         x = residual + self.self_attn(given, rope, mask, memory)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DraftLayer:
-    """A decoder layer's forward for drafting: one product for queries, keys and values, one for gate and up."""
+    """A decoder layer for drafting, with one product for queries, keys and values and one for gate and up."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.read, attention, mlp, norm = layer.read, layer.self_attn, layer.mlp, layer.post_attention_layernorm
@@ -221,7 +215,7 @@ class DraftLayer:
         self.down = mlp.down_proj.weight
 
     def __call__(self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, buffer: KeyValueBuffer) -> Tensor:
-        """[1, n, D] of hidden states x [1, n, D]; the additive mask [1, 1, n, S] is over the buffer and the n slots."""
+        """[1, n, D] of x [1, n, D]; the additive mask [1, 1, n, S] is over the buffer and the n slots."""
         given, residual = self.read(x, embedded)
         heads, kv = self.parts
         qkv = F.linear(given, self.qkv, self.bias).view(1, x.shape[1], -1, self.head_dim).transpose(1, 2)
@@ -237,28 +231,17 @@ class DraftLayer:
 
 @torch.no_grad()
 def _stacked(parameters: list[Tensor]) -> Tensor:
-    """The parameters one below the other; they become views of it."""
+    # The parameters become views of the result, so that the weights are kept once.
     stacked = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, stacked.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
     return stacked
 
 
-# The attention of one unroll step.
-
-
-def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents = None) -> Tensor:
-    """Attention [B, H, T, hd] of queries of step k, for keys and values [B, KV, T, hd] of steps 0..k."""
-    if q.device.type == "cpu":
-        out: Tensor = _MergedAttention.apply(q, spans(documents, q.shape[2]), *keys, *values)
-        return out
-    return dense_attention(q, keys, values, documents)
-
-
 def dense_attention(
     q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents = None, chunk: int = QUERY_CHUNK
 ) -> Tensor:
-    """The same by explicit scores, `chunk` queries at a time."""
+    """Attention [B, H, T, hd] of queries of step k to keys and values [B, KV, T, hd] of steps 0..k, in chunks."""
     length, kv, dim = q.shape[2], keys[0].shape[1], q.shape[3]
     groups, later, scale = q.shape[1] // kv, len(keys) - 1, math.sqrt(dim)
     slots = torch.arange(length, device=q.device)
@@ -267,7 +250,7 @@ def dense_attention(
         begin[start:stop] = start
 
     def rows(first: int, q: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-        """[B, H, n, hd] of the n queries that begin at slot `first`, whose keys of the later steps are `own`."""
+        # [B, H, n, hd] of the n queries from slot `first`; own: their keys and values of the later steps
         count, seen = q.shape[2], key.shape[2]
         asking = slots[first : first + count, None]
         allowed = (slots[:seen] <= asking) & (slots[:seen] >= begin[asking])  # [n, seen]
@@ -292,16 +275,13 @@ def dense_attention(
 
 
 def spans(documents: Documents, length: int) -> tuple[tuple[int, int], ...]:
-    """First and last slot (excluded) of each document; the last ends with the row."""
+    """(first, stop) of each document; the last ends with the row."""
     stops = [min(stop, length) for stop in accumulate(documents or (length,))]
     return tuple((first, stop) for first, stop in pairwise([0, *stops]) if first < stop)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Flash attention over the first step's keys, and the slot's own columns, under one softmax.
-
-    The backward is given the merged output and log-sum-exp (as in arXiv 2310.01889), so memory grows with T alone.
-    """
+    """One softmax over flash attention to the first step and the slot's own columns (backward: arXiv 2310.01889)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, documents: tuple[tuple[int, int], ...], *pairs: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Files that are whole or absent, and one answer to "is this mine, and is it whole?": the Manifest.
-
-Nothing here imports torch, so that a command can say at once that its output is there already.
-"""
+"""Files that are whole or absent, and the Manifest that says so; without torch, so that commands answer at once."""
 
 import errno
 import fcntl
@@ -36,12 +33,12 @@ TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns a full disk and missing permission, met while writing path, into a NotWritable; other errors pass."""
+    """Turns a full disk or a missing permission into a NotWritable that names path; other errors pass."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         os_error = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors says it
-        number = error.errno if isinstance(error, OSError) else int(os_error[1]) if os_error else None
+        number = getattr(error, "errno", None) or (int(os_error[1]) if os_error else None)
         if isinstance(error, RuntimeError) and any(word in str(error) for word in TORCH_WRITER):
             number = errno.ENOSPC
         if number not in (*FULL, *REFUSED):
@@ -51,7 +48,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls write(temporary path), then syncs and renames it to path, with the umask's usual permissions."""
+    """Calls write(temporary path), then syncs that file and renames it to path."""
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # remove_temporaries knows the form
@@ -79,10 +76,8 @@ def read_json(path: Path) -> Any:
     """The parsed file; UserError when it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:  # of JSON, and of text that is not UTF-8
-        raise UserError(f"{path}: not JSON ({error})") from error
+    except (OSError, ValueError) as error:  # ValueError: of JSON, and of text that is not UTF-8
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or f'not JSON ({error})'}") from error
 
 
 def first_line(error: Exception) -> str:
@@ -91,7 +86,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """Yields a temporary directory that becomes path when the block ends without an exception."""
+    """Yields a temporary directory that becomes path unless the block raises."""
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     try:
         with explained(path):
@@ -124,7 +119,7 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Removes what killed processes left half written or half removed; nobody else may be writing there."""
+    """Removes what killed processes left; nobody else may be writing there."""
     for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -133,7 +128,7 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's bytes, or the names in a directory, survive a power cut, as far as the file system can."""
+    """fsync of a file, or of the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,7 +140,7 @@ def sync(path: Path) -> None:
 
 
 class Lock(AbstractContextManager["Lock"]):
-    """A lock on a file, which is made where it does not exist; the end of a with block frees it."""
+    """A lock on a file, made if missing, until the end of a with block."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,9 +165,6 @@ class Lock(AbstractContextManager["Lock"]):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("ab")
 
-    def forget(self) -> None:
-        self.path.unlink(missing_ok=True)
-
     def __exit__(self, *_: object) -> None:
         self.file.close()
 
@@ -182,7 +174,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "saf
 
 
 def digest(value: Any) -> str:
-    """The first 16 hex digits of the SHA-256 of value's canonical JSON."""
+    """16 hex digits of the SHA-256 of value's canonical JSON."""
     return content_digest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
@@ -197,14 +189,12 @@ def file_digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Whole:
-    """A directory with the files of its manifest, made from the inputs that were asked for."""
-
     manifest: "Manifest"
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A file of a directory (perhaps the manifest itself) that is missing or not as it was written."""
+    """The first file, perhaps the manifest itself, that is missing or not as it was written."""
 
     path: Path
     why: str
@@ -215,18 +205,13 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A sound manifest of other inputs; differences tells the first keys: 'seed: 1 there, 2 asked'."""
-
     manifest: "Manifest"
-    differences: str
+    differences: str  # as of the function
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory holds and what it was made from. It is written last, so it marks the directory as complete.
-
-    In the file the facts stand beside "inputs", "inputs_digest", "files" and "seal", a digest of the rest.
-    """
+    """What a directory holds and what it was made from; written last, it marks the directory as complete."""
 
     files: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and digest by relative name
     inputs: dict[str, Any] = field(default_factory=dict)  # all that decides the files' content
@@ -236,7 +221,6 @@ class Manifest:
     def of(
         cls, directory: Path, inputs: dict[str, Any] | None = None, facts: dict[str, Any] | None = None
     ) -> "Manifest":
-        """The manifest of every file that is below a directory now."""
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         files = {path.relative_to(directory).as_posix(): (path.stat().st_size, file_digest(path)) for path in paths}
         return cls(files, inputs or {}, facts or {})
@@ -250,7 +234,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path, name: str = FILE) -> "Manifest":
-        """The manifest in a directory; UserError when it is missing or not as it was written."""
+        """UserError when the manifest is missing or not as it was written."""
         table = read_json(directory / name)
         if not isinstance(table, dict) or table.pop("seal", None) != digest(table):
             raise UserError(f"{directory / name}: is not what was written (its checksum differs)")
@@ -262,7 +246,7 @@ class Manifest:
     def check(
         cls, directory: Path, inputs: dict[str, Any] | None = None, content: bool = True, name: str = FILE
     ) -> Whole | Damaged | Foreign:
-        """Whether a directory holds what its manifest lists, and was made from inputs (None: from whatever)."""
+        """Whether a directory holds what its manifest lists, made from inputs (None: any)."""
         try:
             manifest = cls.read(directory, name)
         except UserError as error:
@@ -272,7 +256,6 @@ class Manifest:
         return manifest.damage(directory, content) or Whole(manifest)
 
     def damage(self, directory: Path, content: bool = True) -> Damaged | None:
-        """The first file that is missing from a directory or differs; None when all are as they were written."""
         for name, (size, checksum) in self.files.items():
             path = directory / name
             if not path.is_file():
@@ -284,7 +267,7 @@ class Manifest:
 
 @dataclass
 class Stage:
-    """One step of the pipeline: its name, its output directory and the inputs of the output's manifest."""
+    """One step of the pipeline; inputs are those of its output's manifest."""
 
     name: str
     output: Path
@@ -295,18 +278,17 @@ class Stage:
         return isinstance(Manifest.check(self.output, self.inputs), Whole)
 
     def require_own_directory(self, overwrite: bool) -> None:
-        """UserError when the directory holds another run's output and overwrite was not asked for."""
         if overwrite or not (self.output / FILE).is_file():
             return
         match Manifest.check(self.output, self.inputs):
             case Foreign(manifest, changed):
                 what = f"holds another {manifest.facts.get('stage', 'output')} ({changed})"
-                raise UserError(f"{self.output}: {what}; choose another --run, or replace it with --overwrite")
+                raise UserError(f"{self.output}: {what}; choose another --run, or add --overwrite")
             case Damaged(path):
                 raise UserError(f"{path}: cannot be read; write it anew with --overwrite")
 
     def finish(self, **facts: Any) -> dict[str, Any]:
-        """Writes provenance.json, which marks the output as whole, and returns it."""
+        """Writes provenance.json, and returns it."""
         took = {"stage": self.name, "seconds": round(time.time() - self.started, 1)}
         manifest = Manifest(inputs=self.inputs, facts={**took, **facts, **environment()})
         manifest.write(self.output)
@@ -314,7 +296,7 @@ class Stage:
 
 
 def sound_record(directory: Path) -> dict[str, Any]:
-    """What its provenance.json says; nothing where it is missing or damaged."""
+    """The content of provenance.json; {} where it is missing or damaged."""
     try:
         return Manifest.read(directory).as_json()
     except UserError:
@@ -322,7 +304,7 @@ def sound_record(directory: Path) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
-    """'key: 1 there, 2 asked' of the first three keys whose values differ; '' when none does."""
+    """'key: 1 there, 2 asked' of the first three keys whose values differ; '' for equal ones."""
 
     def compare(old: Any, new: Any, key: str) -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
@@ -335,7 +317,6 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Commit, dirty flag, argv and package versions of this process."""
     script, *words = sys.argv or [""]
     path = Path(script).resolve()
     inside = path.suffix == ".py" and path.is_relative_to(ROOT)  # the machine's own directories stay out
@@ -362,19 +343,19 @@ def _git(*arguments: str) -> str | None:
 
 
 def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
-    """`status.json` for scripts: {stage, state, code}; only rank 0 writes."""
+    """`status.json` for scripts; only rank 0 writes."""
     if int(os.environ.get("RANK", "0")) == 0:
         write_json(path, {"stage": stage, "state": state, "code": code})
 
 
 def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> int:
-    """run's exit code; run returns (state, exit code), and status.json at path follows it, failures included."""
+    """Exit code of run, which returns (state, exit code); status.json follows it, failures included."""
     write_status(path, stage, "running")
     try:
         state, code = run()
     except BaseException as error:
-        ends = ((Requeued, "requeue", REQUEUE), (KeyboardInterrupt, "interrupted", 130), (UserError, "failed", 2))
-        state, code = next(((state, code) for kind, state, code in ends if isinstance(error, kind)), ("failed", 1))
+        ends = {Requeued: ("requeue", REQUEUE), KeyboardInterrupt: ("interrupted", 130), UserError: ("failed", 2)}
+        state, code = next((end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1))
         with suppress(NotWritable):  # a full disk is what may have failed
             write_status(path, stage, state, code)
         raise
@@ -390,19 +371,19 @@ SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
 
 
 def find_weights(directory: Path) -> Path | None:
-    """The file that holds a directory's tensors or lists its shards; None where there is none."""
+    """The file that holds a directory's tensors or lists its shards."""
     return next((directory / name for name in ORDER if (directory / name).is_file()), None)
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """File name -> digest of everything that decides a head."""
+    """Digests of the files that decide a head, by name."""
     names = (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN)
     return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}
 
 
 def template_path(path: str) -> Path:
-    """The file that target.chat_template names: relative paths count from the working directory, then the checkout."""
+    """The file of target.chat_template: relative paths count from the working directory, then the checkout."""
     for place in (Path(path).expanduser(), ROOT / path):
         if place.is_file():
             return place
-    raise UserError(f"target.chat_template: {path}: no such file; a template for Vicuna ships as {SHIPPED_TEMPLATE}")
+    raise UserError(f"target.chat_template: {path}: no such file; {SHIPPED_TEMPLATE} ships for Vicuna")

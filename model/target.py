@@ -1,4 +1,4 @@
-"""The target: any stock `AutoModelForCausalLM`, asked for features, final states and laws; no forked model files."""
+"""The target: any stock `AutoModelForCausalLM`, asked for features and logits."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template
 
 @dataclass(frozen=True)
 class VocabWeights:
-    """The weights of the target with a row per token, its embedding and its LM head: what a draft head needs of it."""
+    """The target's embedding and LM head, which draft heads share."""
 
     embedding: Tensor  # [V, D]
     lm_head: Tensor  # [V, D]
@@ -41,21 +41,19 @@ class VocabWeights:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one forward yields: last_hidden [B, T, D] after the final norm, and the taps [B, T, L*D] (None without)."""
-
-    last_hidden: Tensor
-    taps: Tensor | None
+    last_hidden: Tensor  # [B, T, D], after the final norm
+    taps: Tensor | None  # [B, T, L*D]
 
 
 class Target:
-    """A frozen causal LM with its own final transform."""
+    """A frozen causal LM; UserError where logits of its last state would not be the model's own."""
 
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
         self.recipe, self.config, self.decoder = config, model.config.get_text_config(), model.get_decoder()
         layers = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         if other := layers - {"full_attention", "sliding_attention"}:
-            raise UserError(f"{config.path}: has {sorted(other)} layers; a draft tree needs plain attention in all")
+            raise UserError(f"{config.path}: has {sorted(other)} layers; a draft tree needs plain attention")
         first, last = _embedding_and_head(model, config.path)
         bias = None if getattr(last, "bias", None) is None else last.bias.detach()
         transform = final_transform(self.config)
@@ -69,13 +67,12 @@ class Target:
             ours = self.logits(self.features(ids).last_hidden).float().to(theirs.device)
         error = (theirs - ours).abs().max().item()
         if not error <= 1e-3 * max(1.0, theirs.abs().max().item()):  # also where they are not finite
-            what = f"{type(model).__name__} turns its last state into logits in a way that aerie does not know"
-            why = f"difference {error:.2g}; nan: broken weights, or target.dtype is too narrow"
-            raise UserError(f"{config.path}: {what} ({why}); drafting for it would not be lossless")
+            what = f"differ from the LM head's by {error:.2g} (nan: broken weights, or target.dtype is too narrow)"
+            raise UserError(f"{config.path}: its logits {what}; drafting would not be lossless")
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
-        """The target in eval mode; UserError when it cannot be read or is no causal LM with attention alone."""
+        """UserError for a target that cannot be read."""
         arguments: dict[str, Any] = {} if config.device_map is None else {"device_map": config.device_map}
         if getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
@@ -86,7 +83,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where laws are computed, which is where the draft head lives when the target spans several devices."""
+        """The device of the LM head, where the draft head lives too."""
         return self.vocab.lm_head.device
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
@@ -96,7 +93,7 @@ class Target:
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, after_blocks: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """One frozen forward over right-padded input_ids [B, T]; after_blocks count in transformers' hidden_states."""
+        """One forward over right-padded input_ids [B, T]; after_blocks are indices of transformers' hidden_states."""
         check_taps(after_blocks, self.num_blocks, self.recipe.path)
         out = self.decoder(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(after_blocks)
@@ -110,14 +107,13 @@ class Target:
 
 
 def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Logits from what an LM head returns: times scale, then softcap * tanh(logits / softcap)."""
     if scale != 1.0:
         out = out * scale
     return out if softcap is None else torch.tanh(out / softcap) * softcap
 
 
 def final_transform(text_config: Any) -> tuple[float, float | None]:
-    """(scale, softcap) from the names that the families use; checked against the model's own forward at load."""
+    """(scale, softcap) of the logits, by the families' names for them."""
     scale = float(getattr(text_config, "logit_scale", None) or 1.0)
     scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
     softcap = getattr(text_config, "final_logit_softcapping", None)
@@ -130,7 +126,6 @@ def load_config(config: TargetConfig) -> Any:
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
-    """The target's tokenizer, with target.chat_template put in when the recipe names one."""
     with _readable(config, "load the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(config.path, **_source(config))
     if config.chat_template is not None:
@@ -140,7 +135,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
-    """The text configuration, the embedding and the LM head, read from the safetensors files without the trunk."""
+    """The text configuration and the vocabulary's weights, read without the trunk."""
     hf_config = load_config(config)
     text = hf_config.get_text_config()
     with torch.device("meta"):
@@ -175,24 +170,23 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
 
 
 def fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtype | None = None) -> str:
-    """A digest of the configuration's sizes and of samples of the embedding and the LM head, rounded to dtype."""
+    """A digest of sizes and of samples of the embedding and the LM head, rounded to dtype."""
 
     def sample(weight: Tensor) -> list[float]:
-        flat = weight.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // 64)][:64]
-        return [round(float(value), 5) for value in some.to(dtype or weight.dtype).float().cpu()]
+        some = weight.detach().reshape(-1)[:: max(1, weight.numel() // 64)][:64]
+        return [round(value, 5) for value in some.to(dtype or weight.dtype).float().tolist()]
 
     facts = {k: getattr(text_config, k, None) for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
     return digest([facts, [sample(vocab.embedding), sample(vocab.lm_head)]])
 
 
 def fingerprints(text_config: Any, vocab: VocabWeights) -> set[str]:
-    """The fingerprints of a target whose weights lose nothing but digits on the way to another dtype."""
+    """The fingerprints of a target in its own dtype and in narrower ones."""
     return {fingerprint(text_config, vocab, dtype) for dtype in (None, torch.bfloat16, torch.float16)}
 
 
 def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high taps (2, n // 2, n - 3); UserError below 7 blocks, where they collapse."""
+    """EAGLE-3's low, middle and high taps; UserError below 7 blocks, where they collapse."""
     if num_blocks < 7:
         what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
         raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
@@ -200,28 +194,27 @@ def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
 
 
 def taps_of(kind: str, after_blocks: tuple[int, ...] | None, num_blocks: int, path: str) -> tuple[int, ...]:
-    """The taps that a head of this kind is given: the recipe's, or for null none, and the default ones for EAGLE-3."""
+    """The recipe's taps; for null EAGLE-3's default ones, and none for other kinds."""
     if after_blocks is None:
         after_blocks = default_taps(num_blocks, path) if kind == "eagle3" else ()
     if kind == "eagle3" and not after_blocks:
-        raise UserError("features.after_blocks: empty, but an eagle3 head fuses at least one tap; leave the key out")
+        raise UserError("features.after_blocks: an eagle3 head needs at least one tap; leave the key out")
     check_taps(after_blocks, num_blocks, path)
     return after_blocks
 
 
 def check_taps(after_blocks: tuple[int, ...], num_blocks: int, path: str) -> None:
-    """UserError for a tap outside 0 <= k < n."""
-    wrong = [k for k in after_blocks if not 0 <= k < num_blocks]
-    if wrong:
-        raise UserError(f"features.after_blocks: {wrong[0]} is no tap of {path}, which has {num_blocks} blocks")
+    for tap in after_blocks:
+        if not 0 <= tap < num_blocks:
+            raise UserError(f"features.after_blocks: {tap} is no tap of {path}, which has {num_blocks} blocks")
 
 
 def require_same_token_ids(
     draft: Mapping[str, int], target: Mapping[str, int], num_rows: int, draft_name: str, name: str
 ) -> None:
-    """UserError unless the draft LM draft_name, with num_rows embeddings, reads token ids as the target `name` does."""
+    """UserError unless the draft LM, with num_rows embeddings, reads token ids as the target `name` does."""
     tokens = {number: token for token, number in target.items()}
-    fix = "a draft LM shares the tokenizer of its target, so choose another"
+    fix = "choose a draft LM with the target's tokenizer"
     for token, number in draft.items():
         if target.get(token, number) != number or tokens.get(number, token) != token:
             raise UserError(f"{draft_name}: tokenizer: token {token!r} has id {number}, in {name} another; {fix}")
@@ -232,7 +225,7 @@ def require_same_token_ids(
 def _embedding_and_head(model: Any, path: str) -> tuple[Any, Any]:
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if first is None or last is None:
-        raise UserError(f"{path}: {type(model).__name__} has no embedding or no LM head: it is no causal LM")
+        raise UserError(f"{path}: {type(model).__name__} is no causal LM")
     return first, last
 
 

@@ -161,7 +161,7 @@ class Job:
                 prompts = PROMPTS.dump_python(make_prompts(self.config, self.questions), exclude_defaults=True)
                 storage.write_text(path, "".join(json.dumps(row) + "\n" for row in prompts))
                 Manifest(inputs=self.inputs).write(self.directory, record)
-            lock.forget()
+            lock.path.unlink(missing_ok=True)
         return PROMPTS.validate_python([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
     def ask(self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking) -> None:

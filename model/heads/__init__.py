@@ -1,4 +1,4 @@
-"""The draft heads, by kind. What trains, drafts with or exports a kind has registries of its own."""
+"""The draft heads, by kind."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,9 @@ AnyConfig = Eagle1Config | Eagle3Config | MedusaConfig | HydraConfig
 
 
 class Kind(NamedTuple):
-    """A kind of head: the class of its config.json, that of its module, and the architecture that it declares."""
-
-    config: type[AnyConfig]
+    config: type[AnyConfig]  # of config.json
     module: type[Head]
-    architecture: str
+    architecture: str  # as config.json declares it
 
 
 HEADS = {

@@ -1,10 +1,4 @@
-"""The EAGLE draft heads, EAGLE-1 (EAGLE-2 decodes with it too) and EAGLE-3, and the vocabulary that EAGLE-3 drafts in.
-
-EAGLE-1 (arXiv 2401.15077, section 4.1): from the feature of t_p (the target's state after its final norm) and the token
-t_{p+1} it predicts the feature of t_{p+1}, which the target's own LM head turns into a law for t_{p+2}.
-EAGLE-3 (arXiv 2503.01840, section 3): the feature is a fusion of the target's taps, the first layer reads [embedding;
-feature], and the head has an LM head of its own over a draft vocabulary.
-"""
+"""The heads of EAGLE-1 (EAGLE-2 decodes with it too) and EAGLE-3, and EAGLE-3's draft vocabulary."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -29,15 +23,14 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The Vd of the V target tokens that an EAGLE-3 head can draft, in the published form. Draft ids ascend with target
-    ids."""
+    """The Vd of V target tokens that an EAGLE-3 head drafts; draft ids ascend with target ids."""
 
     d2t: Tensor  # [Vd] int64, offsets: target id = draft id + d2t[draft id]
     t2d: Tensor  # [V] bool, the target ids that are in
 
     @classmethod
     def of_ids(cls, ids: Tensor, vocab_size: int) -> "DraftVocabulary":
-        """The vocabulary of these distinct target ids [Vd], in any order."""
+        """ids [Vd]: distinct target ids in any order."""
         ordered = ids.long().sort().values
         t2d = torch.zeros(vocab_size, dtype=torch.bool)
         t2d[ordered] = True
@@ -45,7 +38,7 @@ class DraftVocabulary:
 
     @classmethod
     def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
-        """The vocabulary in the two tables of a file, checked; UserError, naming place, for what are no such tables."""
+        """The vocabulary in two tables of the file at place; UserError where they do not agree."""
         are_lists = d2t.ndim == t2d.ndim == 1
         if not are_lists or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
             raise UserError(f"{place}: d2t must be a list of whole token offsets, and t2d a list of marks")
@@ -57,7 +50,7 @@ class DraftVocabulary:
 
     @classmethod
     def most_frequent(cls, counts: Counts, size: int, forced: Collection[int] = ()) -> "DraftVocabulary":
-        """The `size` most frequent ids by counts [V], the smaller id first where counts tie; forced ids always in."""
+        """Forced ids and the most frequent by counts [V]; the smaller id where counts tie."""
         check_size(size, len(counts))
         if len(set(forced)) > size:
             raise UserError(f"head.draft_vocab_size: {size:,} has no room for {len(set(forced)):,} special tokens")
@@ -75,27 +68,25 @@ class DraftVocabulary:
 
     @property
     def ids(self) -> Tensor:
-        """The target ids [Vd], ascending: the rows of the target's LM head that the draft laws are about."""
+        """The target ids [Vd], ascending."""
         return self.target_ids(torch.arange(self.size, device=self.d2t.device))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids + self.d2t[draft_ids]
 
     def coverage(self, counts: Counts) -> float:
-        """The share of the counted tokens [V] that the draft vocabulary has; 1 where nothing was counted."""
+        """The share of the counted tokens [V] that are in; 1 where nothing was counted."""
         total = int(counts.sum())
         return int(counts[self.t2d.cpu().numpy()].sum()) / total if total else 1.0
 
     def check_ends(self, end_ids: Collection[int], place: str) -> None:
-        """UserError when the head could never draft the end of a turn: none of these target ids is in."""
-        known = [number for number in end_ids if 0 <= number < self.vocab_size]
-        if known and not bool(self.t2d[known].any()):
-            ends = f"the target's end-of-turn tokens {sorted(known)}"
-            raise UserError(f"{place}: none of {ends} is in the draft vocabulary")
+        """UserError when none of the target's end_ids is in: no turn could end."""
+        known = sorted(number for number in end_ids if 0 <= number < self.vocab_size)
+        if known and not self.t2d[known].any():
+            raise UserError(f"{place}: none of the target's end-of-turn tokens {known} is in the draft vocabulary")
 
 
 def check_size(size: int | None, vocab_size: int) -> None:
-    """UserError for a draft vocabulary (None: the default one) that is larger than the target's."""
     if size is not None and size > vocab_size:
         raise UserError(f"head.draft_vocab_size: {size:,} is larger than the target's vocabulary of {vocab_size:,}")
 
@@ -113,7 +104,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class Eagle1Config(_Sizes):
-    """config.json of an EAGLE-1 head; the keys are the published ones, every default spelt out."""
+    """config.json of an EAGLE-1 head, with the published keys."""
 
     rms_norm_eps: float
     max_position_embeddings: int
@@ -128,7 +119,7 @@ class Eagle1Config(_Sizes):
 
 @dataclass(frozen=True)
 class Eagle3Config(_Sizes):
-    """config.json of an EAGLE-3 head; Llama's keys and the published ones, every default spelt out."""
+    """config.json of an EAGLE-3 head, with the published keys."""
 
     draft_vocab_size: int
     target_hidden_size: int
@@ -147,8 +138,6 @@ class Eagle3Config(_Sizes):
 
 
 class EagleHead(nn.Module):
-    """What both kinds have: the target's frozen embedding, decoder layers, RoPE, and their three forwards."""
-
     kind: str
     blocks: list[DecoderLayer]  # all layers in order
     gradient_checkpointing = False  # recompute each layer in the backward pass
@@ -158,20 +147,20 @@ class EagleHead(nn.Module):
         self.config: Any = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(not shares_embedding)
-        self.shares_embedding = shares_embedding  # the embedding is the target's own, frozen
-        self.saves_embedding = not shares_embedding  # or when its file held one that is not the target's
+        self.shares_embedding = shares_embedding  # with the target, frozen
+        self.saves_embedding = not shares_embedding  # also where its file held another than the target's
         self.rotary = Rotary(config)
 
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer is given: hidden states and the tokens' embeddings, both [B, T, D]."""
+        """The first layer's hidden states and the embeddings, both [B, T, D]."""
         return features, self.embed_tokens(tokens).to(features.dtype)
 
     def leave(self, x: Tensor) -> Tensor:
-        """What is fed back as the next slot's feature, of the last layer's output [B, T, D]."""
+        """The feature that is fed back, of the last layer's output [B, T, D]."""
         return x
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Normal(0, initializer_range) matrices, zero biases; where the widths agree, the target's frozen embedding."""
+        """Normal(0, initializer_range) matrices, zero biases; a shared embedding is the target's."""
         for name, parameter in self.named_parameters():
             if name == EMBEDDING and self.shares_embedding:
                 parameter.data.copy_(vocab.embedding)
@@ -188,9 +177,9 @@ class EagleHead(nn.Module):
         mask: Tensor | None = None,
         memories: Sequence[Memory] | None = None,
     ) -> Tensor:
-        """Outputs [B, T, D] for shifted tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
+        """Outputs [B, T, D] of tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
 
-        mask None is causal, else boolean [B, 1, T, T]. With memories it is one step of the parallel unroll.
+        mask None is causal, else boolean [B, 1, T, T]; memories are those of the parallel unroll.
         """
         x, embedded = self.enter(tokens, features)
         length = tokens.shape[1] if memories is None else self.config.max_position_embeddings
@@ -203,15 +192,14 @@ class EagleHead(nn.Module):
         return self.leave(x)
 
     def unroll(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory]) -> Tensor:
-        """One step of the parallel unroll (training-time test): each slot's chain takes its next token."""
+        """One step of the parallel unroll (training-time test, EAGLE-3): each slot's chain takes its next token."""
         return EagleHead.forward(self, tokens, features, positions, None, memories)
 
 
 class EagleDraft:
-    """One decoding forward of an EAGLE head, over buffers, with merged projections; the weights are the head's.
+    """A head's decoding forward over buffers, with merged projections; made after the head is on its device.
 
-    It holds tensors, because looking up and calling modules takes a large part of a small head's forward. Make it after
-    the module was moved to its device and dtype.
+    It holds tensors, because module look-ups take much of a small head's time.
     """
 
     def __init__(self, head: EagleHead) -> None:
@@ -222,10 +210,9 @@ class EagleDraft:
     def __call__(
         self, tokens: Tensor, features: Tensor, positions: tuple[int, int], mask: Tensor, buffers: list[KeyValueBuffer]
     ) -> Tensor:
-        """Outputs [1, n, D] of n slots with tokens [1, n] and features [1, n, D], as the head's forward.
+        """Outputs [1, n, D] of tokens [1, n] and features [1, n, D].
 
-        positions are (first, stop): one per slot, or (first, first + 1) for slots that all stand at first. The additive
-        mask [1, 1, n, S] says what they see of the buffers and of themselves.
+        positions: (first, stop) for a slot each, or (first, first + 1) for all; mask [1, 1, n, S]: as in DraftLayer.
         """
         embedded = F.embedding(tokens, self._embedding).to(features.dtype)
         x = features
@@ -238,7 +225,10 @@ class EagleDraft:
 
 
 class Eagle1Head(EagleHead):
-    """fc([embedding; feature]) and one or more decoder layers."""
+    """Predicts the feature of t_{p+1} from fc([embedding of t_{p+1}; feature of t_p]) (arXiv 2401.15077, section 4.1).
+
+    The target's LM head turns that feature, its state after the final norm, into a law for t_{p+2}.
+    """
 
     kind = "eagle1"
 
@@ -255,10 +245,8 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """fc over the taps, the double-width layer, further plain layers, and an LM head over the draft vocabulary.
-
-    A head of another width than the target trains and saves an embedding of its own.
-    """
+    """fc over the taps, a double-width layer, plain layers, and an LM head over the draft vocabulary (arXiv 2503.01840,
+    section 3). A head of another width than the target's trains and saves its own embedding."""
 
     kind = "eagle3"
     d2t: Tensor
@@ -284,7 +272,6 @@ class Eagle3Head(EagleHead):
 
     @property
     def vocabulary(self) -> DraftVocabulary:
-        """The draft vocabulary, on the head's device."""
         return DraftVocabulary(self.d2t, self.t2d)
 
     def fuse(self, taps: Tensor) -> Tensor:
@@ -298,7 +285,7 @@ class Eagle3Head(EagleHead):
         return self.fc(taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., Vd] over the draft vocabulary of outputs [..., D]."""
+        """Logits [..., Vd] of outputs [..., D]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     def leave(self, x: Tensor) -> Tensor:

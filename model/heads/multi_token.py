@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads: residual blocks for each future token, and an LM head for each."""
+"""Medusa and Hydra heads: residual blocks and an LM head for each future token."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from torch.nn import functional as F
 from aerie.model.layers import DecoderLayer, KeyValueBuffer, Rotary
 from aerie.model.target import VocabWeights, transformed
 
-Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], the place in its branch) -> x [S, W]
+Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], index of the block) -> x [S, W]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig:
-    """config.json of a Medusa head. Without attention positions do not limit it: their number is the target's."""
+    """config.json of a Medusa head."""
 
     hidden_size: int
     vocab_size: int
     num_heads: int
     num_layers: int  # residual blocks of each head
-    max_position_embeddings: int
+    max_position_embeddings: int  # the target's
     lm_head: Literal["own", "target"] = "own"  # one LM head for each future token, or the target's frozen one for all
     lm_head_bias: bool = False
     logit_scale: float = 1.0  # this and the next: the target's own final transform
@@ -31,7 +31,7 @@ class MedusaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HydraConfig(MedusaConfig):
-    """config.json of a Hydra head: Medusa's keys, and the sizes of its prefix layer, None without one."""
+    """config.json of a Hydra head; the sizes of the prefix layer are None without one."""
 
     lm_head_bias: bool = True
     prefix_layer: bool = False
@@ -45,7 +45,7 @@ class HydraConfig(MedusaConfig):
 
 
 class ResidualBlock(nn.Module):
-    """residual(x) + SiLU(linear(x)) [..., D]; the residual of an input [..., W] that is wider is a projection."""
+    """x + SiLU(linear(x)) [..., D]; x [..., W] of another width is projected first."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
@@ -58,21 +58,21 @@ class ResidualBlock(nn.Module):
 
 
 class Branch(nn.Module):
-    """The residual blocks of one future token; every block has weights of its own."""
+    """The residual blocks of one future token."""
 
     def __init__(self, inputs: int, width: int, num_layers: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(ResidualBlock(inputs if i == 0 else width, width) for i in range(num_layers))
 
     def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
-        """[..., D] of inputs [..., W]; dropout acts on each block's input, and on what the LM head is given."""
+        """[..., D] of inputs [..., W]; dropout acts on each block's input and on the output."""
         for place, block in enumerate(self.blocks):
             x = block(x if drop is None else drop(x, place))
         return x if drop is None else drop(x, len(self.blocks))
 
 
 class TokenLaws(nn.Module):
-    """The LM heads: one for each future token, or the target's own for all, which is not stored."""
+    """The LM heads: one for each future token, or the target's for all, which is not stored."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -81,21 +81,19 @@ class TokenLaws(nn.Module):
         self.lm_heads = nn.ModuleList(
             nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias) for _ in range(count)
         )
-        self.vocab: VocabWeights | None = None  # where the target's LM head is shared; given by whoever trains or loads
+        self.vocab: VocabWeights | None = None  # of a shared LM head; set by training and loading
 
     def forward(self, index: int, state: Tensor, vocab: VocabWeights | None = None) -> Tensor:
-        """Logits [..., V] of future token `index` (0: the one after next) from states [..., D]."""
+        """Logits [..., V] of future token `index` (0: at t + 2) from states [..., D]."""
         if self.config.lm_head == "own":
             logits = self.lm_heads[index](state)
             return transformed(logits, self.config.logit_scale, self.config.final_logit_softcap)
         vocab = vocab or self.vocab
-        assert vocab is not None, "a head with lm_head 'target' is loaded with its target's"
+        assert vocab is not None
         return vocab.logits(state)
 
 
 class MultiTokenHead(nn.Module):
-    """What both kinds have: a branch and an LM head for each future token."""
-
     def __init__(self, config: Any, inputs: Iterable[int]) -> None:
         super().__init__()
         self.config = config
@@ -103,10 +101,7 @@ class MultiTokenHead(nn.Module):
         self.laws = TokenLaws(config)
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Blocks that begin as their residual (projections uniform within 1 / sqrt(inputs)), the target's LM heads.
-
-        Normal(0, initializer_range) for the matrices of a prefix layer.
-        """
+        """Zero blocks, projections uniform within 1 / sqrt(inputs), the target's LM heads, a normal prefix layer."""
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
                 parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))
@@ -124,7 +119,7 @@ class MultiTokenHead(nn.Module):
 
 
 class MedusaHead(MultiTokenHead):
-    """num_heads branches of residual blocks over the same feature, each with its LM head."""
+    """num_heads branches over the same feature."""
 
     kind = "medusa"
 
@@ -132,16 +127,16 @@ class MedusaHead(MultiTokenHead):
         super().__init__(config, [config.hidden_size] * config.num_heads)
 
     def state(self, index: int, features: Tensor, drop: Drop | None = None) -> Tensor:
-        """What the LM head of future token `index` (0: the one after next) is given: [..., D] of features [..., D]."""
+        """What the LM head of future token `index` is given: [..., D] of features [..., D]."""
         return self.branches[index](features, drop)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits [num_heads, ..., V] of features [..., D]; row k is for the token at t + 2 + k."""
+        """Logits [num_heads, ..., V] of features [..., D]; row k is for t + 2 + k."""
         return torch.stack([self.laws(k, self.state(k, features)) for k in range(self.config.num_heads)])
 
 
 class HydraHead(MultiTokenHead):
-    """num_heads branches, each reading one embedding more than the one before, and perhaps a prefix layer."""
+    """num_heads branches, branch k over h_t and k + 1 embeddings, and an optional prefix layer."""
 
     kind = "hydra"
 
@@ -159,7 +154,7 @@ class HydraHead(MultiTokenHead):
         mask: Tensor | None = None,
         buffers: Sequence[KeyValueBuffer] = (),
     ) -> Tensor:
-        """h_t [B, T, D] for last_hidden [B, T, D] at positions span = (first, stop); the features without the layer."""
+        """h_t [B, T, D] of features [B, T, D] at positions span = (first, stop)."""
         if not self.config.prefix_layer:
             return features
         rope = self.rotary.between(*span, features)
@@ -167,9 +162,8 @@ class HydraHead(MultiTokenHead):
         return cast(nn.RMSNorm, self.prefix_layer.norm)(x)
 
     def state(self, index: int, state: Tensor, embeddings: Tensor, drop: Drop | None = None) -> Tensor:
-        """What the LM head of future token `index` is given: [n, D]; see `step`."""
         return self.branches[index](torch.cat([state, embeddings.to(state.dtype)], dim=-1), drop)
 
     def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
-        """Logits [n, V] of the token at t + 2 + index from h_t [n, D] and e(x_{t+1}) ... e(x_{t+1+index})."""
+        """Logits [n, V] for t + 2 + index from h_t [n, D] and e(x_{t+1}) ... e(x_{t+1+index})."""
         return self.laws(index, self.state(index, state, embeddings))

@@ -127,7 +127,7 @@ def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) ->
     path = tmp_path / "folder/lock"
     with Lock(path) as first, Lock(path) as second, Lock(path) as third:
         assert first.acquire() and not second.acquire(wait=False) and not second.acquire(shared=True, wait=False)
-        first.forget()  # who waits takes the file that others see
+        first.path.unlink()  # who waits takes the file that others see
         first.file.close()
         assert second.acquire(shared=True)
         assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)
