@@ -1,6 +1,7 @@
-"""A head written in another layout: completed with its target's embedding, read back, and compared bit for bit."""
+"""A head in another layout: completed with its target's embedding, read back, compared bit for bit."""
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model.checkpoint import check_sizes, completed
-from aerie.model.formats.content import NUMBERED, Export, HeadContent, HeadFiles, TargetFacts, table, unread
+from aerie.model.formats.content import Export, HeadContent, HeadFiles, TargetFacts, table, unread
 from aerie.model.formats.eagle import SERVER, ZERO_BIAS, write_eagle
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import AnyConfig
@@ -21,15 +22,12 @@ from aerie.model.target import fingerprint, fingerprints
 
 BESIDE = ("recipe.yaml", "provenance.json")  # what goes along with the head
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # facts about one export, which the next does not inherit
-BOOKKEEPING = {  # keys of config.json that say nothing about how a head drafts
-    *("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range"),
-    *("pad_token_id", "torch_dtype", "transformers_version", "use_cache", "aerie", "aerie_kind", "model_type"),
-    *("hidden_act", "mlp_bias", "tie_word_embeddings", "embed_requires_grad", "speculators_version"),
-    *("speculators_model_type", "speculators_config", "transformer_layer_config", "eagle_config", "rope_theta"),
-    *("rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    *("max_sequence_length", "base_model_name_or_path", "pretraining_tp", "attention_bias", "layernorms", NUMBERED),
-    "quantization_config",
-}
+BOOKKEEPING = re.compile(  # keys of config.json that say nothing about how a head drafts, or of which `unread` speaks
+    r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range|transformers_version|use_cache"
+    r"|aerie(_kind)?|model_type|hidden_act|tie_word_embeddings|embed_requires_grad|speculators_\w+|eagle_config|rope_\w+"
+    r"|transformer_layer_config|(use_)?sliding_window|max_window_layers|layer_types|max_sequence_length|layernorms"
+    r"|base_model_name_or_path|pretraining_tp|(attention|mlp)_bias|quantization_config|eagle_aux_hidden_state_layer_ids"
+)
 
 
 def export(
@@ -40,11 +38,7 @@ def export(
     after_blocks: tuple[int, ...] | None = None,
     any_target: bool = False,
 ) -> tuple[str, list[str]]:
-    """Writes the head in layout `to` to the directory output, whole or absent; returns its own layout, and notes.
-
-    after_blocks are the taps of a head that names none (default: the target's). UserError for a head of another target
-    (any_target: other weights are only noted), of other taps, or that the layout cannot carry.
-    """
+    """Writes output, whole or absent; returns the head's own layout, and notes. any_target: other weights are noted."""
     directory = head_directory(source)
     layout, files, content = read_content(directory, after_blocks or target.default_taps)
     state = _completed(files, content, target)
@@ -52,12 +46,12 @@ def export(
     facts = {name: value for name, value in table(files.values, "aerie").items() if name not in OF_AN_EXPORT}
     other = other_weights(facts, target)
     if other is not None and not any_target:
-        raise UserError(f"{source}: {other}; give its own target, or write it for this one with --any-target")
+        raise UserError(f"{source}: {other}; give its own target, or --any-target")
     written = write_eagle(to, dataclasses.replace(content, tensors=state), target)
     facts |= {**written.values.get("aerie", {}), "exported_from": {"layout": layout, "files": digests(directory)}}
     dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
     with directory_atomically(output) as place:
-        write_tensors(place, written.tensors, written.pickled)
+        write_tensors(place, written.tensors, pickled=to == "safeailab")
         write_json(place / CONFIG, {**written.values, "aerie": facts, "dtype": dtype, "torch_dtype": dtype})
         for name in BESIDE:
             if (directory / name).is_file():
@@ -67,7 +61,11 @@ def export(
         positions = again.config.max_position_embeddings  # the one number that an export may raise
         same = dataclasses.replace(content.config, max_position_embeddings=positions) == again.config
         same = same and state.keys() == state_again.keys()
-        if not (same and all(_same(state[name], state_again[name]) for name in state)):
+        for name in state if same else ():
+            one, two = state[name], state_again[name]
+            bits = [tensor.contiguous().view(torch.uint8) for tensor in (one, two)]
+            same = same and one.dtype == two.dtype and torch.equal(*bits)
+        if not same:
             raise AssertionError(f"layout {to}: the head was read back otherwise than it was written")
     notes = [f"{other}: few of its drafts will be accepted"] if other is not None else []
     notes += [*content.guesses, *_differences(files, content, written, target.name), *written.notes]
@@ -81,16 +79,15 @@ def check_taps(
     own = config.after_blocks if isinstance(config, Eagle3Config) else None
     if after_blocks not in (None, own):
         asked, read = ",".join(map(str, after_blocks or ())), "no taps" if own is None else list(own)
-        raise UserError(
-            f"--after-blocks {asked}: {place / CONFIG} says that the head reads {read}; correct one of them"
-        )
+        raise UserError(f"--after-blocks {asked}: {place / CONFIG} says that the head reads {read}")
     if own is not None and target is not None and own[-1] >= target.num_blocks:
-        there = f"{target.path} has {target.num_blocks} blocks; give the target it was trained for"
-        raise UserError(f"{place}: reads the target's states after blocks {list(own)}, and {there}")
+        raise UserError(
+            f"{place}: reads states after blocks {list(own)}, and {target.path} has {target.num_blocks} blocks"
+        )
 
 
 def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
-    """A sentence about a head that was trained on other weights than the target's, rounded or not; else None."""
+    """A sentence about a head trained on other weights than the target's, rounded or not; else None."""
     recorded = facts.get("target")
     if recorded is None or recorded in fingerprints(target.text_config, target.vocab):
         return None
@@ -106,26 +103,21 @@ def _completed(files: HeadFiles, content: HeadContent, target: TargetFacts) -> d
     return state
 
 
-def _same(one: Tensor, two: Tensor) -> bool:
-    bits = (tensor.contiguous().view(torch.uint8) for tensor in (one, two))
-    return one.dtype == two.dtype and torch.equal(*bits)
-
-
 def _differences(files: HeadFiles, content: HeadContent, written: Export, target: str) -> list[str]:
     notes, old, new = [], files.tensors, written.tensors
     if EMBEDDING in new and EMBEDDING not in old:
         dtype = str(new[EMBEDDING].dtype).removeprefix("torch.")
-        notes.append(f"{EMBEDDING} is added, the target's in {dtype}: not every reader takes it from the target")
+        notes.append(f"{EMBEDDING} is added, the target's in {dtype}")
     if "d2t" in old and "d2t" not in new:
-        notes.append("d2t and t2d left out: both vocabularies are one, and readers expect no tables then")
-    carried = {field.name for field in dataclasses.fields(content.config)} | written.values.keys() | BOOKKEEPING
-    lost = sorted(name for name, value in files.values.items() if name not in carried and value not in (None, False))
-    if lost:
-        notes.append(f"config.json's {', '.join(lost)} left out: this project does not know what they mean")
+        notes.append("d2t and t2d left out: both vocabularies are one")
+    carried = vars(content.config).keys() | written.values.keys()
+    for name, value in files.values.items():
+        if name not in carried and not BOOKKEEPING.fullmatch(name) and value not in (None, False):
+            notes.append(f"config.json's {name} left out: its meaning is not known here")
     notes += [f"left out: {text}" for text in unread(files.values)]
     drafts, is_speculators = content.speculative_tokens, "speculators_config" in written.values
     if drafts is not None and not is_speculators:
-        notes.append(f"its {drafts} drafts per cycle are left out: such a server takes them on its command line")
+        notes.append(f"its {drafts} drafts per cycle are left out: say them on the server's command line")
     if is_speculators and not is_on_hub(target):
-        notes.append(f"servers are told to load {target}, which is a local path; give its Hub id with --target-name")
+        notes.append(f"servers are told to load {target}, a local path; give its Hub id with --target-name")
     return notes

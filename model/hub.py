@@ -1,7 +1,4 @@
-"""The Hugging Face Hub: heads fetched by repository name; its errors in one line.
-
-The endpoint and the login are huggingface_hub's own; no token is kept or printed here. It is imported where it is used.
-"""
+"""The Hugging Face Hub: heads fetched by repository name; its errors in one line that never holds a token."""
 
 import re
 from collections.abc import Iterator
@@ -9,18 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aerie.configs.errors import UserError
-from aerie.model.storage import CALIBRATOR, find_weights, first_line
+from aerie.model.storage import CALIBRATOR, CONFIG, find_weights, first_line
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-SMALL = ("config.json", "recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "README.md")
+SMALL = (CONFIG, "recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "README.md")
 SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
 
 def head_directory(path: Path | str) -> Path:
-    """The local directory of a head: the path itself, or the snapshot of the Hub repository that it names.
-
-    "user/name" is a repository unless such a path exists; "user/name@revision" pins a branch, tag or commit.
-    """
+    """The path itself, or the snapshot of the Hub repository "user/name[@revision]" where no such path exists."""
     found = HUB_ID.fullmatch(str(path))
     if found is None or Path(path).exists():
         return Path(path)
@@ -32,33 +26,33 @@ def head_directory(path: Path | str) -> Path:
             place = Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL, *weights]))
             if find_weights(place) is not None:
                 break
+    if not (place / CONFIG).is_file():
+        raise UserError(f"{path}: the repository has no {CONFIG}; name one that holds a head")
     return place
 
 
 def is_on_hub(path: Path | str) -> bool:
-    """Whether a head's name is that of a Hub repository: nothing local is called so, and it is no path."""
     return not Path(path).exists() and HUB_ID.fullmatch(str(path)) is not None
 
 
 @contextmanager
 def readable_errors(repo: str) -> Iterator[None]:
-    """Turns what huggingface_hub raises into one line that names the repository and the fix, and never a token."""
     from huggingface_hub import errors, get_token
 
     try:
         yield
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
-        # what snapshot_download raises hides the answer of a Hub that was reached
+        # snapshot_download hides the answer of a Hub that was reached
         cause = error.__cause__ if isinstance(error.__cause__, errors.HfHubHTTPError) else error
         status = getattr(getattr(cause, "response", None), "status_code", None)
         nowhere = "no such local directory, and no such repository on the Hub (if it is private: hf auth login)"
-        may_not = "this login may not do that; use a token that may (hf auth login), or a repository of your own"
+        may_not = "this login may not do that; use a token that may: hf auth login"
         meanings = (
             (isinstance(cause, errors.GatedRepoError), "gated on the Hub; ask for access on its page: hf auth login"),
             (isinstance(cause, errors.RepositoryNotFoundError), nowhere),
             (isinstance(cause, errors.RevisionNotFoundError), "the repository has no such revision"),
             (status == 401, "the Hub does not accept this login; run: hf auth login"),
-            (status == 403, f"{may_not} (or a link has expired: the same command goes on)"),
+            (status == 403, f"{may_not}; if a link has expired, the same command goes on"),
             (True, f"the Hub is out of reach, refused or broke off: {first_line(cause)}; the same command goes on"),
         )
         text = next(meaning for applies, meaning in meanings if applies)

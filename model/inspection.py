@@ -1,4 +1,4 @@
-"""What a head's directory holds and whether it fits a target: a table for tools, one screen for people."""
+"""What a head holds and whether it fits a target: a table for tools, one screen for people."""
 
 import re
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from typing import Any
 from aerie.configs.errors import UserError
 from aerie.model import checkpoint
 from aerie.model.export import check_taps, other_weights
-from aerie.model.formats.content import COUNTS_OUTPUTS, HeadContent, HeadFiles, TargetFacts, table, tap_numbers, unread
+from aerie.model.formats.content import COUNTS_OUTPUTS, TargetFacts, table, tap_numbers, unread
 from aerie.model.formats.layouts import read_content
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import head_directory
 from aerie.model.storage import CONFIG, read_json
 
-UNNAMED = (2, 3, 4)  # stands in where the files name no taps and no target is given: only their number matters
+UNNAMED = (2, 3, 4)  # stands in where neither files nor a target say the taps: only their number matters
 OPEN = {
-    "unnamed": "names no taps: its target's default ones will be taken",
-    "ambiguous": "numbers its taps in a way that only its target tells; give it with --target",
+    "unnamed": "names no taps: the target's default ones will be taken",
+    "ambiguous": "only the target tells how its taps are numbered; give it with --target",
 }
 SCORES = ("step", "predicted_tau", "tau", "loss")
 SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -27,10 +27,7 @@ SIZES += ("head_dim", "num_hidden_layers", "num_heads", "num_layers")
 def inspect_head(
     path: Path | str, target: TargetFacts | None = None, after_blocks: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """Everything about a head, JSON-ready; `problems` is empty for one that loads and fits the target, if given.
-
-    after_blocks are the taps of a head that names none. UserError where the files are no head, or name other taps.
-    """
+    """Everything about a head, JSON-ready; `problems` is empty for one that loads and fits the target, if given."""
     directory = head_directory(path)
     values, state = table(read_json(directory / CONFIG)), None
     taps, numbers = after_blocks, tap_numbers(values)
@@ -48,8 +45,23 @@ def inspect_head(
     state = state if is_eagle3 else None
     if state is not None:
         guesses[0] = OPEN[state]  # the first is about the taps
-    problems, remarks = _problems(files, content, target), list(unread(values))
-    remarks += [] if target is None else checkpoint.position_warnings(config, target.text_config, str(directory))
+    problems, remarks = [], list(unread(values))
+
+    def passed(check: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return check(*arguments)
+        except UserError as error:
+            problems.append(str(error))
+            return None
+
+    vocabulary = passed(checkpoint.check_content, content, files.weights_place)
+    if target is not None:
+        if vocabulary is not None:
+            passed(vocabulary.check_ends, target.end_ids, str(files.weights_place))
+        passed(checkpoint.check_sizes, config, target.vocab, str(directory), target.path)
+        passed(check_taps, config, directory, None, target)
+        problems += [f"{directory}: {other}"] if (other := other_weights(facts, target)) else []
+        remarks += checkpoint.position_warnings(config, target.text_config, str(directory))
     embedding = "not in the file: the target's" if content.is_embedding_optional else "none of its own"
     if EMBEDDING in tensors:
         is_own = None if target is None else checkpoint.is_targets(tensors[EMBEDDING], target.vocab)
@@ -99,39 +111,14 @@ def inspect_head(
 
 
 def screen(head: dict[str, Any]) -> str:
-    """The same for people, a line each."""
     taps = head["taps"] or ("not determined without its target" if head["kind"] == "eagle3" else "none")
     lines = [("head", f"{head['kind']}, {head['layout']} layout ({head['weights']}): {head['path']}")]
     lines.append(("taps", f"hidden_states {taps}"))
     for name in ("target", "sizes", "parameters", "vocabulary", "rope", "training"):
-        shown = [
-            f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in head[name].items()
-        ]
+        shown = (f"{key} {format(value, ',' * isinstance(value, int))}" for key, value in head[name].items())
         lines.append((name, ", ".join(shown) or "not recorded"))
     lines += [("options", ", ".join(head["options"]) or "none"), ("embedding", head["embedding"])]
     lines += [("left out", ", ".join(head["left_out"]) or "nothing"), ("made for", head["made_for"] or "any server")]
     for name, sentences in (("guessed", "guesses"), ("remark", "remarks"), ("PROBLEM", "problems")):
         lines += [(name, sentence) for sentence in head[sentences]]
     return "\n".join(f"{name:<11} {text}" for name, text in lines)
-
-
-def _problems(files: HeadFiles, content: HeadContent, target: TargetFacts | None) -> list[str]:
-    config, place, head, problems = content.config, files.weights_place, files.weights_place.parent, []
-
-    def check_tensors() -> None:
-        vocabulary = checkpoint.check_content(content, place)
-        if vocabulary is not None and target is not None:
-            vocabulary.check_ends(target.end_ids, str(place))
-
-    checks: list[Callable[[], object]] = [check_tensors]
-    if target is not None:
-        checks.append(lambda: checkpoint.check_sizes(config, target.vocab, str(head), target.path))
-        checks.append(lambda: check_taps(config, head, target=target))
-        other = other_weights(table(files.values, "aerie"), target)
-        problems += [f"{head}: {other}; give its own target"] if other is not None else []
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            problems.append(str(error))
-    return problems

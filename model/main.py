@@ -1,9 +1,4 @@
-"""Heads that travel: look at one, write it in another layout, ship it to the Hub.
-
-python model/main.py inspect HEAD [--target T] [--json]
-python model/main.py convert HEAD --to safeailab|sglang|speculators --target T --out DIR
-python model/main.py push HEAD --repo user/name [--private] [--revision BRANCH] [--dry-run]
-"""
+"""python model/main.py inspect|convert|push HEAD: look at a head, write it in another layout, ship it to the Hub."""
 
 import sys
 from pathlib import Path
@@ -20,7 +15,6 @@ from aerie.model.storage import CONFIG, read_json
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of the three commands."""
     top = argparse.ArgumentParser(description="Heads that travel: inspect, convert, push.", allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -28,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.add_argument("head", help="a head's directory, or a Hub repository (user/name, user/name@revision)")
         command.add_argument("--target", required=name == "convert", help="check against it (local or Hub id)")
-        command.add_argument("--after-blocks", type=taps, help="taps of an EAGLE-3 head that names none, as 2,16,29")
+        command.add_argument("--after-blocks", type=taps, help="of an EAGLE-3 head that names no taps, as 2,16,29")
         return command
 
     inspect = add("inspect", "what a head's files hold, and whether it fits a target")
@@ -37,24 +31,22 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, choices=("safeailab", "sglang", "speculators"), help="the layout")
     convert.add_argument("--out", required=True, type=Path, help="the directory to write")
     convert.add_argument("--target-name", help="what servers are told to load, where it is not --target")
-    convert.add_argument("--speculative-tokens", type=int, help="speculators' drafts per cycle (the head's, or 5)")
-    convert.add_argument("--any-target", action="store_true", help="although it was trained on other weights")
+    convert.add_argument("--any-target", action="store_true", help="allow one with other weights")
     convert.add_argument("--overwrite", action="store_true", help="replace what is in --out")
     push = add("push", "ship a head to the Hub with a card made from its run's reports")
     push.add_argument("--repo", required=True, help="user/name")
     push.add_argument("--run", type=Path, help="the run with report/ and calibration/ (default: the head's own)")
     push.add_argument("--target-name", help="the target's Hub id, where the head names a local path")
-    push.add_argument("--license", help="licence of these weights, as the Hub spells it (apache-2.0)")
-    push.add_argument("--private", action="store_true", help="a private repository; refused where it is public")
+    push.add_argument("--license", help="as the Hub spells it (apache-2.0)")
+    push.add_argument("--private", action="store_true", help="refused where the repository is public")
     push.add_argument("--revision", help="the branch (default: main)")
     push.add_argument("--dry-run", action="store_true", help="print what would go, and stop")
-    push.add_argument("--without-results", action="store_true", help="ship although nothing was measured")
-    push.add_argument("--uncommitted", action="store_true", help="ship although the tree was not committed")
+    push.add_argument("--without-results", action="store_true", help="although nothing was measured")
+    push.add_argument("--uncommitted", action="store_true", help="although the tree was not committed")
     return top
 
 
 def main() -> int:
-    """The exit code of the command in sys.argv."""
     import warnings
 
     arguments = parser().parse_args()
@@ -62,17 +54,16 @@ def main() -> int:
 
     from aerie.model.formats.content import TargetFacts
 
-    warnings.filterwarnings("ignore")  # no chatter from the libraries between the lines
+    warnings.filterwarnings("ignore")  # of libraries, between the lines
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if arguments.target is not None:
-        name, drafts = (getattr(arguments, option, None) for option in ("target_name", "speculative_tokens"))
-        arguments.target = TargetFacts.load(arguments.target, name, drafts)
+        arguments.target = TargetFacts.load(arguments.target, getattr(arguments, "target_name", None))
     return {"inspect": inspect, "convert": convert, "push": push}[arguments.command](arguments)
 
 
 def taps(text: str) -> tuple[int, ...]:
-    """2,16,29 as (2, 16, 29); ValueError, which argparse explains, unless they ascend."""
+    """2,16,29 as (2, 16, 29); ValueError, which argparse explains, unless ascending."""
     numbers = tuple(map(int, text.split(",")))
     if list(numbers) != sorted(set(numbers)):
         raise ValueError
@@ -80,7 +71,7 @@ def taps(text: str) -> tuple[int, ...]:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Prints one screen, or JSON with --json; 1 when the head would not load or does not fit the target."""
+    """1 where the head does not load or does not fit the target."""
     from aerie.model.inspection import inspect_head, screen
 
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
@@ -89,15 +80,11 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Writes --out, and prints what its reader would have to be told."""
     from aerie.model.export import export
     from aerie.model.formats.content import table
 
-    out, to, drafts = arguments.out, arguments.to, arguments.speculative_tokens
-    if drafts is not None and drafts < 1:
-        raise UserError(f"--speculative-tokens {drafts}: a cycle drafts at least one token")
-    there = list(out.iterdir()) if out.is_dir() else []
-    if there:  # nothing but an earlier export is ever removed
+    out, to = arguments.out, arguments.to
+    if there := list(out.iterdir()) if out.is_dir() else []:  # nothing but an earlier export is ever removed
         values = read_json(out / CONFIG) if out / CONFIG in there else {}
         is_export = "exported_from" in table(values, "aerie") and all(path.is_file() for path in there)
         if not (arguments.overwrite and is_export):
@@ -106,14 +93,13 @@ def convert(arguments: argparse.Namespace) -> int:
     try:
         layout, notes = export(arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target)
     except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}; name another directory") from error
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from error
     print("".join(f"note: {note}\n" for note in notes), end="")
     print(f"convert: {layout} -> {to}: {out}, read back and equal bit for bit")
     return 0
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Ships the head, or with --dry-run prints what would go."""
     from aerie.model.inspection import inspect_head
     from aerie.model.push import pack, removals, upload
 

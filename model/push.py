@@ -1,8 +1,4 @@
-"""Ships a head to the Hub: weights as they are, records without local paths, and a model card made from both.
-
-Refused are a head that does not load, results that were measured with another head, code that no commit holds, and a
-repository with somebody else's weights. Conversations never leave the machine.
-"""
+"""Ships a head to the Hub: its weights, records without local paths, and a card from both; never conversations."""
 
 import json
 import re
@@ -21,7 +17,7 @@ from aerie.model.storage import CALIBRATOR, CONFIG, content_digest, digests, is_
 
 Files = dict[str, Path | bytes]  # name in the repository -> local file or content
 TAG = "aerie"  # in the front matter of every card of this project
-MEASURE = "measure with: aerie bench --overwrite, then aerie report; or ship without results: --without-results"
+MEASURE = "run aerie bench --overwrite and aerie report, or ship --without-results"
 FILES = (".json", ".jsonl", ".parquet")
 RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "summary.json")
 ANY_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json")
@@ -36,10 +32,7 @@ def pack(
     licence: str | None = None,
     allowed: Collection[str] = (),
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes; head is `inspect_head`'s, run holds the reports (default: the head's own).
-
-    allowed are usual mistakes that the user wants ("without_results", "uncommitted"); UserError for others.
-    """
+    """The files of a push, and notes; head is `inspect_head`'s, allowed holds "without_results" or "uncommitted"."""
     directory = head_directory(head["path"])
     if head["problems"] or head["taps_open"] == "ambiguous":
         raise UserError([*head["problems"], f"{directory}: {', '.join(head['guesses'])}"][0])
@@ -50,18 +43,19 @@ def pack(
         shown = () if "calibration.json" in records else ("calibration",)
         records["summary.json"] = {name: value for name, value in summary.items() if name not in shown}
     elif "without_results" not in allowed:
-        raise UserError(f"{directory}: no measured results (RUN/report/summary.json), or no --run; {MEASURE}")
+        raise UserError(f"{directory}: no measured results (RUN/report/summary.json); {MEASURE}, or give --run")
     dirty = "this checkout" if is_dirty() else "the tree that trained it" if provenance.get("dirty") else None
     if dirty and "uncommitted" not in allowed:
-        fix = "commit and train again, or ship it all the same: --uncommitted"
-        raise UserError(f"{directory}: {dirty} differs from the commit that the card names; {fix}")
+        raise UserError(
+            f"{directory}: {dirty} differs from the card's commit; commit and train again, or --uncommitted"
+        )
     recorded = head["target"]["recorded"]
     target = target_name or recorded or head["target"].get("given")
     if target is None:
-        raise UserError(f"{directory}: its files name no target; name it with --target-name, or give it with --target")
+        raise UserError(f"{directory}: its files name no target; name it with --target-name")
     if not is_on_hub(target):
         target = last_part(target)
-        notes.append(f"its target is a local path: the card has no base_model; give --target-name user/{target}")
+        notes.append(f"its target is a local path, so no base_model; give --target-name user/{target}")
     spellings = (recorded, table(records.get("recipe.yaml"), "target").get("path"))
     names = {spelling: target for spelling in spellings if spelling and not is_on_hub(spelling)}
     records = {name: public(record, names) for name, record in records.items()}
@@ -71,15 +65,15 @@ def pack(
     files |= {name: directory / name for name in (weights.name, *shards)}
     known, fitted = digests(directory), _table(directory / CALIBRATOR)
     if fitted.get("head") == known:  # it goes on to fit the config.json that is shipped
-        shipped = {**known, CONFIG: content_digest(_written(CONFIG, records[CONFIG]))}
-        files[CALIBRATOR] = _written(CALIBRATOR, {**fitted, "head": shipped})
+        fitted["head"] = {**known, CONFIG: content_digest(bytes(files[CONFIG]))}
+        files[CALIBRATOR] = _written(CALIBRATOR, fitted)
     files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
     stays = sorted(path.name for path in directory.iterdir() if path.name not in files)
     return files, [*notes, *(f"{name} stays here" for name in stays)]
 
 
 def _records(directory: Path, run: Path, without_results: bool) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The records of a head, of those in its run the ones that were measured with it or its source, and notes."""
+    """A head's records, and of its run's those that were measured with it or the head it was exported from."""
     records, notes = {name: _table(directory / name) for name in (CONFIG, "recipe.yaml", "provenance.json")}, []
     known = [digests(directory), table(records[CONFIG], "aerie", "exported_from", "files")]
     for place, stage in ((run / "report/summary.json", "bench"), (run / "calibration/calibration.json", "calibration")):
@@ -110,7 +104,6 @@ def _written(name: str, record: dict[str, Any]) -> bytes:
 def _card(
     repo: str, head: dict[str, Any], target: str, records: dict[str, Any], rows: list[Any], licence: str | None
 ) -> str:
-    """README.md with its front matter (licence, base_model, data sets, figures); the words are in card.md.jinja."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     conversations = table(records.get("recipe.yaml"), "data").get("conversations") or []
@@ -156,7 +149,7 @@ HOME = re.compile(r"(~\w*|(/.*)?/(home|Users)/[^/]+|/root)/?")
 
 
 def public(value: Any, names: dict[str, str]) -> Any:
-    """A record in which every text, keys included, has public names for local paths: of `names`, else the last part."""
+    """A record with public names for local paths, also in keys: of `names`, else the last part."""
     if isinstance(value, dict):
         return {public(key, names): public(entry, names) for key, entry in value.items()}
     if isinstance(value, list):
@@ -174,12 +167,11 @@ def public(value: Any, names: dict[str, str]) -> Any:
 
 
 def last_part(path: str) -> str:
-    """The last part of a path; "home" for somebody's home."""
     return "home" if HOME.fullmatch(path) else Path(path).name.strip("~.") or "home"
 
 
 def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
-    """What an earlier push left there and these files do not replace; UserError for somebody else's repository."""
+    """What an earlier push left and these files do not replace; UserError for another's repository."""
     from huggingface_hub import HfApi, errors, hf_hub_download, metadata_load
 
     api = HfApi()
@@ -198,22 +190,17 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
         is_ours = False
     theirs = [name for name in there if ANY_WEIGHTS.fullmatch(name)]
     if theirs and not is_ours:
-        raise UserError(
-            f"{repo}: is somebody else's: it holds {', '.join(sorted(theirs)[:4])}, which no push of this project put "
-            f'there (its card has no tag "{TAG}"); name another repository, or empty this one'
-        )
+        held = ", ".join(sorted(theirs)[:4])
+        raise UserError(f"{repo}: is somebody else's: it holds {held}, but no card of {TAG}; name another repository")
     earlier = [name for name in there if OUR_WEIGHTS.fullmatch(name) or name in RECORDS]
     return sorted(name for name in earlier if name not in files) if is_ours else []
 
 
 def upload(repo: str, files: Files, revision: str | None = None, private: bool = False) -> tuple[str, list[str]]:
-    """Ships files in one commit; returns its address and what it removed.
-
-    The same commit removes what an earlier push left, so that a repository never holds two heads. (HfApi.upload_folder
-    may split a push into several commits.) After a break the same call goes on: the Hub knows uploaded files by hash.
-    """
+    """Ships files and removes what an earlier push left, in one commit; returns its address and what it removed."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+    # HfApi.upload_folder may split a push into several commits, and a repository must never hold two heads
     removed, api = removals(repo, files, revision), HfApi()
     operations: list[Any] = [
         CommitOperationAdd(path_in_repo=path, path_or_fileobj=str(file) if isinstance(file, Path) else file)
@@ -223,7 +210,7 @@ def upload(repo: str, files: Files, revision: str | None = None, private: bool =
     with readable_errors(repo):
         api.create_repo(repo, private=private or None, exist_ok=True)
         if private and not api.model_info(repo).private:
-            raise UserError(f"{repo}: exists and is public; make it private on its settings page, or name a new one")
+            raise UserError(f"{repo}: exists and is public; make it private, or name a new one")
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         commit: Any = api.create_commit(repo, operations, commit_message="A draft head", revision=revision)

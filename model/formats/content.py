@@ -1,4 +1,4 @@
-"""What every layout reads into and writes from, and what their config.json share: Llama's sizes, RoPE and the taps."""
+"""What layouts read into and write from, and what their config.json share: Llama's sizes, RoPE and the taps."""
 
 import dataclasses
 import math
@@ -26,8 +26,6 @@ Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub: what of a
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head's directory as read: config.json and every tensor of the weights."""
-
     config_place: Path
     values: dict[str, Any]
     weights_place: Path
@@ -37,11 +35,11 @@ class HeadFiles:
 
 @dataclass(frozen=True)
 class HeadContent:
-    """A head as the project knows it; tensors still lack what a file may leave out (embedding, equal vocabularies)."""
+    """A head in this project's names; tensors lack what its file leaves out (embedding, equal vocabularies)."""
 
     config: AnyConfig
     tensors: dict[str, Tensor]
-    guesses: tuple[str, ...] = ()  # what the files leave open and what was taken, a sentence each
+    guesses: tuple[str, ...] = ()  # what was taken where the files say nothing
     is_embedding_optional: bool = False  # a file without one means the target's
     speculative_tokens: int | None = None  # a server's drafts per cycle, where the files say
 
@@ -52,19 +50,17 @@ class HeadContent:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A target without its trunk: its embedding and LM head, and what a server has to know of it."""
+    """A target without its trunk."""
 
     path: str
     text_config: Any
     vocab: VocabWeights
     name: str  # what servers are told to load
     architectures: tuple[str, ...] = ()
-    end_ids: tuple[int, ...] = ()  # the tokens at which its answers end
-    speculative_tokens: int | None = None  # a server's drafts per cycle (default: the head's own)
+    end_ids: tuple[int, ...] = ()
 
     @classmethod
-    def load(cls, path: str, name: str | None = None, speculative_tokens: int | None = None) -> "TargetFacts":
-        """Reads two tensors and the configuration."""
+    def load(cls, path: str, name: str | None = None) -> "TargetFacts":
         config = TargetConfig(path)
         architectures = tuple(load_config(config).architectures or ())
         text_config, vocab = load_vocab(config)
@@ -73,7 +69,7 @@ class TargetFacts:
         except OSError:  # the file is optional
             stops = None
         end_ids = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
-        return cls(path, text_config, vocab, name or path, architectures, end_ids, speculative_tokens)
+        return cls(path, text_config, vocab, name or path, architectures, end_ids)
 
     @property
     def num_blocks(self) -> int:
@@ -81,36 +77,32 @@ class TargetFacts:
 
     @property
     def default_taps(self) -> tuple[int, ...] | None:
-        """EAGLE-3's, None for a target that is too short for them."""
         return default_taps(self.num_blocks) if self.num_blocks >= 7 else None
 
 
 @dataclass(frozen=True)
 class Export:
-    """The files of one layout: config.json, the tensors, and what a reader of it would have to be told."""
-
-    values: dict[str, Any]
+    values: dict[str, Any]  # of config.json
     tensors: dict[str, Tensor]
     notes: tuple[str, ...] = ()
-    pickled: bool = False
 
 
 def table(values: Any, *keys: str) -> dict[str, Any]:
-    """The table under nested keys, empty where there is none."""
+    """What is under nested keys, empty where that is no table."""
     for key in keys:
         values = values.get(key) if isinstance(values, dict) else None
     return values if isinstance(values, dict) else {}
 
 
 def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> dict[str, Tensor]:
-    """The tensors by the names that the rules make in turn; an empty name drops one, and no name may come twice."""
+    """The tensors by the names that the rules make in turn; an empty name drops one."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = name
         for pattern, replacement in rules:
             new = re.sub(pattern, replacement, new)
         if new in made:
-            raise UserError(f"{place}: {name!r} is a second {new!r} of the head; take out what is not its own")
+            raise UserError(f"{place}: {name!r} is a second {new!r} of the head; take one out")
         if new:
             made[new] = tensor
     return made
@@ -124,17 +116,16 @@ SIZES = (  # the keys of Llama that EAGLE heads have
 )
 PREFIX_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
 DEPTHS = ("num_hidden_layers", "num_heads", "num_layers")  # layers are built one by one: a limit against nonsense
-MAX_POSITIONS = 2048
 ANY_LENGTH = (None, "linear", "llama3")  # kinds of RoPE whose frequencies do not depend on max_position_embeddings
 
 
-def configuration(schema: type[T], values: dict[str, Any], place: Path) -> T:
-    """A head's configuration, null standing for the default; UserError for what no head can have."""
+def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
+    """A head's configuration, null meaning the default; UserError for what no head can have."""
     given = {name: value for name, value in values.items() if value is not None}
     needed = [field.name for field in dataclasses.fields(schema) if field.default is dataclasses.MISSING]
     prefix = PREFIX_SIZES if values.get("prefix_layer") else ()
     if lacking := [name for name in (*needed, *prefix) if name not in given]:
-        raise UserError(f"{place}: {'has a prefix layer and ' if prefix else ''}lacks {', '.join(lacking)}")
+        raise UserError(f"{place}: lacks {', '.join(lacking)}")
     config: Any = validate(given, schema, str(place), {})
     for name, size in vars(config).items():
         limit = math.inf if isinstance(size, float) else 2**10 if name in DEPTHS else 2**24
@@ -142,40 +133,34 @@ def configuration(schema: type[T], values: dict[str, Any], place: Path) -> T:
             raise UserError(f"{place}: {name} is {size:,}; it must be above 0 and below {limit:,}")
     if getattr(config, "hidden_act", "silu") != "silu":
         raise UserError(f"{place}: hidden_act is {config.hidden_act!r}; heads have 'silu'")
-    if getattr(config, "rope_theta", None) is not None:
-        try:
+    try:
+        if getattr(config, "rope_theta", None) is not None:
             Rotary(config)
-        except (KeyError, TypeError, ValueError, UserError) as error:
-            raise UserError(f"{place}: rope_scaling {config.rope_scaling}: {first_line(error)}") from error
+    except (KeyError, TypeError, ValueError, UserError) as error:
+        raise UserError(f"{place}: rope_scaling {config.rope_scaling}: {first_line(error)}") from error
     return config
 
 
 def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
-    """The entries that Eagle1Config and Eagle3Config have in common; the defaults are those of SafeAILab's EConfig."""
+    """What Eagle1Config and Eagle3Config share; the defaults are those of SafeAILab's EConfig."""
     width, heads = values.get("hidden_size"), values.get("num_attention_heads")
     theta, scaling = read_rope(values, place)
-    defaults = {
-        "num_hidden_layers": 1,
-        "num_key_value_heads": heads,
-        "head_dim": width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": values.get("max_sequence_length") or MAX_POSITIONS,
-    }
-    given = {name: values[name] for name in SIZES if values.get(name) is not None}
-    return {**defaults, **given, "rope_theta": theta, "rope_scaling": scaling}
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
+    sizes["max_position_embeddings"] = values.get("max_sequence_length") or 2048
+    if isinstance(width, int) and isinstance(heads, int) and heads:
+        sizes["head_dim"] = width // heads
+    sizes |= {name: values[name] for name in SIZES if values.get(name) is not None}
+    return {**sizes, "rope_theta": theta, "rope_scaling": scaling}
 
 
 def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, from the keys of transformers 4 (rope_scaling, "type") and 5 (rope_parameters).
-
-    Without a base it is 10,000: published training code ignores the target's.
-    """
+    """Base and scaling, as transformers 4 or 5 spell them; 10,000 without: published training ignores the target's."""
     tables = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
     tables["config.json"] = values
     bases = {name: found["rope_theta"] for name, found in tables.items() if found.get("rope_theta")}
     if len(set(bases.values())) > 1:
         spelt = ", ".join(f"{base} in {name}" for name, base in bases.items())
-        raise UserError(f"{place}: rope_theta is {spelt}; the head was trained with one of them: take out the other")
+        raise UserError(f"{place}: rope_theta is {spelt}; keep the one of its training")
     scaling = {**(tables["rope_scaling"] or tables["rope_parameters"])}
     scaling.pop("rope_theta", None)
     kind = scaling.pop("type", None)
@@ -185,7 +170,7 @@ def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any
 
 
 def write_sizes(config: Eagle1Config | Eagle3Config, target: TargetFacts) -> tuple[dict[str, Any], list[str]]:
-    """The keys of config.json for every reader (RoPE in both spellings), and notes."""
+    """The keys of config.json that every layout has, and notes."""
     notes, scaling = [], config.rope_scaling or {}
     own, theirs = config.max_position_embeddings, int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
     # the longer of both: servers draft nothing, or noise, beyond it
@@ -203,17 +188,15 @@ def write_sizes(config: Eagle1Config | Eagle3Config, target: TargetFacts) -> tup
 
 
 def tap_numbers(values: dict[str, Any]) -> Any:
-    """The taps in one of the two numberings that circulate, None where config.json has none."""
     return values.get(NUMBERED) or table(values, "eagle_config").get(NUMBERED)
 
 
 def read_taps(
     values: dict[str, Any], fallback: tuple[int, ...] | None, place: Path, is_speculators: bool = False
 ) -> tuple[tuple[int, ...], str | None]:
-    """after_blocks and, where the files leave it open, a sentence about what was taken.
+    """after_blocks and a sentence about what was guessed. fallback are the taps where the files name none.
 
-    Two numberings circulate: entries of hidden_states, and outputs of blocks (one less). fallback are the taps
-    where the files name none; numbers that mean these in either numbering are theirs.
+    Two numberings circulate: entries of hidden_states, and outputs of blocks (one less).
     """
     named, numbers, convention = values.get("after_blocks"), tap_numbers(values), values.get("tap_convention")
     for name, ids in (("after_blocks", named), (NUMBERED, numbers)):
@@ -227,8 +210,7 @@ def read_taps(
         return tuple(named), None
     if numbers is None:
         if fallback is None:
-            what = "does not say which of the target's states this head reads"
-            raise UserError(f'{place}: {what}; load it with its target, or add "after_blocks", {fix}')
+            raise UserError(f'{place}: names no taps; load it with its target, or add "after_blocks", {fix}')
         return fallback, f"names no taps; {list(fallback)} are taken (entries of hidden_states)"
     entries, outputs = tuple(numbers), tuple(k + 1 for k in numbers)
     if is_speculators:
@@ -240,7 +222,7 @@ def read_taps(
 
 
 def unread(values: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence for each key, at any level, that changes how a head drafts and that this project does not follow."""
+    """A sentence for each key that changes how a head drafts and that is not followed here."""
     sentences = []
     for part in (values, table(values, "transformer_layer_config"), table(values, "eagle_config")):
         kinds, window = part.get("layer_types") or [], part.get("sliding_window")
@@ -249,7 +231,7 @@ def unread(values: dict[str, Any]) -> tuple[str, ...]:
         meanings = {
             f"layer_types names {', '.join(others)}: it drafts with full attention here": others,
             f"sliding_window is {window}: it drafts with full attention here": is_windowed,
-            "parallel_drafting is true: it was trained to draft several tokens at once": part.get("parallel_drafting"),
+            "parallel_drafting is true: it drafts token by token here": part.get("parallel_drafting"),
             "quantization_config is there: the weights are read as they lie": part.get("quantization_config"),
         }
         sentences += [sentence for sentence, applies in meanings.items() if applies]

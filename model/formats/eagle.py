@@ -1,10 +1,4 @@
-"""EAGLE heads as others publish them: the layouts of SafeAILab's code, of SGLang, and of speculators with vLLM.
-
-SafeAILab: a Llama-shaped config.json and a flat pytorch_model.bin, which vLLM reads too for EAGLE-1; no `bias` means
-true; EAGLE-3's layer is `midlayer`, its taps are always (2, n // 2, n - 3), its embedding is the target's.
-speculators: a nested config.json and `layers.0`. EAGLE-3 as version 0.9.0 writes it; EAGLE-1 as 0.1 to 0.4 did. vLLM
-takes a missing norm_before_residual for true, speculators for false: it is always written.
-"""
+"""EAGLE heads as SafeAILab's code, SGLang, and speculators (EAGLE-3 of 0.9.0, EAGLE-1 of 0.1 to 0.4) publish them."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +13,7 @@ from aerie.model.formats.content import (
     HeadFiles,
     Rule,
     TargetFacts,
-    configuration,
+    configured,
     read_sizes,
     read_taps,
     renamed,
@@ -29,12 +23,12 @@ from aerie.model.formats.content import (
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eagle3Config
 
-SPECULATIVE_TOKENS = 5  # a server's drafts per cycle where nobody says (speculators' own default for EAGLE-3)
+SPECULATIVE_TOKENS = 5  # speculators' default for EAGLE-3
 LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
-SERVER = "made_for"  # under "aerie": the versions of the server whose counting of taps the files follow
-ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": our fc.bias is the zeros that SGLang needs, and no part of the head
-FIRST_LAYER = "layers.0.hidden_norm.weight"  # as others name midlayer.hidden_norm.weight
-DERIVED: Rule = (r"^.*rotary_emb\.inv_freq$", "")  # old pickles hold RoPE's frequencies; config.json decides them
+SERVER = "made_for"  # under "aerie": the server's versions that count taps as the files do
+ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros that SGLang needs, and no part of the head
+FIRST_LAYER = "layers.0.hidden_norm.weight"  # midlayer.hidden_norm.weight in SafeAILab's layout
+DERIVED: Rule = (r"^.*rotary_emb\.inv_freq$", "")  # RoPE's frequencies, in old pickles
 EARLY_NAMES: tuple[Rule, ...] = ((r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0."))
 TO_MIDLAYER: tuple[Rule, ...] = (
     (r"^layers\.0\.", "midlayer."),
@@ -45,7 +39,7 @@ FROM_MIDLAYER: tuple[Rule, ...] = (
     (r"^midlayer\.", "layers.0."),
 )
 SPECULATORS_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-LOST: dict[str, tuple[str, ...]] = {  # options that a layout's readers would drop in silence
+LOST: dict[str, tuple[str, ...]] = {  # options that readers would drop in silence
     "safeailab": ("qk_norm", *SPECULATORS_FLAGS),
     "sglang": ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc"),
     "speculators": (),
@@ -64,33 +58,31 @@ BY_THE_FIRST = (
 
 
 def read_eagle1(files: HeadFiles, layout: str) -> HeadContent:
-    """An EAGLE-1 head, what its config.json leaves unsaid filled in; an early one of speculators has no embedding."""
+    """An EAGLE-1 head; speculators' has no embedding, SafeAILab's without `bias` in config.json has one."""
     values, place, is_early = files.values, files.config_place, layout == "speculators"
     tensors = renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())), files.weights_place)
     if values.get("layernorms"):
-        raise UserError(f"{place}: layernorms is true: a HASS head, which has norms that no EAGLE-1 head has")
+        raise UserError(f"{place}: layernorms is true: a HASS head; such heads are not supported")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
-        why = f"has no 'fc.bias', and {place.name} has no \"bias\", which means true"
-        raise UserError(f'{files.weights_place}: {why}; a head without one says "bias": false')
+        raise UserError(f'{place}: has no "bias", which means true, and the weights no fc.bias; say "bias": false')
     if table(values, "aerie").get(ZERO_BIAS) and not tensors.get("fc.bias", torch.ones(1)).any():
         del tensors["fc.bias"]
     sizes = read_sizes({**values[LAYER], "num_hidden_layers": 1} if is_early else values, place)
-    if is_early:
-        options = {"bias": values.get("fusion_bias")}
-    elif layout == "sglang":
-        options = {"bias": "fc.bias" in tensors}
-    else:
-        options = {"bias": values.get("bias", True), "qkv_bias": values.get("qkv_bias")}
-    config = configuration(Eagle1Config, {**sizes, **options}, place)
+    options = {
+        "safeailab": {"bias": values.get("bias", True), "qkv_bias": values.get("qkv_bias")},
+        "sglang": {"bias": "fc.bias" in tensors},
+        "speculators": {"bias": values.get("fusion_bias")},
+    }
+    config = configured(Eagle1Config, {**sizes, **options[layout]}, place)
     return HeadContent(config, tensors, is_embedding_optional=is_early)
 
 
 def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
-    """An EAGLE-3 head, what its config.json leaves unsaid filled in; UserError for one that reads no taps."""
+    """An EAGLE-3 head; its embedding may be its target's."""
     values, place, is_speculators = files.values, files.config_place, layout == "speculators"
     extra = table(values, "eagle_config")
     if extra.get("use_aux_hidden_state") is False:
-        raise UserError(f"{place}: use_aux_hidden_state is false: the head reads no taps; such heads are not supported")
+        raise UserError(f"{place}: use_aux_hidden_state is false: heads that read no taps are not supported")
     rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
     tensors = renamed(files.tensors, rules, files.weights_place)
     sizes = read_sizes(values[LAYER] if is_speculators else values, place)
@@ -101,7 +93,7 @@ def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
         if "t2d" in tensors and tensors["t2d"].ndim == 1:
             sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote another number
         if "norm_before_residual" not in values:
-            guesses.append("norm_before_residual is not said; false is taken, as speculators does (vLLM takes true)")
+            guesses.append("norm_before_residual is not said; false is taken, as by speculators (vLLM: true)")
         proposals = table(values, "speculators_config").get("proposal_methods")
         drafts = proposals[0].get("speculative_tokens") if proposals else None
     options = {
@@ -114,15 +106,15 @@ def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
         "norm_before_residual": values.get("norm_before_residual"),
         "norm_before_fc": {**extra, **values}.get("norm_before_fc", "input_norm.weight" in tensors),
     }
-    config = configuration(Eagle3Config, {**sizes, **options}, place)
+    config = configured(Eagle3Config, {**sizes, **options}, place)
     return HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
 
 
 def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Export:
-    """The files of an EAGLE head; UserError for what the layout's readers would drop or misread in silence."""
+    """The files of an EAGLE head; UserError for what readers would drop or misread in silence."""
     config, tensors, is_safeailab = content.config, dict(content.tensors), layout == "safeailab"
     if not isinstance(config, Eagle1Config | Eagle3Config):
-        raise UserError(f"--to {layout}: servers' layouts carry EAGLE heads, and this is a {content.kind} head")
+        raise UserError(f"--to {layout}: carries EAGLE heads, and this is a {content.kind} head")
     _refuse_what_is_lost(layout, config, target)
     sizes, notes = write_sizes(config, target)
     architecture = "LlamaForCausalLM" if is_safeailab else HEADS[content.kind].architecture
@@ -136,8 +128,7 @@ def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Expor
             tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         width = None if config.target_hidden_size == config.hidden_size else config.target_hidden_size
         if layout == "speculators":
-            drafts = target.speculative_tokens or content.speculative_tokens or SPECULATIVE_TOKENS
-            values = _nested(config, target, sizes, width, drafts)
+            values = _nested(config, target, sizes, width, content.speculative_tokens or SPECULATIVE_TOKENS)
             return Export(values, renamed(tensors, FROM_MIDLAYER, Path()), tuple(notes))
         values["draft_vocab_size"] = config.draft_vocab_size
         values |= {} if width is None else {"target_hidden_size": width}  # readers take a null for a width
@@ -147,14 +138,14 @@ def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Expor
     elif is_safeailab:
         values |= {"bias": config.bias, "qkv_bias": config.qkv_bias}
         if config.bias:
-            notes.append("vLLM has no fc.bias and stops at it; SafeAILab's own code and SGLang read it")
+            notes.append("vLLM stops at fc.bias; SafeAILab's code and SGLang read it")
     else:
         values["bias"] = False
         if not config.bias:
             tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
             values["aerie"] = {ZERO_BIAS: True}
-            notes.append("fc.bias of zeros is added: SGLang has one in any case, random where the file has none")
-    return Export(values, tensors, tuple(notes), pickled=is_safeailab)
+            notes.append("fc.bias of zeros is added: SGLang would have a random one")
+    return Export(values, tensors, tuple(notes))
 
 
 def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, target: TargetFacts) -> None:
@@ -202,7 +193,7 @@ def _nested(
 def _sglang_keys(config: Eagle3Config, target: TargetFacts, notes: list[str]) -> dict[str, Any]:
     flags = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
     for name in (name for name, is_on in flags.items() if is_on):
-        notes.append(f"{name} (EAGLE-3.1) is known to SGLang from 0.5.12 on; earlier ones drop it in silence")
+        notes.append(f"{name} (EAGLE-3.1) needs SGLang 0.5.12; earlier ones drop it in silence")
     numbers, versions = sglang_numbers(config.after_blocks, target.default_taps, target.architectures)
     counted = "its default, so that config.json names none"
     if numbers is not None:
@@ -215,11 +206,10 @@ def _sglang_keys(config: Eagle3Config, target: TargetFacts, notes: list[str]) ->
 def sglang_numbers(
     after_blocks: tuple[int, ...], default: tuple[int, ...] | None, architectures: tuple[str, ...]
 ) -> tuple[list[int] | None, str]:
-    """What config.json says of these taps (None: nothing), and the versions of SGLang that then read these very taps.
+    """What config.json says of these taps (None: nothing), and the versions of SGLang that then read them.
 
-    Without numbers SGLang reads (2, n // 2, n - 3). Most of its models add one to every number; DeepSeek's and two more
-    do so up to 0.5.12, and from 0.5.13 on only to numbers that begin with 1. UserError where it has no such numbers.
-    Source: set_eagle3_layers_to_capture of SGLang 0.5.10 to 0.5.23.
+    Without numbers SGLang reads (2, n // 2, n - 3). Most models add one to every number; those in BY_THE_FIRST do so
+    up to 0.5.12, and later only to numbers that begin with 1. Source: set_eagle3_layers_to_capture, 0.5.10 to 0.5.23.
     """
     if after_blocks == default:
         return None, CHECKED
@@ -231,7 +221,7 @@ def sglang_numbers(
             return list(after_blocks), "0.5.13 to 0.5.23"
         why = "one is added to what begins with 1"
     elif not any(name in ADDS_ONE for name in architectures):
-        why = f"no rule known for {', '.join(architectures) or 'a target of unknown architecture'}"
+        why = f"no rule known for {', '.join(architectures) or 'its target'}"
     elif first:
         return less_one, CHECKED
     else:

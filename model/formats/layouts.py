@@ -1,10 +1,4 @@
-"""Heads' files: tensors (safetensors or a pickle of tensors, in one file or sharded), and the layouts of heads.
-
-How each layout is told apart, and how Medusa's, Hydra's and our own are read (EAGLE's: formats/eagle.py).
-
-Medusa publishes the state dict of a module: `i.j.linear` is block j of future token i, `i.L.weight` its LM head.
-Its and Hydra's config.json often lag: the weights are believed. Source: FasterDecoding/Medusa, zankner/Hydra.
-"""
+"""Heads' files: how layouts are told apart, Medusa's, Hydra's and our own (EAGLE's: formats/eagle.py), and tensors."""
 
 import re
 from functools import partial
@@ -17,17 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.model.formats.content import (
-    MAX_POSITIONS,
-    HeadContent,
-    HeadFiles,
-    Rule,
-    configuration,
-    read_rope,
-    read_taps,
-    renamed,
-    table,
-)
+from aerie.model.formats.content import HeadContent, HeadFiles, Rule, configured, read_rope, read_taps, renamed, table
 from aerie.model.formats.eagle import FIRST_LAYER, TYPE, read_eagle1, read_eagle3
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import Eagle3Config
@@ -41,14 +25,14 @@ SGLANG = {"LlamaForCausalLMEagle": "eagle1", "LlamaForCausalLMEagle3": "eagle3"}
 SGLANG |= {"Eagle3LlamaForCausalLM": "eagle3"}  # AngelSlim and ModelOpt write vLLM's name
 WHOLE_MODEL = ("model.layers.", "transformer.h.", "model.decoder.layers.")
 
-NO_LIMIT = 2**20  # positions: a head without attention is limited by its target's context alone
-HEAD_DIM = 128  # of Vicuna, where config.json does not say
-MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {
-    "medusa": (
+NO_LIMIT = 2**20  # positions of a head without attention
+HEAD_DIM = 128  # Vicuna's
+MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {  # source: FasterDecoding/Medusa, zankner/Hydra
+    "medusa": (  # future token.block.linear, future token.number of blocks.weight
         (r"^(\d+)\.(\d+)\.linear\.", r"branches.\1.blocks.\2.linear."),
         (r"^(\d+)\.(\d+)\.weight$", r"laws.lm_heads.\1.weight"),
     ),
-    "hydra": (  # dropout stands between its blocks; the prefix layer is spelt so
+    "hydra": (  # dropout stands between blocks; "embeding" is theirs
         (r"^prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)$", ""),
         (r"^prefix_embeding_layer\.(layers\.0\.)?", "prefix_layer."),
         (r"^hydra_mlp\.(\d+)\.(\d+)\.", lambda found: f"branches.{found[1]}.blocks.{int(found[2]) // 2}."),
@@ -59,7 +43,7 @@ MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {
 
 
 def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[str, str]:
-    """The layout and the head's kind; UserError for files that are no head, or of a layout that is not known."""
+    """The layout and the head's kind; UserError for files that are no head."""
     architectures = values.get("architectures") or [""]
     first, has = str(architectures[0]), lambda *starts: any(name.startswith(starts) for name in names)
     for key, known in ((KIND, tuple(HEADS)), (TYPE, tuple(SPECULATORS))):
@@ -78,13 +62,13 @@ def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[str
         if applies:
             return layout, str(kind)
     if has(*WHOLE_MODEL) or first.endswith(("ForCausalLM", "LMHeadModel")):
-        fix = "it decodes as it is (--head), needs no conversion, and is shipped with hf upload"
+        fix = "it decodes as it is (--head), and hf upload ships it"
         raise UserError(f"{place}: a whole language model and no draft head: a target, or a draft_lm; {fix}")
-    raise UserError(f"{place}: not a head of this project, nor one in a layout that it reads")
+    raise UserError(f"{place}: not a head in a layout that is known here")
 
 
 def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -> tuple[str, HeadFiles, HeadContent]:
-    """A head's directory in whatever layout, which comes first; after_blocks are the taps where its files name none."""
+    """Layout, files and content of a head; after_blocks are the taps where its files name none."""
     place = directory / CONFIG
     values, (weights, tensors) = table(read_json(place)), read_tensors(directory)
     layout, kind = recognise(values, set(tensors), place)
@@ -97,19 +81,19 @@ def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -
         schema = HEADS[kind].config
         if schema is Eagle3Config:
             values = {**values, "after_blocks": read_taps(values, None, place)[0]}
-        config = configuration(schema, values, place)
+        config = configured(schema, values, place)
         content = HeadContent(config, tensors, is_embedding_optional=schema is Eagle3Config)
     return layout, files, content
 
 
 def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
-    """A Medusa or Hydra head; heads and layers are counted in the weights."""
+    # config.json often lags: heads and layers are counted in the weights
     values, place = files.values, files.config_place
     if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
-        raise UserError(f"{place}: grounded_heads false or a hidden_state_offset: such heads are not supported")
+        raise UserError(f"{place}: heads with grounded_heads false or a hidden_state_offset are not supported")
     tensors, guesses = renamed(files.tensors, MULTI_TOKEN_NAMES[kind], files.weights_place), []
     if "laws.lm_heads.0.weight" not in tensors:
-        raise UserError(f"{files.weights_place}: no tensor is the LM head of the first future token ('0.L.weight')")
+        raise UserError(f"{files.weights_place}: has no LM head of the first future token ('0.L.weight')")
     vocab_size, width = tensors["laws.lm_heads.0.weight"].shape
     sizes: dict[str, Any] = {"hidden_size": width, "vocab_size": vocab_size, "max_position_embeddings": NO_LIMIT}
     for name, pattern in (("heads", r"laws\.lm_heads\.(\d+)\.weight"), ("layers", r"branches\.0\.blocks\.(\d+)\..*")):
@@ -117,18 +101,18 @@ def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
         count = sizes[f"num_{name}"] = max(numbers, default=-1) + 1
         said = values.get(f"{kind}_num_{name}")
         if said not in (None, count):
-            guesses.append(f"{kind}_num_{name} is {said}, the weights have {count}, which are all taken")
+            guesses.append(f"{kind}_num_{name} is {said}, the weights have {count}: all are taken")
     if kind == "medusa":
-        return HeadContent(configuration(MedusaConfig, sizes, place), tensors, tuple(guesses))
+        return HeadContent(configured(MedusaConfig, sizes, place), tensors, tuple(guesses))
     sizes["lm_head_bias"] = "laws.lm_heads.0.bias" in tensors
     if "prefix_layer.mlp.up_proj.weight" in tensors:  # Hydra++
         mlp, keys = (tensors[f"prefix_layer.{name}_proj.weight"].shape[0] for name in ("mlp.up", "self_attn.k"))
         heads = values.get("num_attention_heads")
         if heads is None:
             if width % HEAD_DIM:
-                raise UserError(f'{place}: add "num_attention_heads" of the target: the prefix layer has as many')
+                raise UserError(f'{place}: add "num_attention_heads" of the target')
             heads = width // HEAD_DIM
-            guesses.append(f"the prefix layer's attention is taken to have {heads} heads of {HEAD_DIM}, as Vicuna's")
+            guesses.append(f"the prefix layer is taken to have {heads} attention heads of {HEAD_DIM}, as Vicuna has")
         if not 0 < heads <= width // 2 or keys < width // heads:
             raise UserError(f"{place}: num_attention_heads is {heads}, which does not fit the width {width:,}")
         theta, scaling = read_rope(values, place)
@@ -141,13 +125,13 @@ def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
             "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
             "rope_theta": theta,
             "rope_scaling": scaling,
-            "max_position_embeddings": values.get("max_position_embeddings", MAX_POSITIONS),
+            "max_position_embeddings": values.get("max_position_embeddings", 2048),
         }
-    return HeadContent(configuration(HydraConfig, sizes, place), tensors, tuple(guesses))
+    return HeadContent(configured(HydraConfig, sizes, place), tensors, tuple(guesses))
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """The names of a directory's tensors, empty without weights; only a pickle has to be read whole for them."""
+    """The names of a directory's tensors, empty without weights."""
     path = find_weights(directory)
     if path is None:
         return set()
@@ -155,7 +139,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 
 def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file that was read (an index for shards) and its tensors, on the CPU."""
+    """The file (an index for shards) and its tensors, on the CPU."""
     path = find_weights(directory)
     if path is None:
         raise UserError(f"{directory}: holds no weights ({WEIGHTS} or {PICKLE}, whole or with an index of shards)")
@@ -166,13 +150,13 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     for file in sorted(set(where.values())):
         shard = _read_file(path.parent / file)
         if odd := sorted(shard.keys() ^ {name for name in where if where[name] == file}):
-            raise UserError(f"{path}: {file} and the index disagree about {odd[0]!r}; fetch the head anew")
+            raise UserError(f"{path}: {file} and the index disagree about {odd[0]!r}; fetch them anew")
         tensors |= shard
     return path, tensors
 
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = False) -> Path:
-    """Writes one file, whole or absent, and returns it; pickled: as readers of pytorch_model.bin want it."""
+    """Writes one file, whole or absent, and returns it."""
     path = directory / (PICKLE if pickled else WEIGHTS)
     copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # a view saves what it views
     save = torch.save if pickled else partial(save_file, metadata={"format": "pt"})
@@ -184,7 +168,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     index = read_json(path)
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or any(Path(str(name)).name != name for name in where.values()):
-        raise UserError(f"{path}: has no weight_map from tensor names to files beside it; refused")
+        raise UserError(f"{path}: has no weight_map from tensors to files beside it; fetch it anew")
     return dict(where)
 
 
@@ -196,11 +180,11 @@ def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
             with safe_open(path, framework="pt") as handle:
                 return dict.fromkeys(handle.keys())
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot read the weights: {first_line(error)}; fetch the file anew") from error
+            raise UserError(f"{path}: cannot read the weights: {first_line(error)}; fetch it anew") from error
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 (the unpickler of a damaged file stumbles over anything)
-        why = f"truncated, damaged, or more than tensors, which is never loaded; fetch it anew, or get {WEIGHTS}"
+        why = f"damaged, or more than tensors, which is never loaded; fetch it anew, or get {WEIGHTS}"
         raise UserError(f"{path}: cannot read the weights: {why}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise UserError(f"{path}: is no table of tensors by name; save the state dict alone")

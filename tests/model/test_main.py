@@ -64,7 +64,6 @@ def test_mistakes_are_one_line_and_exit_code_2(
         (("convert", tmp_path / "none", *convert[2:], new), "none/config.json: No such file"),
         ((*convert, new, "--after-blocks", "4,2"), "invalid taps value"),
         ((*convert, head / "config.json" / "sub"), "cannot be written: Not a directory"),
-        ((*convert, new, "--speculative-tokens", "0"), "a cycle drafts at least one token"),
         (("inspect", target), "a whole language model and no draft head: a target, or a draft_lm"),
         (("inspect", head, "--target", tmp_path / "gone"), "no such target directory"),
         ((*push, "no-user"), "no repository name; it looks like user/name"),

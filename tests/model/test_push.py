@@ -33,7 +33,7 @@ CARD = b"---\ntags:\n- draft-head\n- aerie\n---\n"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 ROW = {
     **{"method": "eagle3", "head": "eagle3", "task": "gsm8k", "temperature": 0.0, "prompts": 40, "status": "ok"},
-    **{"tree": {"shape": "dynamic", "levels": 8, "k": 10, "nodes": 60}, "verify": "R2", "tau": 4.0812},
+    **{"tree": {"rule": "x", "shape": "dynamic", "levels": 8, "k": 10, "nodes": 60}, "verify": "R2", "tau": 4.0812},
     **{"tokens_per_s": 181.4, "speedup": 2.314, "speedup_ci95": [2.2, 2.43], "identical": 40},
 }
 FAILED = {"method": "eagle3", "head": "eagle3", "status": "error", "message": "out of memory", "tau": 99.0}
@@ -211,12 +211,12 @@ def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: 
     provenance = json.loads((head / "provenance.json").read_text())
     write_json(head / "provenance.json", {**provenance, "dirty": True})
     assert "Commit 0123456789ab, with uncommitted changes" in packed(head, allowed=["uncommitted"])["README.md"]
-    trained = "the tree that trained it differs from the commit"
+    trained = "the tree that trained it differs from the card's commit"
     for place, message in ((taps, "give it with --target"), (sizes, "size mismatch"), (head, trained)):
         with pytest.raises(UserError, match=message):
             packed(place, allowed=["without_results"], target_name="a/b")
     monkeypatch.setattr(push, "is_dirty", lambda: True)
-    with pytest.raises(UserError, match="this checkout differs from the commit that the card names"):
+    with pytest.raises(UserError, match="this checkout differs from the card's commit"):
         packed(head)
 
 
@@ -297,10 +297,11 @@ def test_a_push_that_broke_off_leaves_nothing_half_there_and_is_repeated(
 
 
 def test_names_that_are_nowhere_are_one_sentence(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repositories["me/empty"] = {"main": {}}
+    hub.repositories |= {"me/empty": {"main": {}}, "me/words": {"main": {"README.md": b"words"}}}
     hub.failures[("GET", "/api/models/me/gone")] = [403]
     for name, message in (
         ("me/none", "no such local directory, and no such repository on the Hub"),
+        *((name, "the repository has no config.json") for name in ("me/empty", "me/words")),
         ("me/empty@v9", "the repository has no such revision"),
         ("me/gone", "this login may not do that"),
         ("runs/x/heads/eagle1", "no such head directory; train one"),  # too deep for a repository

@@ -173,7 +173,7 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
         ({NUMBERED: [3, 7, 9], "architectures": ["Eagle3LlamaForCausalLM"]}, (2, 4, 5), (3, 7, 9)),  # vLLM's
         ({"after_blocks": [3, 4, 5], "tap_convention": "hidden_states", NUMBERED: [1, 3, 4]}, (2, 4, 5), (3, 4, 5)),
         ({}, (2, 4, 5), (2, 4, 5)),
-        ({}, None, "does not say which of the target's states"),
+        ({}, None, "names no taps; load it with its target"),
         ({"after_blocks": [3, 4, 5], "tap_convention": "outputs"}, None, "tap_convention is 'outputs'"),
         ({NUMBERED: [4, 2, 5]}, None, "must ascend"),
     ],
@@ -242,9 +242,9 @@ LONE = {"rope_type": "llama3", "factor": 8.0}
         ({"rms_norm_eps": "tiny"}, {}, "rms_norm_eps: input should be a valid number"),
         ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'; heads have 'silu'"),
         ({"rope_scaling": LONE}, {}, "Missing required keys in `rope_parameters` for 'rope_type'='llama3'"),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, {}, "trained with one of them"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, {}, "keep the one of its training"),
         ({"aerie_kind": "dflash"}, {}, "aerie_kind is 'dflash'"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "reads no taps"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "heads that read no taps"),
         ({}, {"midlayer.extra.weight": torch.zeros(2)}, 'Unexpected key.*: "midlayer.extra.weight"'),
         ({}, {"fc.weight": torch.zeros(32, 64)}, r"size mismatch for fc.weight: .*\[32, 64\].*\[32, 96\]"),
         ({}, {"fc.weight": None}, 'pytorch_model.bin: .*Missing key.*: "fc.weight"'),
@@ -271,11 +271,11 @@ def test_a_damaged_head_is_one_sentence_and_no_model(
 
 def test_what_is_no_head_and_hydra_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     lone = published.write(tmp_path / "lone", {"model_type": "llama"}, {"weight": torch.zeros(2, 2)})
-    cases = {"nor one in a layout that it reads": lone}
+    cases = {"not a head in a layout that is known here": lone}
     for changes, message in (
         ({"num_attention_heads": None}, 'add "num_attention_heads" of the target'),
         ({"num_attention_heads": 1000}, "which does not fit the width 32"),
-        ({"grounded_heads": False}, "such heads are not supported"),
+        ({"grounded_heads": False}, "or a hidden_state_offset are not supported"),
     ):
         cases[message] = published.hydra(tmp_path / message[:8], **changes)[1]
     for message, place in cases.items():
