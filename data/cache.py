@@ -215,11 +215,10 @@ class FeatureCache(Sequence[CachedRow]):
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
         """UserError when it is absent, not whole, or not made of what is expected."""
-        if not directory.is_dir():
-            raise UserError(f"{directory}: no such feature cache; build it with: {COMMAND}")
         checked = Manifest.check(directory, content=False, name=INDEX)
         if isinstance(checked, Damaged):
-            raise UserError(f"{directory}: not whole ({checked.path.name}: {checked.why}); complete it with: {COMMAND}")
+            why = f"{checked.path.name}: {checked.why}"
+            raise UserError(f"{directory}: no whole feature cache ({why}); build it with: {COMMAND}")
         fingerprint = {key: checked.manifest.inputs.get(key) for key in expected or {}}
         if changed := differences(fingerprint, expected or {}):
             raise UserError(f"{directory}: built with {changed}; rebuild with: {COMMAND} --overwrite")

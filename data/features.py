@@ -66,17 +66,13 @@ def size(num_bytes: float) -> str:
 
 def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Any) -> str:
     """What a form costs on last_hidden [T, D] and taps [T, L * D], for printing; logits is the target's."""
-    errors, restored = [], {}
-    for name, states in zip(STATES, (last_hidden, taps), strict=False):
-        if states is not None:
-            num_states = states.shape[-1] // last_hidden.shape[-1]
-            restored[name] = decode(*encode(states, num_states, storage), storage.dtype).to(states.dtype)
-            # Relative to a dimension's own root mean square, so a few huge dimensions cannot hide the others.
-            squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
-            error = (restored[name].double() - states.double()).square().sum(0)
-            errors += (error / squares).sqrt().unflatten(0, (num_states, -1)).mean(-1).tolist()
-    p, q = (torch.softmax(logits(states).float(), -1) for states in (last_hidden, restored["last_hidden"]))  # [T, V]
-    distance, each = (p - q).abs().sum(-1).mean() / 2, ", ".join(f"{error:.2%}" for error in errors)
+    width, states = last_hidden.shape[-1], last_hidden if taps is None else torch.cat([last_hidden, taps], dim=-1)
+    restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(states.dtype)
+    # Relative to a dimension's own root mean square, so a few huge dimensions cannot hide the others.
+    squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
+    errors = ((restored.double() - states.double()).square().sum(0) / squares).sqrt().unflatten(0, (-1, width))
+    p, q = (torch.softmax(logits(some[:, :width]).float(), -1) for some in (states, restored))  # [T, V]
+    distance, each = (p - q).abs().sum(-1).mean() / 2, ", ".join(f"{error:.2%}" for error in errors.mean(-1).tolist())
     cost = f"relative error of a dimension of the last state and the taps: {each}"
     return f"{storage}: {cost}; the target's law moves by {distance:.2%} ({len(p):,} tokens)"
 
@@ -178,33 +174,29 @@ class Writer:
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
         rows, storage, lengths = shard.rows, self.plan.storage, [len(row.input_ids) for row in shard.rows]
         starts = [0, *accumulate(lengths)]
-        tensors = {
-            name: torch.tensor([number for row in rows for number in getattr(row, name)], dtype=torch.int32)
-            for name in TOKENS
-        }
+        tensors: dict[str, Tensor] = {}
+        for name in TOKENS:
+            tensors[name] = torch.tensor([number for row in rows for number in getattr(row, name)], dtype=torch.int32)
         for positions in grouped(lengths, self.plan.batch_tokens):
             output, mask = self.forward([rows[position] for position in positions])
             places = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in positions])  # [N], in the shard
-            encoded, all_scales = dict[str, Tensor](), list[Tensor]()
-            for name, states in (("last_hidden", output.last_hidden), ("taps", output.taps)):
-                if states is None:
-                    continue
-                # On the target's device, so that less goes over the bus.
-                num_states = states.shape[-1] // self.plan.hidden_size
-                encoded[name], scales = encode(states[mask], num_states, storage)  # [N, S * D], [N, S]
-                all_scales += [] if scales is None else [scales]
-                # Of what is read again: a float32 scale does not tell whether float16 holds the value.
-                broken = ~torch.isfinite(decode(encoded[name], scales, storage.dtype)).all(-1).cpu()  # [N]
-                if broken.any():
-                    row = rows[bisect_right(starts, int(places[broken][0])) - 1]
-                    fix = "try another features.dtype or target.dtype"
-                    raise UserError(f"{row.source}: the target's states are not finite in {storage}; {fix}")
-            if all_scales:
-                encoded["scales"] = torch.cat(all_scales, dim=-1)  # [N, 1 + L]
-            for name, values in encoded.items():
+            states = [
+                part[mask] for part in (output.last_hidden, output.taps) if part is not None
+            ]  # [N, D], [N, L * D]
+            # On the target's device, so that less goes over the bus.
+            values, scales = encode(torch.cat(states, dim=-1), 1 + len(self.plan.after_blocks), storage)
+            # Of what is read again: a float32 scale does not tell whether float16 holds the value.
+            broken = ~torch.isfinite(decode(values, scales, storage.dtype)).all(-1).cpu()  # [N]
+            if broken.any():
+                row = rows[bisect_right(starts, int(places[broken][0])) - 1]
+                fix = "try another features.dtype or target.dtype"
+                raise UserError(f"{row.source}: the target's states are not finite in {storage}; {fix}")
+            parts = [*values.split([part.shape[-1] for part in states], dim=-1), *([] if scales is None else [scales])]
+            names = [name for name in STATES if name != "taps" or output.taps is not None]
+            for name, part in zip(names, parts, strict=False):
                 if name not in tensors:
-                    tensors[name] = torch.empty(starts[-1], values.shape[-1], dtype=values.dtype)
-                tensors[name][places] = values.cpu()
+                    tensors[name] = torch.empty(starts[-1], part.shape[-1], dtype=part.dtype)
+                tensors[name][places] = part.cpu()
             progress.update(len(places))
         return tensors
 

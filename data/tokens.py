@@ -21,7 +21,7 @@ from aerie.model.storage import digest
 from aerie.model.target import load_tokenizer
 
 BATCH = 256  # conversations of one tokenizer call
-GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
@@ -48,8 +48,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
                 reasons, kept = list[str](), list[Row]()
                 for row in rows:
                     if len(row.input_ids) > max_length:
-                        sentence = f"has {len(row.input_ids):,} tokens"
-                        tally.add("left out", "tokens behind max_length cut", row.source, sentence)
+                        tally.add("left out", "tokens behind max_length cut", row.source)
                     cut = Row(row.input_ids[:max_length], row.turns[:max_length], row.source)
                     num_tokens += len(cut.input_ids)
                     num_supervised += cut.num_supervised
@@ -66,12 +65,11 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
             progress.update(len(batch))
     names = ", ".join(config.conversations)
     if not data.train:
-        held_out = f"{len(data.held_out):,} rows are held out (data.held_out)"
+        held_out = f"{len(data.held_out):,} rows are held out"
         raise UserError(f"{names}: no conversation to train on; {held_out}; {tally.line()}")
     if num_supervised / num_tokens < config.min_supervised_share:
-        share = f"{num_supervised / num_tokens:.2%} of the tokens are supervised"
-        fix = "check the chat template with the show command, or lower data.min_supervised_share"
-        raise UserError(f"{names}: {share}, less than {config.min_supervised_share:.2%}; {fix}")
+        fix = "see them with the show command, or lower data.min_supervised_share"
+        raise UserError(f"{names}: only {num_supervised / num_tokens:.2%} of the tokens are supervised; {fix}")
     return data
 
 
@@ -130,9 +128,8 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
             text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
             new = text[shared_start(before, text) :]
             part, before = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", new), text
-            if turn:
-                part = f"{DIM}[{turn}:{RESET}{GREEN}{part}{RESET}{DIM}]{RESET}" if color else f"[{turn}:{part}]"
-            parts.append(part)
+            marked = f"{GREEN}{part}{RESET}" if color else f"[{turn}:{part}]"
+            parts.append(marked if turn else part)
         shown.append("".join(parts))
     return "\n\n".join(shown)
 

@@ -29,12 +29,6 @@ TRIMMING = (
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\\n' }}" + CHATML
-# The generation prompt names the role in another way than the render of the answer does.
-RENAMING = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'bot: ' }}{% endif %}"
-)
-COUNTING = "{{ messages | length }}" + CHATML
 # Only the answer after the last question keeps its thinking, and always opens with a think block.
 THINK_DROPPING = """
 {%- set last = namespace(user=0) -%}

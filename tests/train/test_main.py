@@ -124,7 +124,7 @@ def killed_at_its_end(*words: object) -> None:
 MISTAKES = [
     ("eagle1", "--train.learning_rat 1", "did you mean 'train.learning_rate'"),
     ("eagle1", "--train.unroll_steps 3", "train.unroll_steps: unknown key"),
-    ("eagle1", "--run nowhere", "nowhere/features: no such feature cache; build it with:"),
+    ("eagle1", "--run nowhere", "nowhere/features: no whole feature cache"),
     ("eagle1", "--target /no/such/target", "/no/such/target: no such target directory"),
     ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
     ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
