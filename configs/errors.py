@@ -1,4 +1,4 @@
-"""Mistakes of the user: one line on stderr and exit code 2, no traceback. Likely mistakes: one warning."""
+"""Mistakes of the user: one line on stderr and exit code 2, no traceback."""
 
 import os
 import signal
@@ -6,27 +6,23 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-REQUEUE = 75  # the exit code of a command that wants to be started again (sysexits.h: EX_TEMPFAIL)
+REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFAIL)
 
 
 class UserError(Exception):
-    """A mistake at the border (recipe, file, checkpoint, template); its text names the place, the value and the fix."""
+    """A mistake in what the user gave; its text names the place, the value and the fix."""
 
 
 class NotWritable(UserError):
-    """A file that could not be written. is_full: the disk has no space left."""
-
-    def __init__(self, message: str, is_full: bool) -> None:
-        super().__init__(message)
-        self.is_full = is_full
+    """A file that cannot be written, such as on a full disk."""
 
 
 class Requeued(KeyboardInterrupt):
-    """SIGUSR1, a scheduler's warning before its time limit: stop as after Ctrl-C and ask to be started again."""
+    """SIGUSR1, a scheduler's warning before its time limit."""
 
 
 def stop_on_signals() -> None:
-    """From now on SIGTERM stops this process as Ctrl-C does, and SIGUSR1 raises Requeued."""
+    """SIGTERM stops this process as Ctrl-C does, and SIGUSR1 raises Requeued."""
 
     def requeue(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)  # a batch script sends it again and again; the clean-up goes on
@@ -37,15 +33,11 @@ def stop_on_signals() -> None:
 
 
 def warn(message: str) -> None:
-    """Prints one warning on stderr; it names the place and the fix."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Runs main and returns the process's exit code.
-
-    main's own, 2 after a UserError, 130 after Ctrl-C, 75 after SIGUSR1, 141 when nobody reads stdout any more.
-    """
+    """main's own, 2 after a UserError, 130 after Ctrl-C, 75 after SIGUSR1, 141 when nobody reads stdout any more."""
     try:
         code = main()
         sys.stdout.flush()
@@ -57,8 +49,8 @@ def exit_code(main: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
         return 141
     except Requeued:
-        print("stopped before the time limit: what is whole is kept; the same command goes on", file=sys.stderr)
+        print("stopped before the time limit: the same command goes on", file=sys.stderr)
         return REQUEUE
     except KeyboardInterrupt:
-        print("interrupted: finished parts are kept; the same command goes on from there", file=sys.stderr)
+        print("interrupted: the same command goes on from there", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""YAML recipe -> frozen dataclasses, with every problem at once, each with its file, line and a suggestion."""
+"""YAML recipe -> frozen dataclasses; every problem at once, with its line and a suggestion."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @typing.dataclass_transform(frozen_default=True)
 class Section:
-    """A section of a recipe: its subclasses are frozen dataclasses, and keys that they do not have are refused."""
+    """Makes its subclasses frozen dataclasses that refuse unknown keys."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -31,22 +31,20 @@ class Section:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML, for which 3e-5 is a number as in YAML 1.2."""
+    pass
 
 
-_Loader.add_implicit_resolver(
+_Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
-
-
-# pydantic's adapter of a section, kept: making one takes as long as thousands of its calls
+# Kept, as making one takes as long as thousands of its calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def load(path: Path, schema: type[T], overrides: Sequence[str]) -> T:
-    """The recipe at path with `section.key=value` overrides applied; UserError lists every problem, with file:line."""
+    """The recipe at path with `section.key=value` overrides."""
     values, lines = read_yaml(path)
     return validate(values, schema, str(path), lines, overrides)
 
@@ -55,12 +53,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's mapping, and 'file:line' of each dotted key."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"{path}: cannot read the recipe: {reason}") from error
-    try:
         node = yaml.compose(text, Loader=_Loader)
         values = yaml.load(text, Loader=_Loader)  # noqa: S506 (_Loader is a SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot read the recipe: {getattr(error, 'strerror', 'not UTF-8 text')}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -83,7 +79,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]) -> None:
-    """Sets `a.b.c=value` in values; unknown names are left to the validation."""
+    """Sets `a.b.c=value` in values."""
     for word in words:
         name, _, text = word.partition("=")
         try:
@@ -119,13 +115,13 @@ def validate(
         problems = error.errors()
         # pydantic counts the wrong items of a list as missing ones, too
         inside = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
-        told = [each for each in problems if each["type"] != "too_short" or each["loc"] not in inside]
-        raise UserError("\n".join(_sentence(each, values, schema, source, lines) for each in told)) from error
+        problems = [each for each in problems if each["type"] != "too_short" or each["loc"] not in inside]
+        raise UserError("\n".join(_sentence(each, values, schema, source, lines) for each in problems)) from error
     return checked
 
 
 def as_dict(section: Any) -> dict[str, Any]:
-    """One section, or a whole recipe, as JSON-ready values with every default."""
+    """A section or recipe as JSON-ready values with every default."""
     value: dict[str, Any] = adapter(type(section)).dump_python(section, mode="json")
     return value
 
@@ -139,19 +135,22 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
     """One line for one of pydantic's errors: place, what is wrong, and a suggestion."""
     kind, parts = problem["type"], list[str]()
     for number, part in enumerate(problem["loc"], start=1):
-        # What is neither a key nor a position there is pydantic's word for a union's member or a validator.
+        # Other parts are pydantic's words for a union's member or a validator.
         is_there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
         if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
             parts.append(str(part))
             values = values[part] if is_there else None
-    name = ".".join(parts)
+    name, names = ".".join(parts), _names(schema)
     known = next((key for key in reversed([*itertools.accumulate(parts, "{}.{}".format)]) if key in lines), None)
     where = lines[known] if known else source
     prefix = where if f"{where}.".startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{prefix}: unknown key; {_suggestion(parts, _names(schema))}"
+        return f"{prefix}: unknown key; {_suggestion(parts, names)}"
     if kind == "union_tag_not_found":
-        return f"{prefix}: needs a key {problem['ctx']['discriminator']}"
+        key = problem["ctx"]["discriminator"].strip("'")
+        choice = re.compile(re.escape(f"{_pattern(parts)}{key}=") + r"(.+)")
+        choices = dict.fromkeys(match[1] for match in map(choice.fullmatch, names) if match)
+        return f"{prefix}: needs a key {key!r}: {', '.join(choices)}"
     if kind == "union_tag_invalid":
         key, tag, choices = (problem["ctx"][of].replace("'", "") for of in ("discriminator", "tag", "expected_tags"))
         close = difflib.get_close_matches(tag, choices.split(", "), n=1, cutoff=0.5)
@@ -164,14 +163,19 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
     return f"{prefix}: {message[0].lower()}{message[1:]}" + ("" if is_told else f", not {problem['input']!r}")
 
 
+def _pattern(parts: list[str]) -> str:
+    """The start of the keys of a section, as in `_names`."""
+    return "".join("*." if part.isdecimal() else f"{part}." for part in parts)
+
+
 def _suggestion(parts: list[str], names: Sequence[str]) -> str:
-    """The key that was meant: one of the same section, or of any section with a similar last part."""
+    """The key that was meant: of the same section, or of any section."""
     *section, leaf = parts
-    place = "".join("*." if part.isdecimal() else f"{part}." for part in section)
+    place = _pattern(section)
     beside = dict.fromkeys(name.removeprefix(place) for name in names if re.fullmatch(re.escape(place) + r"\w+", name))
     if leaf in beside:  # of another member of a union
         return f"it belongs to another kind of {section[-1]}, leave it out"
-    meant = {name.rpartition(".")[2]: name for name in reversed(names) if "*" not in name}
+    meant = {name.rpartition(".")[2]: name for name in reversed(names) if not {"*", "="} & {*name}}
     close = difflib.get_close_matches(leaf, beside, n=1) or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.8)
     meant |= {key: ".".join([*section, key]) for key in beside}
     return f"did you mean {meant[close[0]]!r}?" if close else f"known here: {', '.join(beside)}"
@@ -179,7 +183,9 @@ def _suggestion(parts: list[str], names: Sequence[str]) -> str:
 
 @functools.cache
 def _names(schema: Any, place: str = "") -> tuple[str, ...]:
-    """Every dotted key of a schema; * is any position in a list."""
+    """Every dotted key of a schema, and `key=value` of its choices; * is any position in a list."""
+    if typing.get_origin(schema) is typing.Literal:
+        return tuple(f"{place[:-1]}={choice}" for choice in typing.get_args(schema))
     if isinstance(schema, type) and dataclasses.is_dataclass(schema):
         hints = typing.get_type_hints(schema, include_extras=True)
         fields = [(place + field.name, hints[field.name]) for field in dataclasses.fields(schema)]

@@ -1,8 +1,7 @@
-"""The embedded corpus: conversations in ShareGPT format, questions in Spec-Bench's, and the tokenizer trained on them.
+"""The embedded corpus (ShareGPT conversations, Spec-Bench questions) and its tokenizer.
 
-A family of tasks is a YAML file in data/corpus: `draw` says what is drawn, in this order, `turns` which texts make the
-conversation, and the rest are texts and tables. Rules and slots are Jinja expressions over what was drawn before. The
-order of the draws decides the bytes of the corpus: a rule that moves changes every conversation.
+A family of tasks is a YAML file in data/corpus: `draw` is drawn in this order, `turns` are the conversation's texts.
+Rules and slots are Jinja expressions over what was drawn; moving a rule changes every conversation.
 """
 
 import json
@@ -23,9 +22,9 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.data import SyntheticConfig
 from aerie.model.storage import write_text
 
-# Spec-Bench style files call them categories. Their order is that of the measuring questions.
+# in the order of the measuring questions, whose categories they are
 FAMILIES = ("arithmetic", "conversion", "code", "table", "passage", "letter", "schedule")
-# How often the opening asks two questions at once; letters and schedules have follow-ups that need their answer first.
+# How often the opening asks two questions at once; follow-ups of the others need an answer first.
 MERGED_SHARE = {"arithmetic": 0.5, "conversion": 0.4, "code": 0.4, "table": 0.6, "passage": 1.0}
 SYSTEM_PROMPTS = (  # what the system turn asks for and how the first answer then begins
     ("You are a helpful assistant.", ""),
@@ -42,14 +41,12 @@ SHE, HE = {"he": "she", "his": "her", "him": "her"}, {"he": "he", "his": "his", 
 
 
 class Turn(NamedTuple):
-    """What the user asks and what the assistant answers."""
-
     question: str
     answer: str
 
 
 def result_of(code: str, name: str, argument: str) -> str:
-    """What the function `name`, which code defines, returns for an argument; all of them are our own texts."""
+    """What the function `name`, which code (our own text) defines, returns for an argument."""
     scope: dict[str, Any] = {}
     exec(f"{code}\nresult = {name}({argument})", scope)
     return repr(scope["result"])
@@ -69,17 +66,16 @@ template_of = cache(ENVIRONMENT.from_string)
 
 @cache
 def _book(name: str) -> dict[str, Any]:
-    """The content of a YAML file, its word lists split."""
     path = Path(__file__).with_name("corpus") / f"{name}.yaml"
     content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {**content, **{key: words.split() for key, words in content.pop("words", {}).items()}}
 
 
 def draw_task(family: str, generator: Random) -> list[Turn]:
-    """The opening turn of one task of a family, and the follow-ups that build on it."""
+    """The opening turn of one task, and its follow-ups."""
 
     def draw(rule: Any) -> Any:
-        """One of a list; the value of an expression; of a mapping's rules each in turn, kept by name, the last's."""
+        """One of a list; the value of an expression; a mapping's rules in turn, kept by name, and the last's value."""
         if isinstance(rule, list):
             return generator.choice(rule)
         if not isinstance(rule, Mapping):
@@ -94,7 +90,6 @@ def draw_task(family: str, generator: Random) -> list[Turn]:
         return "".join(template_of(template).root_render_func(context))
 
     def people(count: int) -> list[dict[str, str]]:
-        """Distinct people, women and men mixed, with their pronouns."""
         names = generator.sample([*values["women"], *values["men"]], count)
         return [{"name": name, **(SHE if name in values["women"] else HE)} for name in names]
 
@@ -112,7 +107,7 @@ def draw_task(family: str, generator: Random) -> list[Turn]:
         "draw": draw,
         "text": text,
     }
-    # One context that reads values: a new one for each rule would take most of the time.
+    # One context, as a new one for each rule would take most of the time.
     context = template_of("").new_context(values, shared=True)
     draw(book["draw"])
     return [Turn(text(question), text(answer)) for question, answer in draw(book["turns"])]
@@ -124,12 +119,8 @@ def opening_key(question: str) -> str:
 
 
 def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
-    """Rows per file of train.jsonl, prompts.jsonl and calibration.jsonl, written to directory.
-
-    The same seed gives the same bytes; no measuring question opens a conversation. UserError when more distinct
-    questions are asked for than the families can give.
-    """
-    taken: set[str] = set()  # opening questions of rows that must not occur again
+    """Rows written to train.jsonl, prompts.jsonl and calibration.jsonl; no measuring question opens a conversation."""
+    taken: set[str] = set()  # opening questions that must not occur again
     files: dict[str, list[dict[str, Any]]] = {"train.jsonl": [], "prompts.jsonl": [], "calibration.jsonl": []}
 
     def fresh(generator: Random, category: str) -> list[Turn]:
@@ -137,12 +128,10 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
             turns = draw_task(category, generator)
             if opening_key(turns[0].question) not in taken:
                 return turns
-        raise UserError(
-            f"synthetic: num_prompts: no new {category} question in {ATTEMPTS} draws; ask for fewer prompts"
-        )
+        raise UserError(f"synthetic: num_prompts: no new {category} question in {ATTEMPTS} draws; ask for fewer")
 
     def merged(generator: Random, category: str, turns: list[Turn]) -> list[Turn]:
-        """The turns, or in a share of the draws the first two as one, each answer in a paragraph of its own."""
+        """The turns, in a share of the draws with the first two as one."""
         if generator.random() >= MERGED_SHARE.get(category, 0.0):
             return turns
         first, second, *rest = turns
@@ -180,7 +169,7 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
 
 
 USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>")
-# A word or a single digit with the space before it, signs, white space; single digits make sums learnable.
+# A word or a digit with the space before it, signs, white space; single digits make sums learnable.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -197,7 +186,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most vocab_size tokens (fewer when no merge is left); the same texts, the same tokenizer."""
+    """A byte-level BPE tokenizer of at most vocab_size tokens."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

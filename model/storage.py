@@ -44,7 +44,7 @@ def explained(path: Path) -> Iterator[None]:
         if number not in (*FULL, *REFUSED):
             raise
         fix = "free some space" if number in FULL else "choose another --run, or change its permissions"
-        raise NotWritable(f"{path}: cannot be written ({os.strerror(number)}); {fix}", number in FULL) from error
+        raise NotWritable(f"{path}: cannot be written ({os.strerror(number)}); {fix}") from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -9,7 +9,7 @@ from aerie.configs.read import Section
 
 
 class SyntheticConfig(Section):
-    """The embedded corpus: written by data/synthetic.py, the same bytes for the same seed."""
+    """The embedded corpus."""
 
     num_conversations: PositiveInt = 12000
     num_prompts: PositiveInt = 120  # measuring prompts, disjoint from the conversations
@@ -20,16 +20,14 @@ class SyntheticConfig(Section):
 class DataConfig(Section):
     """Which conversations, and how they become tokens and a loss mask."""
 
-    # files (.json, .jsonl, .parquet), directories or Hub ids, in this order
-    conversations: Annotated[tuple[str, ...], Field(min_length=1)]
+    conversations: Annotated[tuple[str, ...], Field(min_length=1)]  # .json, .jsonl, .parquet, directories or Hub ids
     prompt_field: str | None = None  # for prompt/completion rows; null: the usual names are tried
     completion_field: str | None = None
     system_prompt: str | None = None  # put before conversations that have no system turn
     max_length: Annotated[int, Field(ge=8)] = 2048  # tokens; longer conversations are cut
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of conversations, by hash, that training never sees
     limit: int | None = None  # only the first conversations, after the hash split
-    # all: every token but the first (how a target is trained from scratch)
-    supervise: Literal["assistant", "all"] = "assistant"
+    supervise: Literal["assistant", "all"] = "assistant"  # all: every token but the first
     min_supervised_share: float = 0.01  # refuse to go on below this share of supervised tokens
 
     def __post_init__(self) -> None:
@@ -38,25 +36,23 @@ class DataConfig(Section):
 
 
 class FeaturesConfig(Section):
-    """The target's states of the conversations: cached before training, or made in each step."""
+    """The target's states of the conversations."""
 
     mode: Literal["cached", "online"] = "cached"  # online: the target runs in the training step, nothing is written
-    # Taps: the residual stream after k blocks. Null: what the head needs (EAGLE-1 none, EAGLE-3 (2, n//2, n-3)).
+    # taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, n//2, n-3)
     after_blocks: tuple[int, ...] | None = None
     batch_tokens: PositiveInt = 8192  # tokens of one target forward, padding included
     shard_tokens: PositiveInt = 262144  # tokens of one safetensors shard
-    # Of the states as training sees them; null: the target's.
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    # Of the states on the disk; null: dtype. fp8 (E4M3) and int8: a byte a value, a float32 scale per token and state.
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # that training sees; null: the target's
+    # on the disk; null: dtype. fp8 (E4M3) and int8: a byte a value, a float32 scale per token and state
     storage: Literal["bf16", "fp8", "int8"] | None = None
-    shuffle_shards: PositiveInt | None = None  # training draws rows from so many shards at a time; null: all of them
+    shuffle_shards: PositiveInt | None = None  # training draws rows from so many shards at a time; null: all
 
     def __post_init__(self) -> None:
         blocks = list(self.after_blocks or ())
-        if blocks != sorted(set(blocks)):
-            meant = sorted(set(blocks))
+        if blocks != (meant := sorted(set(blocks))):
             raise ValueError(f"after_blocks must ascend without repeats, not {blocks}; did you mean {meant}?")
-        if self.mode == "online" and (self.storage is not None or self.shuffle_shards is not None):
+        if self.mode == "online" and (self.storage or self.shuffle_shards):
             raise ValueError("storage and shuffle_shards are of a cache: leave them out with mode: online")
 
 
@@ -64,15 +60,13 @@ class SourceConfig(Section):
     """Where prompts come from."""
 
     path: str  # a file (.json, .jsonl, .parquet), a directory or a Hub data set (owner/name:subset:split)
-    # conversations: their human turns, asked one after the other on the new history. prompts: a question per row.
-    # personas: rows of PersonaHub, made into math problems by the templates of data/distill/prompts.py.
+    # human turns, asked on the new history; a question per row; or rows of PersonaHub, made into math problems
     kind: Literal["conversations", "prompts", "personas"] = "conversations"
     revision: str | None = None  # the Hub data set's commit
     num_rows: PositiveInt | None = None  # drawn with distill.seed; null: all, in their order
     samples: PositiveInt = 1  # answers to each row, with seeds of their own
     field: str | None = None  # prompts: the column of the question; null: the usual names are tried
-    # personas: "solution" answers the problem that the row has, "problem" has the target invent one first.
-    ask: Literal["solution", "problem"] = "solution"
+    ask: Literal["solution", "problem"] = "solution"  # personas: of the row's problem, or first invent one
     system_prompt: str | None = None  # before rows that have no system turn
 
     def __post_init__(self) -> None:
@@ -85,22 +79,22 @@ class SamplingConfig(Section):
 
     temperature: NonNegativeFloat = 1.0  # the target's own law; 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int | None = None  # null: not sent, a server then has its own default; in process 0 is off
-    max_tokens: PositiveInt = 2048  # of one answer; what does not end within them is cut
+    top_k: int | None = None  # null: the server's default; in process 0 is off
+    max_tokens: PositiveInt = 2048  # of one answer
 
 
 class ServerConfig(Section):
-    """Servers that speak OpenAI's chat completions (vLLM, SGLang, transformers serve), all with the same target."""
+    """Servers of OpenAI's chat completions (vLLM, SGLang, transformers serve), all with the same target."""
 
     # base URLs, such as http://host:8000/v1
     urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://")], ...], Field(min_length=1)]
     model: str | None = None  # the name that they serve; null: target.path
     concurrency: PositiveInt = 64  # requests under way at each URL
-    timeout_s: PositiveFloat = 1800.0  # of one request, once connected; an answer with its thinking can take long
-    retries: NonNegativeInt = 5  # of one request, by openai's client (cut connections, timeouts, 408, 429, 5xx)
-    patience_s: PositiveFloat = 900.0  # without any answer of a server that is away or too busy; then the run stops
-    token_ids: bool = False  # ask for the ids (vLLM: return_token_ids), which are then what is trained on
-    extra_body: dict[str, Any] = field(default_factory=dict)  # put into every request (min_p, chat_template_kwargs)
+    timeout_s: PositiveFloat = 1800.0  # of one request, once connected; thinking can take long
+    retries: NonNegativeInt = 5  # of one request, by openai's client
+    patience_s: PositiveFloat = 900.0  # without any answer, then the run stops
+    token_ids: bool = False  # ask for the ids (vLLM: return_token_ids), which are then trained on
+    extra_body: dict[str, Any] = field(default_factory=dict)  # of every request (min_p, chat_template_kwargs)
 
     def __post_init__(self) -> None:
         if not isinstance(self.extra_body.get("chat_template_kwargs") or {}, dict):
@@ -111,20 +105,20 @@ Action = Literal["keep", "drop"]
 
 
 class GateConfig(Section):
-    """What becomes of answers with a flaw; each is counted either way."""
+    """What becomes of answers with a flaw."""
 
-    cut: Action = "drop"  # does not end within max_tokens; kept, it is trained on without an end-of-turn token
+    cut: Action = "drop"  # not ended within max_tokens; kept, it is trained on without an end-of-turn token
     empty: Action = "drop"  # nothing behind the thinking
     loop: Action = "drop"
-    language: Action = "drop"  # its thinking or its content, in another script than its question
-    refusal: Action = "keep"  # the target does say so, and a draft head has to follow it
-    repeated: Action = "drop"  # the same first question as an earlier row's (problems that the target invents repeat)
+    language: Action = "drop"  # in another script than its question
+    refusal: Action = "keep"  # a draft head has to follow the target
+    repeated: Action = "drop"  # an invented problem that an earlier row has
 
 
 class EvaluationConfig(Section):
     """Questions that no prompt may overlap."""
 
-    name: str  # of a published task (mt_bench, gsm8k, math500, ...), which says how the rows are read
+    name: str  # of a published task (mt_bench, gsm8k, math500, ...), or your own
     path: str | None = None  # a file, a directory or a Hub data set; null: the published one
     revision: str | None = None
 
@@ -133,11 +127,10 @@ class DistillConfig(Section):
     """Prompts in, conversations answered by the target out (RUN/distilled)."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
-    # null: the target answers in this process, with the run's draft head where there is one
-    server: ServerConfig | None = None
+    server: ServerConfig | None = None  # null: the target answers in this process, with the run's draft head if any
     sampling: SamplingConfig = SamplingConfig()
     max_turns: PositiveInt | None = None  # questions of a conversation at most
     exclude: tuple[EvaluationConfig, ...] = ()  # beside the recipe's own prompts of bench, calibrate and tune
-    ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that a prompt may not share with an evaluation question
+    ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
     gate: GateConfig = GateConfig()
     seed: int = 0

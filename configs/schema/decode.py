@@ -1,7 +1,4 @@
-"""How a recipe says to decode: `{method: NAME, tree: {shape, levels, ..., stop: {rule, ...}}}`.
-
-A method is a name for published settings (METHODS); what a recipe leaves out is the method's own.
-"""
+"""How a recipe says to decode: a method, and what differs from its published settings (METHODS)."""
 
 import hashlib
 from collections.abc import Iterable
@@ -21,71 +18,63 @@ Finite = Annotated[NonNegativeFloat, Field(lt=inf)]
 
 
 class ConstantConfig(Section):
-    """Every tree has the tree's `levels`."""
-
     rule: Literal["constant"] = "constant"
 
 
 class HeuristicConfig(Section):
-    """A length that follows what was accepted (transformers). The cap is the tree's `levels`; SVIP: 40."""
+    """transformers' length that follows what was accepted."""
 
     rule: Literal["heuristic"] = "heuristic"
-    start: PositiveInt = 5  # SVIP's code; transformers starts at num_assistant_tokens
-    more: PositiveInt = 2  # transformers: when all was accepted
-    fewer: PositiveInt = 1  # transformers: otherwise, down to one token
-    across_prompts: bool = False  # true: transformers' "heuristic", which keeps the length; else "heuristic_transient"
+    start: PositiveInt = 5  # SVIP's code
+    more: PositiveInt = 2  # when all was accepted
+    fewer: PositiveInt = 1  # otherwise, down to one token
+    across_prompts: bool = False  # true: "heuristic" of transformers; false: its "heuristic_transient"
 
 
 class EntropyConfig(Section):
-    """SVIP: stop when sqrt(c * H) > h, H in nats. Its released code has the defaults; c: 1 is the paper's text."""
+    """SVIP: stop when sqrt(c * H) > h, H in nats. The defaults are its code's; c: 1 is the paper's text."""
 
     rule: Literal["entropy"] = "entropy"
     c: Annotated[Finite, Field(gt=0.0)] = 0.15
     h: Finite = 0.3
-    # Whose entropy counts on a tree (SVIP is silent): the best path's; the frontier's mean, weighted by survival; its
-    # minimum (all must be uncertain); or each node's own, which is then not expanded while others are.
+    # Whose entropy counts on a tree: the best path's, the frontier's mean by survival or minimum, or each node's own.
     over: Literal["top_path", "value_weighted", "minimum", "per_node"] = "top_path"
 
     @property
     def max_entropy(self) -> float:
-        """The entropy in nats above which the rule stops: 0.6 by default, 0.09 by the paper's text."""
+        """The entropy in nats above which the rule stops."""
         return self.h**2 / self.c
 
 
 class ConfidenceConfig(Section):
-    """Stop below a token with a smaller q than this (transformers' assistant_confidence_threshold)."""
+    """Stop below a token with a smaller q than this."""
 
     rule: Literal["confidence"] = "confidence"
-    threshold: Share = 0.4  # transformers; its levels (num_assistant_tokens) are 20
+    threshold: Share = 0.4  # transformers' assistant_confidence_threshold
 
 
 class VoteConfig(Section):
-    """DEAGLE's vote. Thresholds are the paper's; where its text and its equations differ, both readings are here.
-
-    Momentum is section 3.4's S_d / S_{d-1}: the ratio of equation 25 is at least 1 and would never vote. Equations 22
-    and 26 without a bonus are at most the depth: expectation always votes, and deciding alone it is refused.
-    """
+    """DEAGLE's vote. Momentum is section 3.4's S_d / S_{d-1}: equation 25's ratio, at least 1, would never vote."""
 
     rule: Literal["vote"] = "vote"
     signals: tuple[Literal["probability", "momentum", "expectation"], ...] = ("probability", "momentum", "expectation")
     votes: int | None = None  # null: two, or one where there is one signal
     probability_threshold: Share = 0.15
     momentum_threshold: Share = 0.6
-    momentum_from: PositiveInt = 1  # the first depth with a ratio; 1: the root's S is 1; 2: S_2 / S_1 is the first
+    momentum_from: PositiveInt = 1  # the first depth with a ratio; the root's S is 1
     declines: PositiveInt = 2  # "two times"
     consecutive: bool = False  # whether these must be levels in a row
-    expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # equations 22 and 23, or 26 (a constant depth, nearly)
-    # Added to E_d: the target's own token, and 2 because the code that the paper extends counts its loop over depths
-    # from 0 at the second level. Its table 4 needs that much: the expectation alone leaves 8 levels as they are. 1: the
-    # target's token alone; 0: the equations to the letter.
+    expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # equations 22 and 23, or 26
+    # Added to E_d: the target's own token, and 2 as the code that the paper extends counts depths from 0 at the second
+    # level (its table 4 needs that much). 0: equations 22 and 26 to the letter, at most the depth.
     bonus: Finite = 3.0
     over: Literal["frontier", "selected"] = "frontier"  # the tail's nodes: each level's frontier, or the reranked tree
 
     def __post_init__(self) -> None:
         if not 1 <= self.needed <= len(set(self.signals)) == len(self.signals):
-            raise ValueError("signals names one to three different signals, and votes is at most their number")
+            raise ValueError("signals must differ, and votes be at most their number")
         if self.needed <= ("expectation" in self.signals and self.bonus <= 0):
-            raise ValueError("without a bonus the expectation always votes: every tree would end at its first level")
+            raise ValueError("without a bonus the expectation always votes; raise bonus or votes")
 
     @property
     def needed(self) -> int:
@@ -94,11 +83,11 @@ class VoteConfig(Section):
 
 
 class ProbabilitySumConfig(Section):
-    """Dynamic Depth Decoding: the frontier's summed survival, looked at now and then. The paper's `levels` are 11."""
+    """Dynamic Depth Decoding: the frontier's summed survival at some depths."""
 
     rule: Literal["probability_sum"] = "probability_sum"
     checks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (5, 7, 9)  # depths
-    threshold: Share = 0.15  # tuned per model in the paper (as its logarithm); this one is DEAGLE's
+    threshold: Share = 0.15  # DEAGLE's; tuned per model in the paper
 
     def __post_init__(self) -> None:
         if list(self.checks) != sorted(set(self.checks)):
@@ -106,10 +95,10 @@ class ProbabilitySumConfig(Section):
 
 
 class MarginalGainConfig(Section):
-    """OPT-Tree: what a level adds to the expected length. Its k is nodes - 1; its max_depth 10 verifies 9 levels."""
+    """OPT-Tree: what a level adds to the expected length."""
 
     rule: Literal["marginal_gain"] = "marginal_gain"
-    threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # expected tokens; its README, and 0.7 in its demonstration
+    threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # expected tokens; its README
 
 
 StopConfig = Annotated[
@@ -131,11 +120,10 @@ class _File(Section):
     choices: tuple[Choice, ...]
 
 
-# Of every shape: survival is made of the head's own confidence, or of what a fit in its calibrator.json (`calibrated`)
-# makes of it; `levels`, where there is one, is the deepest for every stop rule; nodes count the root, as SafeAILab's
-# total_token does.
+# Of every shape: `levels` is the deepest for every stop rule, `nodes` count the root, and `calibrated` is a fit in the
+# head's calibrator.json, which corrects its confidence.
 class ChainConfig(Section, kw_only=True):
-    """`levels` tokens in a row: where the target samples drawn from q under its processors (R1), or q's best."""
+    """`levels` tokens in a row: drawn from q where the target samples (R1), or q's best."""
 
     shape: Literal["chain"] = "chain"
     levels: PositiveInt = 6
@@ -153,24 +141,22 @@ class ChainConfig(Section, kw_only=True):
 
 
 class StaticConfig(Section, kw_only=True):
-    """A tree whose form is known before anything is drafted. At temperature 0 children are q's most probable tokens."""
+    """A tree whose form is known before anything is drafted."""
 
     shape: Literal["static"] = "static"
-    # the nodes as paths of child ranks, [[0], [1], [0, 0], ...]; or a YAML file that lists them under `choices`; or the
-    # name of a published tree: eagle1 (25 nodes), medusa63
+    # paths of child ranks [[0], [1], [0, 0], ...], a YAML file with them under `choices`, or a published tree
     choices: str | tuple[Choice, ...]
-    # where the target samples. best: q's most probable tokens (R2); sampled: siblings drawn from q under the target's
-    # processors without replacement (R3); replaced: with replacement (R4, SpecInfer)
+    # where the target samples: q's most probable tokens (R2), or drawn without (R3) or with (R4) replacement
     children: Literal["best", "sampled", "replaced"] = "sampled"
     stop: StopConfig = ConstantConfig()
     calibrated: Fit | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, EntropyConfig) and self.stop.over == "per_node":
-            raise ValueError("stop.over: per_node needs a tree that chooses its nodes; use shape dynamic or chain")
+            raise ValueError("stop.over: per_node needs a tree that chooses its nodes (shape dynamic or chain)")
         try:
             assert self.paths
-        except UserError as error:  # whoever reads the recipe says where it stands
+        except UserError as error:  # the reader of the recipe adds its line
             raise ValueError(str(error)) from error
 
     @property
@@ -181,7 +167,7 @@ class StaticConfig(Section, kw_only=True):
 
     @cached_property
     def paths(self) -> tuple[Choice, ...]:
-        """The nodes in level order, siblings by rank; UserError names what makes them no tree."""
+        """The nodes in level order, siblings by rank."""
         choices, source, sampled = self.choices, "tree.choices", self.children != "best"
         if isinstance(choices, str):
             path = self.file or PUBLISHED / f"{choices}.yaml"
@@ -198,10 +184,8 @@ class StaticConfig(Section, kw_only=True):
                 raise UserError(f"{source}: {[*above, rank]} is listed without its parent {above}; add the parent")
             # A sampled node's child of rank r is the token drawn r-th: none of those drawn before may be left out.
             if sampled and rank and (*above, rank - 1) not in nodes:
-                raise UserError(
-                    f"{source}: {[*above, rank]} is listed without {[*above, rank - 1]}: leaving out a child that was "
-                    f"drawn would bias the output; list it too, or use children: best"
-                )
+                fault = f"{[*above, rank]} is listed without {[*above, rank - 1]}, which would bias the output"
+                raise UserError(f"{source}: {fault}; list it too, or use children: best")
         return tuple(sorted(choices, key=lambda choice: (len(choice), choice)))
 
     @property
@@ -218,17 +202,15 @@ class StaticConfig(Section, kw_only=True):
 
 
 class DynamicConfig(Section, kw_only=True):
-    """EAGLE-2's tree. Its children are the most probable tokens: reranking drops some, which would bias drawn ones."""
+    """EAGLE-2's tree of q's most probable tokens: reranking would bias drawn ones."""
 
     shape: Literal["dynamic"] = "dynamic"
     levels: PositiveInt = 6
     k: PositiveInt = 10  # branching and frontier width
     nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes with the root
-    # EAGLE-2's ablations (table 3). By confidence: nodes are ranked by their own confidence, and of all levels those
-    # are kept whose confidence, and that of all their ancestors, is largest. Without reranking: every level's k best
-    # are verified, k * levels + 1 nodes, whatever `nodes` says.
+    # EAGLE-2's ablations (table 3)
     rank: Literal["survival", "confidence"] = "survival"
-    rerank: bool = True
+    rerank: bool = True  # false: every level's k best are verified, k * levels + 1 nodes
     stop: StopConfig = ConstantConfig()
     calibrated: Fit | None = None
 
@@ -245,29 +227,26 @@ TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator
 
 
 def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
-    """{"choices": file -> digest} of the files that trees name, which may change under their names; empty without."""
+    """{"choices": file -> digest} of the files that trees name; empty without any."""
     files = {str(tree.file): tree.file for tree in trees if isinstance(tree, StaticConfig) and tree.file}
     found = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in sorted(files.items())}
     return {"choices": found} if found else {}
 
 
 class TypicalConfig(Section):
-    """Medusa's typical acceptance, in place of a lossless rule where tokens are sampled. NOT lossless.
+    """NOT lossless: x is accepted where p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
 
-    Token x is accepted where p(x) > min(epsilon, delta exp(-H(p))). Source: Medusa (arXiv 2401.10774), section 2.3.1.
-    """
-
-    epsilon: Annotated[Share, Field(lt=1.0)] = 0.09  # published
-    delta: NonNegativeFloat = 0.3  # published: the square root of epsilon
+    epsilon: Annotated[Share, Field(lt=1.0)] = 0.09
+    delta: NonNegativeFloat = 0.3  # the square root of epsilon
 
 
 class PromptLookupConfig(Section):
-    """Prompt lookup, as transformers 5 does it: any continuation, cut before an end token."""
+    """Prompt lookup as transformers 5 has it: any continuation, cut before an end token."""
 
-    ngram: PositiveInt = 2  # the longest that is looked up; transformers' default, prompt-lookup-decoding's is 3
+    ngram: PositiveInt = 2  # the longest; transformers (prompt-lookup-decoding: 3)
     min_ngram: PositiveInt = 1
     length: PositiveInt = 10  # drafted tokens
-    match: Literal["first", "last"] = "first"  # of the places with that n-gram; transformers takes the first
+    match: Literal["first", "last"] = "first"  # of the places with that n-gram; transformers
 
     def __post_init__(self) -> None:
         if self.ngram < self.min_ngram:
@@ -286,17 +265,17 @@ class PromptLookupConfig(Section):
 
 
 class LookaheadConfig(Section):
-    """Lookahead decoding (arXiv 2402.02057); (N, W, G) = (5, 7, 7) are the published code's."""
+    """Lookahead decoding (arXiv 2402.02057); N, W, G are the published code's."""
 
     ngram: Annotated[int, Field(ge=2)] = 5  # N: a guess has N - 1 tokens, the window N - 1 rows
     window: PositiveInt = 7  # W: the window's columns
     guesses: PositiveInt = 7  # G: n-grams kept for each first token, and verified at once
-    pool_from_text: bool = False  # the pool also holds the n-grams of prompt and answer (POOL_FROM_PROMPT there)
-    seed: int = 0  # of the window's first tokens, drawn from the prompt; theirs differ from run to run
+    pool_from_text: bool = False  # also n-grams of prompt and answer (POOL_FROM_PROMPT there)
+    seed: int = 0  # of the window's first tokens
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """levels, k and nodes with root and passengers, when it is widest: with a full window, or on the way there."""
+        """levels, k and nodes with root and passengers, with a full window or on the way there."""
         rows, columns = self.ngram - 1, self.window
         warm_up = max((row + 1) * (columns + rows - 1 - row) for row in range(rows))
         return rows, self.guesses, max(rows * columns + rows * self.guesses, warm_up)
@@ -316,8 +295,8 @@ class Published:
     """A method as its source has it."""
 
     heads: tuple[str, ...] = ()  # the kinds that it drafts with; none: it needs no head
-    tree: dict[str, Any] | None = None  # TreeConfig's keys; null: it guesses without a tree of laws
-    options: str | None = None  # the section of its settings, for a method that guesses
+    tree: dict[str, Any] | None = None  # TreeConfig's keys
+    options: str | None = None  # the section of a method that guesses without a tree
 
 
 EAGLE = ("eagle1", "eagle3")
@@ -351,10 +330,7 @@ else:
 
 
 def completed(method: Any, changes: Any) -> Any:
-    """A recipe's `tree` with the settings of its method where it says nothing; keys that are null say nothing.
-
-    A tree of another shape has nothing of the method's, nor has another stop rule.
-    """
+    """A recipe's `tree` with its method's settings where it has none; another shape or rule gets none of them."""
     if not isinstance(changes or {}, dict) or method not in METHODS:
         return changes
     changes, own = {key: value for key, value in (changes or {}).items() if value is not None}, METHODS[method].tree
@@ -373,18 +349,18 @@ def completed(method: Any, changes: Any) -> Any:
 
 
 def published_tree(method: str, **changes: Any) -> Any:
-    """The TreeConfig of a method with a recipe's changes; null for one that grows no tree."""
+    """The TreeConfig of a method with a recipe's changes, if it grows a tree."""
     tree = completed(method, changes)
     return None if tree is None else adapter(TreeConfig).validate_python(tree)
 
 
 class MethodConfig(Section):
-    """One way of decoding: a method by its name, and what differs from its published form."""
+    """A method, and what differs from its published form."""
 
     method: Method
-    tree: TreeConfig | None = None  # null for a method that grows none; a recipe names what differs from METHODS
+    tree: TreeConfig | None = None
     head: str | None = None  # a head's directory or Hub id; null: the run's own of a kind that the method drafts with
-    typical: TypicalConfig | None = None  # in place of a lossless rule where tokens are sampled: NOT lossless
+    typical: TypicalConfig | None = None  # in place of a lossless rule where tokens are sampled
     lookup: PromptLookupConfig | None = None
     lookahead: LookaheadConfig | None = None
 
@@ -403,7 +379,7 @@ class MethodConfig(Section):
             if getattr(self, section) is not None and METHODS[self.method].options != section:
                 raise ValueError(f"{section}: {self.method} does not read it; leave it out")
         if self.typical is not None and self.method == "vanilla":
-            raise ValueError("typical: judges drafted tokens, and vanilla drafts none; leave it out")
+            raise ValueError("typical: vanilla drafts none; leave it out")
 
     @classmethod
     def of(cls, method: str, head: str | None = None, **changes: Any) -> "MethodConfig":
@@ -412,13 +388,13 @@ class MethodConfig(Section):
 
     @property
     def options(self) -> Options | None:
-        """What a method that guesses is set to, its published settings where nothing is set; null for any other."""
+        """The settings of a method that guesses."""
         section = METHODS[self.method].options
         return None if section is None else getattr(self, section) or OPTIONS[section]()
 
 
 def check_kind(method: str, kind: str, place: str) -> None:
-    """UserError, which names the place, when the method does not draft with this kind of head."""
+    """UserError when the method does not draft with this kind of head."""
     heads = METHODS[method].heads
     if not heads:
         raise UserError(f"{place}: {method} needs no head; leave it out")

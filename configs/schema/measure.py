@@ -9,21 +9,18 @@ from aerie.configs.schema.decode import Finite, Method, MethodConfig, TreeConfig
 
 
 class TaskConfig(Section):
-    """One task; a file's rows and the Hub's become prompts alike (infer/measure/tasks.py).
-
-    A row with `turns` (Spec-Bench, EAGLE's eagle/data) is a question as it stands.
-    """
+    """One task; a row with `turns` (Spec-Bench) is a question as it stands."""
 
     # a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the questions at `path`
     name: Annotated[str, Field(min_length=1)]
     path: str | None = None  # a file, a directory or a Hub data set (owner/name:subset:split); null: the published one
-    revision: str | None = None  # of a Hub data set; null: the published one's pinned commit, `path` as it is now
+    revision: str | None = None  # of a Hub data set; null: the published one's pinned commit
     num_prompts: PositiveInt | None = None  # null: the section's
     seed: int | None = None  # draws the prompts from the whole set; null: the first ones
 
 
 class PromptsConfig(Section):
-    """Measuring prompts: Spec-Bench style questions {question_id, category, turns}, lines of plain text, or tasks."""
+    """Measuring prompts: questions {question_id, category, turns}, lines of plain text, or tasks."""
 
     path: str | None = None  # a .jsonl file of questions, or of lines
     num_prompts: PositiveInt | None = 80  # of the file, or of each task; null: all
@@ -40,35 +37,34 @@ class PromptsConfig(Section):
             raise ValueError("task names the questions of path, and tasks have names of their own; leave it out")
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
-            raise ValueError(f"tasks: {next(name for name in names if names.count(name) > 1)} stands there twice")
+            raise ValueError(f"tasks: {max(names, key=names.count)} stands there twice")
 
 
 class SamplingConfig(Section):
-    """Sampling of one bench pass; temperature 0 is argmax."""
+    """Sampling of one bench pass."""
 
     temperature: Finite = 0.0
     top_k: NonNegativeInt = 0  # 0: off
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-CONTEXT = "context"  # the sweep that contexts make
+CONTEXT = "context"  # the sweep of contexts
 
 
 class SweepConfig(Section):
-    """Rows measured once for each value of one setting; they go to `sweeps` of summary.json, never into its rows."""
+    """Rows measured once for each value of one setting (`sweeps` of summary.json)."""
 
     name: str
     vary: str  # a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), or temperature
     values: Annotated[tuple[Any, ...], Field(min_length=1)]
-    # as the bench's, each read anew with every value in its place
-    rows: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]
+    rows: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]  # as the bench's
     sampling: tuple[SamplingConfig, ...] = ()  # empty: the bench's
     tasks: tuple[str, ...] = ()  # names; empty: all
     num_prompts: PositiveInt | None = None  # the first ones of each task; null: all
 
 
 class BenchConfig(Section):
-    """What is measured: every row on every prompt, interleaved, in one process."""
+    """Every row on every prompt, interleaved, in one process."""
 
     prompts: PromptsConfig
     rows: tuple[MethodConfig, ...]
@@ -76,18 +72,17 @@ class BenchConfig(Section):
     warmup_prompts: NonNegativeInt = 2
     reference: bool = True  # also time transformers' generate and the bare forwards
     overhead: bool = False  # also time each row's model forwards alone, on a few prompts (overhead.json)
-    cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl); speeds stay comparable
-    by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled (details.json has each)
+    cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl)
+    by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled
     sweeps: tuple[SweepConfig, ...] = ()
-    # context lengths (prompt and answer, ascending) that split the answers into a sweep of their own, as far as the
-    # target goes: from the start to each, and between each and the one before (SVIP, tables 2 and 5, figures 5 and 6)
+    # tokens of prompt and answer that split the answers into a sweep: from the start to each, and from one to the next
     contexts: tuple[PositiveInt, ...] = ()
 
     def __post_init__(self) -> None:
         if not any(row.method == "vanilla" for row in self.rows):
             raise ValueError("rows must contain the vanilla row: speedup is measured against it")
         if not self.sampling or len(set(self.sampling)) < len(self.sampling):
-            raise ValueError("sampling is a list of one or more different settings ([{temperature: 0.0}], for one)")
+            raise ValueError("sampling is a list of different settings, such as [{temperature: 0.0}]")
         names = [sweep.name for sweep in self.sweeps]
         if len(set(names)) < len(names) or CONTEXT in names:
             raise ValueError(f"sweeps need names that differ, and {CONTEXT} is that of contexts")
@@ -100,13 +95,12 @@ class CalibrateConfig(Section):
 
     prompts: PromptsConfig
     method: Method | None = None  # null: the usual one of the recipe's head
-    tree: TreeConfig | None = None  # of the method, as a row's; a recipe names what differs from its published one
+    tree: TreeConfig | None = None  # what differs from the method's
     bins: PositiveInt = 20
     temperature: Finite = 0.0  # of the decoding
     oracle_levels: PositiveInt | None = None  # also draft this deep at every cycle: the oracle draft length; SVIP: 40
-    ranks: PositiveInt = 10  # a static tree: how many of a law's best tokens are tried where the tree is rebuilt
-    # of the rebuilt tree, with the root; null: as many as the tree that it replaces
-    nodes: Annotated[int, Field(ge=2)] | None = None
+    ranks: PositiveInt = 10  # of a law's best tokens that a rebuilt static tree tries
+    nodes: Annotated[int, Field(ge=2)] | None = None  # of the rebuilt tree, with the root; null: as many as before
 
     def __post_init__(self) -> None:
         if self.tree is not None and self.tree.calibrated is not None:
@@ -114,10 +108,10 @@ class CalibrateConfig(Section):
 
 
 class TuneConfig(Section):
-    """Which trees are searched, on which prompts they are predicted, and on which others the choice is measured."""
+    """Which trees are searched, and on which prompts they are predicted and measured."""
 
     prompts: PromptsConfig  # that predict; held out from training
-    measure: PromptsConfig | None = None  # that the choice is then timed on, other ones; null: it is not measured
+    measure: PromptsConfig | None = None  # others, on which the choice is timed; null: it is not
     levels: Annotated[int, Field(ge=2)] = 10  # the deepest tree
     k: Annotated[int, Field(ge=2)] = 10  # the widest frontier
     grid: bool = False  # also time a grid of twelve trees

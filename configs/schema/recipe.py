@@ -1,7 +1,4 @@
-"""The whole recipe and where a run keeps its files: what the four `main.py` share.
-
-This is the one place beside them that sees every section; it imports configurations only.
-"""
+"""The whole recipe and where a run keeps its files: what the four `main.py` share."""
 
 import argparse
 from pathlib import Path
@@ -19,16 +16,13 @@ from aerie.configs.schema.train import Eagle1Train, Train
 
 
 class Recipe(Section):
-    """One run: every section, validated once."""
-
     run: str  # the run's directory
     target: TargetConfig
     data: DataConfig
     head: HeadConfig = Eagle1Section()
     features: FeaturesConfig = FeaturesConfig()
     train: Train = Eagle1Train()
-    # of the usual method of the recipe's head, for generate and measured tau; the file names what differs from that
-    tree: TreeConfig | None = None
+    tree: TreeConfig | None = None  # what differs from that of the head's usual method
     calibrate: CalibrateConfig | None = None
     bench: BenchConfig | None = None
     tune: TuneConfig | None = None
@@ -44,7 +38,7 @@ class Recipe(Section):
         """Trees get what their methods have, and `train` the head's kind, which decides its keys."""
         kind, method = _kind_and_method(values)
         train, calibrate = values.get("train"), values.get("calibrate")
-        if train is None or isinstance(train, dict):  # of a wrong kind the section `head` tells
+        if train is None or isinstance(train, dict):  # the section `head` reports a wrong kind
             train = {**(train or {}), "kind": kind} if kind in USUAL else {"kind": DEFAULT_KIND}
         tree = completed(USUAL[kind], values.get("tree")) if kind in USUAL else None
         if isinstance(calibrate, dict) and calibrate:
@@ -53,14 +47,14 @@ class Recipe(Section):
 
 
 def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
-    """The kind of a recipe's head, and the method that calibrate measures: its own, or the usual one of that kind."""
+    """The kind of a recipe's head, and the method that calibrate measures."""
     head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
     kind = str(head.get("kind", DEFAULT_KIND))
     return kind, calibrate.get("method") or USUAL.get(kind)
 
 
 class RunPaths:
-    """The files of one run directory: each arrow of the pipeline is one of them."""
+    """The files of one run directory."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.status = root, root / "status.json"
@@ -87,10 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True)
 
 
 def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
-    """The recipe that --config names, with the command line's overrides; UserError lists every problem.
-
-    The file's trees are those of its own head and method: another kind or method on the command line forgets them.
-    """
+    """The recipe at --config with the command line's overrides; a head kind or method given there drops the trees."""
     keys = {"run": "run", "target": "target.path", "dtype": "target.dtype", "device_map": "target.device_map"}
     flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
     overrides = [*pairs_of(unknown), *(f"{key}={value}" for key, value in flags.items() if value is not None)]

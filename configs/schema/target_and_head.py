@@ -1,4 +1,4 @@
-"""The sections `target` and `head` of a recipe. A head's kind decides which keys it has."""
+"""The sections `target` and `head` of a recipe."""
 
 from typing import Annotated, Literal
 
@@ -36,27 +36,25 @@ class _LayerSizes(Section, kw_only=True):
     num_attention_heads: Count | None = None
     num_key_value_heads: Count | None = None
     head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = None  # even: RoPE turns pairs of entries
-    rope_theta: Annotated[float, Field(gt=0)] | None = None  # null: the target's RoPE, base and scaling
+    rope_theta: Annotated[float, Field(gt=0)] | None = None  # null: the target's base and scaling
 
 
 class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
-    """An EAGLE-1 head, which EAGLE-2 drafts with too. It is as wide as the target."""
+    """EAGLE-1 and EAGLE-2's; as wide as the target."""
 
     kind: Literal["eagle1"] = "eagle1"
     num_hidden_layers: Count = 1
-    bias: bool = False  # fc.bias: false is what every server loads; published Vicuna and LLaMA-2 heads have it
+    bias: bool = False  # fc.bias: no server loads it; published Vicuna and LLaMA-2 heads have it
 
 
 class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
-    """An EAGLE-3 head."""
-
     kind: Literal["eagle3"] = "eagle3"
     num_hidden_layers: Count = 1
     hidden_size: Count | None = None  # null: the target's
-    draft_vocab_size: Count | None = None  # null: 32,000, or the target's whole vocabulary where that is smaller
+    draft_vocab_size: Count | None = None  # null: 32,000, or the target's where that is smaller
     qk_norm: bool | None = None  # RMSNorm on queries and keys; null: as the target (Qwen3 has it)
     fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
-    norm_output: bool = False  # EAGLE-3.1: feed back the normed output instead of the one before the norm
+    norm_output: bool = False  # EAGLE-3.1: feed back the normed output
     lm_head_init: Literal["random", "target"] = "random"  # target: its rows
 
     def __post_init__(self) -> None:
@@ -65,22 +63,20 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
 
 
 class _MultiToken(_AnyHead, kw_only=True):
-    num_heads: Count = 4  # future tokens with a head of their own (the papers' trees are 4 deep)
+    num_heads: Count = 4  # future tokens with a head of their own (the papers')
     num_layers: Count = 1  # residual blocks of each head
     lm_head: Literal["own", "target"] = "own"  # one for each future token, or the target's frozen one
 
 
 class MedusaSection(_MultiToken, kw_only=True):
-    """Medusa heads: one for each future token."""
-
     kind: Literal["medusa"] = "medusa"
 
 
 class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
-    """Hydra heads, each of which reads one token more. The sizes are its prefix layer's."""
+    """Hydra heads; the sizes are the prefix layer's."""
 
     kind: Literal["hydra"] = "hydra"
-    prefix_layer: bool = False  # Hydra++: a decoder layer over last_hidden, whose output takes its place (num_layers 4)
+    prefix_layer: bool = False  # Hydra++ (with num_layers 4): a decoder layer over last_hidden
     initializer_range: float = 0.02  # standard deviation of the prefix layer's matrices
 
     def __post_init__(self) -> None:

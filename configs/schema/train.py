@@ -1,4 +1,4 @@
-"""The section `train` of a recipe: one class per kind of head, so that another kind's keys cannot be written."""
+"""The section `train` of a recipe: a class per kind of head."""
 
 from typing import Annotated, Literal
 
@@ -18,22 +18,22 @@ Decay = Annotated[float, Field(gt=0, le=1)]
 
 
 class TrainConfig(Section, kw_only=True):
-    """Optimisation, the same for every head. Defaults are those of the EAGLE papers' code unless a comment differs."""
+    """Optimisation; defaults are the EAGLE papers' code's unless a comment differs."""
 
-    kind: str  # that of the head, which the recipe puts in
+    kind: str  # the head's
     epochs: Count = 20
     max_steps: int | None = None  # optimiser steps; null: epochs decide
-    max_seconds: float | None = None  # this stage's budget: stops at the next step, saves, and says so
+    max_seconds: float | None = None  # this stage's budget: stops at the next step and saves
     batch_size: Count = 4  # conversations per process and forward
     accumulation: Count = 1
     learning_rate: Positive = 3e-5
     warmup_steps: int = 2000
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up, to zero at the last step
-    final_rate: Share = 0.0  # share of the learning rate that linear and cosine end at, instead of zero
+    final_rate: Share = 0.0  # share of the learning rate that linear and cosine end at
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
-    clip_norm: Positive = 0.5  # by norm; the published accelerate script clips by value
-    lk_eta: Weight = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (LK losses, arXiv 2602.23881)
+    clip_norm: Positive = 0.5  # the published accelerate script clips by value
+    lk_eta: Weight = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
     loss_chunk_slots: Count = 4096  # slots whose laws are held at once
     gradient_checkpointing: bool = False
@@ -43,20 +43,20 @@ class TrainConfig(Section, kw_only=True):
     eval_conversations: int = 64
     eval_depths: Count = 5  # drafted tokens per start slot of the predicted tau
     save_every: Count = 500
-    keep_last: Count = 2  # saves to go on from; with 2, a broken newest one costs the steps since the one before
+    keep_last: Count = 2  # saves; with 2, a broken newest one costs the steps since the one before
     trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
 
 
 class DraftHeadTrain(TrainConfig, kw_only=True):
-    """What the training of all heads with the target's features shares."""
+    """Of all heads that read the target's features."""
 
     loss: LossName = "soft_cross_entropy"  # between the target's and the draft's law
-    measure_prompts: Whole = 0  # held-out prompts decoded at each evaluation: the best weights are then by measured tau
+    measure_prompts: Whole = 0  # held-out prompts decoded at each evaluation: measured tau then picks the best weights
     measure_new_tokens: Count = 64  # of each of them
 
 
 class Eagle1Train(DraftHeadTrain, kw_only=True):
-    """Feature regression and the loss between laws (EAGLE, arXiv 2401.15077, section 4.1)."""
+    """EAGLE (arXiv 2401.15077), section 4.1."""
 
     kind: Literal["eagle1"] = "eagle1"
     feature_weight: float = 1.0  # of the Smooth-L1 between drafted and true feature
@@ -75,7 +75,7 @@ class Eagle3Train(DraftHeadTrain, kw_only=True):
 
 
 class MultiTokenTrain(DraftHeadTrain, kw_only=True):
-    """Labels and laws for a head per future token (Medusa, arXiv 2401.10774; Hydra, arXiv 2402.05109)."""
+    """Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109)."""
 
     kind: Literal["medusa", "hydra"]
     label_weight: Weight = 1.0  # of the cross-entropy to the conversation's own tokens
@@ -95,12 +95,12 @@ class DraftLMTrain(TrainConfig, kw_only=True):
     distill: LossName | None = None  # this loss to the target's laws, beside cross-entropy on its tokens
     distill_weight: Positive = 1.0  # of that loss
     token_weight: Weight = 1.0  # of the cross-entropy, where `distill` is set
-    on_policy: Share = 0.0  # share of rows in which it writes tokens itself, to learn the target's laws there
-    on_policy_tokens: Count = 128  # so many of them, from a random place of an answer on
+    on_policy: Share = 0.0  # share of rows in which it writes tokens itself
+    on_policy_tokens: Count = 128  # from a random place of an answer on
 
     def __post_init__(self) -> None:
         if self.distill is None and (self.distill_weight, self.token_weight, self.on_policy) != (1.0, 1.0, 0.0):
-            raise ValueError("distill_weight, token_weight and on_policy do nothing without distill; set that")
+            raise ValueError("distill_weight, token_weight and on_policy do nothing without distill; set it")
 
 
 Train = Annotated[Eagle1Train | Eagle3Train | MultiTokenTrain | DraftLMTrain, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""What the target answers: how its chat template has thinking and prompts, and the target in process or on servers."""
+"""What the target answers, in process or on servers, and how its chat template has thinking."""
 
 import asyncio
 import os
@@ -16,25 +16,21 @@ from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
-CONNECT_S = 10.0  # a server that takes no connection is away long before an answer with its thinking is late
-PAUSE_S = 1.0  # before a server that was away or busy is asked again; openai's client has waited, too
+CONNECT_S = 10.0
+PAUSE_S = 1.0  # before a server that was away or busy is asked again; openai's client waits, too
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 OPEN, CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer. finish is 'stop' when it ended with an end-of-turn token; otherwise it is cut.
-
-    reasoning is the thinking where it is told apart from the content; blanks between both stay where they were.
-    token_ids are the answer's, its end-of-turn token included, and prompt_token_ids what the target read before it.
-    """
+    """One answer."""
 
     content: str
-    finish: str
+    finish: str  # 'stop' after an end-of-turn token; otherwise it is cut
     num_tokens: int
-    reasoning: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    reasoning: str | None = None  # thinking told apart from the content, blanks kept
+    token_ids: tuple[int, ...] | None = None  # with the end-of-turn token
     prompt_token_ids: tuple[int, ...] | None = None
 
     @property
@@ -44,7 +40,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an input row ended: with answers to its questions, or with why not."""
+    """How an input row ended."""
 
     id: str
     status: Literal["done", "skipped", "failed"]
@@ -53,15 +49,15 @@ class Outcome:
     system: str | None = None
     turns: tuple[str, ...] = ()  # the questions that were asked
     answers: tuple[Answer, ...] = ()
-    invented: Answer | None = None  # of which the first question was made
+    invented: Answer | None = None  # holds the first question
 
 
-# (the conversation so far, which ends with the user; a seed of the row and turn alone) -> the answer
+# (conversation that ends with the user, seed) -> the answer
 Ask = Callable[[Sequence[Message], int], Awaitable[Answer]]
 
 
 class Unanswered(Exception):
-    """A request that gets no answer: its row is skipped (nothing is wrong) or has failed (try it again)."""
+    """A request without answer: its row is skipped, or has failed and can be tried again."""
 
     def __init__(self, status: Literal["skipped", "failed"], why: str) -> None:
         super().__init__(why)
@@ -72,12 +68,10 @@ class Thinking:
     """Reads and places thinking as one tokenizer's chat template does."""
 
     def __init__(self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None) -> None:
-        """end_ids are the target's end-of-turn tokens, template_arguments what its server renders prompts with."""
+        """end_ids end a turn; the server renders prompts with template_arguments."""
         if not tokenizer.chat_template:
-            raise UserError(
-                f"{tokenizer.name_or_path or 'the tokenizer'}: the tokenizer has no chat template; name one with "
-                f"target.chat_template"
-            )
+            name = tokenizer.name_or_path or "the tokenizer"
+            raise UserError(f"{name}: the tokenizer has no chat template; name one with target.chat_template")
         self.tokenizer, self.end_ids, self.template_arguments = tokenizer, end_ids, dict(template_arguments or {})
         self.is_opened = self.prompt(QUESTION).rstrip().endswith(OPEN)  # by the generation prompt
         self.has_field = "reasoning_content" in str(tokenizer.chat_template)  # otherwise thinking is in the content
@@ -86,12 +80,9 @@ class Thinking:
         self.end_id = next((token for token in after_answer if token in end_ids), tokenizer.eos_token_id)
 
     def read(self, answer: Answer) -> Answer:
-        """The answer with its thinking told apart from its content, where the prompt or the answer begins it.
-
-        A closing tag in another answer is part of its content. Where a server told the thinking apart, its blanks are
-        lost and stand as they usually do. Blank thinking of a server is none, unless the prompt opens it.
-        """
+        """The answer with its thinking told apart from its content, where the prompt or the answer begins it."""
         content, thought = answer.content, answer.reasoning
+        # A server's blank thinking is none, unless the prompt opens it; the blanks around it are put back.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
             is_open = answer.is_cut and not content
             thought = "\n" * (not self.is_opened) + thought.strip("\n") + "\n" * (not is_open)
@@ -104,7 +95,7 @@ class Thinking:
         return replace(answer, reasoning=None)
 
     def message(self, answer: Answer) -> Message:
-        """The answer as a turn of the conversation, its thinking where the template looks for it."""
+        """The answer as a turn of the conversation."""
         thought, content = answer.reasoning or "", answer.content
         content = content if answer.reasoning is None else content.lstrip("\n")
         if thought.strip() and self.has_field:
@@ -114,17 +105,14 @@ class Thinking:
         return {"role": "assistant", "content": content}
 
     def written(self, answer: Answer) -> str:
-        """The answer as the target wrote it after the generation prompt, which may have opened the tag."""
+        """What the target wrote after the generation prompt, which may have opened the tag."""
         if answer.reasoning is None:
             return answer.content
         is_open = answer.is_cut and not answer.content
         return OPEN * (not self.is_opened) + answer.reasoning + CLOSE * (not is_open) + answer.content
 
     def prompt(self, messages: Sequence[Message], is_whole: bool = False) -> str:
-        """What the target reads before it answers; is_whole: the conversation's text as training renders it.
-
-        UnusableRow when the template refuses the conversation.
-        """
+        """What the target reads before it answers; is_whole: the conversation as training renders it."""
         arguments = {} if is_whole else self.template_arguments
         settings = {**arguments, "tokenize": False, "add_generation_prompt": not is_whole}
         try:
@@ -133,14 +121,10 @@ class Thinking:
             raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text as it is."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def answer_ids(self, answer: Answer) -> list[int]:
-        """The answer's tokens: those that came with it, or its text's, with the end-of-turn token where it has ended.
-
-        Some servers leave that token out of the ids; it is what the target wrote, and has to be learnt.
-        """
+        """The answer's tokens, its end-of-turn token too, which some servers leave out."""
         ids = self.ids(self.written(answer)) if answer.token_ids is None else list(answer.token_ids)
         has_end = answer.is_cut or self.end_id is None or (answer.token_ids and ids[-1] in self.end_ids)
         return ids if has_end else [*ids, self.end_id]
@@ -148,9 +132,7 @@ class Thinking:
     def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
         """JSON-ready rows of a done row: one, or one per answer where later prompts do not begin with earlier ones.
 
-        A row is text where the template gives the target's text back as training renders it, without a server's
-        arguments. Otherwise it is tokens: where ids came with any answer, where an answer is cut (a template would end
-        it), and where the template rewrites what the target wrote.
+        A row is text where training renders what the target wrote; with ids, a cut answer or a rewrite it is tokens.
         """
         turns: list[Message] = [{"role": "system", "content": outcome.system}] if outcome.system else []
         prompts, is_text = list[str](), True
@@ -174,7 +156,7 @@ class Thinking:
 
 
 def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int | None) -> Ask:
-    """Asks a target in this process. decode: (prompt's ids, seed) -> the answer's; room: most tokens of a prompt."""
+    """decode: (prompt's ids, seed) -> the answer's; room: most tokens of a prompt."""
 
     async def ask(messages: Sequence[Message], seed: int) -> Answer:
         prompt = thinking.ids(thinking.prompt(messages))
@@ -189,22 +171,18 @@ def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinki
 
 
 class ServedTarget:
-    """Asks the target at its servers; a context that begins with a short question and closes the connections.
-
-    openai's client retries what a moment may mend (cut connections, timeouts, 408, 429, 5xx) and paces itself. What it
-    gives up on is the row's doing only if the server answers something else; otherwise the row waits for the server.
-    """
+    """Asks the target at its servers. A row has failed only if a server answers something else; else it waits."""
 
     def __init__(self, config: ServerConfig, model: str, sampling: SamplingConfig) -> None:
         try:
             import openai
         except ImportError as error:
             raise UserError("distill.server needs the package openai: pip install -e .[distill]") from error
-        self.config, self.errors = config, (openai.APIError, ValueError)  # ValueError: a reply without an answer
+        self.config, self.errors = config, (openai.APIError, ValueError)
         timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
         settings = {"api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": config.retries}
         self.clients = {url: openai.AsyncOpenAI(base_url=url, timeout=timeout, **settings) for url in config.urls}
-        self.under_way, self.away = dict.fromkeys(config.urls, 0), set[str]()  # away: the last request was given up
+        self.under_way, self.away = dict.fromkeys(config.urls, 0), set[str]()
         extra = {**config.extra_body, **({} if sampling.top_k is None else {"top_k": sampling.top_k})}
         extra |= {"return_token_ids": True} if config.token_ids else {}
         self.body: dict[str, Any] = {"model": model, "max_tokens": sampling.max_tokens, "extra_body": extra or None}
@@ -212,15 +190,12 @@ class ServedTarget:
         self.last_answer = 0.0  # by the loop's clock
 
     async def __aenter__(self) -> "ServedTarget":
-        """UserError unless a short question is answered in the way that rows are asked: else all of them would fail."""
         self.last_answer = asyncio.get_running_loop().time()
         try:
-            await self(QUESTION, 0)
+            await self(QUESTION, 0)  # all rows would fail as this one
         except Unanswered as error:
-            raise UserError(
-                f"{', '.join(self.clients)}: no answer to a short question: {error.why}; check distill.sampling "
-                f"(max_tokens must leave room for prompts) and distill.server.extra_body"
-            ) from error
+            fix = "check distill.sampling (max_tokens) and distill.server.extra_body"
+            raise UserError(f"{', '.join(self.clients)}: no answer to a question: {error.why}; {fix}") from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -228,7 +203,6 @@ class ServedTarget:
             await client.close()
 
     async def __call__(self, messages: Sequence[Message], seed: int) -> Answer:
-        """The answer; Unanswered for a row that gets none, UserError when the run cannot go on."""
         now, strikes, patience = asyncio.get_running_loop().time, 0, self.config.patience_s
         while True:
             url = min(self.clients, key=lambda url: self.under_way[url] + (url in self.away))
@@ -240,10 +214,8 @@ class ServedTarget:
             except self.errors as error:
                 status, why = getattr(error, "status_code", None), first_line(error)[:200]
                 if status in (401, 403, 404):
-                    raise UserError(
-                        f"{url}: {why}; check distill.server.urls (they end in /v1), distill.server.model "
-                        f"({self.body['model']}), and the key in OPENAI_API_KEY"
-                    ) from error
+                    fix = f"check distill.server.urls (.../v1), model ({self.body['model']}) and OPENAI_API_KEY"
+                    raise UserError(f"{url}: {why}; {fix}") from error
                 if status in (400, 413, 422):
                     is_too_long = IS_TOO_LONG.search(why)
                     raise Unanswered(*("skipped", TOO_LONG) if is_too_long else ("failed", why)) from error
@@ -255,17 +227,14 @@ class ServedTarget:
                 if strikes > 1:  # the first may have met the end of an outage
                     raise Unanswered("failed", why)
             elif is_late:
-                raise UserError(
-                    f"{url}: {why}; no server has answered for {patience:g} s (distill.server.patience_s): start it "
-                    f"again, then the same command goes on"
-                )
+                fault = f"no server has answered for {patience:g} s (distill.server.patience_s)"
+                raise UserError(f"{url}: {why}; {fault}; start it again, then the same command")
             elif url not in self.away:
                 self.away.add(url)
                 warn(f"{url}: {why}; it is asked again for {patience:g} s")
             await asyncio.sleep(PAUSE_S)
 
     async def _complete(self, client: Any, **body: Any) -> Answer:
-        """The answer in a server's reply; ValueError where there is none that ended by itself or by its length."""
         reply = await client.chat.completions.create(**body)
         if not getattr(reply, "choices", None) or reply.choices[0].finish_reason not in ("stop", "length"):
             raise ValueError("the reply holds no answer that has ended")
@@ -278,7 +247,7 @@ class ServedTarget:
         return Answer(choice.message.content or "", choice.finish_reason, num_tokens, thought, *both)
 
     async def _is_up(self, url: str) -> bool:
-        """Whether a server answers a short question of no row, so that it is the row that it cannot answer."""
+        """Whether a server answers another question, so that the row is at fault."""
         client = self.clients[url].with_options(max_retries=0)
         try:
             await self._complete(client, model=self.body["model"], messages=QUESTION, max_tokens=1)

@@ -1,7 +1,4 @@
-"""The input rows of a distillation: prompts drawn from the sources, and those that are skipped, each with its reason.
-
-One file holds them all, the same for every job of a run: what is skipped here is an input row too and is accounted for.
-"""
+"""The input rows of a distillation: prompts drawn from the sources, and those skipped, each with its reason."""
 
 import heapq
 import re
@@ -36,27 +33,20 @@ MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One input row: its questions, asked one after the other.
-
-    invent: a request whose answer is made into the first question; skip: why the row is not asked at all.
-    """
+    """One input row: questions asked one after the other."""
 
     id: str
     place: str
     turns: tuple[str, ...] = ()
     system: str | None = None
-    invent: str | None = None
-    skip: str | None = None
+    invent: str | None = None  # a request for the first question
+    skip: str | None = None  # why it is not asked
 
 
 def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt]:
-    """Every input row of the sources, in a fixed order; questions are the evaluation's, which no prompt may overlap.
-
-    Raises UserError when a source cannot be read, when its first row has keys of no known shape, and when all rows are
-    skipped.
-    """
+    """Every input row of the sources, in a fixed order; no prompt may overlap the evaluation's questions."""
     overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[Prompt]()
-    # No tokenizer and no server takes half of a surrogate pair, which scraped text has.
+    # Scraped text has halves of surrogate pairs, which no tokenizer takes.
     whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
     for number, source in enumerate(config.sources):
         rows: Iterable[tuple[int, RawRow]] = enumerate(read_rows(source.path, source.revision), start=1)
@@ -87,19 +77,18 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
 
 
 def asked_key(system: str | None, turns: Iterable[str]) -> str:
-    """What makes two prompts the same: system prompt and questions, but for case and the width of blanks."""
+    """Equal for the same system prompt and questions, whatever their case and blanks."""
     return digest([" ".join(text.casefold().split()) for text in (system or "", *turns)])
 
 
 def plan_line(prompts: Sequence[Prompt]) -> str:
-    """The rows, those to ask and those to skip by reason, on one line."""
     skipped = Counter(prompt.skip for prompt in prompts if prompt.skip)
     reasons = "".join(f"; {count:,} skipped: {why}" for why, count in skipped.most_common())
     return f"{len(prompts):,} rows, {len(prompts) - skipped.total():,} to ask{reasons}"
 
 
 def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], str]:
-    """The row's own system prompt, its questions, and the request for a problem; UnusableRow when it has none."""
+    """The row's own system prompt, its questions, and the request for a problem."""
     if not isinstance(row, Mapping):
         raise UnusableRow("row is no object", "")
     if source.kind == "personas":
@@ -112,8 +101,8 @@ def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], s
     if source.kind == "prompts":
         names = (source.field,) if source.field else ("turns", *QUESTION_FIELDS)
         if not row.keys() & set(names):
-            where = " or ".join(names)
-            raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; a prompt stands under {where}")
+            fix = f"a prompt stands under {' or '.join(names)}"
+            raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; {fix}")
         value = next((row[name] for name in names if row.get(name)), "")
         system, turns = row.get("system"), list(value) if isinstance(value, list | tuple) else [value]
         if not isinstance(system, str | None) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
@@ -135,27 +124,23 @@ def problem_in(text: str) -> str:
     return MARKER.split(text)[-1].strip()
 
 
-# Scripts that set no blanks between words: Thai, Lao, Burmese, Khmer, kana and Chinese characters.
+# Thai, Lao, Burmese, Khmer, kana and Chinese characters
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
-COMMON_SHARE, COMMON_LEAST = 0.1, 5  # runs in so many of the questions are their instructions, not their content
-LEAST_WORDS = 4  # questions of fewer words ("Go on.") are looked for as the whole text only
+COMMON_SHARE, COMMON_LEAST = 0.1, 5  # runs in so many questions are instructions
+LEAST_WORDS = 4  # shorter questions ("Go on.") are compared with whole texts
 
 
 def words(text: str) -> list[str]:
-    """Its words in lower case, without punctuation; where a script sets no blanks, each character is one."""
+    """Its words in lower case; where a script sets no blanks, each character is one."""
     return WORD.findall(text.lower())
 
 
 class Overlap:
-    """Hashes of the runs of `size` words of evaluation questions, but for runs that many of them share.
-
-    A question that has no such run of its own (it is shorter, or all its runs are shared) counts as a run of its own
-    length, so that sentences before and behind it do not hide it. A question that is named twice counts once.
-    """
+    """Runs of `size` words of evaluation questions that few of them share; a question without one counts as a whole."""
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
         asked = [list(split) for split in {tuple(words(question)) for question in questions}]
@@ -168,7 +153,7 @@ class Overlap:
                 self._hashes.setdefault(len(split), set()).update(_runs(split, len(split)))
 
     def reason(self, *texts: str) -> str | None:
-        """Why a prompt is skipped: a text has a run in common with a question, or has a whole question in it."""
+        """Why a prompt is skipped, if it is."""
         for split in map(words, texts):
             runs = (hashes & _runs(split, size) for size, hashes in self._hashes.items())
             if self._whole & _runs(split, len(split)) or any(runs):
@@ -177,6 +162,5 @@ class Overlap:
 
 
 def _runs(split: list[str], size: int) -> set[bytes]:
-    """Hashes of all runs of `size` words."""
     runs = (" ".join(split[start : start + size]) for start in range(len(split) - size + 1))
     return {blake2b(run.encode("utf-8", "replace"), digest_size=8).digest() for run in runs}

@@ -1,8 +1,4 @@
-"""A distillation: input rows are asked, each row's end is a line in its share's journal, and all journals are merged.
-
-A killed job loses the rows under way and no other: the same command asks what no journal has ended. The merge judges
-the answers by rules that can be read, and counts what it drops.
-"""
+"""A distillation: rows are asked, each row's end is a line of its share's journal, and the journals are merged."""
 
 import asyncio
 import json
@@ -12,13 +8,13 @@ import shutil
 import unicodedata
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jinja2 import Template
 from pydantic import TypeAdapter
@@ -41,10 +37,10 @@ OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[Prompt])
 Target = AbstractAsyncContextManager[Ask]
 PAGE = Path(__file__).with_name("summary.html.jinja")
 
-LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = 5, 40, 240  # so often the same at the end, together at least so long
+LOOP_TIMES, LOOP_WORDS, LOOP_CHARACTERS = 5, 40, 240  # so often the same at the end, at least so long
 LONGEST_PERIOD = 200  # words or characters of a loop's round
-RUN, LEAST_RUNS, REPEATED_SHARE = 10, 40, 0.6  # words of a run; of so many runs, the share that was there before
-LEAST_LETTERS, FOREIGN_SHARE = 20, 0.3  # letters that tell a script; those in a script that the question has none of
+RUN, LEAST_RUNS, REPEATED_SHARE = 10, 40, 0.6  # words of a run; share of runs that was there before
+LEAST_LETTERS, FOREIGN_SHARE = 20, 0.3  # share of letters in scripts that the question does not have
 OPENING = 200  # characters in which a refusal shows
 SORRY = r"\bi(?:['’]?m| am) (?:\w+ )?(?:sorry|afraid)\b.{0,80}\b(?:can(?:no|['’])t|unable|not able|won['’]t)"
 UNABLE = r"\bi (?:can(?:no|['’])t|won['’]t|am (?:unable|not able) to) (?:\w+ ){0,2}(?:help|assist|provide|comply)\b"
@@ -53,7 +49,7 @@ REFUSAL = re.compile(f"{SORRY}|{UNABLE}|{MACHINE}", re.IGNORECASE | re.DOTALL)
 
 
 def flaws(outcome: Outcome) -> list[str]:
-    """The names of a done row's flaws, as in the gate; "repeated" needs the other rows and is not looked for."""
+    """The names of a done row's flaws, as in the gate; "repeated" needs the other rows."""
     answers = outcome.answers
     pairs = zip(outcome.turns, answers, strict=True)
     parts = [(question, part) for question, answer in pairs for part in (answer.reasoning or "", answer.content)]
@@ -80,23 +76,19 @@ def _is_loop(text: str) -> bool:
 
 
 def _is_foreign(question: str, answer: str) -> bool:
-    """Whether many of the answer's letters are in scripts of which the question has none."""
     asked, answered = set(_scripts(question)), _scripts(answer)
     foreign = sum(script not in asked for script in answered)
     return bool(asked) and len(answered) >= LEAST_LETTERS and foreign / len(answered) >= FOREIGN_SHARE
 
 
 def _scripts(text: str) -> list[str]:
-    """Each letter's script, as its Unicode name begins (LATIN, CYRILLIC); Japanese and Chinese are one."""
+    """Each letter's script (LATIN, CYRILLIC); Japanese and Chinese are one."""
     names = (unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
     return ["CJK" if name in ("HIRAGANA", "KATAKANA") else name for name in names]
 
 
 def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
-    """By row: whether it is done, and the file and offset of its line in a journal; answers with ids are too long.
-
-    A row that was asked again counts as it ended last. Torn and damaged lines are none, their rows are asked again.
-    """
+    """By row: whether it is done, and the file and offset of the last whole line that a journal has of it."""
     rows: dict[str, tuple[bool, Path, int]] = {}
     for path in sorted((directory / "journal").glob("shard-*.jsonl")):
         offset = 0
@@ -110,20 +102,16 @@ def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A distillation: where it is written and what its answers are made from.
-
-    inputs are JSON-ready, and without the gate, which no answer depends on. No prompt may overlap the questions, which
-    are the evaluation's.
-    """
+    """A distillation: where it is written and what its answers are made from."""
 
     directory: Path
     config: DistillConfig
-    inputs: dict[str, Any]
-    questions: Sequence[str] = ()
+    inputs: dict[str, Any]  # JSON-ready, without the gate, on which no answer depends
+    questions: Sequence[str] = ()  # of the evaluation
 
     @classmethod
     def of(cls, directory: Path, config: DistillConfig, target: dict[str, Any], questions: Sequence[str]) -> "Job":
-        """target is data.stage.target_inputs'. How answers are carried (URLs, concurrency, in process) is no input."""
+        """target is data.stage.target_inputs'. How answers are carried (URLs, concurrency) is no input."""
         section = as_dict(config)
         server = section["server"] or {"model": None, "extra_body": {}, "token_ids": False}
         inputs = {name: section[name] for name in ("sources", "ngram", "max_turns", "seed", "sampling")}
@@ -134,7 +122,6 @@ class Job:
 
     @property
     def stage(self) -> Stage:
-        """The whole stage, its gate included."""
         return Stage("distill", self.directory, {**self.inputs, "gate": as_dict(self.config.gate)})
 
     @cached_property
@@ -142,20 +129,15 @@ class Job:
         return Overlap(self.questions, self.config.ngram)
 
     def prompts(self, overwrite: bool) -> list[Prompt]:
-        """The input rows, made once and then read; UserError when those that are there are another recipe's.
-
-        overwrite replaces theirs and deletes the answers to them. Jobs that start together do so one after the other.
-        """
+        """The input rows, made once and then read; overwrite replaces those of another recipe and their answers."""
         path, record = self.directory / "prompts.jsonl", "prompts.json"
         with Lock(self.directory / ".prompts.lock") as lock:
             lock.acquire()
             found = Manifest.check(self.directory, self.inputs, name=record)
             if isinstance(found, storage.Foreign):
                 if not overwrite:
-                    raise UserError(
-                        f"{self.directory}: holds prompts and answers of another recipe ({found.differences}); "
-                        f"choose another --run, or replace them with --overwrite"
-                    )
+                    fault = f"{self.directory}: holds prompts and answers of another recipe ({found.differences})"
+                    raise UserError(f"{fault}; choose another --run, or replace them with --overwrite")
                 shutil.rmtree(self.directory / "journal", ignore_errors=True)
             if not isinstance(found, storage.Whole):
                 prompts = PROMPTS.dump_python(make_prompts(self.config, self.questions), exclude_defaults=True)
@@ -165,27 +147,9 @@ class Job:
         return PROMPTS.validate_python([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
     def ask(self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking) -> None:
-        """Asks the rows of a share that no journal has ended, each with one line at its end.
-
-        retry: also those that ended without answers. UserError when another process has the share's journal.
-        """
+        """Asks the rows of a share that no journal has ended; retry: also those that ended without answers."""
         path = self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
         server = self.config.server
-
-        async def ask_all(waiting: Iterator[Prompt], file: BinaryIO, progress: Any) -> None:
-            async def work(ask: Ask) -> None:
-                for prompt in waiting:
-                    outcome = await self.interview(prompt, ask, thinking)
-                    line = json.dumps(OUTCOME.dump_python(outcome, exclude_defaults=True), ensure_ascii=False)
-                    with storage.explained(path):
-                        file.write(f"{line}\n".encode("utf-8", "replace"))
-                        file.flush()
-                    progress.update(1)
-
-            async with target as ask:
-                workers = server.concurrency * len(server.urls) if server else 1
-                await asyncio.gather(*(work(ask) for _ in range(workers)))
-
         with Lock(path) as lock:
             if not lock.acquire(wait=False):
                 raise UserError(f"{path}: another process writes it; wait for it, or end it first")
@@ -194,12 +158,27 @@ class Job:
             waiting = [prompt for prompt in rows if prompt.id not in ended]
             if not waiting:
                 return
-            (self.directory / storage.FILE).unlink(missing_ok=True)  # whole again when it is merged anew
-            done = len(rows) - len(waiting)
+            (self.directory / storage.FILE).unlink(missing_ok=True)  # whole again after the next merge
+            done, queue = len(rows) - len(waiting), iter(waiting)
             with path.open("r+b") as file, bar(len(rows), "row", "distill", done=done) as progress:
+
+                async def work(ask: Ask) -> None:
+                    for prompt in queue:
+                        outcome = await self.interview(prompt, ask, thinking)
+                        line = json.dumps(OUTCOME.dump_python(outcome, exclude_defaults=True), ensure_ascii=False)
+                        with storage.explained(path):
+                            file.write(f"{line}\n".encode("utf-8", "replace"))
+                            file.flush()
+                        progress.update(1)
+
+                async def work_all() -> None:
+                    async with target as ask:
+                        workers = server.concurrency * len(server.urls) if server else 1
+                        await asyncio.gather(*(work(ask) for _ in range(workers)))
+
                 file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # without a torn last line
                 file.seek(0, os.SEEK_END)
-                asyncio.run(ask_all(iter(waiting), file, progress))
+                asyncio.run(work_all())
 
     async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking) -> Outcome:
         """How a row ends; UserError when the whole run has to end."""
@@ -232,24 +211,19 @@ class Job:
                 if answers[-1].is_cut:  # the next question would follow half an answer
                     break
         except Unanswered as error:
-            # A conversation that has outgrown the context, or met a filter, keeps the answers that are there.
+            # A conversation that has outgrown the context keeps the answers that are there.
             if error.status == "failed" or not answers:
                 return Outcome(prompt.id, error.status, prompt.place, error.why)
         asked = turns[: len(answers)]
         return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
 
     def merge(self, prompts: Sequence[Prompt], thinking: Thinking) -> dict[str, Any]:
-        """The summary, written with conversations, outcomes and provenance: the same bytes in however many jobs.
-
-        UserError if rows are left, or if none is kept; conversations then stay as they were.
-        """
+        """The summary, written with conversations, outcomes and provenance: the same bytes in however many jobs."""
         rows = ended_rows(self.directory)
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
         if missing:
-            raise UserError(
-                f"{self.directory}: {len(missing):,} of {len(prompts):,} rows have not ended (first: {missing[0]}); "
-                f"run the jobs that are left, or all of them again: they go on where they stopped"
-            )
+            fault = f"{len(missing):,} of {len(prompts):,} rows have not ended (first: {missing[0]})"
+            raise UserError(f"{self.directory}: {fault}; run the same jobs again, they go on where they stopped")
         ends, made = list[dict[str, Any]](), list[bool]()  # of input rows; whether rows to train on are of tokens
         why, found, invented = Counter[str](), Counter[str](), set[str]()
 
@@ -306,11 +280,7 @@ class Job:
 
 
 def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]) -> int:
-    """The exit code of one call of the command, with its options shard, merge, retry_failed and overwrite.
-
-    make_local makes the target in this process, where the recipe has no server. One job alone merges at the end;
-    several leave it to a call with --merge.
-    """
+    """The exit code of the command; make_local makes the target in this process, for a recipe without a server."""
     share, server = Share.of(options.shard), job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")

@@ -90,7 +90,7 @@ def test_overrides_reach_their_keys_and_the_resolved_recipe_loads_back_equal(
         ("name: a\nfigure: {kind: square, radius: 2}\n", ["r.yaml:2: figure.radius: unknown key; it belongs"]),
         ("name: a\nfigure: {kind: circle, radius: -1}\n", ["r.yaml:2: figure: radius must not be negative"]),
         ("name: a\nfigure: {kind: sqare}\n", ["r.yaml:2: figure: unknown kind 'sqare'; did you mean 'square'?"]),
-        ("name: a\nfigure: {width: 2}\n", ["r.yaml:2: figure: needs a key 'kind'"]),
+        ("name: a\nfigure: {width: 2}\n", ["r.yaml:2: figure: needs a key 'kind': circle, square"]),
         ("name: a\nparts: [{}, {stpes: 2}]\n", ["r.yaml:2: parts.1.stpes: unknown key; did you mean 'parts.1.steps'?"]),
     ],
 )  # fmt: skip
