@@ -23,7 +23,7 @@ WINDOW_STEPS = 16  # rows of so many steps are sorted by length together: paddin
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations: right-padded, one a row, or packed in a single one; states stay as stored until `to`."""
+    """Conversations, right-padded or packed in a single row; states stay as stored until `to`."""
 
     input_ids: Tensor  # [B, T]
     turns: Tensor  # [B, T], 0 for what is not learnt; every assistant turn of a row has a number of its own
@@ -113,14 +113,14 @@ def permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
 
 
 class ShardPools(NamedTuple):
-    """Rows come from `at_once` shards at a time: what is read lies together, and each shard is read once an epoch."""
+    """Rows come from `at_once` shards at a time; each shard is read once an epoch."""
 
     shards: Sequence[range]  # of row numbers, all of them
     at_once: int
 
 
 class Order:
-    """Which rows each optimiser step takes, however it is cut into processes and accumulation; all steps are even."""
+    """Which rows each optimiser step takes, however it is cut into processes and accumulation."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Order:
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
             parts = [window[cuts[at] - cuts[first] : cuts[at + 1] - cuts[first]] for at in range(first, last)]
-            # Long steps must not all come first; with pools the steps of a window stay together.
+            # With pools the steps of a window stay together.
             rows_of_steps += parts if self.pools is None else permuted(parts, generator)
         if self.pools is None:
             rows_of_steps = permuted(rows_of_steps, generator)
@@ -208,8 +208,7 @@ class OnlineFeatures:
         self.target, self.after_blocks, self.dtype = target, after_blocks, dtype or target.dtype
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with states, on its own device; one that has them (of a process without rows) as it is."""
-        if batch.features is not None:
+        if batch.features is not None:  # of a process without rows
             return batch
         ids, sizes = batch.input_ids, batch.documents
         if sizes is not None:  # the target reads packed conversations one a row

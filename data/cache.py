@@ -1,10 +1,10 @@
 """The feature cache: the target's states of every token, in memory-mapped files.
 
     shard-00000.safetensors  some rows, one after the other: input_ids, turns, last_hidden, taps, scales
-    shard-00000.json         its record, a Manifest: sha256, what it was made of, its rows' checksums
-    index.json               all records together, a Manifest too; written last, when the cache is complete
+    shard-00000.json         its record, a Manifest
+    index.json               all records together, a Manifest; written last
 
-A token's *states* are one last_hidden and L taps. `encode` and `decode` alone know the form that they are stored in.
+A token's *states* are one last_hidden and L taps.
 """
 
 import hashlib
@@ -167,7 +167,7 @@ class CachePlan:
             raise UserError(f"{foreign[0]}: made from other rows or by another target; {fix}")
 
     def write_index(self, fingerprint: dict[str, Any]) -> Manifest:
-        """Writes index.json from the shards' records; fingerprint is what the cache was made from."""
+        """fingerprint is what the cache was made from."""
         dtype = str(self.storage.dtype).removeprefix("torch.")
         shape = {"after_blocks": list(self.after_blocks), "dtype": dtype, "storage": self.storage.form}
         rows_made_from = digest([shard.inputs["rows"] for shard in self.shards])
@@ -189,7 +189,7 @@ class CachePlan:
 
 @dataclass(frozen=True)
 class CachedRow:
-    """One row, states as stored: a Batch decodes them on its device; number counts over the whole cache."""
+    """One row, states as stored; number counts over the whole cache."""
 
     input_ids: Tensor  # int64 [T]
     turns: Tensor  # int32 [T]
@@ -214,7 +214,7 @@ class FeatureCache(Sequence[CachedRow]):
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
-        """UserError when it is absent, not whole, or not made of what is expected."""
+        """UserError when it is not whole or not made of what is expected."""
         checked = Manifest.check(directory, content=False, name=INDEX)
         if isinstance(checked, Damaged):
             why = f"{checked.path.name}: {checked.why}"

@@ -49,7 +49,7 @@ def shared_start(first: str, second: str) -> int:
 
 
 def target_end_ids(config: TargetConfig, tokenizer: Any) -> set[int]:
-    """Where the target stops: EOS of its tokenizer and of its generation config, which is optional."""
+    """EOS of the tokenizer and of the generation config, which is optional."""
     from transformers import GenerationConfig
 
     ids: set[int | None] = {tokenizer.eos_token_id}
@@ -76,10 +76,7 @@ class Chat:
         self.backend.no_padding()
 
     def render(self, conversation: Conversation, supervise_all: bool = False) -> list[Rendered]:
-        """One row, or one per answer when the template rewrites earlier text; supervise_all: one span, the whole text.
-
-        UnusableRow where the template refuses the conversation, UserError without a template that works.
-        """
+        """One row, or one per answer when the template rewrites earlier text; supervise_all: one span, all of it."""
         if not self.tokenizer.chat_template:
             fix = f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
             raise UserError(f"{self.name}: the tokenizer has no chat template; {fix}")

@@ -1,4 +1,4 @@
-"""Rows of files and Hub data sets, and their conversations: kept, mended or skipped, with counted reasons."""
+"""Conversations in files and Hub data sets: kept, mended or skipped, with counted reasons."""
 
 import json
 import re
@@ -44,7 +44,7 @@ class RawRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages from (system and) user to an answer, or tokens that came with a loss mask."""
+    """Messages that end with an answer, or tokens with a loss mask."""
 
     place: str
     messages: tuple[Message, ...]
@@ -54,7 +54,7 @@ class Conversation:
 
 
 class UnusableRow(Exception):
-    """A reason that is counted, and a sentence about this very row."""
+    """A reason that is counted, and a sentence about this row."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -96,7 +96,7 @@ def is_local(name: str) -> bool:
 
 
 def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """The commit of a Hub data set's revision (None: main); None where the Hub cannot be asked."""
+    """The commit of a Hub data set's revision (None: main), if the Hub can be asked."""
     from huggingface_hub import HfApi
 
     repo = name.split(":")[0]
@@ -113,7 +113,7 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     is_hub = HUB_NAME.fullmatch(name) and path.suffix not in (*ROW_SUFFIXES, ".csv", ".txt", ".gz") and name[0] != "."
     if not path.exists():
         if not is_hub:
-            raise UserError(f"{name}: no such file or directory; name local files or Hub data sets (owner/name:split)")
+            raise UserError(f"{name}: no such file or directory; name local ones or Hub data sets (owner/name:split)")
         import datasets
 
         identifier, *parts = name.split(":")
@@ -144,7 +144,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """An array's items, one object, or the lines of JSONL, which data sets of the Hub often name .json."""
+    """An array's items, one object, or JSONL, which Hub data sets often name .json."""
     # Arrow's readers want the same keys in every row, and name no line.
     with path.open(encoding="utf-8-sig") as file:
         text, number = file.read().strip() if path.suffix == ".json" else "", 1
@@ -225,8 +225,8 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = [*prompt, *completion]
     if turns is None and not any(name in row for name in LISTS):
-        known = "conversations, messages, a pair such as prompt and completion, or input_ids and loss_mask"
-        expected = " and ".join(fields) or f"{known}; or set data.prompt_field and data.completion_field"
+        known = "conversations, messages or a pair like prompt and completion; or set data.prompt_field"
+        expected = " and ".join(fields) or f"{known} and data.completion_field"
         raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; expected {expected}")
     messages = [_message(turn, number) for number, turn in enumerate(turns or [], start=1)]
     values = (row.get(name) for name in ("system", "system_prompt"))
@@ -241,7 +241,7 @@ def _message(turn: Any, number: int) -> Message:
     speaker = turn.get("from") or turn.get("role")
     role = ROLES.get(str(speaker).strip().lower())
     if role is None:
-        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r}; expected human, gpt, system or tool")
+        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r}")
     content = turn.get("value") if turn.get("value") is not None else turn.get("content")
     if isinstance(content, list):  # parts: {type: text, text}
         texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]

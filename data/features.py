@@ -1,4 +1,4 @@
-"""The target's states of the recipe's conversations, written to a feature cache by jobs that may die at any time."""
+"""The target's states, written to a feature cache by jobs that may die at any time."""
 
 import shutil
 import time
@@ -56,8 +56,7 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
             fix = f"beyond the context of {target_path}; set data.max_length to {context} or less"
             raise UserError(f"{row.source}: {len(row.input_ids):,} tokens are {fix}")
         if max(row.input_ids) >= size:
-            fix = f"outside {target_path}'s {size:,} rows; use the tokenizer of its weights"
-            raise UserError(f"{row.source}: token id {max(row.input_ids):,} is {fix}")
+            raise UserError(f"{row.source}: token id {max(row.input_ids):,} is outside {target_path}'s {size:,} rows")
 
 
 def size(num_bytes: float) -> str:
@@ -65,7 +64,7 @@ def size(num_bytes: float) -> str:
 
 
 def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Any) -> str:
-    """What a form costs on last_hidden [T, D] and taps [T, L * D], for printing; logits is the target's."""
+    """For printing: last_hidden [T, D], taps [T, L * D]; logits is the target's."""
     width, states = last_hidden.shape[-1], last_hidden if taps is None else torch.cat([last_hidden, taps], dim=-1)
     restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(states.dtype)
     # Relative to a dimension's own root mean square, so a few huge dimensions cannot hide the others.
@@ -80,10 +79,7 @@ def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, lo
 def extract(
     target: Target, plan: CachePlan, state: Any, fingerprint: Any, share: Share = ALL, overwrite: bool = False
 ) -> tuple[Manifest | None, "Writer"]:
-    """Makes what is not whole of this process's part of the share; state is accelerate's PartialState.
-
-    Returns the index, once the first process has written it (None before, and on the others), and the writer.
-    """
+    """The index, once the first process has written it, and the writer; state is accelerate's PartialState."""
     rank, world = state.process_index, state.num_processes
     part = [plan.shards[number] for number in share.part(len(plan.shards), rank, world)]
     with explained(plan.directory), ExitStack() as stack:
@@ -119,7 +115,7 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
             is_alone = lock.acquire(wait=False)
             if is_alone:  # beside another writer of this cache nothing is removed
                 plan.require_own_directory(overwrite)
-                # Another recipe's shards, temporary files of killed jobs (.tmp: safetensors'), and the index.
+                # .tmp is safetensors' own.
                 kept = {shard.path.stem for shard in plan.shards} - {path.stem for path in plan.foreign()}
                 stale = [path for path in plan.directory.glob("shard-*") if path.stem not in kept]
                 for path in (*stale, *plan.directory.glob(".tmp*"), plan.directory / INDEX, plan.directory / FILE):
@@ -136,7 +132,7 @@ class Writer:
         self.num_tokens, self.seconds, self.forward_seconds = 0, 0.0, 0.0
 
     def run(self, part: Sequence[Shard], progress: Any) -> None:
-        """Makes the shards that are not whole; waits at the end for those that another job is making."""
+        """Makes what is not whole; waits at the end for what another job is making."""
         pending: Future[None] | None = None
         left = [shard for shard in part if not shard.is_whole(content=True)]
         progress.update(sum(shard.num_tokens for shard in part) - sum(shard.num_tokens for shard in left))
@@ -208,7 +204,7 @@ def _save(shard: Shard, tensors: dict[str, Tensor], lock: Lock) -> None:
 
 
 def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: int = 0) -> tuple[CachePlan, Any, Any]:
-    """(plan, tokenizer, facts) after all checks without weights; rank 0 prints the estimate."""
+    """(plan, tokenizer, facts) after all checks without weights."""
     hf_config = load_config(recipe.target)
     text, path = hf_config.get_text_config(), recipe.target.path
     taps = taps_of(recipe.head.kind, recipe.features.after_blocks, text.num_hidden_layers, path)
@@ -277,14 +273,14 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str, se
     while writer.forward_seconds < seconds and (rows := next(batches, None)):
         writer.forward(rows)
     if not writer.num_tokens:
-        raise UserError(f"{plan.directory}: too few rows to time; run without --estimate")
+        raise UserError(f"{plan.directory}: too few rows to time")
     tokens, speed = sum(shard.num_tokens for shard in part), writer.num_tokens / writer.forward_seconds
     hours = f"{tokens / speed / 3600:,.2f} h; n equal processes or jobs (--shard i/n) take an n-th of it"
     print(f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now, one process) take {hours}", flush=True)
 
 
 def check(directory: Path) -> int:
-    """Compares every byte of a cache with its index, prints what is wrong where, and returns 1 if anything is."""
+    """Prints every difference between a cache and its index; 1 if there is any."""
     files, problems, num_bytes = dict[str, tuple[int, str]](), list[str](), 0
     try:
         files = Manifest.read(directory, INDEX).files

@@ -29,7 +29,7 @@ LINE = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining}
 
 
 def target_inputs(config: TargetConfig) -> dict[str, Any]:
-    """With digests of a local target's files; a Hub id is its own identity (pin target.revision)."""
+    """With digests of a local target's files; a Hub id is its own identity."""
     inputs: dict[str, Any] = {"path": config.path, "revision": config.revision, "dtype": config.dtype}
     directory = Path(config.path)
     if directory.is_dir():
@@ -70,7 +70,7 @@ def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesCon
 
 
 def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """What of feature_inputs decides the states of given token ids: weights, dtypes and taps, not text."""
+    """What decides the states of given token ids: weights, dtypes and taps, not text."""
     target = {key: value for key, value in inputs["target"].items() if key != "chat_template"}
     if "files" in target:
         del target["path"]
@@ -80,9 +80,8 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
-    """A file that changed since a cache was made of feature_inputs; target_inputs, conversation_inputs: now."""
-    # Files that are not here (the cache may come from another machine) count as unchanged. Opening the cache refuses
-    # another target.
+    """A file that changed since a cache was made of `made_of` (feature_inputs)."""
+    # What is not here (the cache may come from another machine) is unchanged; opening the cache refuses another target.
     before = made_of["target"]
     then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
     now = {**conversations, "target.chat_template": target.get("chat_template")}
@@ -92,7 +91,7 @@ def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations
 
 
 def sampled_digest(path: Path) -> str:
-    """16 hex digits over a file's size, first MiB (a safetensors header) and evenly spaced samples."""
+    """16 hex digits over size, first MiB (a safetensors header) and even samples."""
     size = path.stat().st_size
     hasher = hashlib.sha256(str(size).encode())
     with path.open("rb") as handle:
@@ -109,7 +108,7 @@ def _content(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """The index-th of count parts, counted from 1: every count-th item."""
+    """Every count-th item, from the index-th on (counted from 1)."""
 
     index: int = 1
     count: int = 1
@@ -118,7 +117,7 @@ class Share:
     def of(cls, text: str) -> "Share":
         first, _, second = text.partition("/")
         if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
-            raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n (--shard 1/4)")
+            raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n")
         return cls(int(first), int(second))
 
     def __str__(self) -> str:
@@ -141,7 +140,7 @@ class _Lines:
 
 
 def bar(total: int, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
-    """On standard error, rank 0 only; a log file gets lines. `done` of the total do not count in the rate."""
+    """On standard error; a log file gets lines. `done` of the total do not count in the rate."""
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():
         options = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": LINE_SECONDS, "delay": 1e-9}

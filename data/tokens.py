@@ -37,7 +37,7 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
-    """Rows cut at max_length, each with a supervised slot; speaks: with a progress bar."""
+    """Rows cut at max_length, each with a supervised slot."""
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
@@ -74,7 +74,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
 
 
 def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
-    """For each conversation its rows; none where the template refused it (counted)."""
+    """Each conversation's rows; none where the template refused it."""
     is_all = config.supervise == "all"
     renders: list[list[Rendered]] = []
     for conversation in batch:
@@ -118,7 +118,7 @@ def statistics(rows: Sequence[Row]) -> str:
 
 
 def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
-    """For each row a line about it, then its text, learnt turns green (or in [turn:...])."""
+    """For each row a line, then its text, learnt turns green (or in [turn:...])."""
     shown = []
     for row in rows:
         parts, before, position = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"], "", 0
@@ -135,7 +135,7 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
 
 
 class CountedVocabulary(NamedTuple):
-    """A draft vocabulary, facts to store beside the head, and a line for printing."""
+    """With facts to store beside the head, and a line for printing."""
 
     vocabulary: DraftVocabulary
     facts: dict[str, Any]
@@ -150,9 +150,9 @@ def draft_vocabulary(
     forced: Collection[int] = (),
     given: DraftVocabulary | None = None,
 ) -> CountedVocabulary:
-    """The `size` (None: 32,000 at most) most frequent supervised tokens of (input_ids, turns), and the forced ids.
+    """The `size` (None: 32,000 at most) most frequent supervised tokens of (input_ids, turns), with the forced ids.
 
-    given: a warm start's vocabulary, of which only the coverage is asked; origin names data and tokenizer.
+    given: a warm start's vocabulary, to ask its coverage alone; origin names data and tokenizer.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turns in rows:
@@ -172,7 +172,7 @@ def draft_vocabulary(
 
 
 def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:
-    """The ids that are always drafted: special tokens and the target's end-of-turn tokens."""
+    """Always drafted: special tokens and the target's end-of-turn tokens."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     # The LM head has no row for special tokens that were added later.
     return frozenset(number for number in {*special, *tokenizer.all_special_ids, *end_ids} if number < vocab_size)

@@ -49,7 +49,6 @@ def plan(target: Target, tmp_path: Path) -> CachePlan:
     [
         (Row([1] * 65, [0] + [1] * 64, "a: row 7"), (), "a: row 7: 65 tokens are beyond the context of owner/target"),
         (Row([1, 320, 2], [0, 1, 1], "a: row 7"), (), "a: row 7: token id 320 is outside owner/target's 320 rows"),
-        (ROWS[0], (1, 4), "features.after_blocks: 4 is no tap of owner/target, which has 4 blocks"),
     ],
 )
 def test_what_the_target_does_not_have_is_refused_by_place(tmp_path: Path, row: Row, taps: Any, said: str) -> None:
