@@ -52,11 +52,7 @@ def new_head(
 
 
 def config_for(
-    section: HeadConfig,
-    text_config: Any,
-    vocab: VocabWeights,
-    after_blocks: tuple[int, ...] = (),
-    draft_vocab_size: int = 0,
+    section: HeadConfig, text_config: Any, vocab: VocabWeights, taps: tuple[int, ...] = (), draft_vocab_size: int = 0
 ) -> AnyConfig:
     """The recipe's sizes, or the target's own where the recipe leaves them open."""
     vocab_size, width = vocab.embedding.shape
@@ -82,7 +78,7 @@ def config_for(
         "final_logit_softcap": vocab.softcap,
         "lm_head_bias": section.kind == "hydra" or vocab.bias is not None,
         **asked,
-        "after_blocks": after_blocks,
+        "after_blocks": taps,
         "draft_vocab_size": draft_vocab_size,
     }
     if heads % (kv_heads := values["num_key_value_heads"]):
@@ -100,20 +96,18 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
     if head.kind != section.kind:
         raise UserError(f"head.init_from: {place} is an {head.kind} head, the recipe asks for {section.kind}")
     check_sizes(head.config, vocab, place, path)
-    is_eagle = isinstance(head, EagleHead)
     positions: dict[str, Any] = {}
     asked: dict[str, Any] = {"features.after_blocks": after_blocks} if isinstance(head, Eagle3Head) else {}
     for key in dataclasses.fields(section):
         value = getattr(section, key.name)
-        if value is None or key.name in BEGINNINGS or (is_eagle and value == key.default):
+        if value is None or key.name in BEGINNINGS or (isinstance(head, EagleHead) and value == key.default):
             continue
-        if is_eagle and key.name in POSITIONS:
+        if isinstance(head, EagleHead) and key.name in POSITIONS:
             positions[key.name] = value
         else:
             asked[f"head.{key.name}"] = value
     for name, value in asked.items():
-        there = getattr(head.config, name.split(".")[1], None)
-        if value != there:
+        if value != (there := getattr(head.config, name.split(".")[1], None)):
             raise UserError(f"{name}: the recipe asks {value}, {place} has {there}; set it to that, or drop init_from")
     if isinstance(head, EagleHead):
         scaling = None if "rope_theta" in positions else head.config.rope_scaling
@@ -212,8 +206,9 @@ def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_p
     head_width = getattr(config, "target_hidden_size", config.hidden_size)
     for name, ours, theirs in (("hidden size", head_width, width), ("vocabulary", config.vocab_size, vocab_size)):
         if ours != theirs:
-            what = f"its {name} is {ours}, that of {target_path} is {theirs}"
-            raise UserError(f"{head_path}: belongs to another target: {what}")
+            raise UserError(
+                f"{head_path}: belongs to another target: its {name} is {ours}, that of {target_path} is {theirs}"
+            )
 
 
 def optional_of(content: HeadContent) -> set[str]:
@@ -249,11 +244,11 @@ def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
     for name, tensor in tensors.items():
         wrong = tensor.numel() - int(tensor.isfinite().sum())  # answers stay right, so nobody would see them
         if wrong:
-            what = f"{name} holds {wrong:,} of {tensor.numel():,} values that are NaN or infinite"
-            raise UserError(f"{place}: {what}; take an earlier checkpoint, or fetch the file anew")
+            what = f"{wrong:,} of {tensor.numel():,} values that are NaN or infinite"
+            raise UserError(f"{place}: {name} holds {what}; take an earlier checkpoint, or fetch the file anew")
     tables = [name for name in TABLES if name in tensors]
     if len(tables) == 1:
-        raise UserError(f"{place}: has one of d2t and t2d ({tables[0]}); they go together: get the whole file")
+        raise UserError(f"{place}: has one of d2t and t2d ({tables[0]}); fetch the file anew")
     return DraftVocabulary.of_tables(tensors["d2t"], tensors["t2d"], str(place)) if tables else None
 
 
@@ -265,7 +260,7 @@ def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> 
         state |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     if content.is_embedding_optional and EMBEDDING not in state:
         if vocab is None:
-            raise UserError(f"{place}: has no {EMBEDDING!r}, which is the target's; load the head with its target")
+            raise UserError(f"{place}: has no {EMBEDDING!r}, which is the target's; load it with its target")
         check_sizes(config, vocab, str(place.parent), "the target")
         state[EMBEDDING] = vocab.embedding.detach().cpu()
     return state
@@ -273,6 +268,4 @@ def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> 
 
 def is_targets(embedding: Tensor, vocab: VocabWeights | None) -> bool:
     """Whether a head's embedding is the target's, in the head's precision."""
-    if vocab is None or vocab.embedding.shape != embedding.shape:
-        return False
-    return torch.equal(vocab.embedding.cpu().to(embedding.dtype), embedding)
+    return vocab is not None and torch.equal(vocab.embedding.cpu().to(embedding.dtype), embedding)

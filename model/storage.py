@@ -335,10 +335,9 @@ def is_dirty() -> bool | None:
 
 
 def _git(*arguments: str) -> str | None:
+    command, quiet = ["git", *arguments], subprocess.DEVNULL
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(
-            ["git", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL, text=True, timeout=10
-        ).strip()
+        return subprocess.check_output(command, cwd=ROOT, stderr=quiet, text=True, timeout=10).strip()
     return None
 
 

@@ -76,9 +76,10 @@ class Target:
         arguments: dict[str, Any] = {} if config.device_map is None else {"device_map": config.device_map}
         if getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
-        arguments |= {"dtype": config.dtype, **_source(config)}
         with _readable(config, "load the target"):
-            model = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path, dtype=config.dtype, **arguments, **_source(config)
+            )
         return cls(model if config.device_map is not None or device is None else model.to(device), config)
 
     @property
@@ -186,7 +187,7 @@ def fingerprints(text_config: Any, vocab: VocabWeights) -> set[str]:
 
 
 def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high taps; UserError below 7 blocks, where they collapse."""
+    """EAGLE-3's low, middle and high taps, which are distinct from 7 blocks on."""
     if num_blocks < 7:
         what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
         raise UserError(f"{path}: {what}; name its taps in features.after_blocks")

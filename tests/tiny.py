@@ -74,7 +74,6 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
-    """The same rows as a JSONL file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in conversations(count, seed)), encoding="utf-8")
     return path
@@ -102,22 +101,18 @@ def target(directory: Path, chat_template: str | None = TEMPLATE, **sizes: Any) 
 
 
 def vocab(vocab_size: int = 320, hidden_size: int = 32, seed: int = 0) -> VocabWeights:
-    """A random embedding and LM head, [V, D] each."""
     generator = torch.Generator().manual_seed(seed)
-    embedding = torch.randn(vocab_size, hidden_size, generator=generator)
-    lm_head = torch.randn(vocab_size, hidden_size, generator=generator)
+    embedding, lm_head = (torch.randn(vocab_size, hidden_size, generator=generator) for _ in range(2))
     return VocabWeights(embedding, lm_head, None, 1.0, None)
 
 
-def _sizes(embedding: Tensor, changes: dict[str, Any]) -> dict[str, Any]:
-    """Of an EAGLE head (GQA 4:2) for an embedding [V, D]."""
+def _eagle(module: Any, config: Any, embedding: Tensor, seed: int, scale: float, changes: dict[str, Any]) -> Any:
+    """A head (GQA 4:2) for an embedding [V, D]; scale multiplies its matrices, so that a lost term shows."""
     vocab_size, width = embedding.shape
     sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": vocab_size}
-    return {**sizes, "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0, **changes}
-
-
-def _initialised(made: Any, embedding: Tensor, seed: int, scale: float) -> Any:
+    sizes |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0, **changes}
+    made = module(config(**sizes))
     made.initialise(VocabWeights(embedding, embedding, None, 1.0, None), torch.Generator().manual_seed(seed))
     for name, parameter in made.named_parameters():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
@@ -125,20 +120,18 @@ def _initialised(made: Any, embedding: Tensor, seed: int, scale: float) -> Any:
     return made
 
 
-def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -> Eagle1Head:
-    """An EAGLE-1 head; scale multiplies its matrices, so that a lost term shows."""
-    made: Eagle1Head = _initialised(Eagle1Head(Eagle1Config(**_sizes(embedding, changes))), embedding, seed, scale)
-    return made
+def head(embedding: Tensor, seed: int = 0, scale: float = 1.0, **changes: Any) -> Any:
+    return _eagle(Eagle1Head, Eagle1Config, embedding, seed, scale, changes)
 
 
 def eagle3_head(
     embedding: Tensor, ids: Tensor | None = None, seed: int = 0, scale: float = 1.0, **changes: Any
 ) -> Eagle3Head:
-    """An EAGLE-3 head with taps (1, 2) over the target ids [Vd] (null: every third); scale as in `head`."""
+    """An EAGLE-3 head with taps (1, 2) over the target ids [Vd] (null: every third)."""
     vocab_size, width = embedding.shape
     vocabulary = DraftVocabulary.of_ids(torch.arange(0, vocab_size, 3) if ids is None else ids, vocab_size)
     more = {"draft_vocab_size": vocabulary.size, "target_hidden_size": width, "after_blocks": (1, 2), **changes}
-    made: Eagle3Head = _initialised(Eagle3Head(Eagle3Config(**_sizes(embedding, more))), embedding, seed, scale)
+    made: Eagle3Head = _eagle(Eagle3Head, Eagle3Config, embedding, seed, scale, more)
     made.d2t.copy_(vocabulary.d2t)
     made.t2d.copy_(vocabulary.t2d)
     return made
@@ -155,7 +148,6 @@ def multi_token_head(kind: HeadKind, target_vocab: VocabWeights, noise: float = 
 
 
 def recipe(path: Path, values: dict[str, Any]) -> Path:
-    """A recipe file with these sections."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return path

@@ -162,7 +162,7 @@ def _new_head(
     # A warm start keeps its own vocabulary, which must be able to end a turn of this target.
     if isinstance(section, Eagle3Section) and counted is None:
         head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
-        counted = tokens.draft_vocabulary(rows.tokens, head.vocabulary.vocab_size, rows.origin, given=head.vocabulary)
+        counted = tokens.draft_vocabulary(rows.tokens, len(head.vocabulary.t2d), rows.origin, given=head.vocabulary)
     return head, counted
 
 

@@ -39,13 +39,13 @@ class DraftVocabulary:
     @classmethod
     def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
         """The vocabulary in two tables of the file at place; UserError where they do not agree."""
-        are_lists = d2t.ndim == t2d.ndim == 1
-        if not are_lists or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
+        if not d2t.ndim == t2d.ndim == 1 or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
             raise UserError(f"{place}: d2t must be a list of whole token offsets, and t2d a list of marks")
         vocabulary, marked = cls(d2t.long(), t2d.bool()), t2d.nonzero().flatten()
         if not marked.equal(vocabulary.ids):
-            what = f"d2t and t2d name other tokens ({len(d2t):,} and {len(marked):,} of them)"
-            raise UserError(f"{place}: {what}; d2t holds offsets (target id - draft id), not target ids")
+            raise UserError(
+                f"{place}: d2t and t2d name other tokens; d2t holds offsets (target id - draft id), not ids"
+            )
         return vocabulary
 
     @classmethod
@@ -60,11 +60,7 @@ class DraftVocabulary:
 
     @property
     def size(self) -> int:
-        return self.d2t.shape[0]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.t2d.shape[0]
+        return len(self.d2t)
 
     @property
     def ids(self) -> Tensor:
@@ -81,7 +77,7 @@ class DraftVocabulary:
 
     def check_ends(self, end_ids: Collection[int], place: str) -> None:
         """UserError when none of the target's end_ids is in: no turn could end."""
-        known = sorted(number for number in end_ids if 0 <= number < self.vocab_size)
+        known = sorted(number for number in end_ids if 0 <= number < len(self.t2d))
         if known and not self.t2d[known].any():
             raise UserError(f"{place}: none of the target's end-of-turn tokens {known} is in the draft vocabulary")
 

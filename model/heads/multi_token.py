@@ -53,8 +53,7 @@ class ResidualBlock(nn.Module):
         self.projection = nn.Linear(inputs, width) if inputs != width else None
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = x if self.projection is None else self.projection(x)
-        return kept + F.silu(self.linear(x))
+        return (x if self.projection is None else self.projection(x)) + F.silu(self.linear(x))
 
 
 class Branch(nn.Module):
@@ -127,7 +126,6 @@ class MedusaHead(MultiTokenHead):
         super().__init__(config, [config.hidden_size] * config.num_heads)
 
     def state(self, index: int, features: Tensor, drop: Drop | None = None) -> Tensor:
-        """What the LM head of future token `index` is given: [..., D] of features [..., D]."""
         return self.branches[index](features, drop)
 
     def forward(self, features: Tensor) -> Tensor:

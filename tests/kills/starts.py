@@ -1,8 +1,4 @@
-"""Starts of the real commands that can be killed at any moment, forked from a process that has imported torch.
-
-A forked child runs the command's own main function in its own process group: it reads the configuration, loads the
-target and opens every file itself.
-"""
+"""Starts of the real commands that can be killed at any moment, forked from a process that has imported torch."""
 
 import json
 import os
@@ -26,8 +22,6 @@ HEAVY = ("aerie.train.loop", "aerie.data.features", "aerie.infer.measure.bench",
 
 
 class WarmPython:
-    """Runs commands as forks of a process that has imported torch and DeepSpeed; a context."""
-
     def __enter__(self) -> "WarmPython":
         self.line, other = Pipe()
         command = [sys.executable, "-m", "tests.kills.starts", str(other.fileno())]
@@ -55,7 +49,7 @@ class WarmPython:
 
 
 def serve(line: Connection) -> None:
-    """Forks a child for each request, sends its process id, and its exit code when it has ended."""
+    """Forks a child for each request; sends its process id, then its exit code."""
     mains = {f"{name}/main.py": import_module(f"aerie.{name}.main").main for name in ("data", "train", "infer")}
     for heavy in HEAVY:
         import_module(heavy)
@@ -72,10 +66,7 @@ def serve(line: Connection) -> None:
 
 
 def become(main: Any, words: list[str], log: str, below: str, fatal: int | None) -> NoReturn:
-    """Runs main, counts the changes to names below a directory, and dies just before the fatal-th.
-
-    A change is a file opened for writing, a rename, a removal or a new directory, as Python's audit hooks report them.
-    """
+    """Runs main, counts the changes to names below a directory, and dies just before the fatal-th."""
     count, lock = 0, threading.Lock()
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:

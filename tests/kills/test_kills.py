@@ -1,8 +1,4 @@
-"""Commands that are killed at any moment go on, and leave what an undisturbed run leaves: rows, weights, answers.
-
-Moments are drawn by a fixed seed, over the time of the undisturbed stage and over its changes to files; kills between
-two changes that follow each other at once are seldom met by time alone. `make soak` kills 50 times and more.
-"""
+"""Commands killed at any moment, by time or by changes to files, go on and leave the bytes of an undisturbed run."""
 
 import json
 import random
@@ -30,7 +26,7 @@ BEFORE = {"features": (), "train": ("features",), "bench": ("heads",)}  # what a
 
 @dataclass
 class World:
-    """The undisturbed run, and what starts one stage of the pipeline."""
+    """The undisturbed run, and starts of one stage."""
 
     root: Path
     python: WarmPython
@@ -50,14 +46,12 @@ class World:
         return run
 
     def compare(self, run: Path, code: int) -> None:
-        """The run ended with exit code 0 and left what the undisturbed run left; it is removed then."""
         assert code == 0, log_of(run).read_text(errors="replace")[-2000:]
         assert self.differences(run) == []
         shutil.rmtree(run)
         log_of(run).unlink()
 
     def differences(self, run: Path) -> list[str]:
-        """Files that are missing, left over, or hold other bytes; times in JSON lines are not compared."""
         wrong = [str(path) for path in (run / "state").glob("*/step-*")] if self.stage == "train" else []
         for output in OUTPUTS[self.stage]:
             old, new = (content_of(place / output, place) for place in (self.root / "undisturbed", run))
@@ -70,15 +64,15 @@ def log_of(run: Path) -> Path:
 
 
 def content_of(output: Path, run: Path) -> dict[str, Any]:
-    paths = [output] if output.is_file() else sorted(path for path in output.rglob("*") if path.is_file())
-    return {str(path.relative_to(run)): comparable(path) for path in paths if path.name not in RECORDS}
-
-
-def comparable(path: Path) -> Any:
-    if path.suffix != ".jsonl":
-        return path.read_bytes()
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in lines]
+    """What is compared of the files: no times."""
+    made: dict[str, Any] = {}
+    for path in [output] if output.is_file() else sorted(output.rglob("*")):
+        if path.suffix == ".jsonl":
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            made[str(path.relative_to(run))] = [{k: v for k, v in line.items() if k not in CLOCKS} for line in lines]
+        elif path.is_file() and path.name not in RECORDS:
+            made[str(path.relative_to(run))] = path.read_bytes()
+    return made
 
 
 def write_recipe(root: Path) -> None:
@@ -108,7 +102,6 @@ def write_recipe(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, World]]:
-    """Each stage has run undisturbed, once, in one run directory."""
     root, made = tmp_path_factory.mktemp("kills"), dict[str, World]()
     write_recipe(root)
     log = log_of(root / "undisturbed")

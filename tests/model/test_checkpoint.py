@@ -59,18 +59,13 @@ def test_a_round_trip_is_bit_exact_with_the_recorded_facts(name: str, dtype: tor
     ("name", "changes", "said"),
     [  # of the weights where it is a tensor, else of config.json; None takes it away
         ("eagle1", {"fc.weight": None}, 'Missing key.*"fc.weight"'),
-        ("eagle1", {"lm_head.weight": torch.zeros(2, 2)}, 'Unexpected key.*"lm_head.weight"'),
         ("eagle1", {"fc.weight": torch.zeros(32, 32)}, r"size mismatch for fc.weight: .*32, 32"),
         ("eagle1", {"fc.weight": torch.full((32, 64), torch.nan)}, "2,048 of 2,048 values that are NaN"),
         ("eagle1", {"fc.weight": torch.zeros(32, 64).to(torch.int8)}, "quantised heads are not read"),
         ("eagle1", {"rope_theta": None}, "lacks rope_theta"),
-        ("eagle3", {"d2t": None}, 'Missing key.*"d2t"'),
         ("eagle3", {"d2t": torch.arange(107) + 1}, "d2t holds offsets"),
-        ("eagle3", {"draft_vocab_size": 400}, r"size mismatch for d2t: .*\[107\].*\[400\]"),
         ("eagle3", {"tap_convention": None}, "tap_convention is None"),
         ("eagle3", {"after_blocks": [4, 2, 5]}, "must ascend"),
-        ("hydra", {"branches.1.blocks.0.projection.weight": None}, 'Missing key.*"branches.1.blocks'),
-        ("hydra", {"num_heads": None}, "lacks num_heads"),
         ("hydra", {"head_dim": None}, "has a prefix layer and lacks head_dim"),
     ],
 )
@@ -136,21 +131,12 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
         config_for(Eagle1Section(num_key_value_heads=3), TEXT, VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, []),
-        ({"rope_scaling": None}, ["its target's 500,000 with {'rope_type': 'llama3', "]),
-        (
-            {"rope_theta": 10000.0, "rope_scaling": None, "max_position_embeddings": 2048},
-            ["rope_theta is 10,000 with scaling None", "max_position_embeddings is 2,048, its target's 131,072"],
-        ),
-    ],
-)
-def test_positions_that_ruin_heads_are_each_a_sentence_with_the_place(changes: dict[str, Any], said: list[str]) -> None:
-    config = replace(config_for(Eagle3Section(), LONG, VOCAB, (1, 2), 320), **changes)
-    for sentence, part in zip(position_warnings(config, LONG, "heads/x"), said, strict=True):
-        assert sentence.startswith("heads/x: ") and part in sentence
+def test_positions_that_ruin_heads_are_each_a_warning() -> None:
+    config = config_for(Eagle3Section(), LONG, VOCAB, (1, 2), 320)
+    assert position_warnings(config, LONG, "head") == []
+    changed: Any = replace(config, rope_theta=1e4, rope_scaling=None, max_position_embeddings=2048)  # type: ignore[type-var]
+    theta, length = position_warnings(changed, LONG, "head")
+    assert "rope_theta is 10,000 with scaling None" in theta and "is 2,048, its target's 131,072" in length
 
 
 def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(tmp_path: Path) -> None:
@@ -167,12 +153,9 @@ def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(
     table: list[tuple[Any, Any, str]] = [
         (Eagle1Section(**one, head_dim=16), (), "head.head_dim: the recipe asks 16, .* has 8; set it"),
         (Eagle3Section(**three, draft_vocab_size=64), TAPS, "head.draft_vocab_size: the recipe asks 64, .* has 107"),
-        (Eagle3Section(**three, norm_output=True), TAPS, "head.norm_output: the recipe asks True"),
-        (Eagle3Section(**three, num_hidden_layers=2), TAPS, "head.num_hidden_layers: the recipe asks 2"),
         (Eagle3Section(**three), (1, 4, 5), r"features.after_blocks: .* \(1, 4, 5\), .* has \(2, 4, 5\)"),
         (Eagle1Section(**three), (), "is an eagle3 head, the recipe asks for eagle1"),
         (HydraSection(**hydra, prefix_layer=True, num_heads=3), (), "head.num_heads: .* asks 3, .* has 4; set it"),
-        (HydraSection(**hydra, prefix_layer=True, rope_theta=5e5), (), "head.rope_theta: the recipe asks 500000.0"),
     ]
     for section, taps, said in table:
         with pytest.raises(UserError, match=said):

@@ -12,17 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from aerie.configs.errors import UserError
-from aerie.model.layers import (
-    DecoderLayer,
-    Documents,
-    DraftLayer,
-    KeyValueBuffer,
-    Rotary,
-    UnrollMemory,
-    attend,
-    dense_attention,
-    spans,
-)
+from aerie.model import layers
+from aerie.model.layers import DecoderLayer, Documents, DraftLayer, KeyValueBuffer, Rotary, UnrollMemory
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 128}
@@ -69,9 +60,7 @@ def test_a_position_beyond_the_heads_length_and_a_rope_that_changes_with_the_len
         Rotary(sized({"rope_type": "dynamic", "factor": 2.0}))
 
 
-# The attention of the unroll against one softmax under one mask.
-
-STEPS = 3
+STEPS = 3  # of the unroll
 
 
 def _made(length: int, heads: int = 4, kv: int = 2, dim: int = 8) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -84,7 +73,7 @@ def _made(length: int, heads: int = 4, kv: int = 2, dim: int = 8) -> tuple[Tenso
 def _by_one_mask(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents) -> Tensor:
     """All T x 3T scores under one boolean mask [block-causal | identity | identity]."""
     length, groups = q.shape[2], q.shape[1] // keys[0].shape[1]
-    owner = torch.cat([torch.full((last - first,), first) for first, last in spans(documents, length)])
+    owner = torch.cat([torch.full((last - first,), first) for first, last in layers.spans(documents, length)])
     causal = torch.ones(length, length, dtype=torch.bool).tril() & (owner[:, None] == owner)
     mask = torch.cat([causal, *[torch.eye(length, dtype=torch.bool)] * (len(keys) - 1)], dim=1)
     k, v = (torch.cat(list(part), dim=2).repeat_interleave(groups, dim=1) for part in (keys, values))
@@ -100,7 +89,7 @@ def _value_and_gradients(made: tuple[Tensor, list[Tensor], list[Tensor]], out: T
 
 def _last_step(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents) -> Tensor:
     memory = UnrollMemory(documents, keys[:-1], values[:-1])
-    return attend(q, keys[-1], values[-1], None, memory).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+    return layers.attend(q, keys[-1], values[-1], None, memory).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
 
 
 @pytest.mark.parametrize("documents", [None, (5, 1, 20, 8)])  # the last one is cut by a slot
@@ -111,7 +100,7 @@ def test_merged_and_dense_attention_are_one_masked_softmax_in_value_and_gradient
     made = _made(33, heads)
     expected = _value_and_gradients(made, _by_one_mask(*made, documents))
     merged = _value_and_gradients(made, _last_step(*made, documents))
-    dense = _value_and_gradients(made, dense_attention(*made, documents=documents, chunk=7))
+    dense = _value_and_gradients(made, layers.dense_attention(*made, documents=documents, chunk=7))
     for found in (merged, dense):
         for x, y in zip(found, expected, strict=True):
             assert (x - y).abs().max() <= 1e-5 * y.abs().max()
