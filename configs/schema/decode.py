@@ -72,7 +72,7 @@ class VoteConfig(Section):
 
     def __post_init__(self) -> None:
         if not 1 <= self.needed <= len(set(self.signals)) == len(self.signals):
-            raise ValueError("signals must differ, and votes be at most their number")
+            raise ValueError("signals must be different signals, and votes is at most their number")
         if self.needed <= ("expectation" in self.signals and self.bonus <= 0):
             raise ValueError("without a bonus the expectation always votes; raise bonus or votes")
 
