@@ -75,8 +75,6 @@ class SourceConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How one answer is drawn."""
-
     temperature: NonNegativeFloat = 1.0  # the target's own law; 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int | None = None  # null: the server's default; in process 0 is off
@@ -119,12 +117,12 @@ class EvaluationConfig(Section):
     """Questions that no prompt may overlap."""
 
     name: str  # of a published task (mt_bench, gsm8k, math500, ...), or your own
-    path: str | None = None  # a file, a directory or a Hub data set; null: the published one
+    path: str | None = None  # null: the published one
     revision: str | None = None
 
 
 class DistillConfig(Section):
-    """Prompts in, conversations answered by the target out (RUN/distilled)."""
+    """Prompts that the target answers (RUN/distilled)."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
     server: ServerConfig | None = None  # null: the target answers in this process, with the run's draft head if any

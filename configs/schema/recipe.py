@@ -72,11 +72,11 @@ class RunPaths:
 def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True) -> None:
     """The options that every command has; any other `--section.key value` overrides the recipe."""
     parser.add_argument("--config", type=Path, required=config_required, help="the recipe (YAML)")
-    parser.add_argument("--run", help="the run's directory (overrides the recipe)")
-    parser.add_argument("--target", help="local directory or Hub id of the target (overrides target.path)")
-    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (overrides target.dtype)")
-    parser.add_argument("--device-map", help="'auto' spreads the target over the GPUs (overrides target.device_map)")
-    parser.add_argument("--plan", action="store_true", help="validate everything, print what would run, and stop")
+    parser.add_argument("--run", help="the run's directory")
+    parser.add_argument("--target", help="directory or Hub id (overrides target.path)")
+    parser.add_argument("--dtype", help="overrides target.dtype")
+    parser.add_argument("--device-map", help="overrides target.device_map")
+    parser.add_argument("--plan", action="store_true", help="print what would run, and stop")
     parser.add_argument("--overwrite", action="store_true", help="replace what another recipe left in the output")
 
 

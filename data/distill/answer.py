@@ -177,7 +177,7 @@ class ServedTarget:
         try:
             import openai
         except ImportError as error:
-            raise UserError("distill.server needs the package openai: pip install -e .[distill]") from error
+            raise UserError("distill.server needs openai: pip install -e .[distill]") from error
         self.config, self.errors = config, (openai.APIError, ValueError)
         timeout = openai.Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s))
         settings = {"api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": config.retries}
@@ -237,7 +237,7 @@ class ServedTarget:
     async def _complete(self, client: Any, **body: Any) -> Answer:
         reply = await client.chat.completions.create(**body)
         if not getattr(reply, "choices", None) or reply.choices[0].finish_reason not in ("stop", "length"):
-            raise ValueError("the reply holds no answer that has ended")
+            raise ValueError("the reply holds no whole answer")
         choice, self.last_answer = reply.choices[0], asyncio.get_running_loop().time()
         ids, prompt_ids = getattr(choice, "token_ids", None), getattr(reply, "prompt_token_ids", None)
         thought = getattr(choice.message, "reasoning_content", None)

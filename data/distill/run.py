@@ -64,7 +64,7 @@ def flaws(outcome: Outcome) -> list[str]:
 
 
 def _is_loop(text: str) -> bool:
-    """Whether the text ends in the same words or symbols over and over, or mostly says what it has said before."""
+    """Whether the text ends in the same words or symbols, or mostly says what it has said before."""
     split = words(text)
     for units, least in ((split, LOOP_WORDS), ("".join(text.split()), LOOP_CHARACTERS)):
         for period in range(1, min(LONGEST_PERIOD, len(units) // LOOP_TIMES) + 1):
@@ -152,7 +152,7 @@ class Job:
         server = self.config.server
         with Lock(path) as lock:
             if not lock.acquire(wait=False):
-                raise UserError(f"{path}: another process writes it; wait for it, or end it first")
+                raise UserError(f"{path}: another process writes it; wait for it")
             ended = {row for row, (is_done, *_) in ended_rows(self.directory).items() if is_done or not retry}
             rows = prompts[share.index - 1 :: share.count]
             waiting = [prompt for prompt in rows if prompt.id not in ended]
@@ -181,10 +181,9 @@ class Job:
                 asyncio.run(work_all())
 
     async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking) -> Outcome:
-        """How a row ends; UserError when the whole run has to end."""
 
         async def draw(messages: Sequence[Message], turn: str) -> Answer:
-            # of the row and turn alone, whichever job and attempt asks
+            # of the row and turn alone
             seed = int.from_bytes(sha256(f"{self.config.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big") >> 1
             try:
                 thinking.prompt(messages)
@@ -223,7 +222,7 @@ class Job:
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
         if missing:
             fault = f"{len(missing):,} of {len(prompts):,} rows have not ended (first: {missing[0]})"
-            raise UserError(f"{self.directory}: {fault}; run the same jobs again, they go on where they stopped")
+            raise UserError(f"{self.directory}: {fault}; run the same jobs again")
         ends, made = list[dict[str, Any]](), list[bool]()  # of input rows; whether rows to train on are of tokens
         why, found, invented = Counter[str](), Counter[str](), set[str]()
 

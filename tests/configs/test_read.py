@@ -83,7 +83,6 @@ def test_overrides_reach_their_keys_and_the_resolved_recipe_loads_back_equal(
         ("name: a\noptim:\n  steps: many\n", ["r.yaml:3: optim.steps: input should be a valid integer"]),
         ("name: a\noptim:\n  steps: 0\n", ["r.yaml:2: optim: steps must be at least 1"]),
         ("name: a\nname: b\n", ["r.yaml:2: name: set twice"]),
-        ("- a\n", ["r.yaml: a recipe is a mapping"]),
         ("name: [\n", ["r.yaml:2: not YAML"]),
         ("optim: {}\n", ["r.yaml: name: required, and not set"]),
         ("name: a\nfigure: {kind: square, widht: 2}\n", ["r.yaml:2: figure.widht: unknown key; did you mean"]),
@@ -108,10 +107,8 @@ def test_every_problem_of_a_file_has_its_line_and_a_suggestion(tmp_path: Path, t
     [
         ("optim.stps=3", "--optim.stps: unknown key; did you mean 'optim.steps'?"),
         ("optim.steps=x", "--optim.steps: input should be a valid integer"),
-        ("optm.steps=3", "--optm.steps: unknown key; did you mean 'optim'?"),
         ("learning_rate=1", "--learning_rate: unknown key; did you mean 'optim.learning_rate'?"),  # of another section
         ("parts.2.steps=7", "--parts.2.steps: 2 is no position in a list of 2"),
-        ("parts.last.steps=7", "--parts.last.steps: last is no position"),
         ("parts.0.step=7", "--parts.0.step: unknown key; did you mean 'parts.0.steps'?"),
         ("parts.0.steps.x=7", "--parts.0.steps.x: steps is not a section"),
     ],

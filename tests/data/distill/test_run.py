@@ -175,19 +175,13 @@ def test_flaws_are_found_where_they_are(name: str, texts: list[str]) -> None:
         assert flaws(row(Answer(text, "stop", 9))) == ([name] if name else []), text
 
 
-@pytest.mark.parametrize(
-    ("name", "ended"),
-    [
-        ("cut", row(SOUND, Answer("Th", "length", 4))),
-        ("empty", row(Answer("", "stop", 9, reasoning=PROSE))),
-        ("loop", row(replace(SOUND, reasoning="wait " * 60))),
-        ("language", row(replace(SOUND, reasoning=CHINESE))),
-        ("", row(Answer(CHINESE, "stop", 9), question="他数什么？")),
-        ("loop", row(Answer("我们再想一想" * 200, "stop", 9), question="灯塔看守人数什么？")),
-    ],
-)
-def test_thinking_and_every_turn_are_looked_at(name: str, ended: Outcome) -> None:
-    assert flaws(ended) == ([name] if name else [])
+def test_thinking_and_every_turn_are_looked_at() -> None:
+    assert flaws(row(SOUND, Answer("Th", "length", 4))) == ["cut"]
+    assert flaws(row(Answer("", "stop", 9, reasoning=PROSE))) == ["empty"]
+    assert flaws(row(replace(SOUND, reasoning="wait " * 60))) == ["loop"]
+    assert flaws(row(replace(SOUND, reasoning=CHINESE))) == ["language"]
+    assert flaws(row(Answer(CHINESE, "stop", 9), question="他数什么？")) == []
+    assert flaws(row(Answer("我们再想一想" * 200, "stop", 9), question="灯塔看守人数什么？")) == ["loop"]
 
 
 def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(tmp_path: Path) -> None:
@@ -281,8 +275,6 @@ def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(
         (["--shard", "3/2"], "--shard: 3/2 is no share; write i/n"),
         (["--merge", "--retry-failed"], "leave --retry-failed and --shard out"),
         (["--distill.gate.cut", "maybe"], "distill.gate.cut: input should be 'keep' or 'drop'"),
-        (["--distill.server.urls", "[host]"], "urls.0: string should match pattern '^https?://', not 'host'"),
-        (["--distill.sources", json.dumps([{"path": "x", "samples": 0}])], "samples: input should be greater than 0"),
         (["--distill.sources", json.dumps([{"path": "x", "ask": "problem"}])], "ask to personas"),
     ],
 )
