@@ -34,14 +34,13 @@ from aerie.model import storage
 from aerie.model.hub import head_directory, is_on_hub
 from aerie.model.target import Target, load_tokenizer
 
-TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches; a static one comes from `calibrate`
-OWN_TREES = {"bench": "its rows have trees of their own (bench.rows)", "calibrate": "its tree is calibrate.tree"}
-Measure = Callable[[Target, Any], dict[str, Any]]  # (target, tokenizer) -> the facts of a stage's provenance
+TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches
+Measure = Callable[[Target, Any], dict[str, Any]]  # (target, tokenizer) -> facts for provenance.json
 
 
 def bench(arguments: Namespace, unknown: list[str]) -> int:
     """tau and speedup of every row of the recipe"""
-    recipe, section, paths = _recipe(arguments, unknown, "prompts and rows")
+    recipe, section, paths = _recipe(arguments, unknown)
     section = replace(section, rows=(*section.rows, *(load(path, MethodConfig, []) for path in arguments.row)))
     suite = suite_of(section)
     heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
@@ -50,7 +49,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         asked = tasks.pinned(section.prompts)
         prompts = tasks.load_prompts(asked)
         decoders = benches.make_decoders(target, suite.rows, heads, suite.places)
-        kinds = [None if head is None else kind_at(head) for head in heads]
+        kinds = [head and kind_at(head) for head in heads]
         made = benches.Bench(target, tokenizer, decoders, kinds, section, paths.bench)
         storage.write_json(paths.bench / SUITE, as_dict(asked_of(section, prompts, target)))
         records = benches.run(made, prompts, recipe.seed)
@@ -58,30 +57,28 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
             records = benches.measure_reference(made, records)
         if section.overhead:
             benches.measure_overhead(made, prompts)
-        storage.write_text(made.records_path, "".join(map(line_of, records)))
+        storage.write_text(paths.bench / RECORDS, "".join(map(line_of, records)))
         failed = [record.message for record in records if record.status == "error"]
-        print(
-            f"bench: {len(records)} answers -> {paths.bench}; {len(failed)} failed{': ' if failed else ''}", *failed[:1]
-        )
+        print(f"bench: {len(records)} answers -> {paths.bench}; {len(failed)} failed", *failed[:1])
         return {"answers": len(records), "prompts": tasks.prompt_inputs(asked)}
 
     inputs = {"bench": as_dict(section), "threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
-    rows = zip(suite.rows, heads, strict=True)
-    fitted = {head for row, head in rows if head and row.tree and row.tree.calibrated and not arguments.plan}
-    calibrators = {head: head_directory(head) / storage.CALIBRATOR for head in sorted(fitted)}
-    digests = {head: storage.file_digest(path) for head, path in calibrators.items() if path.is_file()}
-    inputs |= {"calibrators": digests} if digests else {}  # where one is missing, the decoder says so
-    samplings, points = len(section.sampling), len(suite.points)
-    plan = f"bench: {len(section.rows)} rows x {samplings} samplings, {points} points of sweeps -> {paths.bench}"
+    digests = {}
+    for row, head in zip(suite.rows, heads, strict=True):
+        if head and row.tree and row.tree.calibrated and not arguments.plan:
+            path = head_directory(head) / storage.CALIBRATOR
+            digests |= {head: storage.file_digest(path)} if path.is_file() else {}  # else the decoder says so
+    inputs |= {"calibrators": digests} if digests else {}
+    plan = f"bench: {len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
     return _stage(arguments, recipe, heads, inputs, section.prompts, plan, measure)
 
 
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     """how confidence predicts acceptance, from decoding cycles on held-out prompts"""
-    recipe, section, paths = _recipe(arguments, unknown, "prompts: {path: ...}")
+    recipe, section, paths = _recipe(arguments, unknown)
     asked = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
     if not METHODS[asked.method].heads:
-        raise UserError(f"calibrate.method: {asked.method} has no head, and so no confidence that could be measured")
+        raise UserError(f"calibrate.method: {asked.method} has no head whose confidence could be measured")
     _check_given(arguments.head, asked)
     head = _head(arguments, recipe, asked, "calibrate")
 
@@ -102,12 +99,11 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
     """the tree that suits the heads on this machine, as a YAML; and how well that was predicted"""
-    recipe, section, paths = _recipe(arguments, unknown, "prompts: {path: ...}")
+    recipe, section, paths = _recipe(arguments, unknown)
     heads = heads_by_kind([arguments.head] if arguments.head else [], None if arguments.head else paths.heads)
     heads = {kind: head for kind, head in heads.items() if kind in TUNABLE}
     if not heads:
-        kinds = ", ".join(TUNABLE)
-        raise UserError(f"{arguments.head or paths.heads}: no head of kind {kinds}; train one, or give --head")
+        raise UserError(f"{arguments.head or paths.heads}: no head of kind {', '.join(TUNABLE)}; give --head")
     tasks.check_sources(section.measure or section.prompts)
     tuning.check_apart(section)
 
@@ -118,7 +114,7 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
         print(f"tune: {paths.tune / tuning.TUNED} (generate --row FILE, bench --row FILE)")
         return {}
 
-    plan = f"tune: {', '.join(heads)}, up to {section.levels} levels, k {section.k} -> {paths.tune / tuning.TUNED}"
+    plan = f"tune: {', '.join(heads)} -> {paths.tune / tuning.TUNED}"
     inputs = {"tune": as_dict(section), "threads": recipe.threads}
     return _stage(arguments, recipe, list(heads.values()), inputs, section.prompts, plan, measure)
 
@@ -132,21 +128,21 @@ def _stage(
     plan: str,
     measure: Measure,
 ) -> int:
-    """Runs a stage that is not done yet, after everything that can be refused before a model is loaded."""
+    """Runs a stage that is not done, after all that can be refused before a model is loaded."""
     tasks.check_sources(prompts)
     _check(recipe.target, heads)
     if arguments.plan:
         print(plan)
         return 0
-    inputs = {  # everything that the measurement depends on, by content
+    inputs = {
         "target": target_inputs(recipe.target),
         "head": [storage.digests(head_directory(head)) for head in dict.fromkeys(heads) if head is not None],
         **inputs,
         "prompts": tasks.prompt_inputs(prompts),
         "seed": recipe.seed,
     }
-    paths, name = pipeline.RunPaths(Path(recipe.run)), arguments.command
-    name = {"calibrate": "calibration"}.get(name, name)
+    paths = pipeline.RunPaths(Path(recipe.run))
+    name = "calibration" if arguments.command == "calibrate" else arguments.command
     stage = storage.Stage(name, getattr(paths, name), inputs)
     if stage.is_whole():
         print(f"{arguments.command}: whole, reused ({stage.output})")
@@ -178,20 +174,20 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     stages = (paths.features, head, paths.calibration, paths.bench, paths.tune)
     made = {path: storage.read_json(path / storage.FILE) for path in stages if (path / storage.FILE).is_file()}
     if paths.bench not in made:
-        raise UserError(f"{paths.bench}: no bench, or one that was stopped; run: python infer/main.py bench {again}")
-    commands = [f"python infer/main.py report {again}"]  # that made the run
-    for words in (facts["argv"] for facts in reversed(made.values()) if facts.get("argv")):
+        raise UserError(f"{paths.bench}: no bench, or one that was stopped; run infer/main.py bench {again}")
+    commands = []  # that made the run
+    for words in filter(None, (facts.get("argv") for facts in made.values())):
         launch = "accelerate launch" if words[0] in ("data/main.py", "train/main.py") else "python"
-        commands.insert(0, f"{launch} {shlex.join(words)}")
-    trained = made.get(head, {})
+        commands.append(f"{launch} {shlex.join(words)}")
+    trained, measured = made.get(head, {}), made[paths.bench]
     training = {name: trained[name] for name in ("training_tokens", "steps", "seconds") if name in trained}
     facts = Facts(
         run=str(recipe.run),
-        commit=made[paths.bench].get("commit"),
+        commit=measured.get("commit"),
         target={"name": recipe.target.path, "dtype": recipe.target.dtype},
         head={"kind": recipe.head.kind, "name": str(head)} | training,
-        hardware=made[paths.bench].get("hardware", {}),
-        commands=tuple(commands),
+        hardware=measured.get("hardware", {}),
+        commands=(*commands, f"python infer/main.py report {again}"),
     )
     print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, seed=recipe.seed)))
     print(f"\nreport: {paths.report / 'index.html'}")
@@ -215,7 +211,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     """prove that methods are lossless; exit code 1 where one is not"""
     if arguments.config is None:
         if arguments.target is None or unknown:
-            raise UserError(f"verify needs --config RECIPE, or --target and no {' '.join(unknown) or 'recipe'}")
+            raise UserError("verify needs --config RECIPE, or --target and no key of a recipe")
         config = TargetConfig(arguments.target, dtype=arguments.dtype or "float32", device_map=arguments.device_map)
         return lossless.demonstrate(arguments, config, heads_by_kind(arguments.head, None))
     recipe = pipeline.load(arguments, unknown)
@@ -229,30 +225,28 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """stream an answer; accepted draft tokens are green"""
-    given, row, recipe = arguments.head, arguments.row, None
+    given, row, recipe, pairs = arguments.head, arguments.row, None, pipeline.pairs_of(unknown)
     if arguments.config is None:
         if arguments.target is None:
-            raise UserError("generate needs --config RECIPE, or --target and --head (or a method that needs none)")
-        usual, of_method = "vanilla" if given is None else USUAL[kind_at(given)], pipeline.pairs_of(unknown)
+            raise UserError("generate needs --config RECIPE, or --target with --head or --method")
+        usual, of_method = "vanilla" if given is None else USUAL[kind_at(given)], pairs
         words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
         given_words = [f"{key}={word}" for key, word in words.items() if word]
         target = validate({}, TargetConfig, "command line", {}, given_words)
     else:
-        pairs = pipeline.pairs_of(unknown)
         of_method = [pair for pair in pairs if pair.startswith(("tree.", "typical.", "lookup.", "lookahead."))]
         others = [f"--{pair}" for pair in pairs if pair not in of_method]
         recipe = pipeline.load(arguments, others)
         usual, target = USUAL[recipe.head.kind], recipe.target
     if row is None:
-        method = f"method={arguments.method or usual}"
-        asked = validate({}, MethodConfig, "command line", {}, [method, *of_method])
+        asked = validate({"method": arguments.method or usual}, MethodConfig, "command line", {}, of_method)
         if recipe is not None and asked.method == usual:  # the recipe's tree is that of its head's usual method alone
             words_of_tree = [f"--{word}" for word in of_method if word.startswith("tree.")]
             asked = replace(asked, tree=pipeline.load(arguments, [*others, *words_of_tree]).tree)
-    elif arguments.method is not None:
-        raise UserError("--row names its method; leave --method out")
-    else:
+    elif arguments.method is None:
         asked = load(row, MethodConfig, of_method)
+    else:
+        raise UserError("--row names a method; leave --method out")
     _check_given(given, asked)
     if recipe is not None:
         head = _head(arguments, recipe, asked if given is None else replace(asked, head=None), "generate")
@@ -262,46 +256,44 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
             raise UserError(f"{asked.method} needs a head; give --head")
         check_levels(asked.tree, head, "generate")
     _check(target, [head])
-    settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    sampling = {name: value for name, value in settings.items() if value is not None}
-    if sampling.pop("max_new_tokens", 1) < 1:
+    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
-    validate(sampling, SamplingConfig, "sampling", {})
-    if sampling.keys() & {"top_k", "top_p"} and not arguments.temperature:
-        raise UserError("--top-k and --top-p: greedy decoding draws nothing that they could shape; add --temperature 1")
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
+    validate({name: value for name, value in sampling.items() if value is not None}, SamplingConfig, "sampling", {})
+    if not arguments.temperature and (arguments.top_k is not None or arguments.top_p is not None):
+        raise UserError("--top-k and --top-p: greedy decoding draws nothing; add --temperature 1")
     if arguments.plan:
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
         tree = as_dict(asked.tree) if asked.tree else "no tree"
         print(f"generate: {target.path}, {asked.method} with {head or 'no head'}, {tree}{law}")
         return 0
     loaded = benches.load_quietly(target, None if recipe is None else recipe.threads)
-    answer(loaded, load_tokenizer(target), asked, head, arguments, **settings)
+    answer(loaded, load_tokenizer(target), asked, head, arguments, max_new_tokens=arguments.max_new_tokens, **sampling)
     return 0
 
 
-def _recipe(arguments: Namespace, unknown: list[str], keys: str) -> tuple[pipeline.Recipe, Any, pipeline.RunPaths]:
-    """The recipe, the command's section of it and the run's files; warns of a `tree` that the command does not read."""
+def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[pipeline.Recipe, Any, pipeline.RunPaths]:
+    """The recipe, the command's section, and the run's files."""
     recipe = pipeline.load(arguments, unknown)
-    for word in unknown:
-        if word.startswith("--tree.") and arguments.command in OWN_TREES:
-            warn(f"{word.partition('=')[0]}: {arguments.command} does not read it; {OWN_TREES[arguments.command]}")
-    section = getattr(recipe, arguments.command)
+    name = arguments.command
+    if any(word.startswith("--tree.") for word in unknown) and name in ("bench", "calibrate"):
+        warn(f"--tree: {name} does not read it; set {'bench.rows' if name == 'bench' else 'calibrate.tree'}")
+    section = getattr(recipe, name)
     if section is None:
-        raise UserError(f"{arguments.config}: has no section {arguments.command!r}; add one with {keys}")
+        raise UserError(f"{arguments.config}: has no section {name!r}; add one with its prompts")
     return recipe, section, pipeline.RunPaths(Path(recipe.run))
 
 
 def _check_given(head: Path | None, asked: MethodConfig) -> None:
-    """UserError for a --head that the method does not draft with."""
     if head is not None:
         decode.check_kind(asked.method, kind_at(head) if METHODS[asked.method].heads else "draft", "--head")
 
 
 def _head(arguments: Namespace, recipe: pipeline.Recipe, asked: MethodConfig, place: str) -> str | None:
-    """The head that a row drafts with: its own, else --head or the recipe's own where its kind fits, else the run's."""
+    """A row's own head, else --head or the recipe's where its kind fits, else the run's."""
     paths, kinds = pipeline.RunPaths(Path(recipe.run)), METHODS[asked.method].heads
     if arguments.plan and kinds and asked.head is not None and is_on_hub(asked.head):
-        return asked.head  # a plan fetches nothing
+        return asked.head
     of_recipe = paths.head(recipe)
     given = None if arguments.head == of_recipe else arguments.head
     if asked.head is None and given is None and recipe.head.kind in kinds:
@@ -314,11 +306,10 @@ def _head(arguments: Namespace, recipe: pipeline.Recipe, asked: MethodConfig, pl
 
 
 def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
-    """UserError for a target or a head that is not there."""
     target_inputs(target)
-    for head in heads:
-        if head is not None and not is_on_hub(head) and storage.find_weights(Path(head)) is None:
-            raise UserError(f"{head}: holds no weights; train the head with: accelerate launch train/main.py ...")
+    for head in filter(None, heads):
+        if not is_on_hub(head) and storage.find_weights(Path(head)) is None:
+            raise UserError(f"{head}: holds no weights; train the head with train/main.py")
 
 
 HEAD: dict[str, Any] = {"type": Path, "help": "a head directory (default: the run's own)"}
@@ -328,30 +319,28 @@ COMMANDS = (generate, calibrate, bench, tune, report, compare, verify)
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
         "--prompt": {"required": True},
-        "--raw": {"action": "store_true", "help": "the prompt as it is, without the chat template"},
         "--method": {"choices": get_args(Method), "help": "default: the usual one of the head"},
-        "--row": {**FILE, "help": "a method with its tree, as `tune` writes it"},
+        "--row": {**FILE, "help": "a method and its tree"},
         "--max-new-tokens": {"type": int},
         "--temperature": {"type": float},
         "--top-k": {"type": int},
         "--top-p": {"type": float},
         "--seed": {"type": int, "default": 0},
         "--show-tree": {"action": "store_true", "help": "print the first draft tree"},
-        "--cycles": {"type": Path, "metavar": "PATH.jsonl", "help": "write every cycle with its tree"},
     },
-    "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row, as `tune` writes it"}},
+    "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row"}},
     "compare": {
         "--of": ROWS,
         "--against": ROWS,
-        "--temperature": {"type": float, "help": "of the sampling that is compared, where there are several"},
+        "--temperature": {"type": float, "help": "of the answers that are compared"},
     },
     "verify": {
         "--head": {"type": Path, "action": "append", "default": [], "help": "a head directory; one of each kind"},
         "--methods": {"default": ",".join(METHODS), "help": "eagle2,sps,...; default: all"},
-        "--prompts": {"type": int, "default": 20, "help": "prompts answered greedily (default 20)"},
-        "--draws": {"type": int, "default": 2000, "help": "sampled answers for each p-value (default 2000)"},
-        "--seed": {"type": int, "default": 0, "help": "of the sampled answers"},
-        "--json": {"type": Path, "help": "write what was found to this file too"},
+        "--prompts": {"type": int, "default": 20, "help": "greedy prompts (default 20)"},
+        "--draws": {"type": int, "default": 2000, "help": "for each p-value (default 2000)"},
+        "--seed": {"type": int, "default": 0, "help": "of the draws"},
+        "--json": {"type": Path, "help": "write what was found here too"},
     },
 }
 
@@ -367,8 +356,7 @@ def main() -> int:
         command.set_defaults(run_command=run)
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
-    code: int = arguments.run_command(arguments, unknown)
-    return code
+    return int(arguments.run_command(arguments, unknown))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""The bench: every row answers every prompt, interleaved, in one process; what is measured is appended at once.
-
-Also what decoding is held against: transformers' generate, and the time that a row spends in model forwards.
-"""
+"""The bench: every row answers every prompt in one process; also transformers' generate, and bare forwards."""
 
 import itertools
 import logging
@@ -52,17 +49,11 @@ PHASES = ("draft", "verify", "commit", "other")
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
-    """Makes the directory this bench's: answers of an earlier call stay if they were measured under the same inputs.
-
-    UserError for answers of other inputs, unless overwrite: then they go.
-    """
+    """Keeps the answers measured under the same inputs; UserError for others, unless overwrite removes them."""
     records = stage.output / results.RECORDS
     if not isinstance(Manifest.check(stage.output, stage.inputs, name=JOB), Whole):
         if records.is_file() and not overwrite:
-            raise UserError(
-                f"{records}: holds answers of another recipe, head or target; "
-                f"measure anew with --overwrite, or choose another --run"
-            )
+            raise UserError(f"{records}: answers another recipe, head or target; choose --overwrite or another --run")
         for left in (results.RECORDS, CYCLES, results.OVERHEAD, results.SUITE):
             (stage.output / left).unlink(missing_ok=True)
     remove_temporaries(stage.output)
@@ -70,7 +61,7 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
 
 
 def load_quietly(config: Any, threads: int | None) -> Target:
-    """The target on a GPU where there is one; threads as the recipe says, and no chatter from the libraries."""
+    """The target on a GPU where there is one, without the libraries' chatter."""
     if threads is not None:
         torch.set_num_threads(threads)
     warnings.filterwarnings("ignore")
@@ -81,20 +72,18 @@ def load_quietly(config: Any, threads: int | None) -> Target:
 
 
 def describe(target: Target) -> dict[str, Any]:
-    """The device's name, torch's threads and the target's dtype, as summary.json has them."""
+    """Device, threads and dtype, as summary.json has them."""
+    cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    model = re.search(r"^model name\s*: (.*)$", cpus, re.MULTILINE)
+    device = model[1] if model else platform.processor() or platform.machine()
     if target.device.type == "cuda":
         device = torch.cuda.get_device_name(target.device)
-    else:
-        cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
-        model = re.search(r"^model name\s*: (.*)$", cpus, re.MULTILINE)
-        device = model[1] if model else platform.processor() or platform.machine()
-    dtype = str(target.dtype).removeprefix("torch.")
-    return {"device": device, "threads": torch.get_num_threads(), "dtype": dtype}
+    return {"device": device, "threads": torch.get_num_threads(), "dtype": str(target.dtype).removeprefix("torch.")}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured: the decoders of the rows on one target, and where the records go."""
+    """What is measured, and where the records go."""
 
     target: Target
     tokenizer: Any
@@ -112,8 +101,8 @@ class Bench:
         return self.directory / results.RECORDS
 
     def settings(self, ids: Tensor) -> dict[str, Any]:
-        """Greedy decoding of a prompt [1, T], as long for every row: what the recipe asks, as far as there is room."""
-        # the target's and every drafter's, but for one that the prompt alone overruns: its row fails by itself
+        """Greedy decoding of a prompt [1, T], alike for every row and as long as there is room."""
+        # a drafter that the prompt alone overruns limits nobody: its row fails
         limits = [decoder.proposer.max_positions for decoder in self.decoders if decoder.proposer is not None]
         limits.append(getattr(self.target.config, "max_position_embeddings", None) or sys.maxsize)
         room = min((limit - ids.shape[1] for limit in limits if limit > ids.shape[1]), default=1)
@@ -123,36 +112,26 @@ class Bench:
 def make_decoders(
     target: Target, rows: Sequence[MethodConfig], heads: Sequence[str | None], places: Sequence[str] | None = None
 ) -> list[SpeculativeDecoder]:
-    """One decoder per row with its head's directory; each head is loaded once.
-
-    Decoders that read the same states of the target share its key/value cache: they answer one after the other.
-    """
+    """One decoder per row with its head's directory; those that read the same target states share a cache."""
     drafters, shared = Drafters(target), dict[tuple[int, ...], CachedLM]()
     named = zip(rows, heads, places or ["bench.rows"] * len(rows), strict=True)
-    decoders = [make_decoder(drafters, row, head, place) for row, head, place in named]
+    decoders = [make_decoder(drafters, *each) for each in named]
     for decoder in decoders:
         decoder.lm = shared.setdefault(decoder.lm.after_blocks, decoder.lm)
     return decoders
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
-    """Measures what records.jsonl does not hold yet, and returns all records.
-
-    For each prompt the rows take turns, starting with another one each time, so that a drift of the machine's speed
-    falls on all of them alike. A conversation's later turns follow the answers of the vanilla row, in every row: all
-    rows read the same prompt.
-    """
+    """Measures what records.jsonl lacks, and returns all; the rows take turns, and later turns follow vanilla."""
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     for number, sweep in enumerate(bench.config.sweeps):
-        foreign = [task for task in sweep.tasks if task not in tasks]
-        if foreign:
+        if foreign := [task for task in sweep.tasks if task not in tasks]:
             raise UserError(f"bench.sweeps.{number}: no prompt is of task {foreign[0]!r}; tasks are {', '.join(tasks)}")
     bench.directory.mkdir(parents=True, exist_ok=True)
-    turns: list[tuple[Prompt, list[Origin]]] = []  # in order: of each prompt for each sampling, and who answers
-    for sampling, asked in bench.suite.rows_for(prompts).items():
-        for prompt in prompts:
-            rows = asked.get((prompt.task, prompt.prompt_id), [])
-            for turn in range(len(prompt.turns) if rows else 0):
+    turns: list[tuple[Prompt, list[Origin]]] = []
+    for (sampling, asked), prompt in itertools.product(bench.suite.rows_for(prompts).items(), prompts):
+        if rows := asked.get((prompt.task, prompt.prompt_id)):
+            for turn in range(len(prompt.turns)):
                 named = {**asdict(sampling), "task": prompt.task, "prompt_id": prompt.prompt_id, "turn": turn}
                 turns.append((prompt, [Origin(row, bench.suite.rows[row].method, **named) for row in rows]))
     cycles_path, few = bench.directory / CYCLES, min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
@@ -161,7 +140,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
     for prompt in prompts[: bench.config.warmup_prompts]:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
         for decoder in bench.decoders:
-            with suppress(UserError, RuntimeError):  # its answers fail likewise, and their records say why
+            with suppress(UserError, RuntimeError):  # the records will say why
                 decoder.generate(ids, max_new_tokens=few, do_sample=False)
     total = sum(len(origins) for _, origins in turns)
     with bench.records_path.open("a", encoding="utf-8") as file, bar(total, "answers", "bench") as progress:
@@ -170,55 +149,42 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
             for origin in (*origins[first:], *origins[:first]):
                 if origin.key not in done:
                     record, cycles = _answer(bench, origin, prompt, done, seed + number)
-                    if cycles:
-                        # before the record: cycles without a record are dropped, and measured again
+                    if cycles:  # before the record: cycles without one are dropped
                         append_lines(cycles_path, cycles)
                     file.write(line_of(record))
                     file.flush()
                     os.fsync(file.fileno())
                     done[origin.key] = record
                 progress.update()
-    # `identical` compares with vanilla's tokens at the same turn
     good = [record for record in done.values() if record.status == "ok"]
     plain = {(r.sampling, r.prompt_key): r.output_ids for r in good if r.row == bench.suite.vanilla}
-    for record in good:
-        expected = plain.get((record.sampling, record.prompt_key))
-        if record.temperature == 0 and expected is not None:
-            done[record.key] = replace(record, identical=record.output_ids == expected)
+    for r in good:
+        if r.temperature == 0 and (r.sampling, r.prompt_key) in plain:
+            done[r.key] = replace(r, identical=r.output_ids == plain[r.sampling, r.prompt_key])
     return list(done.values())
 
 
 def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
-    """Records of an earlier call; a line that a kill cut short is dropped and measured again.
-
-    UserError when a record answers another prompt than the one that has its name now.
-    """
+    """Records of an earlier call, a last line that was cut dropped; UserError where a prompt has changed since."""
     if not path.is_file():
         return []
-    raw = path.read_bytes()
-    with path.open("r+b") as file:
-        file.truncate(raw.rfind(b"\n") + 1)
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     texts = {(p.task, p.prompt_id, turn): text for p in prompts for turn, text in enumerate(p.turns)}
     records = results.read_records(path)
     for record in records:
         if record.prompt_text != texts.get(record.prompt_key):
-            raise UserError(
-                f"{path}: prompt {record.prompt_id!r} of {record.task!r} was another one; measure anew with --overwrite"
-            )
+            place = f"{path}: prompt {record.prompt_id!r} of {record.task!r}"
+            raise UserError(f"{place} was another one; measure anew with --overwrite")
     return records
 
 
 def _answer(
     bench: Bench, origin: Origin, prompt: Prompt, done: dict[Key, Record], seed: int
 ) -> tuple[Record, list[str]]:
-    """One answer as a record, and the lines of its cycles where the recipe asks for them.
-
-    A failure is a record with its message and no time. Nothing is left to the target's generation_config, which may
-    ask for top_k 50.
-    """
+    """The record of an answer, or of its failure, and the lines of its cycles."""
     config, decoder = bench.suite.rows[origin.row], bench.decoders[origin.row]
     facts = {**asdict(origin), "head": bench.kinds[origin.row], "head_path": config.head, "tree": tree_shape(config)}
-    facts |= {"prompt_text": prompt.turns[origin.turn]}
+    facts["prompt_text"] = prompt.turns[origin.turn]
     earlier = [done[replace(origin, row=bench.suite.vanilla, turn=turn).key] for turn in range(origin.turn)]
     for record in earlier:
         if record.status != "ok":
@@ -226,30 +192,27 @@ def _answer(
             return Record(**facts, verify="none", status="error", message=message), []
     ids = encode_turn(prompt, [record.text for record in earlier], bench.tokenizer, bench.target)
     facts |= {"prompt_tokens": ids.shape[1], "prompt_ids": tuple(ids[0].tolist())}
-    for device in range(torch.cuda.device_count()):
+    devices = range(torch.cuda.device_count())
+    for device in devices:
         torch.cuda.reset_peak_memory_stats(device)
     recorder = Recorder()
     if bench.config.cycles:
         keep_pools(decoder)
+    # nothing is left to the target's generation_config
+    settings = {**bench.settings(ids), "do_sample": origin.temperature > 0, "temperature": origin.temperature}
+    settings |= {"top_k": origin.top_k, "top_p": origin.top_p, "min_p": 0.0}
+    settings |= {"timed": True, "on_cycle": recorder if bench.config.cycles else None}
+    generator = torch.Generator(bench.target.device).manual_seed(seed)
     try:
-        generation = decoder.generate(
-            ids,
-            **{**bench.settings(ids), "do_sample": origin.temperature > 0, "min_p": 0.0},
-            temperature=origin.temperature,
-            top_k=origin.top_k,
-            top_p=origin.top_p,
-            generator=torch.Generator(bench.target.device).manual_seed(seed),
-            on_cycle=recorder if bench.config.cycles else None,
-            timed=True,
-        )
+        generation = decoder.generate(ids, generator=generator, **settings)
     except (UserError, RuntimeError) as error:
         return Record(**facts, verify="none", status="error", message=first_line(error)), []
     counted, answer = generation.statistics, generation.new_ids
     ends = itertools.accumulate(counted.cycle_tokens, initial=1)
     texts = [bench.tokenizer.decode(answer[:end], skip_special_tokens=True) for end in ends]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # the most that this process ever held
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if torch.cuda.is_available():
-        peak = sum(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())) / 2**30
+        peak = sum(map(torch.cuda.max_memory_allocated, devices)) / 2**30
     facts |= {name: value for name, value in asdict(counted).items() if name != "decoding"} | {
         "new_tokens": counted.new_tokens,
         "target_forwards": counted.target_forwards,
@@ -270,18 +233,14 @@ def clocked(device: torch.device, work: Callable[..., Any], *arguments: Any, **s
 
 
 def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
-    """transformers' generate on every greedy prompt, and the bare forwards replayed; writes reference.json.
-
-    Its figures are medians over the first prompts, each timed all three ways in turn, prefill included. Returns the
-    records with `identical_to_generate`.
-    """
+    """Times greedy prompts by transformers, bare forwards and vanilla; writes reference.json's medians."""
     target, vanilla = bench.target, SpeculativeDecoder(bench.target)
-    greedy = [r for r in records if r.temperature == 0.0 and r.row == bench.suite.vanilla and r.status == "ok"]
+    good = [r for r in records if r.temperature == 0.0 and r.status == "ok"]
+    greedy = [r for r in good if r.row == bench.suite.vanilla]
     answers: dict[results.PromptKey, tuple[int, ...]] = {}
     per_token: list[list[float]] = []  # milliseconds of all three
 
     def forwards_alone(ids: Tensor, answer: Tensor) -> None:
-        """The target forwards that write this answer: no choice, no stop rule, no statistics."""
         vanilla.lm.prefill(ids[0], ids.shape[1] + len(answer) + 1)
         for position in range(len(answer) - 1):
             vanilla.lm.extend(root_only(answer[position : position + 1]))
@@ -301,25 +260,16 @@ def measure_reference(bench: Bench, records: list[Record]) -> list[Record]:
                 per_token.append([taken / len(answer) for taken in (ms, bare_ms, plain_ms)])
             progress.update()
     static_ms, bare_ms, plain_ms = map(statistics.median, zip(*per_token, strict=True)) if per_token else (0.0,) * 3
-    checked = []
-    for r in records:
-        is_compared = r.status == "ok" and r.temperature == 0.0 and r.prompt_key in answers
-        checked.append(replace(r, identical_to_generate=r.output_ids == answers[r.prompt_key]) if is_compared else r)
-    identical = sum(bool(r.identical_to_generate) for r in checked if r.row == bench.suite.vanilla)
+    same = {r.key: r.output_ids == answers[r.prompt_key] for r in good if r.prompt_key in answers}
+    identical = sum(same[r.key] for r in greedy)
     reference = Reference(plain_ms, bare_ms, len(greedy), identical, static_ms)
     write_json(bench.directory / results.REFERENCE, asdict(reference))
-    print(
-        f"ms per token, prefill included: vanilla {plain_ms:.2f}, its bare forwards {bare_ms:.2f}, transformers' "
-        f"generate with a static cache {static_ms:.2f}"
-    )
-    return checked
+    print(f"ms per token: vanilla {plain_ms:.2f}, bare forwards {bare_ms:.2f}, transformers' generate {static_ms:.2f}")
+    return [replace(r, identical_to_generate=same[r.key]) if r.key in same else r for r in records]
 
 
 class Stopwatch(BaseStreamer):
-    """Milliseconds and calls of the model forwards of an answer's cycles: a streamer inside `with watch.on(decoder)`.
-
-    It begins with the second `put`: the engine hands out the prompt, prefills, and hands out the first token.
-    """
+    """Milliseconds and calls of model forwards in an answer's cycles: a streamer inside `with watch.on(decoder)`."""
 
     def __init__(self) -> None:
         self.ms, self.calls = defaultdict[str, float](float), Counter[str]()
@@ -327,7 +277,7 @@ class Stopwatch(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         self._puts += 1
-        if self._puts == 2:
+        if self._puts == 2:  # the first token: the prefill is over
             self.ms.clear()
             self.calls.clear()
 
@@ -335,7 +285,7 @@ class Stopwatch(BaseStreamer):
         return
 
     def on(self, decoder: SpeculativeDecoder) -> ExitStack:
-        """Times the calls of the target and of the drafter's models, LM heads included, while the block runs."""
+        """Times the target and the drafter's models, LM heads included."""
         target, stack = decoder.target, ExitStack()
         places: list[tuple[str, Any, str]] = [("target", target.decoder, "forward"), ("target", target, "logits")]
         if isinstance(decoder.proposer, Drafting):
@@ -353,11 +303,7 @@ class Stopwatch(BaseStreamer):
 
 
 def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
-    """The overhead of each row on the first few prompts; writes overhead.json, and leaves one that is there alone.
-
-    An answer is decoded twice: as ever, and with its forwards timed one by one. Rows take turns, so that a drift of the
-    machine's speed falls on all alike. A row that fails is left out, with a warning.
-    """
+    """Decodes the first prompts as ever, then with forwards timed; writes overhead.json, or reads it if there."""
     path, used = bench.directory / results.OVERHEAD, prompts[:NUM_PROMPTS]
     if path.is_file():
         return results.read_as(path, list[Overhead])
@@ -388,9 +334,6 @@ def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
             medians = {name: statistics.median(turn[name] for turn in times) for name in times[0]}
             one = Overhead(row, bench.config.rows[row].method, len(used), REPETITIONS, **medians)
             measured.append(one)
-            print(
-                f"row {row}, {one.method}: {one.cycle:.2f} ms a cycle, its forwards alone {one.bare_target:.2f} "
-                f"(target) and {one.bare_draft:.2f} (draft): overhead {100 * one.overhead:.1f} %"
-            )
+            print(f"row {row}, {one.method}: {one.cycle:.2f} ms a cycle, overhead {100 * one.overhead:.1f} %")
     write_json(path, [asdict(one) for one in measured])
     return measured

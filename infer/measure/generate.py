@@ -1,4 +1,4 @@
-"""Text as it is decoded: a transformers streamer that colours the accepted draft tokens."""
+"""Text as it is decoded, accepted draft tokens in colour."""
 
 import sys
 from argparse import Namespace
@@ -12,20 +12,16 @@ from transformers.generation.streamers import BaseStreamer
 from aerie.configs.schema.decode import MethodConfig
 from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters
-from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree, describe
-from aerie.infer.measure.cycles import Recorder, keep_pools, lines_of
-from aerie.infer.measure.record import Origin
 from aerie.infer.measure.tasks import encode
-from aerie.model.storage import write_text
 from aerie.model.target import Target
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
 class ColouredStreamer(BaseStreamer):
-    """Prints the answer; on a terminal, drafted tokens that the target accepted are green, its own tokens plain."""
+    """Prints the answer; on a terminal, drafted tokens that the target accepted are green."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self._colours = tokenizer, (GREEN, PLAIN) if sys.stdout.isatty() else ("", "")
@@ -53,41 +49,26 @@ class ColouredStreamer(BaseStreamer):
 def answer(
     target: Target, tokenizer: Any, asked: MethodConfig, head: str | None, arguments: Namespace, **settings: Any
 ) -> None:
-    """Streams the answer to arguments.prompt to stdout; statistics, and the first tree if asked, go to stderr.
-
-    settings: transformers' names; null: the target's generation_config.
-    """
+    """Streams the answer to stdout, statistics to stderr. settings: transformers' names; null: the target's own."""
     decoder = make_decoder(Drafters(target), asked, head, "--method")
-    if arguments.raw:
-        ids = torch.tensor([tokenizer(arguments.prompt)["input_ids"]], device=target.device)
-    else:
-        ids = encode(arguments.prompt, tokenizer, target)
-    streamer, recorder, trees = ColouredStreamer(tokenizer), Recorder(), list[Tree]()
-    if arguments.cycles:
-        keep_pools(decoder)
+    ids = encode(arguments.prompt, tokenizer, target)
+    streamer, trees = ColouredStreamer(tokenizer), list[Tree]()
 
     def watch(cycle: Cycle) -> None:
         streamer.accepted = cycle.verdict.accepted
-        if arguments.cycles:
-            recorder(cycle)
         if len(cycle.tree) > 1 and not trees:
             trees.append(cycle.tree)
 
     generator = torch.Generator(target.device).manual_seed(arguments.seed)
     generation = decoder.generate(ids, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings)
     counted = generation.statistics
-    if arguments.cycles:
-        law = resolve(target.generation_config, **settings)
-        origin = Origin(0, asked.method, law.temperature, law.top_k, law.top_p, task="generate", prompt_id="0")
-        write_text(arguments.cycles, "".join(lines_of(origin, recorder.records)))
     for tree in trees if arguments.show_tree else ():
-        names = [tokenizer.decode([token]) for token in tree.tokens.tolist()]
-        print("\n" + describe(tree, names), file=sys.stderr)
+        print("\n" + describe(tree, [tokenizer.decode([token]) for token in tree.tokens.tolist()]), file=sys.stderr)
     seconds = (counted.ms["wall"] - counted.ms["prefill"]) / 1000
     used = {name: value for name, value in asdict(counted.decoding).items() if name != "eos_token_ids"}
     print(
         f"\n{counted.new_tokens} tokens in {counted.target_forwards} target forwards: tau {counted.tau:.2f}, "
-        f"{(counted.new_tokens - 1) / max(seconds, 1e-9):.1f} tokens/s (prefill {counted.ms['prefill']:.0f} ms apart), "
+        f"{(counted.new_tokens - 1) / max(seconds, 1e-9):.1f} tokens/s (prefill {counted.ms['prefill']:.0f} ms), "
         f"{counted.verify} | {used}",
         file=sys.stderr,
     )

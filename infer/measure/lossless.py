@@ -1,6 +1,4 @@
-"""The proof that methods are lossless: greedy answers token for token with transformers' generate on the real target,
-sampled answers by the exact law of a miniature, a target so small that all its answers can be enumerated.
-"""
+"""The proof that methods are lossless: greedy answers on the real target, sampled ones by a miniature's exact law."""
 
 import tempfile
 from argparse import Namespace
@@ -41,10 +39,9 @@ MIN_DRAWS = 200  # fewer leave the law hardly a cell to be wrong in
 EXPECTED = 5.0  # draws that every cell of the chi-square test must expect
 SETTINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
 LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
-# every drafted token was refused; every draft was accepted down to its deepest node; an end token stands inside an
-# accepted path; max_new_tokens ends inside a path that a longer answer accepts
+# all drafts refused; all accepted to their deepest node; an end token, or max_new_tokens, inside an accepted path
 EDGES = ("rejected", "accepted", "ended", "cut")
-ROUNDING = 4.0  # in units of eps times the largest logit; storing two logits alone can cost 1
+ROUNDING = 4.0  # in units of eps times the largest logit
 TASKS = ("Explain what you know about", "List three facts about", "Write a Python function that has to do with",
          "Count to ten, and then say something about", "Name five words that go with")  # fmt: skip
 TOPICS = ("the sea", "prime numbers", "a bicycle", "bread")
@@ -53,12 +50,11 @@ VOCABULARY = 8  # of the miniature
 SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each place
 DRAFT_NOISE = 0.08  # of the draft LM's matrices around the target's
 HEAD_NOISE = 0.12  # added to every matrix of a new head, whose laws would be flat, or the target's own
-LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second level, and no stop rule a say
-LONGER = {"sps-heuristic": 5}  # its second draft is the first to depend on what was accepted
+LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second level
+LONGER = {"sps-heuristic": 5}  # only its second draft depends on what was accepted
 # every token once, and n-grams that come back
 PROMPT = (1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4)
-# of a vocabulary of 8 the published trees would hold nearly everything; these rules end trees of two levels now and
-# then, as the published thresholds do deeper ones
+# published trees would hold nearly all 8 tokens; these rules end trees of two levels now and then
 SMALL: dict[str, Any] = {"k": 2, "nodes": 5}
 RULES: dict[str, methods.StopConfig] = {
     "deagle": methods.VoteConfig(probability_threshold=0.7, momentum_threshold=0.7, declines=1),
@@ -76,7 +72,7 @@ Answer = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Reference:
-    """A prompt [1, T] and the longest greedy answer of the target alone; shorter ones are its beginnings."""
+    """A prompt [1, T] and the target's longest greedy answer; shorter ones are its beginnings."""
 
     ids: Tensor
     answer: list[int]
@@ -84,7 +80,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs, with how far the two tokens' logits are apart in a plain forward."""
+    """The first token that differs, and how far apart the two tokens' logits are in a plain forward."""
 
     prompt: int
     position: int
@@ -96,7 +92,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class GreedyResult:
-    """How many prompts were answered identically every time, and in how many answers each edge case was met."""
+    """Prompts, those answered identically every time, and answers that met each edge case."""
 
     prompts: int
     identical: int
@@ -116,24 +112,24 @@ class Law:
 
 @dataclass
 class Row:
-    """A method, the kind of head that it drafts with (null: it needs none), and what was found about it."""
+    """A method, the kind of head that it drafts with (null: none), and what was found."""
 
     asked: MethodConfig
     kind: str | None
-    head: str | None = None  # its directory; null where there is none, which leaves the sampled proof
-    greedy: GreedyResult | None = None  # null: there was no head
+    head: str | None = None  # its directory; null leaves the sampled proof
+    greedy: GreedyResult | None = None
     laws: tuple[Law, ...] = ()
     verdict: str = ""
     holds: bool = True
 
 
 def verdict_of(row: Row, level: float, exact: bool) -> str:
-    """FAILED with a p-value below `level`, or with greedy answers that differ; exact: be it no more than rounding."""
+    """`level`: the least p-value; exact: even a difference within rounding fails."""
     if row.asked.typical is not None:
         return "not lossless (typical acceptance), not tested"
     differences = row.greedy.differences if row.greedy else []
-    is_wrong = any(exact or each.gap > each.rounding for each in differences)
-    wrong = ["greedy"] * is_wrong + [f"law at {_setting(law)}" for law in row.laws if not law.p_value >= level]
+    wrong = ["greedy"] if any(exact or each.gap > each.rounding for each in differences) else []
+    wrong += [f"law at {_setting(law)}" for law in row.laws if not law.p_value >= level]
     if wrong:
         return f"FAILED: {', '.join(wrong)}"
     if row.greedy is None:
@@ -142,7 +138,6 @@ def verdict_of(row: Row, level: float, exact: bool) -> str:
 
 
 def _setting(sampling: SamplingConfig | Law) -> str:
-    """'T=1', or 'T=0.6/p=0.8'."""
     return f"T={sampling.temperature:g}" + (f"/p={sampling.top_p:g}" if sampling.top_p < 1 else "")
 
 
@@ -154,13 +149,9 @@ def demonstrate(
     others: Sequence[MethodConfig] = (),
     threads: int | None = None,
 ) -> int:
-    """Proves, prints and writes what the options of `verify` ask for; 1 when any row fails, else 0.
-
-    heads: directories by kind; a method without one is proven in law alone. others: rows that may not be lossless.
-    """
+    """The command `verify`; 1 when a row fails. heads: directories by kind; others: rows that may not be lossless."""
     if options.prompts < 1 or options.draws < MIN_DRAWS:
-        given = f"--prompts {options.prompts} --draws {options.draws}"
-        raise UserError(f"{given}: at least 1 prompt and {MIN_DRAWS} draws are needed to tell a law from another")
+        raise UserError(f"--prompts, --draws: at least 1 prompt and {MIN_DRAWS} draws are needed")
     named = [validate({"method": name.strip()}, MethodConfig, "--methods", {}) for name in options.methods.split(",")]
     rows: list[Row] = []
     for asked in (*named, *(other for other in others if other.typical is not None)):
@@ -175,8 +166,8 @@ def demonstrate(
     if prompts is not None:
         texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))]
     references = []
-    for text in texts[: options.prompts]:  # in the target's chat template, or as it is where there is none
-        has_template = getattr(tokenizer, "chat_template", None) is not None
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    for text in texts[: options.prompts]:
         ids = encode(text, tokenizer, target) if has_template else tokenizer(text, return_tensors="pt")["input_ids"]
         references.append(reference(target, ids.to(target.device)))
     tested = [row for row in rows if row.asked.typical is None]
@@ -196,13 +187,12 @@ def demonstrate(
     if options.json is not None:
         found: dict[str, Any] = {"schema": 1, "target": config.path, "dtype": config.dtype}
         found |= {"draws": options.draws, "seed": options.seed, "p_values": sum(len(row.laws) for row in rows)}
-        facts = [{"method": row.asked.method, **asdict(row)} for row in rows]
-        write_json(options.json, found | {"family_error": ALPHA, "rows": facts, "holds": holds})
+        found |= {"family_error": ALPHA, "rows": [{"method": row.asked.method, **asdict(row)} for row in rows]}
+        write_json(options.json, found | {"holds": holds})
     return 0 if holds else 1
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The proofs as text, with a line for each greedy difference below."""
     line = "{:15}{:10}{:18}{:10}{:14}{}".format
     lines = [line("method", "head", "greedy identical", *(f"p {_setting(each)}" for each in SETTINGS), "verdict")]
     notes = []
@@ -210,16 +200,15 @@ def table(rows: Sequence[Row]) -> str:
         p_values = [f"{law.p_value:.3g}" for law in row.laws] or ["–", "–"]
         identical = f"{row.greedy.identical}/{row.greedy.prompts}" if row.greedy else "–"
         lines.append(line(row.asked.method, row.kind or "–", identical, *p_values, row.verdict))
-        notes += [
-            f"{row.asked.method}: prompt {each.prompt}, new token {each.position}: {each.ours} instead of "
-            f"{each.theirs}, logits {each.gap:.3g} apart (rounding: up to {each.rounding:.3g})"
-            for each in (row.greedy.differences if row.greedy else ())
-        ]
+        for each in row.greedy.differences if row.greedy else ():
+            place = f"{row.asked.method}: prompt {each.prompt}, new token {each.position}"
+            apart = f"logits {each.gap:.3g} apart (rounding: up to {each.rounding:.3g})"
+            notes.append(f"{place}: {each.ours} instead of {each.theirs}, {apart}")
     return "\n".join([*lines, *notes])
 
 
 def reference(target: Target, ids: Tensor) -> Reference:
-    """The target's own greedy answer to ids [1, T], as long as any that is compared with it."""
+    """The target's own greedy answer to ids [1, T]."""
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max(LENGTHS)}
     with torch.inference_mode():
         out = target.model.generate(ids, **settings)
@@ -227,19 +216,19 @@ def reference(target: Target, ids: Tensor) -> Reference:
 
 
 def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference]) -> GreedyResult:
-    """Every prompt answered once, then again with an end token, and with a limit, inside a path that was accepted."""
+    """Each prompt answered once, then with an end token, and with a limit, inside a path that was accepted."""
     edges, count = dict.fromkeys(EDGES, 0), len(references)
     differences = [each for number in range(count) for each in _tries(decoder, references[number], number, edges)[:1]]
     return GreedyResult(count, count - len(differences), edges, differences)
 
 
 def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: dict[str, int]) -> list[Difference]:
-    """The first difference of each answer to one prompt; counts the edge cases that the answers meet."""
+    """The first difference of each answer to one prompt; counts the edge cases."""
     ends = token_ids(decoder.target.generation_config.eos_token_id)
     differences: list[Difference] = []
 
     def run(max_new_tokens: int, end: int | None = None) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """The answer; and for each cycle the tokens before it, those of its draft that were taken, and all of it."""
+        """The answer; per cycle the tokens before it, draft tokens taken, and all of it."""
         cycles: list[tuple[int, int, int]] = []
         drafted: list[tuple[int, int]] = []  # accepted tokens and the deepest drafted node
 
@@ -299,25 +288,23 @@ class SampledProver:
         self._laws: dict[tuple[int, SamplingConfig], dict[Answer, float]] = {}
 
     def decoder(self, asked: MethodConfig, kind: str | None) -> SpeculativeDecoder:
-        """A decoder of the method, or of its form in miniature."""
-        head = None if kind is None else str(self._heads / kind)
-        return make_decoder(self._drafters, MINIATURES.get(asked.method, asked), head)
+        """Of the method, or of its form in miniature."""
+        return make_decoder(self._drafters, MINIATURES.get(asked.method, asked), kind and str(self._heads / kind))
 
     def prove(self, asked: MethodConfig, kind: str | None, sampling: SamplingConfig, draws: int, seed: int) -> Law:
-        """How well so many answers fit."""
         length = LONGER.get(asked.method, LENGTH)
         if (length, sampling) not in self._laws:
             self._laws[length, sampling] = answer_law(self.target, self.ids, length, sampling)
-        decoder = remember(self.decoder(asked, kind))
-        seen, accepted = draw_answers(decoder, self.ids, draws, length, sampling, seed)
+        decoder, generator = remember(self.decoder(asked, kind)), torch.Generator().manual_seed(seed)
+        settings: dict[str, Any] = {**asdict(sampling), "do_sample": True, "max_new_tokens": length}
+        drawn = [decoder.generate(self.ids, generator=generator, **settings) for _ in range(draws)]
+        seen = Counter(tuple(out.new_ids) for out in drawn)
+        accepted = sum(sum(out.statistics.accepted) for out in drawn) / draws
         return Law(sampling.temperature, sampling.top_p, p_value(self._laws[length, sampling], seen), accepted)
 
 
 def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY) -> TargetConfig:
-    """The target under directory/target, its recipe's section returned, and directory/heads/KIND for every kind.
-
-    The target is a Llama that never ends. An EAGLE-3 head has no word for every third token.
-    """
+    """Writes directory/target, a Llama that never ends, and directory/heads/KIND; EAGLE-3 lacks every third token."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {"vocab_size": vocabulary, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
@@ -350,10 +337,7 @@ def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY
 
 
 def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfig) -> dict[Answer, float]:
-    """The chance of every answer of `length` tokens to the prompt ids [1, T]; impossible ones are left out.
-
-    One plain forward over all prefixes of a length, without a cache: for a vocabulary of a few tokens.
-    """
+    """The chance of every possible answer of `length` tokens to ids [1, T], by plain forwards over all prefixes."""
     sampler = Sampler(resolve(target.generation_config, do_sample=True, **asdict(sampling)), torch.Generator())
     law: dict[Answer, float] = {(): 1.0}
     for _ in range(length):
@@ -362,38 +346,20 @@ def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfi
         with torch.inference_mode():
             logits = target.model(torch.cat([ids.expand(len(prefixes), -1), tails], dim=1)).logits[:, -1]
         rows = zip(prefixes, sampler.law(logits).double().tolist(), strict=True)  # [prefixes, V]
-        law = {
-            (*prefix, token): law[prefix] * chance
-            for prefix, row in rows
-            for token, chance in enumerate(row)
-            if chance > 0
-        }
+        chances = [((*prefix, token), law[prefix] * p) for prefix, row in rows for token, p in enumerate(row)]
+        law = {answer: chance for answer, chance in chances if chance > 0}
     return law
 
 
-def draw_answers(
-    decoder: SpeculativeDecoder, ids: Tensor, draws: int, length: int, sampling: SamplingConfig, seed: int
-) -> tuple[Counter[Answer], float]:
-    """How often each answer of `length` tokens came out of so many draws, and drafted tokens accepted per draw."""
-    settings: dict[str, Any] = {**asdict(sampling), "do_sample": True, "max_new_tokens": length}
-    generator = torch.Generator(ids.device).manual_seed(seed)
-    drawn = [decoder.generate(ids, generator=generator, **settings) for _ in range(draws)]
-    accepted = sum(sum(out.statistics.accepted) for out in drawn)
-    return Counter(tuple(out.new_ids) for out in drawn), accepted / draws
-
-
 def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
-    """The chance that draws from the law fit it as badly as those seen: Pearson's chi-square test.
-
-    Answers expected fewer than 5 times are one cell together. 0 where something came out that the law excludes.
-    """
+    """Of Pearson's chi-square test, rare answers pooled; 0 where an answer came out that the law excludes."""
     if not seen.keys() <= law.keys():
         return 0.0
     draws = seen.total()
     cells = sorted(((chance * draws, seen[answer]) for answer, chance in law.items()), reverse=True)
     single = sum(expected >= EXPECTED for expected, _ in cells)
     if 0 < sum(expected for expected, _ in cells[single:]) < EXPECTED:
-        single = max(single - 1, 0)  # too little for a cell of its own
+        single = max(single - 1, 0)
     if rest := cells[single:]:
         cells = [*cells[:single], (sum(expected for expected, _ in rest), sum(count for _, count in rest))]
     statistic = sum((count - expected) ** 2 / expected for expected, count in cells)
@@ -401,9 +367,8 @@ def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
 
 
 class Remembered:
-    """Stands for an object whose answers depend on nothing but the calls since the first of `calls`, and keeps them."""
+    """An object whose answers depend on the calls since the first of `calls` alone: keeps them. silent: no answer."""
 
-    # silent: those of the calls that have no answer; they wait until one has
     def __init__(self, inner: Any, calls: tuple[str, ...], silent: tuple[str, ...]) -> None:
         self._inner, self._calls, self._silent = inner, calls, silent
         self._answers: dict[Any, Any] = {}
@@ -435,7 +400,7 @@ def _hashable(argument: Any) -> Any:
 
 
 def remember(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """The same decoder, whose target and drafter compute nothing twice: for many short answers to one prompt."""
+    """The decoder, whose target and drafter compute nothing twice."""
     decoder.lm = Remembered(decoder.lm, ("prefill", "extend", "keep"), ("keep",))  # type: ignore[assignment]
     if isinstance(decoder.proposer, Drafting):
         calls = ("reset", "commit", "start", "step")

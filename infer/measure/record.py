@@ -1,7 +1,4 @@
-"""What a bench leaves behind, as types: an answer, a row of summary.json, the reference times, what was asked.
-
-records.jsonl has one Record a line and only grows: a line that a kill cut short is measured again.
-"""
+"""The files of a bench as types. records.jsonl has a Record a line and only grows."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,31 +17,31 @@ T = TypeVar("T")
 FloatArray = NDArray[np.float64]
 Sampling = tuple[float, int, float]  # temperature, top_k, top_p
 PromptKey = tuple[str, str, int]  # task, prompt_id, turn
-Key = tuple[int, Sampling, PromptKey]  # row of the suite, sampling, prompt and turn: what no two answers share
+Key = tuple[int, Sampling, PromptKey]
 RECORDS, SUITE, OVERHEAD, REFERENCE = "records.jsonl", "suite.json", "overhead.json", "reference.json"
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The tree of a row; nodes count the root. `settings` is what else the method was given, published values too."""
+    """The tree of a row, root counted; `settings`: what else the method was given."""
 
-    shape: str  # dynamic, chain, static; lookup or lookahead for methods that grow no tree
+    shape: str  # dynamic, chain, static, lookup, lookahead
     levels: int
     k: int
     nodes: int
     settings: dict[str, Any] = field(default_factory=dict)
-    text: str | None = None  # shown in place of the sizes, for methods that grow no tree
-    variant: str = ""  # in a few words, how the method differs from its published form
+    text: str | None = None
+    variant: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """As summary.json has it: the settings beside the sizes, empty words left out."""
+        """As summary.json has it."""
         values = {**self.settings, "shape": self.shape, "levels": self.levels, "k": self.k, "nodes": self.nodes}
         return values | {name: text for name, text in (("text", self.text), ("variant", self.variant)) if text}
 
 
 @dataclass(frozen=True)
 class Milliseconds:
-    """Wall-clock of one answer. wall - prefill is what decoding took; the parts sum to wall."""
+    """Wall-clock of one answer; the parts sum to wall."""
 
     prefill: float
     draft: float
@@ -56,16 +53,16 @@ class Milliseconds:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose answer: the row of the recipe, its sampling, and the turn of a prompt."""
+    """Whose answer: a row, a sampling, and the turn of a prompt."""
 
-    row: int  # position in the recipe's bench.rows, behind them those of its sweeps
+    row: int  # of the suite
     method: str
     temperature: float
     top_k: int
     top_p: float
     task: str
     prompt_id: str
-    turn: int = 0  # 0 is a conversation's first; a later one's history holds the vanilla row's answers
+    turn: int = 0
 
     @property
     def sampling(self) -> Sampling:
@@ -73,7 +70,6 @@ class Origin:
 
     @property
     def prompt(self) -> tuple[str, str]:
-        """(task, prompt_id): the conversation that the answer is a turn of."""
         return self.task, self.prompt_id
 
     @property
@@ -88,30 +84,30 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Origin):
-    """One answer of one row. `new_tokens` counts the prefill's token too; `cycle_tokens` does not."""
+    """One answer. `new_tokens` counts the prefill's token; `cycle_tokens` does not."""
 
-    tree: TreeShape | None  # null: vanilla
-    verify: str  # R0 to R4, or that it was not lossless (infer/decode/verify.py)
-    head: str | None = None  # the kind of head that drafted
-    head_path: str | None = None  # as its row names it; null: the run's own
+    tree: TreeShape | None
+    verify: str  # R0 to R4 (infer/decode/verify.py)
+    head: str | None = None
+    head_path: str | None = None
     prompt_tokens: int = 0
     prompt_ids: tuple[int, ...] = ()
     prompt_text: str | None = None
     new_tokens: int = 0
     output_ids: tuple[int, ...] = ()
     text: str = ""
-    cycle_texts: tuple[str, ...] = ()  # the prefill's token first, then each cycle's new text
-    accepted: tuple[int, ...] = ()  # draft tokens kept per cycle, after the cut at end-of-text or max_new_tokens
-    cycle_tokens: tuple[int, ...] = ()  # new tokens per cycle, after the same cut
-    cycle_ms: tuple[float, ...] = ()  # wall time per cycle
-    cycle_nodes: tuple[int, ...] = ()  # drafted nodes per cycle
+    cycle_texts: tuple[str, ...] = ()  # the prefill's first
+    accepted: tuple[int, ...] = ()  # draft tokens kept per cycle, after the cut at an end
+    cycle_tokens: tuple[int, ...] = ()  # per cycle, after the same cut
+    cycle_ms: tuple[float, ...] = ()
+    cycle_nodes: tuple[int, ...] = ()
     target_forwards: int = 0  # the prefill is not counted
     draft_forwards: int = 0
     draft_forwards_wasted: int = 0
     draft_nodes: int = 0
     ms: Milliseconds | None = None
     identical: bool | None = None  # to the vanilla row's tokens; null where sampled
-    identical_to_generate: bool | None = None  # to transformers' generate(do_sample=False)
+    identical_to_generate: bool | None = None
     peak_memory_gib: float | None = None
     status: Literal["ok", "error"] = "ok"
     message: str | None = None
@@ -121,17 +117,17 @@ class Record(Origin):
             return
         cycles = {len(self.accepted), len(self.cycle_tokens), self.target_forwards}
         if self.ms is None or len(cycles) > 1 or sum(self.cycle_tokens) + 1 != self.new_tokens:
-            raise ValueError("an answer needs its ms, one entry per cycle, and new_tokens one more than its cycles'")
+            raise ValueError("an answer needs its ms, one entry per cycle, and as many tokens")
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """A row of summary.json, or a point of its sweeps. A row that failed has a message and no figure."""
+    """A row of summary.json or a point of a sweep; one that failed has a message and no figure."""
 
     method: str
     head: str | None
     head_path: str | None
-    task: str  # "all" where there are several
+    task: str
     temperature: float
     top_k: int
     top_p: float
@@ -142,7 +138,7 @@ class SummaryRow:
     message: str | None = None
     new_tokens: int | None = None
     tau: float | None = None  # pooled over the cycles of all prompts
-    tau_macro: float | None = None  # mean of the prompts' own
+    tau_macro: float | None = None
     accepted_histogram: list[int] | None = None  # entry a: cycles in which a draft tokens were kept
     tokens_per_s: float | None = None
     speedup: float | None = None
@@ -154,16 +150,16 @@ class SummaryRow:
     draft_forwards_wasted: int | None = None
     draft_nodes: float | None = None
     accept_rate: float | None = None
-    identical: int | None = None  # answers; null where sampled
+    identical: int | None = None
     mismatch: int | None = None
     peak_memory_gib: float | None = None
-    ms: Milliseconds | None = None  # sums over the prompts and their turns
-    sweep: str | None = None  # the sweep that the row is a point of; null: a row of the bench
-    key: str | None = None  # what varies in it
+    ms: Milliseconds | None = None
+    sweep: str | None = None  # null: a row of the bench
+    key: str | None = None
     value: Any = None
-    span: str | None = None  # of the context lengths: cumulative or bucket
-    repeated: float | None = None  # of the same: the share of 4-grams that the answer has had before
-    NOT_BY_CONTEXT: ClassVar = [  # what is counted of whole answers alone
+    span: str | None = None  # cumulative or bucket, of context lengths
+    repeated: float | None = None  # share of 4-grams that came before
+    NOT_BY_CONTEXT: ClassVar = [
         "tau_macro", "accepted_histogram", "speedup_with_prefill", "draft_forwards", "draft_forwards_wasted",
         "identical", "mismatch", "peak_memory_gib", "ms",
     ]  # fmt: skip
@@ -181,7 +177,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the vanilla row is held against: transformers' generate and the bare forwards replayed (reference.json)."""
+    """reference.json: vanilla against transformers' generate and bare forwards."""
 
     vanilla_ms_per_token: float
     bare_forward_ms_per_token: float
@@ -193,17 +189,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What one row's cycles cost at temperature 0: medians over prompts and repetitions, milliseconds per cycle.
-
-    cycle is what decoding takes after the prefill: draft, verify, commit and other. bare_target and bare_draft are the
-    same forwards, LM heads included, without laws, trees, masks, choices, cache rows and statistics.
-    """
+    """Milliseconds per greedy cycle, medians; bare: the same forwards, LM heads included, and nothing else."""
 
     row: int
     method: str
     prompts: int
     repetitions: int
-    overhead: float  # (cycle - bare) / bare of each repetition, which takes both one right after the other
+    overhead: float  # (cycle - bare) / bare
     cycle: float
     draft: float
     verify: float
@@ -215,7 +207,7 @@ class Overhead:
 
 @dataclass(frozen=True)
 class AskedCell:
-    """A row at a sampling that stands among the rows of summary.json."""
+    """A row at a sampling."""
 
     row: int
     temperature: float
@@ -239,27 +231,26 @@ class AskedPoint(AskedCell):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a bench asked, for those who read its records (suite.json)."""
+    """suite.json."""
 
     main: tuple[AskedCell, ...]
     points: tuple[AskedPoint, ...] = ()
     by_task: bool = False
     contexts: tuple[int, ...] = ()
-    max_context: int | None = None  # what the target was trained for
+    max_context: int | None = None
 
 
 def line_of(record: Record) -> str:
-    """The record as one line of JSON, newline included."""
     return adapter(Record).dump_json(record).decode() + "\n"
 
 
 def read_records(path: Path) -> list[Record]:
-    """Every record of the file; UserError (file:line) for a damaged line or an answer that was measured twice."""
+    """UserError (file:line) for a damaged line or an answer measured twice."""
     records: dict[Key, Record] = {}
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # behind the last newline is a write that was cut
+        lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; measure first with: python infer/main.py bench") from error
+        raise UserError(f"{path}: {error.strerror}; run infer/main.py bench first") from error
     for number, line in enumerate(lines, start=1):
         try:
             record: Record = adapter(Record).validate_json(line)
@@ -267,18 +258,18 @@ def read_records(path: Path) -> list[Record]:
             problem = f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
             raise UserError(f"{path}:{number}: {problem}; delete the line to measure it again") from error
         if record.key in records:
-            raise UserError(f"{path}:{number}: an answer that was measured already {record.key}; delete the line")
+            raise UserError(f"{path}:{number}: was measured already {record.key}; delete the line")
         records[record.key] = record
     return list(records.values())
 
 
 def read_as(path: Path, schema: type[T]) -> T:
-    """reference.json, overhead.json or suite.json as its type; UserError where it holds something else."""
+    """A JSON file of the bench as its type; UserError where it holds something else."""
     return validate(read_json(path), schema, str(path), {})
 
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:
-    """What a record says of a row's tree; null for vanilla. Its variant names what is not the method's own."""
+    """A row's tree, null for vanilla; its variant names what is not the method's own."""
     typical = {} if row.typical is None else {"typical": as_dict(row.typical)}
     if row.options is not None:
         given = {**as_dict(row.options), **typical}
@@ -290,19 +281,18 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
     published, stop = published_tree(row.method), as_dict(tree.stop)
     changes: dict[str, Any] = {} if tree.stop.rule == published.stop.rule else {"stop": tree.stop.rule}
     changes |= {key: value for key, value in stop.items() if value != as_dict(type(tree.stop)())[key]}
-    usual = published if tree.shape == published.shape else type(tree)  # of another shape: its defaults
+    usual = published if tree.shape == published.shape else type(tree)
     for key in ("rank", "rerank", "children", "choices", "calibrated"):
         value = getattr(tree, key, None)
         if value != getattr(usual, key, None):
             changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
     sizes: dict[str, Any] = {"shape": tree.shape, "levels": tree.levels, "k": tree.k, "nodes": tree.nodes}
-    # a dynamic tree has no other children
     settings = {"children": "best"} | {key: value for key, value in as_dict(tree).items() if key not in sizes} | typical
     return TreeShape(**sizes, settings=settings, variant=_words(changes | typical))
 
 
 def _words(value: Any) -> str:
-    """A value of a recipe in words: 'stop entropy, h 0.5'."""
+    """'stop entropy, h 0.5'."""
     match value:
         case dict():
             return ", ".join(f"{key.replace('_', ' ')} {_words(item)}" for key, item in value.items())
@@ -310,6 +300,4 @@ def _words(value: Any) -> str:
             return "/".join(map(str, value))
         case bool():
             return "yes" if value else "no"
-        case float():
-            return f"{value:g}"
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

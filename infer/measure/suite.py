@@ -1,7 +1,4 @@
-"""What a bench asks: which rows are decoded with which sampling on which prompts, sweeps expanded into rows.
-
-A sweep's row that equals one of the bench's, or another sweep's, is measured once and shown in both.
-"""
+"""What a bench asks: rows, samplings and prompts. A row that stands in several places is measured once."""
 
 import copy
 from collections import Counter
@@ -17,12 +14,10 @@ from aerie.infer.measure.record import Asked, AskedCell, AskedPoint
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.target import Target
 
-TEMPERATURE = "temperature"  # the one key of a sweep that is of the sampling, not of a row
-
 
 @dataclass(frozen=True)
 class Cell:
-    """One row at one sampling, as a row of the bench or for one value of a sweep."""
+    """One row at one sampling, of the bench or for one value of a sweep."""
 
     row: int  # of Suite.rows
     sampling: SamplingConfig
@@ -30,7 +25,7 @@ class Cell:
     value: Any = None
 
     def prompts(self, prompts: Sequence[Prompt]) -> tuple[tuple[str, str], ...]:
-        """(task, prompt_id) of the prompts that the cell asks: all, or a sweep's first ones of some tasks."""
+        """(task, prompt_id) of the prompts that the cell asks."""
         counts, chosen = Counter[str](), []
         for prompt in prompts:
             counts[prompt.task] += 1
@@ -42,16 +37,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Suite:
-    """The rows of the recipe and, behind them, those of its sweeps; and what is asked of them."""
+    """The rows of the recipe, behind them those of its sweeps, and what is asked of them."""
 
     rows: tuple[MethodConfig, ...]
-    places: tuple[str, ...]  # of each row in the recipe, for messages
-    vanilla: int  # the row that every speedup is against, and whose answers are the history of later turns
+    places: tuple[str, ...]  # of each row in the recipe
+    vanilla: int  # whose answers are the history of later turns
     main: tuple[Cell, ...]
     points: tuple[Cell, ...]
 
     def rows_for(self, prompts: Sequence[Prompt]) -> dict[SamplingConfig, dict[tuple[str, str], list[int]]]:
-        """Per sampling, the rows that answer each prompt, vanilla among them; one that no row is asked is left out."""
+        """Per sampling, the rows that answer each prompt, vanilla among them."""
         asked: dict[SamplingConfig, dict[tuple[str, str], list[int]]] = {}
         for cell in (*self.main, *self.points):
             rows = asked.setdefault(cell.sampling, {})
@@ -61,7 +56,7 @@ class Suite:
 
 
 def suite_of(bench: BenchConfig) -> Suite:
-    """The suite of a recipe; UserError, which names the place, for a key or a value that no row has."""
+    """UserError, naming the place, for a key or a value that no row has."""
     rows = list(bench.rows)
     places = [f"bench.rows.{number}" for number in range(len(rows))]
     main = [Cell(row, sampling) for sampling in bench.sampling for row in range(len(rows))]
@@ -70,8 +65,8 @@ def suite_of(bench: BenchConfig) -> Suite:
         for value in sweep.values:
             place = f"bench.sweeps.{number} ({sweep.vary} {value})"
             samplings, varied = sweep.sampling or bench.sampling, [copy.deepcopy(row) for row in sweep.rows]
-            if sweep.vary == TEMPERATURE:
-                warmer = [{**asdict(sampling), TEMPERATURE: value} for sampling in samplings]
+            if sweep.vary == "temperature":  # of the sampling, not of a row
+                warmer = [{**asdict(sampling), "temperature": value} for sampling in samplings]
                 samplings = tuple(dict.fromkeys(validate(each, SamplingConfig, place, {}) for each in warmer))
             else:
                 for row in varied:
@@ -87,7 +82,6 @@ def suite_of(bench: BenchConfig) -> Suite:
 
 
 def _set(row: dict[str, Any], key: str, value: Any, place: str) -> None:
-    """Sets one dotted key of a recipe's row."""
     *parents, leaf = key.split(".")
     for parent in parents:
         row[parent] = {} if row.get(parent) is None else row[parent]
@@ -98,13 +92,12 @@ def _set(row: dict[str, Any], key: str, value: Any, place: str) -> None:
 
 
 def asked_of(bench: BenchConfig, prompts: Sequence[Prompt], target: Target) -> Asked:
-    """What the bench asks of these prompts."""
-    suite, points = suite_of(bench), []
+    suite = suite_of(bench)
+    main = tuple(AskedCell(cell.row, **asdict(cell.sampling)) for cell in suite.main)
+    points = []
     for cell in suite.points:
         assert cell.sweep is not None
-        sampling, chosen = asdict(cell.sampling), cell.prompts(prompts)
         named = {"sweep": cell.sweep.name, "key": cell.sweep.vary, "value": cell.value}
-        points.append(AskedPoint(cell.row, **sampling, **named, prompts=chosen))
-    main = tuple(AskedCell(cell.row, **asdict(cell.sampling)) for cell in suite.main)
+        points.append(AskedPoint(cell.row, **asdict(cell.sampling), **named, prompts=cell.prompts(prompts)))
     longest = getattr(target.config, "max_position_embeddings", None)
     return Asked(main, tuple(points), bench.by_task, bench.contexts, longest)

@@ -1,8 +1,4 @@
-"""Measuring prompts: published evaluation sets at pinned commits, and files of questions of one's own.
-
-Sources: EAGLE-2 (arXiv 2406.16858), section 5, and SafeAILab/EAGLE's eagle/data for six tasks; SVIP (arXiv 2411.18462),
-section 3.2, for MATH, AIME and GPQA.
-"""
+"""Prompts: published sets at pinned commits (EAGLE-2, 2406.16858, s. 5; SVIP, 2411.18462, s. 3.2), and files."""
 
 import random
 from collections import Counter
@@ -24,19 +20,17 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-
-
 REASONED = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
 
 def _alpaca(row: Row) -> str:
-    """The instruction, and its input after a blank line where there is one, as EAGLE's file has them."""
+    """As EAGLE's file has them."""
     given = str(row.get("input") or "").strip()
     return f"{row['instruction']}\n\n{given}" if given else str(row["instruction"])
 
 
 def _multiple_choice(row: Row) -> str:
-    """GPQA: the four answers in an order that the question's own text seeds."""
+    """The answers in an order that the question's text seeds."""
     answers = [str(row[name]).strip() for name in GPQA_ANSWERS]
     random.Random(str(row["Question"])).shuffle(answers)
     listed = "\n".join(f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True))
@@ -48,13 +42,13 @@ def _multiple_choice(row: Row) -> str:
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """source: its data set (owner/name:subset:split), read at this commit; text makes a question of a row."""
+    """source: owner/name:subset:split of the Hub."""
 
     source: str
     revision: str
-    text: str | Callable[[Row], Any]  # a template of the columns, or a function that returns a turn or a list of turns
+    text: str | Callable[[Row], Any]  # a template of the columns, or a function that returns one turn or several
     identity: str | None = None  # the column that names a row; null: its number
-    level: str | None = None  # the column that splits the set into tasks of their own, asked evenly
+    level: str | None = None  # the column that splits the set into tasks
 
 
 TASKS = {
@@ -92,7 +86,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """One measuring prompt: a question, and the turns that follow its answer."""
+    """A question, and the turns that follow its answer."""
 
     prompt_id: str
     task: str
@@ -106,10 +100,7 @@ class Prompt:
 
 
 def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
-    """A row of a task as a prompt; UserError, naming the place, for a row of something else.
-
-    A row that has `turns` (Spec-Bench, EAGLE's eagle/data) is taken as it is, whatever the task.
-    """
+    """UserError for a row of something else; one that has `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
     published, as_it_is = TASKS.get(task), "turns" in values
     try:
@@ -124,29 +115,28 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
         raise UserError(f"{place}: a question of {task} needs {error}; this row has {', '.join(values)}") from error
     texts = [turns] if isinstance(turns, str) else turns
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
-        raise UserError(f"{place}: a question is a text or a list of texts, and none of them empty")
+        raise UserError(f"{place}: a question is a text or a list of texts, none empty")
     first, *more = texts[: config.turns]
     identity = values.get(column)
     return Prompt(str(number if identity is None else identity), task, first, tuple(more), config.system_prompt)
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
-    """The prompts of the file, or of every task in turn; UserError names the row that is wrong."""
+    """The prompts of the file, or of every task in turn."""
+    source = config.path or ", ".join(task.name for task in config.tasks)
     if config.path is not None:
         prompts = _of_file(Path(config.path), config)
     else:
         prompts = [prompt for task in config.tasks for prompt in _of_task(task, config)]
-    source = config.path or ", ".join(task.name for task in config.tasks)
     if not prompts:
         raise UserError(f"{source}: holds no prompts")
     (task, name), count = Counter((prompt.task, prompt.prompt_id) for prompt in prompts).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{source}: question_id {name} of {task!r} stands there {count} times; ids must differ")
+        raise UserError(f"{source}: question_id {name} of {task!r} stands there {count} times")
     return prompts
 
 
 def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
-    """The questions of a .jsonl file, as many of each category as there are, or the lines of any other."""
     if path.suffix == ".jsonl":
         prompts = []
         for row in read_rows(str(path)):
@@ -158,16 +148,13 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot read the prompts: {error}") from error
-    task = config.task or path.stem
-    numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()]
-    return [Prompt(number, task, line, (), config.system_prompt) for number, line in numbered[: config.num_prompts]]
+    numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()][: config.num_prompts]
+    return [Prompt(number, config.task or path.stem, line, (), config.system_prompt) for number, line in numbered]
 
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
-    """The first questions of a task, or drawn with its seed; of one with levels as many of each."""
-    source, revision = source_of(task)
     count = config.num_prompts if task.num_prompts is None else task.num_prompts
-    rows = read_rows(source, revision)
+    rows = read_rows(*source_of(task))
     questions = (prompt_of(task.name, row.value, row.number, row.place, config) for row in rows)
     if task.seed is None and (task.name not in TASKS or TASKS[task.name].level is None):
         return list(islice(questions, count))
@@ -178,7 +165,7 @@ def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
 
 
 def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompt of each task, the second of each, and so on: files often have one task behind another."""
+    """The first prompt of each task, the second of each, and so on."""
     tasks: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         tasks.setdefault(prompt.task, []).append(prompt)
@@ -186,22 +173,16 @@ def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def source_of(task: TaskConfig) -> tuple[str, str | None]:
-    """The file, directory or Hub data set of a task and its revision (null: as it is now).
-
-    UserError for a name that is no published one and has no path.
-    """
+    """The file, directory or Hub data set of a task, and its revision (null: as it is now)."""
     if task.path is not None:
         return task.path, task.revision
     if task.name not in TASKS:
-        raise UserError(
-            f"task {task.name!r}: is none of {', '.join(TASKS)}; give the path of its questions "
-            f"({{name: {task.name}, path: question.jsonl}})"
-        )
+        raise UserError(f"task {task.name!r}: is none of {', '.join(TASKS)}; give the path of its questions")
     return TASKS[task.name].source, task.revision or TASKS[task.name].revision
 
 
 def check_sources(config: PromptsConfig) -> None:
-    """UserError for a file that is not there, before anything is loaded; the Hub is not asked."""
+    """UserError for a file that is not there; the Hub is not asked."""
     for source in [config.path] if config.path else [source_of(task)[0] for task in config.tasks]:
         is_file = config.path or Path(source).suffix in (".jsonl", ".json", ".parquet")
         if is_file and not is_local(source):
@@ -209,23 +190,19 @@ def check_sources(config: PromptsConfig) -> None:
 
 
 def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
-    """What the prompts are made of: a file's digest, or for each task its source with digest or asked revision."""
+    """A file's digest, or each task's source with digest or revision."""
     if config.path is not None:
         return file_digest(Path(config.path))
     inputs = []
     for task in config.tasks:
         source, revision = source_of(task)
-        path = Path(source)
-        content = {"digest": file_digest(path)} if path.is_file() else {"revision": revision}
+        content = {"digest": file_digest(Path(source))} if Path(source).is_file() else {"revision": revision}
         inputs.append({"task": task.name, "source": source, **content})
     return inputs
 
 
 def pinned(config: PromptsConfig) -> PromptsConfig:
-    """The same with every Hub data set at the commit that its revision is now, so that a run can say what it read.
-
-    Where the Hub cannot be asked the revision stays as it was.
-    """
+    """Every Hub data set at the commit of its revision, where the Hub can be asked."""
     tasks = []
     for task in config.tasks:
         source, revision = source_of(task)
@@ -235,19 +212,16 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
 
 
 def encode(text: str, tokenizer: Any, target: "Target") -> "Tensor":
-    """Token ids [1, T] of one user turn in the target's chat template, the assistant's turn opened."""
+    """Token ids [1, T] of one user turn in the chat template, the assistant's opened."""
     return encode_turn(Prompt("", "", text), (), tokenizer, target)
 
 
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: "Target") -> "Tensor":
-    """Token ids [1, T] of the turn that follows these answers, with the conversation before it."""
+    """Token ids [1, T] of the turn after these answers, with what came before."""
     import torch
 
     if getattr(tokenizer, "chat_template", None) is None:
-        raise UserError(
-            f"{target.recipe.path}: its tokenizer has no chat template; pass one with --target.chat_template "
-            f"FILE.jinja (data/templates/vicuna.jinja ships with this repository)"
-        )
+        raise UserError(f"{target.recipe.path}: has no chat template; give --target.chat_template FILE.jinja")
     messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     for turn, answer in zip_longest(prompt.turns[: len(answers) + 1], answers):
         messages.append({"role": "user", "content": turn})

@@ -23,13 +23,7 @@ WORDS = "Each crate holds 12 jars , so 7 crates hold 84 . <b>Bold</b> & then she
 def record(**changes: Any) -> Record:
     """A greedy answer of one vanilla prompt: 5 new tokens in 4 forwards, 10 ms of prefill and 40 of decoding."""
     values = {"row": 0, "method": "vanilla", "tree": None, "verify": "R0", "temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    values |= {
-        "task": "sums",
-        "prompt_id": "0",
-        "new_tokens": 5,
-        "accepted": (0, 0, 0, 0),
-        "cycle_tokens": (1, 1, 1, 1),
-    }
+    values |= {"task": "sums", "prompt_id": "0", "new_tokens": 5, "accepted": (0,) * 4, "cycle_tokens": (1,) * 4}
     values |= {"target_forwards": 4, "ms": milliseconds(prefill=10.0, wall=50.0)}
     return Record(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -48,7 +42,7 @@ def drafted(tokens: tuple[int, ...], **changes: Any) -> Record:
 
 
 def write_run(root: Path, temperatures: tuple[float, ...] = (0.0,), failing: bool = False) -> tuple[Path, Path]:
-    """A whole made-up run of 12 prompts in three tasks: the bench and the calibration directory."""
+    """A made-up run of 12 prompts in three tasks: the bench and the calibration directory."""
     generator = np.random.default_rng(0)
     lines = []
     for temperature in temperatures:
@@ -56,8 +50,12 @@ def write_run(root: Path, temperatures: tuple[float, ...] = (0.0,), failing: boo
             output = generator.integers(0, 400, size=64).tolist()
             for row, method in enumerate(TREES):
                 lines.append(line_of(_answer(generator, row, method, temperature, prompt, output)))
-            if failing:
-                lines.append(line_of(_failure(len(TREES), temperature, prompt)))
+            if failing:  # prompt 7 of this row did not fit
+                wide: dict[str, Any] = {"row": len(TREES), "tree": TreeShape("dynamic", 12, 10, 96)}
+                if prompt == 7:
+                    message = "needs 530 positions; the target has 512 <max_position_embeddings>"
+                    wide |= {"status": "error", "message": message, "ms": None}
+                lines.append(line_of(drafted((3, 1), prompt_id=str(prompt), temperature=temperature, **wide)))
     bench, calibration = root / "bench", root / "calibration"
     write_text(bench / "records.jsonl", "".join(lines))
     reference = {"generate_static_ms_per_token": 7.9, "generate_dynamic_ms_per_token": 6.4, "prompts": 12}
@@ -118,12 +116,3 @@ def _answer(
         identical_to_generate=is_greedy,
         peak_memory_gib=0.6,
     )
-
-
-def _failure(row: int, temperature: float, prompt: int) -> Record:
-    """Prompt 7 of this row did not fit; the others are ok."""
-    values: dict[str, Any] = {"row": row, "tree": TreeShape("dynamic", 12, 10, 96), "temperature": temperature}
-    if prompt == 7:
-        message = "needs 530 positions; the target has 512 <max_position_embeddings>"
-        values |= {"status": "error", "message": message, "ms": None}
-    return drafted((3, 1), prompt_id=str(prompt), **values)

@@ -23,7 +23,7 @@ TREE = {"levels": 3, "k": 3, "nodes": 8}
 Command = Callable[..., tuple[int, str, str]]
 
 
-def write_recipe(root: Path) -> Path:
+def write_recipe(root: Path) -> None:
     """A target, heads of every kind (the Medusa heads are two), files of trees, and a recipe."""
     torch.manual_seed(0)
     target, heads = tiny.target(root / "target"), root / "run" / "heads"
@@ -32,24 +32,17 @@ def write_recipe(root: Path) -> Path:
     save_head(tiny.eagle3_head(embedding, ids=torch.arange(200), scale=8.0), heads / "eagle3")
     save_head(tiny.multi_token_head("medusa", tiny.vocab(), num_heads=2), heads / "medusa")
     tiny.target(heads / "draft_lm")
-    trees = {"deep": "[0], [0, 0], [0, 0, 0]", "shallow": "[0], [1], [0, 0]", "broken": "[0], [1, 0]"}
+    trees = {"deep": "[0], [0, 0], [0, 0, 0]", "shallow": "[0], [1], [0, 0]"}
     for name, paths in trees.items():
         (root / f"{name}.yaml").write_text(f"choices: [{paths}]\n")
     (root / "q.txt").write_text("Please count 2 boats.\nPlease count 3 boats.\n")
     prompts = {"path": str(root / "q.txt"), "num_prompts": 2, "max_new_tokens": 8}
     rows = [{"method": "vanilla"}, {"method": "eagle2", "tree": TREE}, {"method": "eagle-chain", "tree": {"levels": 3}}]
     measured = {"warmup_prompts": 1, "sampling": [{"temperature": 0.0}, {"temperature": 1.0}], "rows": rows}
-    values: dict[str, Any] = {
-        "run": str(root / "run"),
-        "threads": 1,
-        "target": {"path": str(target)},
-        "data": {"conversations": ["none.jsonl"]},
-        "head": {"kind": "eagle1"},
-        "tree": TREE,
-        "calibrate": {"prompts": prompts, "tree": TREE},
-        "bench": {"prompts": prompts, **measured},
-    }
-    return tiny.recipe(root / "recipe.yaml", values)
+    values: dict[str, Any] = {"run": str(root / "run"), "threads": 1, "target": {"path": str(target)}}
+    values |= {"data": {"conversations": ["none.jsonl"]}, "head": {"kind": "eagle1"}, "tree": TREE}
+    values |= {"calibrate": {"prompts": prompts, "tree": TREE}, "bench": {"prompts": prompts, **measured}}
+    tiny.recipe(root / "recipe.yaml", values)
 
 
 @pytest.fixture(scope="module")
@@ -61,28 +54,19 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    return write_recipe(tmp_path)
-
-
-def call(*words: str) -> tuple[int, str, str]:
-    """One command line, in this process: exit code, stdout and stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr("sys.argv", ["main.py", *words])
-        patch.setattr("aerie.infer.main.stop_on_signals", lambda: None)
-        code = exit_code(infer_main.main)
-    return code, out.getvalue(), err.getvalue()
-
-
-@pytest.fixture
 def command(shared: Path) -> Command:
-    """Runs one command on the shared recipe."""
+    """One command line on the shared recipe, in this process: exit code, stdout and stderr."""
 
     def on_shared(name: str, *words: str, config: bool = True) -> tuple[int, str, str]:
         prompt = ["--prompt", "Please count 4 boats."] if name == "generate" and "--prompt" not in words else []
         given = ["--config", str(shared / "recipe.yaml")] if config else []
-        return call(name, *given, *prompt, *(word.replace("{root}", str(shared)) for word in words))
+        line = ["main.py", name, *given, *prompt, *(word.replace("{root}", str(shared)) for word in words)]
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr("sys.argv", line)
+            patch.setattr("aerie.infer.main.stop_on_signals", lambda: None)
+            code = exit_code(infer_main.main)
+        return code, out.getvalue(), err.getvalue()
 
     return on_shared
 
@@ -103,11 +87,8 @@ ROWS = "--bench.rows '[{{method: vanilla}}, {{{}}}]'"
 WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the words that work
     ("generate --method medusa --tree.levels 2", "--tree.levels: unknown key; it belongs to another kind of tree",
      "--method medusa --tree.choices {root}/shallow.yaml"),
-    ("generate --method medusa --tree.choices {root}/deep.yaml", "has 2 heads, one a level; give tree.choices", None),
     ("generate --method medusa --tree.shape dynamic", "has 2 heads, one a level; set tree.levels to 2",
      "--method medusa --tree.shape dynamic --tree.levels 2"),
-    ("generate --method eagle --tree.choices {root}/broken.yaml", "broken.yaml: choices: [1, 0] is listed",
-     "--method eagle --tree.choices {root}/shallow.yaml"),
     ("generate --top-p 0", "sampling: top_p: input should be greater than 0", "--top-p 0.5 --temperature 1"),
     ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
     ("generate --max-new-tokens 0", "--max-new-tokens: must be at least 1", "--max-new-tokens 1"),
@@ -118,15 +99,12 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
      ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}")),
     (f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}", "drafts with eagle1, and this head is of",
      ROWS.format("method: eagle3, head: {root}/run/heads/eagle3")),
-    ("bench --bench.sampling '[{temperature: 1.0, top_p: 1.5}]'", "top_p: input should be less than or equal to", None),
-    ("bench --target {root}/gone", "no such target directory", None),
     ("bench --bench.prompts.path {root}/gone.jsonl", "no such file of prompts", None),
     ("tune", "has no section 'tune'", None),
     ("calibrate --calibrate.method medusa --calibrate.tree '{choices: {root}/deep.yaml}'", "calibrate: tree: is 3",
      "--calibrate.method medusa --calibrate.tree '{choices: {root}/shallow.yaml}'"),
     ("calibrate --head {root}/run/heads/eagle3", "this head is of kind eagle3", "--head {root}/run/heads/eagle1"),
     ("calibrate --calibrate.method pld", "pld has no head", None),
-    ("calibrate --head {root}/gone", "train the head", None),
     ("verify --methods eagle4", "--methods: method: input should be 'vanilla'", "--methods eagle2"),
     ("verify --draws 10", "200 draws are needed", "--draws 200"),
 ]  # fmt: skip
@@ -145,11 +123,9 @@ def test_a_plan_refuses_what_cannot_work_in_one_line_and_its_remedy_works(
 
 
 def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Path, tmp_path: Path) -> None:
-    """The recipe's tree is that of its head's usual method alone; a row's own head goes before the run's."""
     heads = shared / "run" / "heads"
     for words, told in {
         (): "'levels': 3, 'k': 3, 'nodes': 8",
-        ("--method", "eagle2", "--tree.k", "2"): "'levels': 3, 'k': 2, 'nodes': 8",
         ("--method", "eagle-chain"): "'levels': 5",
         ("--method", "pld", "--lookup.length", "4"): "pld with no head, no tree",
         ("--method", "deagle", "--tree.levels", "4"): "'levels': 4, 'k': 10, 'nodes': 60",
@@ -159,9 +135,8 @@ def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Pat
         assert told in plan("generate", *words)[1], words
     assert f", {heads / 'eagle1'} -> " in plan("calibrate")[1]
     assert "'levels': 8, 'k': 10" in plan("calibrate", "--head.kind", "eagle3")[1]
-    row = tmp_path / "row.yaml"
-    row.write_text(f"method: deagle\nhead: {heads / 'eagle3'}\n")
-    words = ("--row", str(row), "--prompt", "hi")
+    (tmp_path / "row.yaml").write_text(f"method: deagle\nhead: {heads / 'eagle3'}\n")
+    words = ("--row", str(tmp_path / "row.yaml"))
     for config, target in ((True, ()), (False, ("--target", "{root}/target"))):
         assert f"deagle with {heads / 'eagle3'}," in plan("generate", *words, *target, config=config)[1]
         given = plan("generate", *words, *target, "--head", "{root}/run/heads/eagle1", config=config)[1]
@@ -169,8 +144,7 @@ def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Pat
     alone = ("--target", "{root}/target", "--head", "{root}/run/heads/eagle3")
     assert "eagle3 with" in plan("generate", *alone, config=False)[1]  # a head's directory says how to decode
     assert "needs --config" in plan("generate", config=False)[2]
-    _, _, err = plan("bench", "--tree.levels", "4")
-    assert "warning: --tree.levels: bench does not read it" in err
+    assert "warning: --tree: bench does not read it" in plan("bench", "--tree.levels", "4")[2]
     assert sorted(path.name for path in (shared / "run").iterdir()) == ["heads"]  # a plan leaves nothing
 
 
@@ -183,26 +157,23 @@ def test_a_head_without_weights_or_of_another_kind_than_its_directory_is_named(
     assert "eagle1: holds no weights; train the head" in plan("generate", "--run", str(run))[2]
     shutil.rmtree(run / "heads" / "eagle1")
     shutil.copytree(run / "heads" / "eagle3", run / "heads" / "eagle1")
-    for name in ("generate", "bench", "calibrate"):
-        assert "eagle2 drafts with eagle1, and this head is of kind eagle3" in plan(name, "--run", str(run))[2]
+    assert "eagle2 drafts with eagle1, and this head is of kind eagle3" in plan("generate", "--run", str(run))[2]
 
 
 def test_what_only_loading_shows_is_one_line_too(command: Command, tmp_path: Path) -> None:
     assert "exceeds the target's context" in command("generate", "--max-new-tokens", "900")[2]
     other = tiny.target(tmp_path / "other", hidden_size=64)
     assert "belongs to another target" in command("generate", "--target", str(other))[2]
-    bare = tiny.target(tmp_path / "bare", chat_template=None)
-    assert "no chat template" in command("generate", "--target", str(bare), "--method", "vanilla")[2]
 
 
-def test_generate_streams_the_same_text_with_every_method(command: Command, tmp_path: Path) -> None:
-    texts, cycles = set(), tmp_path / "cycles.jsonl"
+def test_generate_streams_the_same_text_with_every_method(command: Command) -> None:
+    texts = set()
     for method in ("vanilla", "eagle2", "eagle3", "eagle-chain", "pld"):
-        words = ("--show-tree", "--cycles", str(cycles)) if method == "eagle2" else ()
+        words = ("--show-tree",) if method == "eagle2" else ()
         code, out, err = command("generate", "--max-new-tokens", "12", "--method", method, *words)
         assert code == 0 and "tau" in err and ("  survival " in err or method != "eagle2")
         texts.add(out)
-    assert len(texts) == 1 and json.loads(cycles.read_text().splitlines()[0])["node"]
+    assert len(texts) == 1
 
 
 def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, shared: Path) -> None:
@@ -237,5 +208,5 @@ def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, 
     assert code == 0 and "eagle2" in out and "index.html" in out
     summary = json.loads((shared / "run" / "report" / "summary.json").read_text())
     assert summary["schema"] == 1 and len(summary["rows"]) == 6 and summary["rows"][0]["tau"] == 1.0
-    code, _, _ = command("bench", "--overwrite", "--bench.prompts.max_new_tokens", "6", "--bench.reference", "false")
-    assert code == 0 and rows()[0]["new_tokens"] <= 6
+    assert command("bench", "--overwrite", "--bench.prompts.max_new_tokens", "6")[0] == 0
+    assert rows()[0]["new_tokens"] <= 6

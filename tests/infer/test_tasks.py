@@ -16,9 +16,7 @@ from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-GPQA = {"Question": "Which?", "Correct Answer": "a", "Record ID": "rec7"} | {
-    f"Incorrect Answer {n}": letter for n, letter in ((1, "b"), (2, "c"), (3, "d"))
-}
+GPQA = {"Question": "Which?", "Correct Answer": "a"} | {f"Incorrect Answer {n}": "abcd"[n] for n in (1, 2, 3)}
 ANY = PromptsConfig("q.jsonl")
 
 
@@ -39,7 +37,6 @@ def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
         ("humaneval", {"task_id": "H/0", "prompt": "def f():"}, "H/0", ("Complete the code I provided.\n\ndef f():",)),
         ("gsm8k", {"question": "1 + {1}?", "answer": "#### 2"}, "5", ("1 + {1}?",)),
         ("alpaca", {"instruction": "Rate it.", "input": "A film"}, "5", ("Rate it.\n\nA film",)),
-        ("alpaca", {"instruction": "Sing.", "input": ""}, "5", ("Sing.",)),
         ("cnn_dm", {"article": "News.", "highlights": "N", "id": "ab"}, "ab", ("Summarize: News.",)),
         ("natural_questions", {"question": "who", "answer": ["x"]}, "5", ("who",)),
         ("math500", {"problem": "2x = 4", "level": 3, "unique_id": "t/1"}, "t/1", (f"2x = 4{BOXED}",)),
@@ -64,7 +61,7 @@ def test_gpqa_lists_all_answers_in_an_order_of_its_own_that_never_changes() -> N
 
 
 def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(tmp_path: Path) -> None:
-    """Spec-Bench's file has its tasks one behind another: the first rows alone would be one task."""
+    """Spec-Bench's file has its tasks one behind another."""
     names = [*["qa"] * 5, *["rag"] * 5, "math"]
     rows = [{"question_id": n, "category": name, "turns": ["a\u2028b", "c"]} for n, name in enumerate(names)]
     path = written(tmp_path / "question.jsonl", rows)
@@ -76,10 +73,7 @@ def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(tm
     assert mine[4] == Prompt("4", "mine", "a\u2028b", (), "Be brief.") and len(mine) == 11
     (tmp_path / "p.txt").write_text("one\n\ntwo \nthree\n")
     prompts = load_prompts(PromptsConfig(str(tmp_path / "p.txt"), num_prompts=2))
-    assert [(prompt.prompt_id, prompt.task, prompt.text) for prompt in prompts] == [
-        ("1", "p", "one"),
-        ("3", "p", "two "),
-    ]
+    assert [(prompt.prompt_id, prompt.text) for prompt in prompts] == [("1", "one"), ("3", "two ")]
 
 
 def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Path) -> None:
@@ -97,7 +91,6 @@ def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"turns": ["a"]}\n{oops}\n', ":2: not JSON"),
         ('{"question": "a"}\n', "needs 'turns'"),
         ('{"turns": []}\n', "a text or a list of texts"),
         ("", "holds no prompts"),
@@ -120,9 +113,7 @@ def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> 
         encode("x", tokenizer, target)
 
 
-def test_a_data_set_is_read_through_datasets_by_its_subset_and_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_is_read_by_its_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` reads a directory as it reads the Hub's repository of that name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -136,9 +127,7 @@ def test_a_data_set_is_read_through_datasets_by_its_subset_and_split(
     assert [(prompt.prompt_id, prompt.text) for prompt in prompts] == [("1", "test 0"), ("2", "test 1")]
 
 
-def test_published_sets_are_read_at_pinned_commits_and_others_at_the_commit_that_the_hub_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_published_sets_are_read_at_pinned_commits_others_at_the_hubs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(re.fullmatch("[0-9a-f]{40}", task.revision) for task in TASKS.values())
     gsm8k = TASKS["gsm8k"]
     named = (TaskConfig("gsm8k"), TaskConfig("mine", gsm8k.source), TaskConfig("alpaca", revision="v1"))
@@ -148,7 +137,6 @@ def test_published_sets_are_read_at_pinned_commits_and_others_at_the_commit_that
     known = {gsm8k.source: "2" * 40}  # alpaca cannot be asked: it stays as it was
     monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
     assert [task.revision for task in pinned(asked).tasks] == ["2" * 40, "2" * 40, "v1"]
-    with pytest.raises(UserError, match=r"task 'mt-bench': is none of mt_bench, .*give the path of its questions"):
-        tasks.check_sources(PromptsConfig(tasks=(TaskConfig("mt-bench"),)))
-    with pytest.raises(UserError, match=r"gone\.jsonl: no such file of prompts"):
-        tasks.check_sources(PromptsConfig(tasks=(TaskConfig("x", "gone.jsonl"),)))
+    for task, message in ((TaskConfig("mt-bench"), "give the path"), (TaskConfig("x", "gone.jsonl"), "no such file")):
+        with pytest.raises(UserError, match=message):
+            tasks.check_sources(PromptsConfig(tasks=(task,)))
