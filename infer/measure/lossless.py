@@ -92,18 +92,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class GreedyResult:
-    """Prompts, those answered identically every time, and answers that met each edge case."""
-
     prompts: int
     identical: int
-    edges: dict[str, int]
+    edges: dict[str, int]  # answers that met each
     differences: list[Difference]  # the first of each prompt
 
 
 @dataclass(frozen=True)
 class Law:
-    """How well sampled answers at one setting fit the target's law."""
-
     temperature: float
     top_p: float
     p_value: float
@@ -112,7 +108,7 @@ class Law:
 
 @dataclass
 class Row:
-    """A method, the kind of head that it drafts with (null: none), and what was found."""
+    """A method, its kind of head (null: none), and what was found."""
 
     asked: MethodConfig
     kind: str | None
@@ -239,8 +235,8 @@ def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: di
             before = cycle.position + 1 - known.ids.shape[1]
             cycles.append((before, min(accepted, cycle.new_tokens), cycle.new_tokens))
 
-        settings: dict[str, Any] = {} if end is None else {"eos_token_id": [end, *ends]}
-        settings |= {"do_sample": False, "max_new_tokens": max_new_tokens}
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+        settings |= {} if end is None else {"eos_token_id": [end, *ends]}
         ours = decoder.generate(known.ids, on_cycle=watch, **settings).new_ids
         wanted = known.answer[:max_new_tokens]
         if end in wanted:

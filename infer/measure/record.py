@@ -207,8 +207,6 @@ class Overhead:
 
 @dataclass(frozen=True)
 class AskedCell:
-    """A row at a sampling."""
-
     row: int
     temperature: float
     top_k: int
@@ -231,8 +229,6 @@ class AskedPoint(AskedCell):
 
 @dataclass(frozen=True)
 class Asked:
-    """suite.json."""
-
     main: tuple[AskedCell, ...]
     points: tuple[AskedPoint, ...] = ()
     by_task: bool = False

@@ -70,7 +70,13 @@ def suite_of(bench: BenchConfig) -> Suite:
                 samplings = tuple(dict.fromkeys(validate(each, SamplingConfig, place, {}) for each in warmer))
             else:
                 for row in varied:
-                    _set(row, sweep.vary, value, place)
+                    *parents, leaf = sweep.vary.split(".")
+                    for parent in parents:
+                        row[parent] = {} if row.get(parent) is None else row[parent]
+                        row = row[parent]
+                        if not isinstance(row, dict):
+                            raise UserError(f"{place}: {parent} is not a section of a row")
+                    row[leaf] = value
             methods = [validate(row, MethodConfig, place, {}) for row in varied]
             for method in methods:
                 if method not in rows:
@@ -79,16 +85,6 @@ def suite_of(bench: BenchConfig) -> Suite:
             points += [Cell(rows.index(each), sampling, sweep, value) for sampling in samplings for each in methods]
     vanilla = next(number for number, row in enumerate(rows) if row.method == "vanilla")
     return Suite(tuple(rows), tuple(places), vanilla, tuple(main), tuple(points))
-
-
-def _set(row: dict[str, Any], key: str, value: Any, place: str) -> None:
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        row[parent] = {} if row.get(parent) is None else row[parent]
-        row = row[parent]
-        if not isinstance(row, dict):
-            raise UserError(f"{place}: {parent} is not a section of a row")
-    row[leaf] = value
 
 
 def asked_of(bench: BenchConfig, prompts: Sequence[Prompt], target: Target) -> Asked:

@@ -113,8 +113,7 @@ def judged_by(bonus: Callable[[Verdict, Tree, Tensor, Sampler], Any]) -> Callabl
     return judge
 
 
-def second_best(right: Verdict, tree: Tree, logits: Tensor, sampler: Sampler) -> Any:
-    return logits[0].topk(2).indices[1]
+SECOND_BEST = judged_by(lambda right, tree, logits, sampler: logits[0].topk(2).indices[1])
 
 
 def bonus_is_not_processed(right: Verdict, tree: Tree, logits: Tensor, sampler: Sampler) -> Any:
@@ -122,10 +121,7 @@ def bonus_is_not_processed(right: Verdict, tree: Tree, logits: Tensor, sampler: 
     return right.bonus if has_children else draw(logits.softmax(-1), sampler.generator)
 
 
-def bonus_is_drawn_anew(right: Verdict, tree: Tree, logits: Tensor, sampler: Sampler) -> Any:
-    return sampler.choose(logits)
-
-
+DRAWN_ANEW = judged_by(lambda right, tree, logits, sampler: sampler.choose(logits))
 right_residual, right_reject = verify.residual, verify.reject
 
 
@@ -141,7 +137,7 @@ MUTATIONS: dict[str, tuple[Method, str, SamplingConfig, Any, str, Any, int]] = {
     "residual forgotten": ("eagle", "eagle1", WARM, verify, "residual", lambda p, q: p, 1000),
     "sibling not removed": ("eagle", "eagle1", HOT, verify, "without", lambda q, tokens: q, 3000),
     "bonus not processed": ("sps", "draft_lm", WARM, engine, "verify", judged_by(bonus_is_not_processed), 1000),
-    "bonus drawn anew": ("eagle2", "eagle1", WARM, engine, "verify", judged_by(bonus_is_drawn_anew), 3000),
+    "bonus drawn anew": ("eagle2", "eagle1", WARM, engine, "verify", DRAWN_ANEW, 3000),
 }
 
 
@@ -154,7 +150,7 @@ def test_a_broken_rule_is_found(sampled: SampledProver, name: str, monkeypatch: 
 
 
 def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "verify", judged_by(second_best))
+    monkeypatch.setattr(engine, "verify", SECOND_BEST)
     result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(2))
     assert result.identical == 0
     known, first = terse.first(1)[0], result.differences[0]
@@ -232,7 +228,7 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     proof: Any = read_json(written)
     assert proof["holds"] and [row["greedy"]["identical"] for row in proof["rows"][:2]] == [2, 2]
     assert min(law["p_value"] for row in proof["rows"] for law in row["laws"]) > 0
-    monkeypatch.setattr(engine, "verify", judged_by(second_best))
+    monkeypatch.setattr(engine, "verify", SECOND_BEST)
     assert lossless.demonstrate(options, wordy.config, heads) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 2

@@ -91,7 +91,7 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
      "--method medusa --tree.shape dynamic --tree.levels 2"),
     ("generate --top-p 0", "sampling: top_p: input should be greater than 0", "--top-p 0.5 --temperature 1"),
     ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
-    ("generate --max-new-tokens 0", "--max-new-tokens: must be at least 1", "--max-new-tokens 1"),
+    ("generate --max-new-tokens 0", "--max-new-tokens: must be at least 1", None),
     ("generate --method svip --head {root}/run/heads/medusa", "svip drafts with eagle1 or eagle3",
      "--method svip --head {root}/run/heads/eagle3"),
     ("generate --method pld --head {root}/run/heads/eagle1", "pld needs no head", "--method pld"),

@@ -176,5 +176,5 @@ def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts
     assert measured == [(6, 1, pytest.approx(2.0)), ([8, "x"], 1, pytest.approx(8.0)), (9, 1, None)]
     assert rows[2].status == "error" and "speedup" not in rows[2].as_dict()
     write_json(tmp_path / SUITE, {"main": [{"row": 1}]})
-    with pytest.raises(UserError, match=r"suite\.json: main\.0\.temperature: .*measure again"):
+    with pytest.raises(UserError, match=r"suite\.json: main\.0\.temperature: required"):
         read_as(tmp_path / SUITE, Asked)
