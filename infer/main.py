@@ -63,7 +63,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         return {"answers": len(records), "prompts": tasks.prompt_inputs(asked)}
 
     inputs = {"bench": as_dict(section), "threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
-    digests = {}
+    digests: dict[str, str] = {}
     for row, head in zip(suite.rows, heads, strict=True):
         if head and row.tree and row.tree.calibrated and not arguments.plan:
             path = head_directory(head) / storage.CALIBRATOR
