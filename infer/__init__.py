@@ -1,4 +1,4 @@
-"""Draft, verify, measure, report. `from aerie.infer import SpeculativeDecoder` is the library's front door."""
+"""Draft, verify, measure, report."""
 
 from aerie.infer.decode.engine import SpeculativeDecoder
 

@@ -1,1 +1,0 @@
-"""The decoding engine: draft a tree, verify it in one target forward, commit what was accepted."""

@@ -1,8 +1,4 @@
-"""An LM while decoding: one preallocated key/value cache for all its layers, one forward per draft tree or tree level.
-
-A stock transformers model runs unchanged. The tree reaches it as a 4-D mask and as positions `length + depth`; the rows
-of the accepted path are then gathered in place. Sliding windows are expressed in the mask, over full-length rows.
-"""
+"""A stock transformers LM with a preallocated cache; a tree reaches it as a 4-D mask and positions length + depth."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,24 +14,18 @@ from aerie.model.target import Target
 
 @dataclass(frozen=True)
 class TargetStep:
-    """What the target says about the N nodes of a tree."""
-
-    logits: Tensor  # [N, V]
-    features: Tensor  # what a drafter is given: the taps [N, L*D] where it asked for some, else last_hidden [N, D]
+    logits: Tensor  # [N, V], of the N nodes of a tree
+    features: Tensor  # the taps [N, L*D] where a drafter asked for some, else last_hidden [N, D]
 
 
 class PreallocatedCache(Cache):
-    """Keys and values of all layers in a few tensors [2 * layers, 1, KV, capacity, head_dim], one per device and shape.
-
-    `length` rows are kept, and `pending` rows after them are in sight of the next forward, which writes behind both.
-    """
-
+    # `length` rows are kept; the next forward sees `pending` rows after them too, and writes behind both
     def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
         super().__init__(layers=[])
         self.length, self.pending = prefilled.get_seq_length(), 0
         # layers of one device, dtype and shape share a tensor, so that `keep` gathers them all at once
-        self._groups: list[Tensor] = []
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of each layer, views of a group
+        self._groups: list[Tensor] = []  # [2 * layers, 1, KV, capacity, head_dim]
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # views: keys and values of each layer
         alike: dict[Any, list[int]] = {}
         for index, layer in enumerate(prefilled.layers):
             alike.setdefault((layer.keys.device, layer.keys.dtype, layer.keys.shape), []).append(index)
@@ -48,9 +38,7 @@ class PreallocatedCache(Cache):
                 self._rows[index] = keys, values
             self._groups.append(store)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         keys, values = self._rows[layer_idx]
         start, count = self.length + self.pending, key_states.shape[2]
         keys.narrow(2, start, count).copy_(key_states)
@@ -59,9 +47,8 @@ class PreallocatedCache(Cache):
 
     def keep(self, path: list[int]) -> None:
         """Keeps the rows at these offsets (ascending) after `length` and forgets the others behind it."""
-        # rows of an accepted path that is no prefix of the tree move up; a chain's stand where they belong already
         count = len(path)
-        if path and path[-1] != count - 1:
+        if path and path[-1] != count - 1:  # a chain's rows stand where they belong already
             for store in self._groups:
                 index = torch.tensor(path, device=store.device) + self.length
                 store.narrow(3, self.length, count).copy_(store.index_select(3, index))
@@ -71,13 +58,8 @@ class PreallocatedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length + self.pending
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.length + self.pending + query_length, 0
-
 
 class CachedLM:
-    """A target, or an LM that drafts for one, with a cache; batch size 1."""
-
     cache: PreallocatedCache  # of the text that `prefill` began
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
@@ -86,10 +68,10 @@ class CachedLM:
         self._window = int(getattr(config, "sliding_window", None) or 0)
         slides = self._window and getattr(config, "use_sliding_window", True)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"]
-        self._layer_kinds = sorted(set(kinds))  # the kinds of attention that the layers have
+        self._layer_kinds = sorted(set(kinds))
 
     def prefill(self, input_ids: Tensor, capacity: int) -> TargetStep:
-        """Runs the prompt [T]: logits of its last token [1, V], features of all. capacity: rows ever needed."""
+        """Of a prompt [T]: logits of its last token [1, V], features of all; capacity in rows."""
         cache, taps = DynamicCache(), bool(self.after_blocks)
         out = self.target.decoder(
             input_ids=input_ids[None], past_key_values=cache, use_cache=True, output_hidden_states=taps
@@ -99,21 +81,17 @@ class CachedLM:
         return self._step(out, last_only=True)
 
     def extend(self, tree: Tree) -> TargetStep:
-        """One forward over the tree's nodes after the kept rows; call `keep` before the next one."""
         return self._step(self._forward(tree.tokens, tree.depth, tree.mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
-        """One forward over n tokens [n]: last_hidden [n, D]. Later calls see their rows too, until `keep`.
-
-        Of the m rows appended before and of these n: depth [m + n], and mask [n, m + n], True where a token sees a row.
-        """
+        """last_hidden [n, D] of tokens [n], which later calls see until `keep`; depth [m + n], mask [n, m + n]."""
+        # m: the rows appended before
         out = self._forward(tokens, depth, mask)
         self.cache.pending += tokens.shape[0]
         last_hidden: Tensor = out.last_hidden_state[0].to(self.target.device)
         return last_hidden
 
     def keep(self, path: list[int]) -> None:
-        """Keeps the rows of these nodes: the root first, then down the tree."""
         self.cache.keep(path)
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
@@ -128,24 +106,22 @@ class CachedLM:
         )
 
     def _step(self, out: Any, last_only: bool = False) -> TargetStep:
-        device = self.target.device  # the LM head's; a target may span several
+        device = self.target.device  # the LM head's
         last_hidden = features = out.last_hidden_state[0].to(device)  # [N, D]
         if self.after_blocks:
             features = torch.cat([out.hidden_states[k][0].to(device) for k in self.after_blocks], dim=-1)
         return TargetStep(self.target.logits(last_hidden[-1:] if last_only else last_hidden), features)
 
     def _mask(self, depth: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
-        """Additive [1, 1, n, length + m + n], or one per kind of layer. (Each would convert a boolean one anew.)"""
+        # additive [1, 1, n, length + m + n], or one per kind of layer
         count, length, lowest = mask.shape[0], self.cache.length, torch.finfo(self.target.dtype).min
-        # every node sees the kept rows, and of the pending and new ones those that `mask` names
         full = torch.zeros(count, length + mask.shape[1], dtype=self.target.dtype, device=mask.device)
-        full[:, length:].masked_fill_(~mask, lowest)  # [n, length + m + n]
+        full[:, length:].masked_fill_(~mask, lowest)
         masks = {"full_attention": full[None, None]}
-        # the cache is full-length, so a window is a matter of positions: a node stands at length + depth
+        # the cache is full-length, so that a sliding window is a matter of positions
         if "sliding_attention" in self._layer_kinds:
-            rows = torch.arange(length, device=mask.device)
-            positions = torch.cat([rows, depth + length])  # [length + m + n]
+            positions = torch.cat([torch.arange(length, device=mask.device), depth + length])
             far = positions[-count:, None] - positions[None] >= self._window
             masks["sliding_attention"] = full.masked_fill(far, lowest)[None, None]
-        shaped = {kind: masks[kind] for kind in self._layer_kinds}
-        return shaped if len(shaped) > 1 else next(iter(shaped.values()))
+        kinds = self._layer_kinds
+        return {kind: masks[kind] for kind in kinds} if len(kinds) > 1 else masks[kinds[0]]

@@ -1,8 +1,4 @@
-"""The decoding loop: draft a tree, verify it in one target forward, commit what was accepted. Lossless.
-
-Plain decoding (`vanilla`) is the same loop with a tree of one node: same cache, dtype, stop rules and token counter,
-so that a speedup compares nothing but drafting.
-"""
+"""The decoding loop; plain decoding (`vanilla`) is the same loop with a tree of one node."""
 
 import time
 from collections.abc import Callable
@@ -30,17 +26,15 @@ PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
 
 @dataclass
 class Statistics:
-    """What one generation cost and yielded, up to the end token. The prefill is no forward of `target_forwards`."""
-
     prompt_tokens: int
     decoding: Decoding
     cycle_tokens: list[int] = field(default_factory=list)  # new tokens per cycle, bonus included
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
-    cycle_ms: list[float] = field(default_factory=list)  # wall time of each cycle
-    cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes of each cycle
-    verify: str = "R0"  # the rule that judged the drafts (decode/verify.py); R0 or R2 where nothing was drafted
+    cycle_ms: list[float] = field(default_factory=list)
+    cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes
+    verify: str = "R0"  # the rule that judged the drafts; R0 or R2 where nothing was drafted
     draft_forwards: int = 0
-    draft_forwards_wasted: int = 0  # beyond the accepted length: a level each, or the one of a Medusa head for all
+    draft_forwards_wasted: int = 0  # beyond the accepted length
     draft_nodes: int = 0
     ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -50,7 +44,7 @@ class Statistics:
 
     @property
     def target_forwards(self) -> int:
-        return len(self.cycle_tokens)
+        return len(self.cycle_tokens)  # without the prefill
 
     @property
     def tau(self) -> float:
@@ -59,24 +53,21 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Generation:
-    """Prompt and answer [1, T + new], and what they cost."""
-
-    sequences: Tensor
+    sequences: Tensor  # prompt and answer [1, T + new]
     statistics: Statistics
 
     @property
     def new_ids(self) -> list[int]:
-        ids: list[int] = self.sequences[0, self.statistics.prompt_tokens :].tolist()
-        return ids
+        return list(self.sequences[0, self.statistics.prompt_tokens :].tolist())
 
 
 class SpeculativeDecoder:
-    """Decodes with a target and a proposer (none: vanilla), token for token what the target alone would write."""
+    """Decodes with a target and a proposer (none: vanilla) what the target alone would write."""
 
     def __init__(self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None) -> None:
         """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
         if typical is not None and proposer is None:
-            raise UserError("typical acceptance judges drafted tokens, and this decoder drafts none; give it a head")
+            raise UserError("typical acceptance needs drafted tokens; give the decoder a head")
         self.target, self.proposer, self.typical = target, proposer, typical
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
@@ -90,10 +81,7 @@ class SpeculativeDecoder:
         device: str | None = None,
         **keys: Any,
     ) -> "SpeculativeDecoder":
-        """A decoder for a target (directory, Hub id or loaded Target) and a head directory; no head: vanilla.
-
-        tree: null is the published one of the head's usual method. keys are a recipe's for its target (dtype, ...).
-        """
+        """target: a directory, a Hub id or a loaded one; no tree: the head's published one; keys: TargetConfig's."""
         if isinstance(target, str):
             target = Target.load(TargetConfig(path=target, **keys), device)
         if head is None:
@@ -112,24 +100,19 @@ class SpeculativeDecoder:
         timed: bool = False,
         **settings: Any,
     ) -> Generation:
-        """Prompt and answer for input_ids [1, T], and statistics.
-
-        settings are transformers' names: max_new_tokens, do_sample, temperature, top_k, top_p, min_p, eos_token_id;
-        what is left out comes from the target's generation_config. timed synchronises the device around each phase.
-        """
+        """input_ids [1, T]; settings: SETTINGS, else the generation_config's; timed waits for the device."""
         if foreign := sorted(settings.keys() - set(SETTINGS)):
-            raise UserError(f"generate() does not know {', '.join(foreign)}; it takes {', '.join(SETTINGS)}")
+            raise UserError(f"generate() does not know {', '.join(foreign)}; use {', '.join(SETTINGS)}")
         decoding = resolve(self.target.generation_config, **settings)
         self._check(input_ids, attention_mask, decoding.max_new_tokens)
         prompt, proposer, limit = input_ids[0].to(self.target.device), self.proposer, decoding.max_new_tokens
-        if generator is None:  # one seeded from torch's global one, so that torch.manual_seed decides
+        if generator is None:  # torch.manual_seed decides
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
         sampler = Sampler(decoding, generator)
         rule = rule_of(None, sampler, self.typical)
         statistics = Statistics(len(prompt), decoding, verify=rule)
-        if streamer is not None:  # it gets the prompt, the prefill's token, and then what each cycle adds
-            streamer.put(input_ids.cpu())
-        # the prefill's token is nobody's draft: it is the first root
+        put = streamer.put if streamer is not None else lambda _: None
+        put(input_ids.cpu())
         clock = Clock(statistics.ms, timed and prompt.is_cuda)
         capacity = len(prompt) + limit + (1 if proposer is None else proposer.max_nodes)
         step = self.lm.prefill(prompt, capacity)
@@ -142,15 +125,14 @@ class SpeculativeDecoder:
         answer: list[int] = []
         while True:
             answer += new
-            if streamer is not None:
-                streamer.put(torch.tensor(new))
+            put(torch.tensor(new))
             remaining = limit - len(answer)
             if remaining == 0 or answer[-1] in decoding.eos_token_ids:
                 break
-            # (1) draft: the bonus token takes one place of what is left, and alone it fills the last one
+            # (1) draft; the bonus token takes one place of what is left
             tree = root_only(root) if proposer is None or remaining == 1 else proposer.propose(root, remaining - 1)
             position, draft_ms = self.lm.cache.length, clock.lap("draft")
-            # (2) verify in one target forward; what stands behind an end token is nobody's
+            # (2) verify in one target forward
             step = self.lm.extend(tree)
             verdict = verify(tree, step.logits, sampler, self.typical)
             verify_ms = clock.lap("verify")
@@ -163,7 +145,7 @@ class SpeculativeDecoder:
             if on_cycle is not None:
                 on_cycle(cycle)
                 clock.lap(None)  # the time of whoever watches is nobody's
-            # (3) commit: the target keeps the rows of the accepted path; the bonus token is the next root, without one
+            # (3) commit; the bonus token, the next root, has no row
             self.lm.keep(verdict.path)
             tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=root.device)
             if proposer is not None:
@@ -188,12 +170,10 @@ class SpeculativeDecoder:
         return Generation(torch.cat([input_ids, ids], dim=1), statistics)
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, new: int) -> None:
-        """UserError for a prompt that cannot be decoded, or has no room for so many new tokens."""
         shape, rows = tuple(input_ids.shape), self.target.vocab.embedding.shape[0]
         if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
             raise UserError(
-                f"input_ids has shape {list(shape)}; aerie decodes one prompt at a time, [1, T] with at least one "
-                f"token: loop over prompts, and leave out empty ones"
+                f"input_ids has shape {list(shape)}; give one prompt at a time, [1, T] with at least one token"
             )
         if attention_mask is not None and not bool(attention_mask.all()):
             raise UserError("attention_mask hides tokens of the prompt; pass the prompt without padding")
@@ -205,20 +185,17 @@ class SpeculativeDecoder:
         for name, limit in limits.items():
             if shape[1] + new > limit:
                 raise UserError(
-                    f"prompt of {shape[1]} tokens + max_new_tokens {new} = {shape[1] + new} exceeds {name} ({limit}); "
-                    f"shorten the prompt or lower max_new_tokens"
+                    f"prompt of {shape[1]} tokens + max_new_tokens {new} exceeds {name} {limit}; lower either"
                 )
 
 
 class Clock:
-    """Adds up the milliseconds of phases; it may wait for the device, so that a phase pays for its own kernels."""
-
     def __init__(self, ms: dict[str, float], waits: bool) -> None:
         self.ms, self.waits, self._last = ms, waits, 0.0
         self.lap(None)
 
     def lap(self, phase: str | None) -> float:
-        """Ends a phase and begins another; its milliseconds. Null: they belong to nobody."""
+        """The milliseconds of a phase, which ends; null: they belong to nobody."""
         if self.waits:
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -231,5 +208,4 @@ class Clock:
 def make_decoder(
     drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method"
 ) -> SpeculativeDecoder:
-    """A decoder for a method as the recipe has it at this place; head: the directory, null where it needs none."""
     return SpeculativeDecoder(drafters.target, make_proposer(drafters, asked, head, place), asked.typical)

@@ -1,8 +1,4 @@
-"""From a method's name and a head's directory to the proposer that drafts with them, by the head's calibrator if asked.
-
-A calibrator maps a confidence to the acceptance that it stood for on held-out prompts. Any map will do for a lossless
-output: it decides which nodes are drafted, and never what is drawn or accepted.
-"""
+"""From a method's name and a head's directory to the proposer that drafts with them, and the head's calibrator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import field
@@ -33,7 +29,6 @@ from aerie.model.target import Target, default_taps, fingerprints, load_vocab
 
 CONFIG = "config.json"
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
-# Makes a drafter of a head (or of a draft LM, which is a Target) for a target, by the head's kind.
 DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
     "eagle1": EagleDrafter,
     "eagle3": EagleDrafter,
@@ -44,18 +39,17 @@ DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
 
 
 def kind_at(head: Path | str) -> str:
-    """The kind of the head in a directory or a Hub repository; UserError where there is none."""
+    """The kind of the head in a directory or on the Hub; UserError where there is none."""
     path = head_directory(head) / CONFIG
     if not path.is_file():
-        raise UserError(f"{path}: no such file; train the head with: accelerate launch train/main.py --config RECIPE")
+        raise UserError(f"{path}: no such file; train the head with train/main.py")
     values: Any = read_json(path)
-    # a head of this project says its kind; published layouts are recognised by their keys and weights
     table = values if isinstance(values, dict) else {}
     if table.get("aerie_kind") in USUAL:
         return str(table["aerie_kind"])
     try:
         return kind_of(values, path)
-    except UserError:  # what is no head of any known layout, and transformers loads as a causal LM, is a draft LM
+    except UserError:  # what is no head, and transformers loads as a causal LM, is a draft LM
         causal = any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in table.get("architectures") or [])
         if "aerie_kind" not in table and "draft_vocab_size" not in table and causal:
             return "draft_lm"
@@ -63,10 +57,7 @@ def kind_at(head: Path | str) -> str:
 
 
 def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | None, place: str) -> str | None:
-    """The head of a method: its own, else `given` where its kind fits, else a run's under heads/KIND; null: needs none.
-
-    Of two kinds that fit, the preferred one comes first. UserError, naming the place in the recipe, when none is there.
-    """
+    """The method's own head, else `given` where its kind fits, else a run's; null: it needs none."""
     kinds = sorted(METHODS[asked.method].heads, key=lambda kind: kind != preferred)
     if asked.head is not None:
         check_kind(asked.method, kind_at(asked.head) if kinds else "draft", f"{place}: {asked.head}")
@@ -74,42 +65,37 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
         return asked.head
     if given is not None and kind_at(given) in kinds:
         return str(given)
-    # a run's own heads; a given head of another kind is named only when there is none
     for kind in kinds:
         if (heads / kind / CONFIG).is_file():
             return str(heads / kind)
     if given is not None:
         check_kind(asked.method, kind_at(given), f"{place}: {given}")
+    names = " or ".join(kinds)
     raise UserError(
-        f"{place}: {asked.method} drafts with a head of kind {' or '.join(kinds)}, and {heads / kinds[0]} holds none; "
-        f"train one with: accelerate launch train/main.py --config RECIPE, or give --head"
+        f"{place}: {asked.method} drafts with a head of kind {names}, and {heads / kinds[0]} holds none; give --head"
     )
 
 
 def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
-    """UserError for a tree that is deeper than a head that has a module for each level, as its config says."""
+    """UserError for a tree that is deeper than a head with a module for each level."""
     if tree is not None and head is not None and kind_at(head) in MULTI_TOKEN:
-        # a published layout has no num_heads: its weights alone tell
-        num_heads = read_json(head_directory(head) / CONFIG).get("num_heads")
+        num_heads = read_json(head_directory(head) / CONFIG).get("num_heads")  # a published layout has none
         _require_modules(tree, num_heads or tree.levels, f"{place}: tree", head)
 
 
 def _require_modules(tree: TreeConfig, max_levels: int, place: str, head: str) -> None:
     if tree.levels > max_levels:
-        fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
-        raise UserError(
-            f"{place}: is {tree.levels} levels deep, and {head} has {max_levels} heads, one a level; {fix} {max_levels}"
-            f", or train a head with head.num_heads {tree.levels}"
-        )
+        key = "choices" if tree.shape == "static" else "levels"
+        raise UserError(f"{place}: is {tree.levels} levels deep, and {head} has {max_levels} heads; change tree.{key}")
 
 
 def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
-    """The directories of heads by kind: those given (UserError for two of one kind), and a run's under heads/KIND."""
+    """The heads given (UserError for two of a kind), and a run's, by kind."""
     named: dict[str, str] = {}
     for head in given:
         kind = kind_at(head)
         if kind in named:
-            raise UserError(f"--head {head}: is of kind {kind}, as {named[kind]} is; give one of each kind")
+            raise UserError(f"--head {head}: is of kind {kind}, as {named[kind]} is; give one of a kind")
         named[kind] = str(head)
     kinds = [] if heads is None else dict.fromkeys(kind for method in METHODS.values() for kind in method.heads)
     there = {kind: str(heads / kind) for kind in kinds if heads is not None and (heads / kind / CONFIG).is_file()}
@@ -117,14 +103,11 @@ def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
 
 
 class Drafters:
-    """Loads each head directory once for one target, and makes a drafter of it for every decoder."""
-
     def __init__(self, target: Target) -> None:
         self.target = target
         self._loaded: dict[str, tuple[str, Any]] = {}
 
     def of(self, head: str) -> Drafter:
-        """A new drafter with the head in a directory or on the Hub."""
         if head not in self._loaded:
             kind = kind_at(head)
             load = load_draft_lm if kind == "draft_lm" else load_head_for
@@ -134,13 +117,12 @@ class Drafters:
 
 
 def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchanged) -> Drafting:
-    """A drafter in a tree; UserError when the tree is deeper than the head can draft. calibrate: see calibrate_of."""
     _require_modules(tree, drafter.max_levels, "tree", "the head")
     return Drafting(drafter, make_shape(tree, calibrate))
 
 
 def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method") -> Proposer | None:
-    """What drafts for a method as the recipe has it at this place; null: vanilla. head: null where it needs none."""
+    """null: vanilla; place: the method's in a recipe."""
     options, tree = asked.options, asked.tree
     if isinstance(options, schema.LookaheadConfig):
         return Lookahead(options, getattr(drafters.target.config, "max_position_embeddings", None))
@@ -155,11 +137,8 @@ def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None, pla
 
 
 def load_head_for(target: Target, head: str) -> Head:
-    """The head in a directory, checked against the target, in its dtype, on the device of its LM head.
-
-    Warns where a head was trained on a target of the same sizes and other weights: what it drafts is of no use.
-    """
-    # what a published EAGLE-3 head reads that names no taps
+    """The head in the target's dtype, on the device of its LM head; UserError where it does not fit the target."""
+    # a published EAGLE-3 head may name no taps
     published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
     module = load_head(head, dtype=target.dtype, vocab=target.vocab, after_blocks=published_taps)
     check_sizes(module.config, target.vocab, head, target.recipe.path)
@@ -168,31 +147,23 @@ def load_head_for(target: Target, head: str) -> Head:
     if isinstance(module, Eagle3Head):
         taps = module.config.after_blocks
         if max(taps) >= target.num_blocks:
-            raise UserError(
-                f"{head}: reads the target's states after blocks {taps}, and {target.recipe.path} has "
-                f"{target.num_blocks} blocks; give the target it was trained for"
-            )
+            where = f"{target.recipe.path} has {target.num_blocks} blocks"
+            raise UserError(f"{head}: reads the target's states after blocks {taps}, and {where}; give its target")
         module.vocabulary.check_ends(sorted(token_ids(target.generation_config.eos_token_id)), head)
     recorded = head_facts(head).get("target")
     known = recorded is None or recorded in fingerprints(target.config, target.vocab)
     if not known and target.dtype != torch.float32:  # in fewer digits than the head was trained with: look at the files
         known = recorded in fingerprints(*load_vocab(target.recipe, torch.float32))
     if not known:
-        warn(
-            f"{head}: was trained on a target with other weights than {target.recipe.path} (fingerprint {recorded}, "
-            f"not {target.fingerprint()}); answers stay the target's own, but few drafts will be accepted: give its "
-            f"target"
-        )
+        weights = f"{target.recipe.path} (fingerprint {recorded}, not {target.fingerprint()})"
+        warn(f"{head}: was trained on a target with other weights than {weights}; few drafts will fit: give its target")
     return module.to(target.device).eval().requires_grad_(False)
 
 
 class Calibrator(Section):
-    """Two fits of acceptance to confidence c, each monotone, so that neither moves the ranks below one node.
+    """Two monotone fits of acceptance to confidence."""
 
-    temperature: sigmoid(logit(c) / temperature). isotonic: linear between the knots, level outside of them.
-    """
-
-    temperature: PositiveFloat
+    temperature: PositiveFloat  # of sigmoid(logit(c) / temperature)
     confidence: Annotated[tuple[schema.Share, ...], Field(min_length=1)]  # the knots' places, ascending
     acceptance: tuple[schema.Share, ...]  # their heights, never falling
     decoded_at: float = 0.0  # temperature of the decoding that it was fitted on
@@ -202,22 +173,17 @@ class Calibrator(Section):
     def __post_init__(self) -> None:
         knots = (self.confidence, self.acceptance)
         if len(knots[0]) != len(knots[1]) or any(list(values) != sorted(values) for values in knots):
-            raise ValueError("confidence and acceptance are the knots' places and heights, one each and ascending")
+            raise ValueError("confidence and acceptance must have one length and ascend")
 
     def map(self, kind: Fit) -> Calibrate:
-        """The map of log q that keeps -inf, which means that there is no such token."""
         knots = torch.tensor([self.confidence, self.acceptance])  # [2, K]
-
-        def by_temperature(log_q: Tensor) -> Tensor:
-            # logit(c) = log c - log(1 - c), which is +inf at c = 1
-            odds = log_q - torch.log1p(-log_q.exp().clamp(max=1.0))
-            return F.logsigmoid(odds / self.temperature)
+        if kind == "temperature":  # of logit(c), which is +inf at c = 1
+            return lambda log_q: F.logsigmoid((log_q - torch.log1p(-log_q.exp().clamp(max=1.0))) / self.temperature)
 
         def isotonic(log_q: Tensor) -> Tensor:
             nonlocal knots
             knots = knots.to(log_q.device)
             (places, heights), q = knots, log_q.exp()
-            # the knots on both sides of each q; outside of them the two are the same knot
             right = torch.searchsorted(places, q.contiguous()).clamp(max=places.shape[0] - 1)
             left = (right - 1).clamp(min=0)
             width = (places[right] - places[left]).clamp(min=torch.finfo(places.dtype).tiny)
@@ -225,11 +191,11 @@ class Calibrator(Section):
             mapped = torch.lerp(heights[left], heights[right], share).clamp(min=FLOOR).log()
             return torch.where(log_q == float("-inf"), log_q, mapped)
 
-        return by_temperature if kind == "temperature" else isotonic
+        return isotonic
 
 
 def load_calibrator(head: Path) -> Calibrator:
-    """The calibrator beside a head; UserError where there is none, or where it was fitted for other weights."""
+    """UserError where there is no calibrator beside the head, or where it was fitted for other weights."""
     path, fix = head / CALIBRATOR, "fit it with: python infer/main.py calibrate --config RECIPE"
     if not path.is_file():
         raise UserError(f"{path}: no such file, and tree.calibrated needs it; {fix}")
@@ -240,5 +206,4 @@ def load_calibrator(head: Path) -> Calibrator:
 
 
 def calibrate_of(kind: Fit | None, head: str) -> Calibrate:
-    """What tree.calibrated asks for, from the head's directory; null: the head's own confidence."""
     return unchanged if kind is None else load_calibrator(head_directory(head)).map(kind)

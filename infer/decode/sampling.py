@@ -1,4 +1,4 @@
-"""The target's law at one node: transformers' own processors, in transformers' order, then a token."""
+"""The target's law at a node, by transformers' own processors, and draws from it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +10,16 @@ from transformers.generation import logits_process
 
 from aerie.configs.errors import UserError
 
-# settings of a generation_config that no draft tree honours, with the value that switches them off
+# settings that no draft tree honours, with the value that switches them off
 OFF: dict[str, Any] = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1}
 OFF |= dict.fromkeys(("no_repeat_ngram_size", "min_length", "epsilon_cutoff", "eta_cutoff"), 0)
 OFF |= dict.fromkeys(("min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "sequence_bias"))
 OFF |= dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "stop_strings"))
 OFF |= dict.fromkeys(("guidance_scale", "penalty_alpha", "max_time", "watermarking_config"))
-MAX_NEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The settings of one generation, resolved: what was asked for, else the target's generation_config."""
-
     do_sample: bool
     temperature: float
     top_k: int
@@ -33,19 +30,18 @@ class Decoding:
 
 
 def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
-    """Decoding from transformers' argument names; UserError for a setting that a draft tree cannot honour."""
+    """UserError for a setting that a draft tree cannot honour."""
     for name, off in OFF.items():
         value = getattr(config, name, None)
         if value is not None and value != off:
             raise UserError(f"generation_config sets {name}={value}, which aerie does not apply; set it to {off}")
-
-    def setting(name: str, default: Any) -> Any:
-        values = (asked.get(name), getattr(config, name, None), default)
-        return next(value for value in values if value is not None)
-
-    temperature, top_p, top_k = float(setting("temperature", 1.0)), float(setting("top_p", 1.0)), setting("top_k", 0)
-    max_new_tokens = int(setting("max_new_tokens", MAX_NEW_TOKENS))
-    # as transformers' users expect: do_sample decides, else an explicit temperature (0: argmax), else the config
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
+    values: dict[str, Any] = {
+        name: next(value for value in (asked.get(name), getattr(config, name, None), default) if value is not None)
+        for name, default in (defaults | {"eos_token_id": ()}).items()
+    }
+    temperature, top_p, top_k, min_p = (values[name] for name in ("temperature", "top_p", "top_k", "min_p"))
+    max_new_tokens, ends = int(values["max_new_tokens"]), token_ids(values["eos_token_id"])
     given = asked.get("do_sample")
     do_sample = (bool(config.do_sample) or asked.get("temperature") is not None) if given is None else bool(given)
     do_sample = do_sample and temperature > 0.0
@@ -57,20 +53,16 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
     ):
         if not is_right:
             raise UserError(f"{name} must be {range_}, not {value:g}")
-    ends = token_ids(setting("eos_token_id", ()))
     if not do_sample:
         return Decoding(False, 0.0, 0, 1.0, 0.0, max_new_tokens, ends)
-    return Decoding(True, temperature, int(top_k), top_p, float(setting("min_p", 0.0)), max_new_tokens, ends)
+    return Decoding(True, float(temperature), int(top_k), float(top_p), float(min_p), max_new_tokens, ends)
 
 
 def token_ids(value: Any) -> frozenset[int]:
-    """The ids of a generation_config's eos_token_id: null, one, or several."""
     return frozenset() if value is None else frozenset([value] if isinstance(value, int) else map(int, value))
 
 
 class Sampler:
-    """Chooses one token per row of logits: the argmax, or a draw from the processed law."""
-
     def __init__(self, decoding: Decoding, generator: torch.Generator) -> None:
         self.decoding, self.generator = decoding, generator
         steps: tuple[tuple[bool, Any, float], ...] = (
@@ -82,11 +74,11 @@ class Sampler:
         self._processors = [make(value) for is_on, make, value in steps if is_on and decoding.do_sample]
 
     def law(self, logits: Tensor) -> Tensor:
-        """p [N, V] in float32 after the processors."""
+        """p [N, V] in float32 after the processors, of logits [N, V]."""
         return self._scores(logits).softmax(-1)
 
     def log_law(self, logits: Tensor) -> Tensor:
-        """log p [N, V]: -inf only where a processor struck the token out."""
+        """log p [N, V]: -inf where a processor struck the token out."""
         return self._scores(logits).log_softmax(-1)
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -96,13 +88,11 @@ class Sampler:
         return scores
 
     def choose(self, logits: Tensor) -> Tensor:
-        """One token per row [N]."""
         return draw(self.law(logits), self.generator) if self.decoding.do_sample else argmax(logits)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first largest entry of each row [N]."""
-    # on a CPU torch looks at one entry at a time, and numpy at several
+    # the first largest entry of each row [N]; on a CPU numpy is faster
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
@@ -110,8 +100,6 @@ def argmax(logits: Tensor) -> Tensor:
 
 def race(law: Tensor, generator: torch.Generator) -> Tensor:
     """p / Exponential(1) [N, V]: in descending order, draws from each row's law [N, V] without replacement."""
-    # Gumbel's trick without logarithms: argmax of p / E, E ~ Exponential(1), is a draw from p. A token without a chance
-    # has 0 and comes last. No synchronisation.
     return law / torch.empty_like(law).exponential_(generator=generator)
 
 
@@ -121,5 +109,5 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def entropy(law: Tensor) -> Tensor:
-    """H in nats [..] of laws [.., V]; tokens without a chance count nothing."""
+    """H in nats [..] of laws [.., V]."""
     return torch.special.entr(law).sum(-1)

@@ -1,8 +1,8 @@
-"""Where to draft: a static tree (a chain is one) or a dynamic one, grown from a drafter's laws under a root token."""
+"""Where to draft: a static tree (a chain is one) or a dynamic one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -20,52 +20,43 @@ Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
 
 
 def unchanged(log_q: Tensor) -> Tensor:
-    """The head's own confidence."""
     return log_q
 
 
 class Drafter:
-    """Proposes laws over its own vocabulary of Vd tokens: `start`, then `step`s, each below the one before."""
-
-    max_positions: int = 2**31  # the longest text, prompt and answer, that it can draft for
+    max_positions: int = 2**31  # of prompt and answer
     max_levels: int = 2**31  # the deepest tree that it has modules for
-    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: it is given last_hidden
-    forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws (Medusa); null: one a level
-    # (owner, attribute) of every function that runs a model; none calls another. For whoever times them alone
-    forwards: tuple[tuple[Any, str], ...] = ()
+    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
+    forwards_per_tree: int | None = None  # 1 where one forward yields all levels' laws; null: one a level
+    forwards: tuple[tuple[Any, str], ...] = ()  # (owner, attribute) of every function that runs a model, to be timed
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
-        """A new prompt [T]; capacity is for prompt, answer and the nodes that are given to `step` for one tree."""
+        """A new prompt [T]; capacity in tokens and nodes given to `step` for one tree."""
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
-        """What is known now: n tokens [n], and for each the feature of the token before it, [n, D] or [n, L*D]."""
+        """What is known now: tokens [n], and the feature of the token before each, [n, D] or [n, L*D]."""
 
     def start(self) -> Tensor:
         """log q [1, Vd] of the root's children; begins a tree anew."""
         raise NotImplementedError
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """log q [n, Vd] of the children of n nodes with tokens [n]; parents [n] index the rows of the last call."""
+        """log q [n, Vd] of the children of nodes with tokens [n]; parents [n] are rows of the last call."""
         raise NotImplementedError
 
     def target_ids(self, columns: Tensor) -> Tensor:
-        """The target's token ids of columns of log q, of the same shape."""
+        """The target's ids of columns of log q."""
         return columns
 
 
 class Shape:
-    """Grows one tree under a root token; calibrate maps the head's log q to the confidence that survival is made of."""
-
+    # calibrate maps log q to confidence; draft_slots: the most nodes that one tree gives to the drafter's `step`
     def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate) -> None:
-        """draft_slots: how many nodes are given to the drafter's `step` for one tree, at most."""
         self.stop, self.calibrate = stop, calibrate
         self.levels, self.max_nodes, self.draft_slots = levels, max_nodes, draft_slots
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler, keep: bool = False) -> Tree:
-        """The tree under root [1], at most max_levels deep; sampler holds the target's processors and the generator.
-
-        keep: the tree has its `pool`, all candidates that it was chosen from with their laws.
-        """
+        """The tree under root [1], at most max_levels deep; keep: with its `pool`."""
         raise NotImplementedError
 
     def _pool(self, levels: list[Level], kept: Tensor, drafter: Drafter, ended: bool, reranked: bool) -> Pool:
@@ -74,7 +65,6 @@ class Shape:
 
 
 def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
-    """The shape that a recipe names."""
     stop = STOPS[type(config.stop)](config.stop, config.levels, config.nodes)
     if isinstance(config, DynamicConfig):
         return DynamicTree(stop, config, calibrate)
@@ -83,14 +73,8 @@ def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
 
 
 class StaticTree(Shape):
-    """Gives every node of a known form the child of its rank: the r-th most probable token, or the r-th drawn.
-
-    Where the target samples, children are drawn from q under its own processors: `sampled` without replacement (R1 for
-    a chain, else R3, EAGLE-1), `replaced` with (R4, SpecInfer). `best` ones, and all at temperature 0, are q's best.
-    """
-
-    # The stop rule is asked once the tokens of a level stand in the tree, so that no token that was drawn is ever
-    # dropped, and its answer decides about the next level alone.
+    # A node of a known form has the r-th best token, or the r-th drawn: R1, R3 (EAGLE-1) or R4 (SpecInfer)
+    # the stop rule is asked once the tokens of a level stand in the tree: no token that was drawn is ever dropped
     def __init__(
         self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate = unchanged
     ) -> None:
@@ -108,7 +92,6 @@ class StaticTree(Shape):
         laws: list[Tensor] = []
         grown: list[Level] = []
         for depth, (expanded, rows, places, inner, width) in enumerate(form[:levels], start=1):
-            # q under the target's own processors: verification compares it with p under the same
             law = sampler.law(log_q) if sampled else log_q
             if sampled and self.children == "replaced":
                 columns = law.multinomial(width, replacement=True, generator=sampler.generator)
@@ -116,7 +99,6 @@ class StaticTree(Shape):
                 score = race(law, sampler.generator) if sampled else law
                 columns = argmax(score)[:, None] if width == 1 else score.topk(width).indices
             chances = law.gather(-1, columns).take(places)  # [n] of [rows, width]
-            # the calibrated confidence decides how deep to draft, and never what is drawn or accepted
             confidence = self.calibrate(chances.log() if sampled else chances)
             survival = above.index_select(0, rows) + confidence
             tokens = drafter.target_ids(columns.take(places))
@@ -139,8 +121,7 @@ class StaticTree(Shape):
         kept = torch.arange(count, device=root.device)
         if sampled:
             rule: Rule = "R1" if self.is_chain else "R3" if self.children == "sampled" else "R4"
-            # A law that the processors leave fewer tokens than a node has children gives it fewer children. Their
-            # places were drafted below, and are dropped here: the one synchronisation. No drawn token is ever dropped.
+            # where the processors leave fewer tokens than a node has children, the rest is dropped: one synchronisation
             if not self.is_chain:
                 kept = (survival > float("-inf")).nonzero()[:, 0]
             q, columns = torch.cat(laws), torch.arange(log_q.shape[-1], device=root.device)
@@ -158,36 +139,27 @@ class StaticTree(Shape):
 
 @lru_cache
 def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Tensor]]:
-    """The levels and nodes of a form, without the ranks that a vocabulary of this size has no tokens for."""
     # Of each level of n nodes: the nodes above that have children [rows], which of them each node stands below [n],
     # row * width + rank [n], which nodes have children [m], and width, the children to be found per row. Of the N
     # nodes: parents, depth, mask, and which of the laws a node's children come from (0 for a leaf).
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]
     with_children = {node[:-1] for node in nodes[1:]}
     expanded = [node for node in nodes if node in with_children]
-
-    def tensor(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.long, device=device)
-
-    levels = []
+    tensor, levels = partial(torch.tensor, dtype=torch.long, device=device), []
     for depth in range(1, 1 + max(map(len, nodes))):
         here = [node for node in nodes if len(node) == depth]
         above = [node for node in expanded if len(node) == depth - 1]
         width = 1 + max(node[-1] for node in here)
-        places = tensor(above.index(node[:-1]) * width + node[-1] for node in here)
-        inner = tensor(place for place, node in enumerate(here) if node in with_children)
-        levels.append((tensor(map(nodes.index, above)), places // width, places, inner, width))
-    parents = tensor(nodes.index(node[:-1]) for node in nodes)
-    law_of = tensor(expanded.index(node) if node in with_children else 0 for node in nodes)
-    return levels, [parents, tensor(map(len, nodes)), ancestors(parents, len(levels)), law_of]
+        places = tensor([above.index(node[:-1]) * width + node[-1] for node in here])
+        inner = tensor([place for place, node in enumerate(here) if node in with_children])
+        levels.append((tensor([*map(nodes.index, above)]), places // width, places, inner, width))
+    parents = tensor([nodes.index(node[:-1]) for node in nodes])
+    law_of = tensor([expanded.index(node) if node in with_children else 0 for node in nodes])
+    return levels, [parents, tensor([*map(len, nodes)]), ancestors(parents, len(levels)), law_of]
 
 
 class DynamicTree(Shape):
-    """EAGLE-2's tree: expand the k most probable paths of each level, then keep the best nodes of all levels.
-
-    Deterministic, so that pruning leaves the output's law alone. Source: EAGLE-2 (arXiv 2406.16858), sections 4.1
-    (expansion), 4.2 (reranking) and 5.2 (ablations: rank by confidence, no reranking).
-    """
+    """EAGLE-2's tree (arXiv 2406.16858, sections 4.1, 4.2, 5.2); deterministic, so that pruning moves no law."""
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate = unchanged) -> None:
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
@@ -206,12 +178,11 @@ class DynamicTree(Shape):
         grown: list[Level] = []
         firsts = [1]  # the number of each level's first candidate
         for depth in range(1, levels + 1):
-            # expansion (section 4.1): k children for each expanded node
-            chances, columns = log_q.topk(k, dim=-1)  # [r, k]
+            chances, columns = log_q.topk(k, dim=-1)  # [r, k]: expansion (section 4.1)
             chances = self.calibrate(chances)
             confidence, survival = chances.flatten(), (above[:, None] + chances).flatten()
             token = drafter.target_ids(columns).flatten()
-            # ranked by confidence, a node counts no more than the least sure node on its path: ancestors come along
+            # ranked by confidence, a node counts no more than the least sure node on its path
             score = survival if self.by_survival else torch.minimum(lowest[:, None], chances).flatten()
             if depth == levels and self.rerank and not keep:
                 best = columns.flatten()[:0]  # nothing is left to be ranked level by level
@@ -234,8 +205,7 @@ class DynamicTree(Shape):
             parents, above = best + first, alive
             lowest = above if self.by_survival else score.index_select(0, best)
             firsts.append(first + token.shape[0])
-        # Reranking (section 4.2). Survival never grows along a path, so the best by survival are connected once ties go
-        # to the shallower node: candidates stand shallow-first, and the sort is stable.
+        # reranking (section 4.2): the best are connected, as ties go to the shallower node: the sort is stable
         chosen = torch.cat(frontiers)
         if self.rerank:
             chosen = torch.cat(scores).sort(descending=True, stable=True).indices[: self.nodes]
@@ -254,44 +224,35 @@ class DynamicTree(Shape):
 
 @dataclass(frozen=True)
 class Cycle:
-    """Everything about one cycle, for whoever measures: the tree, the target's answer, and what was accepted."""
-
     tree: Tree
     step: TargetStep
     verdict: Verdict
     sampler: Sampler
-    rule: str = "R0"  # that judged the tree (decode/verify.py)
-    position: int = 0  # the root's place in the text, the prompt included
-    new_tokens: int = 0  # the verdict's tokens and the bonus token, up to the end token and max_new_tokens
+    rule: str = "R0"  # of verification
+    position: int = 0  # the root's place in prompt and answer
+    new_tokens: int = 0  # with the bonus token, up to the end token and max_new_tokens
     draft_ms: float = 0.0
     verify_ms: float = 0.0
 
 
 class Proposer:
-    """Proposes one tree per cycle and is told what became of it: a drafter in a shape, or whatever else guesses."""
-
-    max_nodes: int = 1  # rows of the widest tree, root and passengers included
-    max_positions: int = 2**31  # the longest text, prompt and answer, that it can draft for
-    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: it is given last_hidden
+    max_nodes: int = 1  # of a tree, root and passengers included
+    max_positions: int = 2**31  # of prompt and answer
+    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
-        """A new prompt [T]; capacity is the length of prompt, answer and one tree together."""
+        """A new prompt [T]; capacity in tokens and nodes of one tree."""
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
-        """The tree under the last known token [1], at most max_levels deep."""
+        """The tree under root [1], at most max_levels deep."""
         raise NotImplementedError
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
-        """What is known now: n tokens [n] and for each the feature of the token before it, [n, D] or [n, L*D].
-
-        After the prefill these are the prompt's, without its first token, and the answer's first; cycle is then null.
-        """
+        """See `Drafter.commit`; after the prefill cycle is null, and tokens are prompt[1:] and the answer's first."""
 
 
 class Drafting(Proposer):
-    """A drafter, a shape and the shape's stop rule as one proposer."""
-
-    keep = False  # true: every tree has its pool (Tree.pool), for whoever measures; set it before an answer begins
+    keep = False  # true: every tree has its pool
     _sampler: Sampler
 
     def __init__(self, drafter: Drafter, shape: Shape) -> None:

@@ -1,4 +1,4 @@
-"""A draft tree as flat tensors: node 0 is the root, nodes stand in level order, every parent before its children."""
+"""A draft tree as flat tensors: node 0 is the root, and nodes stand in level order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,27 +13,21 @@ Path = tuple[int, ...]  # the target's ids below the root
 
 @dataclass(frozen=True)
 class Proposal:
-    """How sampled children were drawn, which is what makes them verifiable without bias."""
-
     rule: Rule  # R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement
     laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
     ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; null: they are the target's own
 
-    # a draft LM's vocabulary may be shorter than the target's; an EAGLE-3 head's columns are scattered over it
     def over(self, vocab_size: int) -> Tensor:
-        """q [N, V] over the target's vocabulary: zero where the draft has no word."""
+        """q [N, V] over the target's vocabulary."""
         count, width = self.laws.shape
         if self.ids is not None:
             return self.laws.new_zeros(count, vocab_size).index_copy_(1, self.ids, self.laws)
         return self.laws if width == vocab_size else F.pad(self.laws, (0, vocab_size - width))
 
 
-# A level and a pool are what is known before reranking: candidates are numbered through all levels, shallow first.
 @dataclass(frozen=True)
 class Level:
-    """One drafted level: n candidates below r expanded nodes. Stop rules see it, and the pool keeps it."""
-
-    depth: int  # 1 for the root's children
+    depth: int  # 1 for the root's children; n candidates stand below r expanded nodes, before reranking
     log_q: Tensor  # [r, Vd] the laws that the candidates come from, before any processor
     parents: Tensor  # [r] the expanded nodes, numbered through all candidates of the tree; the root is 0
     rows: Tensor  # [n] which expanded node each candidate stands below
@@ -46,24 +40,20 @@ class Level:
 
 @dataclass(frozen=True)
 class Pool:
-    """All candidates that a tree was chosen from, level by level; the root is candidate 0."""
-
     levels: list[Level]
-    kept: Tensor  # [N] the candidate that each node of the tree is, ascending
+    kept: Tensor  # [N] the candidate that each node of the tree is, ascending; the root is 0
     ids: Tensor  # [Vd] the target's ids of the laws' columns
-    reranked: bool  # a dynamic tree: what stands in the frontiers need not be in the tree, nor the other way round
-    stopped_by: str | None  # the stop rule that ended growth; null: the last level was reached
+    reranked: bool  # what stands in the frontiers need not be in the tree, nor the other way round
+    stopped_by: str | None  # the stop rule; null: the last level was reached
 
     def laws(self) -> dict[int, Tensor]:
-        """log q [Vd] of the children of each node of the tree that was expanded, by the node, ascending."""
-        # an expanded node may have been cut by reranking: its law belongs to no node
+        """log q [Vd] of the children of each node that was expanded and is in the tree."""
         node_of = {candidate: node for node, candidate in enumerate(self.kept.tolist())}
         laws = [pair for level in self.levels for pair in zip(level.parents.tolist(), level.log_q, strict=True)]
         return {node_of[candidate]: law for candidate, law in sorted(laws, key=lambda p: p[0]) if candidate in node_of}
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
-        """Per level the paths and log survivals [f] of a dynamic tree's frontier (not reranked), else of all nodes."""
-        # exponentiated and summed, the survivals of level d are DEAGLE's S_d
+        """Per level the paths and log survivals [f] of a dynamic tree's frontier, else of all nodes: DEAGLE's S_d."""
         paths: list[Path] = [()]  # the tokens down to each candidate, the root's own token left out
         frontiers = []
         for level in self.levels:
@@ -76,9 +66,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Tree:
-    """N nodes with the root. The root is the last known token; its law comes from the target, not from a draft."""
-
-    tokens: Tensor  # [N] target ids
+    tokens: Tensor  # [N] target ids; the root is the last known token
     parents: Tensor  # [N] node indices; the root is its own parent
     depth: Tensor  # [N] 0 for the root
     mask: Tensor  # [N, N] boolean: row i is True at i and at its ancestors
@@ -87,28 +75,25 @@ class Tree:
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int
     proposal: Proposal | None = None  # null: children were picked deterministically (R0, R2)
-    # [N] boolean: rows that ride along and are never accepted (lookahead's window); siblings may then repeat
-    passengers: Tensor | None = None
-    pool: Pool | None = None  # what it was chosen from, where the shape was asked to keep it
+    passengers: Tensor | None = None  # [N] boolean: never accepted (lookahead's window); siblings may then repeat
+    pool: Pool | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     @property
     def num_drafted(self) -> int:
-        """Nodes that may be accepted: neither the root nor passengers."""
         return len(self) - 1 - (0 if self.passengers is None else int(self.passengers.sum()))
 
 
 def root_only(token: Tensor) -> Tree:
-    """The tree of plain decoding: the token [1] alone."""
     zero, certain = torch.zeros_like(token), torch.zeros(1, device=token.device)
     return Tree(token, zero, zero, zero[None] == 0, certain, certain, levels=0, draft_forwards=0)
 
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
-    """The boolean [N, N] matrix of ancestors-or-self of nodes with these parents, at most `levels` deep."""
-    # column i of `above` is each node's ancestor i levels up; the root is its own parent, so that none runs off
+    """The boolean [N, N] matrix of ancestors-or-self of nodes with parents [N], at most `levels` deep."""
+    # column i of `above` is each node's ancestor i levels up; the root is its own parent
     count = parents.shape[0]
     above = [torch.arange(count, device=parents.device), parents]
     for _ in range(1, levels):
@@ -118,9 +103,7 @@ def ancestors(parents: Tensor, levels: int) -> Tensor:
 
 
 def describe(tree: Tree, names: list[str]) -> str:
-    """The tree as indented text, one node a line with its token, confidence and survival (EAGLE-2, figure 7)."""
-    lines = []
-    # sorted by its ancestors, a node stands right before what is below it
+    lines = []  # as in EAGLE-2, figure 7
     for node in sorted(range(len(tree)), key=lambda node: tree.mask[node].nonzero()[:, 0].tolist()):
         chances = f"q {float(tree.confidence[node].exp()):.3f}  survival {float(tree.survival[node].exp()):.3f}"
         lines.append(f"{'  ' * int(tree.depth[node])}{names[node]!r}  {chances}")

@@ -1,12 +1,7 @@
-"""A lossless choice among the drafted nodes (rules R0 to R4), and Medusa's typical acceptance, which is NOT lossless.
-
-R0: the target's argmax. R2: its own draw at every node, whatever was drafted. R1, R3, R4: speculative sampling of
-children that were drawn from q. p are the target's laws, q the draft's, both after the processors.
-"""
+"""A lossless choice among drafted nodes by p and q, the target's and the draft's laws, and typical acceptance."""
 
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,16 +10,13 @@ from aerie.configs.schema.decode import TypicalConfig
 from aerie.infer.decode.sampling import Sampler, draw, entropy
 from aerie.infer.decode.tree import Proposal, Tree
 
-Verification = Literal["R0", "R1", "R2", "R3", "R4", "typical (not lossless)"]
-NOT_LOSSLESS: Verification = "typical (not lossless)"
+NOT_LOSSLESS = "typical (not lossless)"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The accepted nodes from the root down, their tokens without the root's, and the bonus token."""
-
-    path: list[int]
-    tokens: list[int]
+    path: list[int]  # the accepted nodes, the root first
+    tokens: list[int]  # without the root's
     bonus: int
 
     @property
@@ -33,7 +25,7 @@ class Verdict:
 
 
 def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
-    """The verdict for the target's logits [N, V] by the tree's rule; typical replaces it where tokens are sampled."""
+    """logits [N, V] are the target's; typical replaces the tree's rule where tokens are sampled."""
     rule = rule_of(tree.proposal, sampler, typical)
     if rule in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
@@ -42,8 +34,7 @@ def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig 
     return reject(tree, sampler.law(logits), sampler.generator)
 
 
-def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None) -> Verification:
-    """The rule that verifies a tree of this proposal under these settings."""
+def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig | None = None) -> str:
     if not sampler.decoding.do_sample:
         return "R0"
     if typical is not None:
@@ -52,10 +43,9 @@ def rule_of(proposal: Proposal | None, sampler: Sampler, typical: TypicalConfig 
 
 
 def walk(tree: Tree, choice: Tensor) -> Verdict:
-    """R0 and R2: the verdict for the target's choice [N] at every node. Siblings must differ."""
-    # a node is reached when it and all its ancestors are what the target chose at their parents
+    """R0 and R2: the verdict for the target's choice [N], its argmax or draw at every node."""
     rides = [False] * len(tree) if tree.passengers is None else tree.passengers.tolist()
-    # one synchronisation; so few numbers are walked faster on the host than a device starts the kernels for them
+    # one synchronisation: so few numbers are walked faster on the host than a device starts kernels for them
     tokens, parents, chosen = torch.stack([tree.tokens, tree.parents, choice]).tolist()
     path = [0]
     for node in range(1, len(tree)):  # a parent stands before its children
@@ -65,10 +55,9 @@ def walk(tree: Tree, choice: Tensor) -> Verdict:
 
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
-    """R1, R3 and R4: the verdict for a tree of sampled children and the target's laws p [N, V]."""
+    """R1, R3 and R4, speculative sampling: the verdict for children drawn from q, and p [N, V]."""
     assert tree.proposal is not None and tree.passengers is None, "only drawn children are verified by rejection"
     q = tree.proposal.over(p.shape[-1])
-    # every inner node is tried at once, and the path is read off afterwards: two synchronisations in all
     families: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
         families.setdefault(parent, []).append(node)
@@ -79,7 +68,7 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     uniform = torch.rand(len(parents), len(children), generator=generator, device=p.device)
     siblings = [tree.tokens[nodes] for nodes in children]
     chosen, left = accept_sibling(p[inner], q[inner], siblings, uniform, tree.proposal.rule == "R4")
-    # a node is refused unless its parent chose its rank; parents that nothing reaches do no harm
+    # a node is refused unless its parent chose its rank
     refused = torch.ones(len(tree), dtype=torch.bool, device=p.device)
     for rank, nodes in enumerate(children):
         refused[nodes] = chosen[: nodes.shape[0]] != rank
@@ -91,15 +80,11 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
 def accept_sibling(
     p: Tensor, q: Tensor, siblings: list[Tensor], uniform: Tensor, replaced: bool
 ) -> tuple[Tensor, Tensor]:
-    """R1, R3 and R4: the rank [M] of the child that each of M nodes accepts (-1: none); what is left of p [M, V].
-
-    p, q [M, V]; siblings[rank] [m] are the tokens drawn at that rank below the first m nodes, where m may fall from
-    rank to rank; uniform [M, K] in [0, 1). replaced: siblings were drawn with replacement (R4), else without (R3).
-    """
+    """The rank [M] of the child that each of M nodes accepts (-1: none), and what is left of p [M, V]."""
+    # siblings[rank] [m] are the tokens drawn below the first m nodes; uniform [M, K] is in [0, 1); replaced: R4
     # x_i is accepted where r_i < p(x_i) / q(x_i): Leviathan et al. (arXiv 2211.17192, algorithm 1) for R1, SpecInfer
     # (arXiv 2305.09781) for R4, EAGLE-1's released code for R3. A refused x_i leaves norm(max(0, p - q)) of p, and
-    # without replacement norm(q without x_i) of q. Where no child is accepted, what is left of p is the law of the
-    # token that follows; elsewhere it has no meaning.
+    # without replacement norm(q without x_i) of q. Where no child is accepted, the bonus token is drawn from that p.
     p, q = p.clone(), q.clone()
     chosen = torch.full(p.shape[:1], -1, device=p.device)
     for rank, tokens in enumerate(siblings):
@@ -114,21 +99,20 @@ def accept_sibling(
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)) [.., V], what a refused draw from q leaves of p."""
-    # where rounding leaves nothing (p = q, which refuses nothing but by a float's error) it is p
+    """norm(max(0, p - q)) [.., V], what a refused draw from q leaves of p; p where rounding leaves nothing."""
     left = (p - q).clamp_(min=0.0)
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, p)
 
 
 def without(q: Tensor, tokens: Tensor) -> Tensor:
-    """q [M, V] with one token [M] struck out, renormalised; all zero where nothing else had a chance."""
+    """q [M, V] with one token [M] struck out, renormalised; zero where nothing else had a chance."""
     left = q.scatter(-1, tokens[..., None], 0.0)
     return left / left.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
 
 
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
-    """The chance [N] that `reject` goes on to each drawn node once at its parent; 0 for the root. p [N, V]."""
+    """The chance [N] that `reject` goes on to each drawn node once at its parent; 0 for the root."""
     assert tree.proposal is not None, "children that were not sampled are accepted with p"
     q, tokens = tree.proposal.over(p.shape[-1]), tree.tokens
     chances = torch.zeros_like(tree.confidence)
@@ -145,10 +129,8 @@ def acceptance(tree: Tree, p: Tensor) -> Tensor:
 
 
 def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
-    """NOT lossless: the longest path of tokens that the target's laws p [N, V] find typical (Medusa, section 2.3.1)."""
-    # Token x is typical where p(x) > min(epsilon, delta exp(-H(p))), however it was drafted: nothing pays back for the
-    # tokens that are kept too often. Of equally long paths the most probable is taken. The bonus token is the target's
-    # argmax, as in the paper, where every cycle's first token is the greedy one and accepted unseen.
+    """NOT lossless: the longest path of tokens with p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
+    # of equally long paths the most probable; the bonus token is the target's argmax
     p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
     threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
     alive = _reached(tree, p_node <= threshold[tree.parents])
@@ -161,7 +143,7 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
 
 
 def _reached(tree: Tree, refused: Tensor) -> Tensor:
-    """Which nodes [N] stand on a path without a refused node; refused [N] is boolean, the root's entry is not read."""
+    # the nodes [N] on a path without a refused node
     refused = refused.clone()
     refused[0] = False
     if tree.passengers is not None:
@@ -170,13 +152,11 @@ def _reached(tree: Tree, refused: Tensor) -> Tensor:
 
 
 def _ending_at(tree: Tree, last: Tensor, bonus: Tensor) -> Verdict:
-    """The verdict of the path down to node last [] and the bonus token [] after it: the one device synchronisation."""
+    # the one device synchronisation
     row = torch.cat([tree.mask[last].to(tree.tokens.dtype), tree.tokens, bonus.reshape(1)]).tolist()
-    count = len(tree)
-    path = [node for node in range(count) if row[node]]
-    return Verdict(path, [row[count + node] for node in path[1:]], row[-1])
+    path = [node for node in range(len(tree)) if row[node]]
+    return Verdict(path, [row[len(tree) + node] for node in path[1:]], row[-1])
 
 
 def _of(law: Tensor, tokens: Tensor) -> Tensor:
-    """The entries [..] of laws [.., V] at tokens [..]."""
     return law.gather(-1, tokens[..., None]).squeeze(-1)

@@ -165,7 +165,7 @@ def test_an_lm_with_the_targets_tokenizer_is_loaded_in_its_dtype_and_any_other_r
     tiny.llama(vocab_size=300, num_blocks=2).save_pretrained(small)
     with pytest.raises(UserError, match=r"has 300 token embeddings, and .*target has tokens beyond them"):
         load_draft_lm(target, str(small))
-    with pytest.raises(UserError, match=r"draft LM: .*no such target directory"):
+    with pytest.raises(UserError, match="no such target directory"):
         load_draft_lm(target, str(tmp_path / "none"))
     tiny.target(tmp_path / "other", num_blocks=2)
     text = (tmp_path / "other/tokenizer.json").read_text(encoding="utf-8")

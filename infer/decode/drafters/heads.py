@@ -1,4 +1,4 @@
-"""Drafting with a trained head: EAGLE's own keys and values, and Medusa's and Hydra's module for each future token."""
+"""Drafting with a trained head: EAGLE's, Medusa's or Hydra's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,8 @@ from aerie.model.target import Target
 
 
 class EagleDrafter(Drafter):
-    """Slot p holds (feature of t_p, token t_{p+1}) at position p; its output stands for the feature of t_{p+1}.
-
-    An EAGLE-1 head drafts with the target's LM head; an EAGLE-3 head has laws of its own over a draft vocabulary.
-    `commit` appends slots with the target's true features; they stay. `step` appends slots with the head's own
-    predictions; they are forgotten at the next commit, so no guess ever outlives its cycle.
-    """
-
+    # Slot p holds (feature of t_p, token t_{p+1}) at position p; its output stands for the feature of t_{p+1}
+    # slots with the head's own predictions are forgotten at the next commit: no guess outlives its cycle
     def __init__(self, head: Eagle1Head | Eagle3Head, target: Target) -> None:
         self.head, self._draft = head, EagleDraft(head)
         self._logits: Callable[[Tensor], Tensor] = target.logits
@@ -33,8 +28,8 @@ class EagleDrafter(Drafter):
         self._buffers: list[KeyValueBuffer] = []
         self._length = self._levels = 0  # committed slots; drafted levels
         self._last = self._hidden = torch.empty(0)  # [1, 1, D] of the last committed slot; [1, rows of last call, D]
-        self._seen = self._nothing = torch.empty(1, 0)  # additive [rows of the last call, drafted slots so far]
-        self._own: dict[int, Tensor] = {}  # additive masks of n slots that see themselves alone, [n, n]
+        self._seen = self._nothing = torch.empty(1, 0)  # additive [rows of the last call, drafted slots]
+        self._own: dict[int, Tensor] = {}  # additive [n, n]: slots that see themselves alone
 
     def target_ids(self, columns: Tensor) -> Tensor:
         return self.head.vocabulary.target_ids(columns) if isinstance(self.head, Eagle3Head) else columns
@@ -68,7 +63,7 @@ class EagleDrafter(Drafter):
             self._own[count] = self._nothing.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
         # a drafted slot sees the drafted slots that its parent saw, and itself
         self._seen = torch.cat([self._seen.index_select(0, parents), self._own[count]], dim=1)
-        mask = F.pad(self._seen, (self._length, 0))  # and everything that is known
+        mask = F.pad(self._seen, (self._length, 0))
         features = self._hidden.index_select(1, parents)
         at = (position, position + 1)  # all slots of a level have one position
         self._hidden = self._draft(tokens[None], features, at, mask[None, None], self._buffers)
@@ -82,16 +77,12 @@ class EagleDrafter(Drafter):
 
 
 def causal(features: Tensor, first: int, total: int) -> Tensor:
-    """The additive mask [1, 1, total - first, total] of new rows, of which row i sees all rows up to first + i."""
+    """The additive mask [1, 1, total - first, total] of new rows."""
     return features.new_full((total - first, total), float("-inf")).triu_(first + 1)[None, None]
 
 
 class MedusaDrafter(Drafter):
-    """The feature of t and the root, token t + 1, are the target's; level k is token t + 1 + k, row k - 1 of the head.
-
-    Every node of a level has the same law, whatever stands above it: one forward gives the laws of all levels.
-    """
-
+    # one forward gives the laws of all levels: row k - 1 of the head is the law of every node of level k
     forwards_per_tree = 1
 
     def __init__(self, head: Any, target: Target | None = None) -> None:
@@ -100,7 +91,7 @@ class MedusaDrafter(Drafter):
         self._level = 0
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
-        self._feature = features[-1:]  # row 0 of the head is for the token after the root
+        self._feature = features[-1:]
 
     def start(self) -> Tensor:
         self._log_q, self._level = self.head(self._feature).float().log_softmax(-1), 0
@@ -112,14 +103,10 @@ class MedusaDrafter(Drafter):
 
 
 class HydraDrafter(Drafter):
-    """The state of t and the root, token t + 1, are known; a node's law sees the root's embedding and its path's.
-
-    With a prefix layer (Hydra++) the state is that layer's output: its keys and values are of true features alone.
-    """
-
+    # A node's law sees the state before the root (with Hydra++ a prefix layer's) and the embeddings down to it
     def __init__(self, head: Any, target: Target) -> None:
         self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "step"),)
-        if head.config.prefix_layer:  # without attention there are no positions
+        if head.config.prefix_layer:
             self.max_positions = head.config.max_position_embeddings
             self.forwards += ((head, "prefix"),)
         self._embedding = target.vocab.embedding.to(target.device)  # the target may span several devices
@@ -139,7 +126,6 @@ class HydraDrafter(Drafter):
             span = (first, self._length)
             features = self.head.prefix(features[None], span, causal(features, *span), self._buffers)[0]
             buffer.length = self._length
-        # only the last feature is needed: what came before is in the prefix layer's keys and values
         self._state = features[-1:]
         self._root = F.embedding(tokens[-1:], self._embedding)
 
@@ -149,7 +135,6 @@ class HydraDrafter(Drafter):
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._level += 1
-        # a node's input is the root's embedding and those of its path, side by side
         above = self._embeddings.index_select(0, parents)
         self._embeddings = torch.cat([above, F.embedding(tokens, self._embedding)], dim=1)
         return self._log_q()

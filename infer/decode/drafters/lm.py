@@ -1,11 +1,10 @@
-"""Drafting with a small LM that shares its target's tokenizer (SpS): a cache of its own, no features of the target."""
+"""Drafting with a small LM that shares its target's tokenizer: SpS (arXiv 2211.17192, algorithm 1)."""
 
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import DType, TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.shape import Drafter
@@ -13,23 +12,17 @@ from aerie.model.target import Target, load_tokenizer, require_same_token_ids
 
 
 class DraftLMDrafter(Drafter):
-    """Every row of the cache is a token that the LM has read; laws are the softmax of its raw logits.
-
-    `commit` keeps the rows of those accepted tokens that drafting has read already, and leaves the others (the bonus
-    token, and after a wholly accepted chain its last token) to the forward of the next `start`: one forward per law.
-    Laws are over the tokens that both vocabularies have, which differ in length when one of them is padded.
-    Source: Leviathan et al. (arXiv 2211.17192), algorithm 1.
-    """
-
+    # Laws are over the tokens that both vocabularies have; their lengths differ when one of them is padded
+    # `commit` leaves the accepted tokens that drafting has not read to the forward of the next `start`
     def __init__(self, draft: Target, target: Target) -> None:
         self.draft, self._lm = draft, CachedLM(draft)
         self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
         self.max_positions = int(getattr(draft.config, "max_position_embeddings", None) or 2**31)
         self._num_columns = min(int(draft.vocab.lm_head.shape[0]), int(target.vocab.lm_head.shape[0]))
-        self._unread = torch.empty(0, dtype=torch.long)  # committed tokens that the LM has not read
+        self._unread = torch.empty(0, dtype=torch.long)  # committed tokens
         self._num_repeated = 0  # tokens of the prompt that the next commit begins with
         self._root_law: Tensor | None = None  # [1, num_columns]
-        self._steps: list[tuple[Tensor, Tensor]] = []  # (tokens, parents) of each level that was read in this cycle
+        self._steps: list[tuple[Tensor, Tensor]] = []  # tokens and parents of each level that was read in this cycle
         self._depth = self._seen = self._unread  # of the rows drafted so far, [m]; by the rows of the last call, [n, m]
 
     def reset(self, prompt: Tensor, capacity: int) -> None:
@@ -38,39 +31,9 @@ class DraftLMDrafter(Drafter):
         self._unread, self._root_law, self._steps = prompt[:0], None, []
 
     def commit(self, tokens: Tensor, features: Tensor | None = None) -> None:
-        # after `reset` the first tokens are the prompt's, without its first, and the answer's first
         tokens, self._num_repeated = tokens[self._num_repeated :], 0
-        kept = self._rows_of(tokens[:-1])  # the bonus token was never drafted, so that no row holds it
-        self._lm.keep(kept)
-        self._unread = torch.cat([self._unread, tokens[len(kept) :]])
-        self._root_law, self._steps = None, []
-
-    def start(self) -> Tensor:
-        self._lm.keep([])
-        self._steps, self._depth = [], self._unread[:0]
-        self._seen = self._unread.new_empty(1, 0, dtype=torch.bool)
-        if self._root_law is None:
-            line = torch.arange(self._unread.shape[0], device=self._unread.device)
-            below = line[:, None] >= line[None]  # [n, n]
-            # one forward reads all that is new, in order
-            hidden = self._lm.append(self._readable(self._unread), line, below)
-            self._lm.keep(line.tolist())
-            self._unread = self._unread[:0]
-            self._root_law = self._log_q(hidden[-1:])
-        return self._root_law
-
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        # a node sees the rows that its parent saw, and itself
-        itself = torch.eye(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-        self._depth = torch.cat([self._depth, torch.full_like(tokens, len(self._steps))])
-        self._seen = torch.cat([self._seen.index_select(0, parents), itself], dim=1)  # [n, m + n]
-        self._steps.append((tokens, parents))
-        return self._log_q(self._lm.append(self._readable(tokens), self._depth, self._seen))
-
-    def _rows_of(self, tokens: Tensor) -> list[int]:
-        """The drafted rows of the longest beginning of `tokens` that was read as a path, as offsets after `length`."""
-        # one synchronisation for the tokens and all levels
-        parts = [tokens, *(column for step in self._steps for column in step)]
+        # the rows of the longest beginning that was read as a path, as offsets after `length`; one synchronisation
+        parts = [tokens[:-1], *(column for step in self._steps for column in step)]
         path, *columns = (part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts]))
         rows: list[int] = []
         first, parent = 0, 0  # of a level's rows; the row of the level above that the path stands on
@@ -81,23 +44,41 @@ class DraftLMDrafter(Drafter):
             parent = nodes.index((token, parent))
             rows.append(first + parent)
             first += len(level)
-        return rows
+        self._lm.keep(rows)
+        self._unread = torch.cat([self._unread, tokens[len(rows) :]])
+        self._root_law, self._steps = None, []
+
+    def start(self) -> Tensor:
+        self._lm.keep([])
+        self._steps, self._depth = [], self._unread[:0]
+        self._seen = self._unread.new_empty(1, 0, dtype=torch.bool)
+        if self._root_law is None:
+            line = torch.arange(self._unread.shape[0], device=self._unread.device)
+            below = line[:, None] >= line[None]  # [n, n]
+            self._root_law = self._log_q(self._lm.append(self._readable(self._unread), line, below)[-1:])
+            self._lm.keep(line.tolist())
+            self._unread = self._unread[:0]
+        return self._root_law
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        # a node sees the rows that its parent saw, and itself
+        itself = torch.eye(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        self._depth = torch.cat([self._depth, torch.full_like(tokens, len(self._steps))])
+        self._seen = torch.cat([self._seen.index_select(0, parents), itself], dim=1)  # [n, m + n]
+        self._steps.append((tokens, parents))
+        return self._log_q(self._lm.append(self._readable(tokens), self._depth, self._seen))
 
     def _readable(self, tokens: Tensor) -> Tensor:
-        """The tokens, where the target wrote one of its padding rows some other token: no draft LM can know it."""
-        return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)
+        return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)  # the target may write a padding row
 
     def _log_q(self, hidden: Tensor) -> Tensor:
         return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)
 
 
 def load_draft_lm(target: Target, path: str) -> Target:
-    """The LM in a directory (or Hub id), in the target's dtype; UserError when its tokenizer is not the target's."""
+    """The LM in the target's dtype; UserError where its tokenizer is not the target's."""
     source = TargetConfig(path, dtype=cast(DType, str(target.dtype).removeprefix("torch.")))
-    try:
-        draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)
-    except UserError as error:
-        raise UserError(f"draft LM: {error}") from error
+    draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)
     rows, vocabulary = int(draft.vocab.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
     require_same_token_ids(tokenizer.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)
     return draft

@@ -1,4 +1,4 @@
-"""Guessing without a model of one's own: prompt lookup, and lookahead decoding with its Jacobi window."""
+"""Guessing without a draft model: prompt lookup, and lookahead decoding with its Jacobi window."""
 
 import itertools
 import math
@@ -17,34 +17,25 @@ from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
 
-Text = NDArray[np.int64]
 Ngram = tuple[int, ...]
 Name = Path | int
 
 
 class Trie:
-    """Collects guesses and passengers under a root in any order. A node is named by its path, or by a number.
-
-    The confidence of a guessed node is the share of its parent's guesses that pass through it, which is certainty for
-    a single guess. Siblings of guesses differ, as rule R2 asks; those of passengers may not.
-    """
-
+    # guesses are named by their paths, passengers by numbers
     def __init__(self) -> None:
         self._guesses: Counter[Path] = Counter()  # how many pass through each path
-        # token, depth and parent; `tree` is given the root's token
-        self._nodes: dict[Name, tuple[int, int, Name]] = {(): (0, 0, ())}
+        self._nodes: dict[Name, tuple[int, int, Name]] = {(): (0, 0, ())}  # token, depth and parent
 
     def guess(self, tokens: Sequence[int]) -> None:
-        """Adds one continuation of the root."""
         self._guesses.update(tuple(tokens[:count]) for count in range(len(tokens) + 1))
 
     def ride(self, token: int, parent: Name) -> Name:
-        """Adds a passenger below the root or another passenger; its name."""
         self._nodes[len(self._nodes)] = token, self._nodes[parent][1] + 1, parent
         return len(self._nodes) - 1
 
     def tree(self, root: Tensor) -> tuple[Tree, dict[Name, int]]:
-        """The tree under root [1], in level order, and the place in it of each node."""
+        """The tree under root [1], and the place in it of each node."""
         guesses: Counter[Any] = self._guesses
         nodes = self._nodes | {path: (path[-1], len(path), path[:-1]) for path in guesses if path}
         order = sorted(nodes, key=lambda name: nodes[name][1])
@@ -54,7 +45,6 @@ class Trie:
         columns = [(nodes[n][0], places[nodes[n][2]], nodes[n][1], n not in guesses) for n in order]
         tokens, parents, depth, rides = torch.tensor(columns, device=root.device).unbind(1)  # [N] each
         rides[0] = 0
-        # log of the share of the guesses through the parent, and through the root, that pass through a node
         counts = [(guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1) for n in order]
         shares = [(math.log(through / parent), math.log(through / all_)) for through, parent, all_ in counts]
         confidence, survival = torch.tensor(shares, device=root.device).unbind(1)
@@ -63,25 +53,19 @@ class Trie:
         return Tree(tokens, parents, depth, mask, confidence, survival, levels, 0, passengers=passengers), places
 
 
-def continuation(text: Text, config: PromptLookupConfig, end_ids: frozenset[int] = frozenset()) -> list[int]:
-    """At most config.length tokens, no end token, that followed the longest n-gram which also ends the text.
-
-    Source: PromptLookupCandidateGenerator of transformers 5, after prompt-lookup-decoding.
-    """
+def continuation(
+    text: NDArray[np.int64], config: PromptLookupConfig, end_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """What followed the longest n-gram that ends the text, as transformers' PromptLookupCandidateGenerator has it."""
     for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
-        # the longest n-gram decides; of its places the leftmost, as transformers takes it
-        windows = sliding_window_view(text[:-1], size)  # [T - size, size], without the text's own end
-        starts = np.flatnonzero((windows == text[-size:]).all(axis=1)) + size
+        starts = np.flatnonzero((sliding_window_view(text[:-1], size) == text[-size:]).all(axis=1)) + size
         if len(starts):
             start = starts[0] if config.match == "first" else starts[-1]
-            tokens: list[int] = text[start : start + config.length].tolist()
-            return list(itertools.takewhile(lambda token: token not in end_ids, tokens))
+            return [*itertools.takewhile(lambda t: t not in end_ids, text[start : start + config.length].tolist())]
     return []
 
 
 class PromptLookup(Proposer):
-    """Guesses what followed the same n-gram earlier in prompt and answer; no guess: plain decoding."""
-
     def __init__(self, config: PromptLookupConfig) -> None:
         self.config, self.max_nodes = config, config.length + 1
 
@@ -102,27 +86,14 @@ class PromptLookup(Proposer):
 
 
 def written(tokens: Tensor, cycle: Cycle | None) -> list[int]:
-    """What a cycle, or the prefill, added to the text; the verdict is on the host already."""
     return tokens[-1:].tolist() if cycle is None else [*cycle.verdict.tokens, cycle.verdict.bonus]
 
 
 class Lookahead(Proposer):
-    """Guesses the n-grams that followed the root's token in the window's trajectories, up to `guesses` of them.
-
-    The window has N - 1 rows of W guessed tokens, oldest first: row l, column i stands l + i places after the root,
-    which is 0, 0. Row 0 is a text that the root begins. A token further down continues row 0 up to its own column, and
-    then its column: the argmax below a column is its next token, so each forward is one Jacobi step on W trajectories
-    at once. It begins as one row of W + N - 2 random tokens; as long as it is not full, each forward adds a row and
-    takes the first column away.
-
-    It moves on by one place a cycle however many tokens were accepted, and guesses are verified once it is full; both
-    as published. All N - 1 tokens of a guess can be accepted, and the bonus token on top. The window takes argmaxes at
-    any temperature: a guess bears on the speed, not on the law.
-    Source: Lookahead decoding (arXiv 2402.02057), section 3; window, pool and warm-up are those of the published code.
-    """
-
+    # Lookahead decoding (arXiv 2402.02057, section 3); window, pool and warm-up are those of the published code
+    # The window has N - 1 rows of W tokens: row l, column i stands l + i places after the root, which is 0, 0. A token
+    # continues row 0 up to its column, and then its column. Until it is full, each forward takes the first column away.
     def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
-        """context is the number of positions that the target has; where the window would pass it, it is left out."""
         self.config, self._context, self.max_nodes = config, context or 2**31, config.sizes[2]
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
@@ -137,7 +108,7 @@ class Lookahead(Proposer):
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         trie, token, first = Trie(), self._text[-1], self.window[0]
         newest: list[Any] = []
-        # the window rides along as passengers: row 0 is a line below the root, the other rows stand below its columns
+        # passengers: row 0 is a line below the root, the other rows stand below its columns; none passes the context
         if len(self._text) + len(self.window) + len(first) - 2 <= self._context:
             first[0], newest = token, [()]
             for guessed in first[1:]:
@@ -145,7 +116,6 @@ class Lookahead(Proposer):
             for row in self.window[1:]:
                 newest = [trie.ride(guessed, node) for guessed, node in zip(row, newest, strict=True)]
         if len(self.window) == self.config.ngram - 1:
-            # guesses are n-grams that once followed this token; what they share is drafted once
             for guess in self.pool.get(token, ()):
                 trie.guess(guess[:max_levels])
         tree, places = trie.tree(root)
@@ -154,7 +124,6 @@ class Lookahead(Proposer):
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
         if cycle is not None and self._newest:
-            # the argmax below each column of the newest row is the window's next row
             rows = [*self.window, cycle.step.logits[self._newest].argmax(-1).tolist()]
             if len(rows) == self.config.ngram:
                 self.window = rows[1:]
@@ -168,7 +137,6 @@ class Lookahead(Proposer):
         self._read(len(new))
 
     def _read(self, new: int) -> None:
-        # the pool takes the n-grams that end in one of the text's last `new` tokens, where it is asked to
         if self.config.pool_from_text:
             size = self.config.ngram
             for end in range(max(len(self._text) - new, size - 1), len(self._text)):
