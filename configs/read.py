@@ -132,7 +132,7 @@ def dump(recipe: Any) -> str:
 
 
 def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[str, str]) -> str:
-    """One line for one of pydantic's errors: place, what is wrong, and a suggestion."""
+    """One line for one of pydantic's errors."""
     kind, parts = problem["type"], list[str]()
     for number, part in enumerate(problem["loc"], start=1):
         # Other parts are pydantic's words for a union's member or a validator.
@@ -169,7 +169,6 @@ def _pattern(parts: list[str]) -> str:
 
 
 def _suggestion(parts: list[str], names: Sequence[str]) -> str:
-    """The key that was meant: of the same section, or of any section."""
     *section, leaf = parts
     place = _pattern(section)
     beside = dict.fromkeys(name.removeprefix(place) for name in names if re.fullmatch(re.escape(place) + r"\w+", name))

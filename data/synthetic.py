@@ -72,7 +72,7 @@ def _book(name: str) -> dict[str, Any]:
 
 
 def draw_task(family: str, generator: Random) -> list[Turn]:
-    """The opening turn of one task, and its follow-ups."""
+    """An opening turn and its follow-ups."""
 
     def draw(rule: Any) -> Any:
         """One of a list; the value of an expression; a mapping's rules in turn, kept by name, and the last's value."""
@@ -114,7 +114,7 @@ def draw_task(family: str, generator: Random) -> list[Turn]:
 
 
 def opening_key(question: str) -> str:
-    """The question in lower case without punctuation: equal keys are the same question."""
+    """Equal for the same question."""
     return " ".join(re.findall(r"\w+", question.lower()))
 
 
@@ -131,7 +131,6 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
         raise UserError(f"synthetic: num_prompts: no new {category} question in {ATTEMPTS} draws; ask for fewer")
 
     def merged(generator: Random, category: str, turns: list[Turn]) -> list[Turn]:
-        """The turns, in a share of the draws with the first two as one."""
         if generator.random() >= MERGED_SHARE.get(category, 0.0):
             return turns
         first, second, *rest = turns

@@ -9,8 +9,6 @@ from aerie.configs.read import Section
 
 
 class SyntheticConfig(Section):
-    """The embedded corpus."""
-
     num_conversations: PositiveInt = 12000
     num_prompts: PositiveInt = 120  # measuring prompts, disjoint from the conversations
     vocab_size: Annotated[int, Field(ge=300)] = 2048  # of the byte-level BPE trained on the corpus
@@ -36,8 +34,6 @@ class DataConfig(Section):
 
 
 class FeaturesConfig(Section):
-    """The target's states of the conversations."""
-
     mode: Literal["cached", "online"] = "cached"  # online: the target runs in the training step, nothing is written
     # taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, n//2, n-3)
     after_blocks: tuple[int, ...] | None = None

@@ -78,7 +78,6 @@ class VoteConfig(Section):
 
     @property
     def needed(self) -> int:
-        """How many signals end a tree."""
         return min(2, len(self.signals)) if self.votes is None else self.votes
 
 
@@ -292,8 +291,6 @@ OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": 
 
 @dataclass(frozen=True)
 class Published:
-    """A method as its source has it."""
-
     heads: tuple[str, ...] = ()  # the kinds that it drafts with; none: it needs no head
     tree: dict[str, Any] | None = None  # TreeConfig's keys
     options: str | None = None  # the section of a method that guesses without a tree
@@ -349,14 +346,12 @@ def completed(method: Any, changes: Any) -> Any:
 
 
 def published_tree(method: str, **changes: Any) -> Any:
-    """The TreeConfig of a method with a recipe's changes, if it grows a tree."""
+    """The TreeConfig of a method, if it grows a tree."""
     tree = completed(method, changes)
     return None if tree is None else adapter(TreeConfig).validate_python(tree)
 
 
 class MethodConfig(Section):
-    """A method, and what differs from its published form."""
-
     method: Method
     tree: TreeConfig | None = None
     head: str | None = None  # a head's directory or Hub id; null: the run's own of a kind that the method drafts with
@@ -383,12 +378,10 @@ class MethodConfig(Section):
 
     @classmethod
     def of(cls, method: str, head: str | None = None, **changes: Any) -> "MethodConfig":
-        """A method with these changes of its tree."""
         return cls(method, published_tree(method, **changes), head)
 
     @property
     def options(self) -> Options | None:
-        """The settings of a method that guesses."""
         section = METHODS[self.method].options
         return None if section is None else getattr(self, section) or OPTIONS[section]()
 

@@ -41,8 +41,6 @@ class PromptsConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of one bench pass."""
-
     temperature: Finite = 0.0
     top_k: NonNegativeInt = 0  # 0: off
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -108,8 +106,6 @@ class CalibrateConfig(Section):
 
 
 class TuneConfig(Section):
-    """Which trees are searched, and on which prompts they are predicted and measured."""
-
     prompts: PromptsConfig  # that predict; held out from training
     measure: PromptsConfig | None = None  # others, on which the choice is timed; null: it is not
     levels: Annotated[int, Field(ge=2)] = 10  # the deepest tree

@@ -54,8 +54,6 @@ def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
 
 
 class RunPaths:
-    """The files of one run directory."""
-
     def __init__(self, root: Path) -> None:
         self.root, self.status = root, root / "status.json"
         self.conversations, self.distilled = root / "conversations", root / "distilled"

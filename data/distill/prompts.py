@@ -1,4 +1,4 @@
-"""The input rows of a distillation: prompts drawn from the sources, and those skipped, each with its reason."""
+"""The input rows of a distillation, asked or skipped for a reason."""
 
 import heapq
 import re
@@ -88,7 +88,7 @@ def plan_line(prompts: Sequence[Prompt]) -> str:
 
 
 def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], str]:
-    """The row's own system prompt, its questions, and the request for a problem."""
+    """System prompt, questions, and the request for a problem."""
     if not isinstance(row, Mapping):
         raise UnusableRow("row is no object", "")
     if source.kind == "personas":
@@ -120,7 +120,7 @@ def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], s
 
 
 def problem_in(text: str) -> str:
-    """The problem in an answer: what follows its last 'Problem:', or all of it."""
+    """What follows the last 'Problem:', or all of it."""
     return MARKER.split(text)[-1].strip()
 
 
@@ -153,7 +153,6 @@ class Overlap:
                 self._hashes.setdefault(len(split), set()).update(_runs(split, len(split)))
 
     def reason(self, *texts: str) -> str | None:
-        """Why a prompt is skipped, if it is."""
         for split in map(words, texts):
             runs = (hashes & _runs(split, size) for size, hashes in self._hashes.items())
             if self._whole & _runs(split, len(split)) or any(runs):

@@ -1,4 +1,4 @@
-"""A distillation: rows are asked, each row's end is a line of its share's journal, and the journals are merged."""
+"""A distillation: each row's end is a line of its share's journal, and the journals are merged."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ REFUSAL = re.compile(f"{SORRY}|{UNABLE}|{MACHINE}", re.IGNORECASE | re.DOTALL)
 
 
 def flaws(outcome: Outcome) -> list[str]:
-    """The names of a done row's flaws, as in the gate; "repeated" needs the other rows."""
+    """A done row's flaws, but for "repeated", which needs the other rows."""
     answers = outcome.answers
     pairs = zip(outcome.turns, answers, strict=True)
     parts = [(question, part) for question, answer in pairs for part in (answer.reasoning or "", answer.content)]
