@@ -62,9 +62,8 @@ def export(
         same = dataclasses.replace(content.config, max_position_embeddings=positions) == again.config
         same = same and state.keys() == state_again.keys()
         for name in state if same else ():
-            one, two = state[name], state_again[name]
-            bits = [tensor.contiguous().view(torch.uint8) for tensor in (one, two)]
-            same = same and one.dtype == two.dtype and torch.equal(*bits)
+            one, two = (tensors[name].contiguous() for tensors in (state, state_again))
+            same = same and one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8))
         if not same:
             raise AssertionError(f"layout {to}: the head was read back otherwise than it was written")
     notes = [f"{other}: few of its drafts will be accepted"] if other is not None else []
@@ -81,9 +80,8 @@ def check_taps(
         asked, read = ",".join(map(str, after_blocks or ())), "no taps" if own is None else list(own)
         raise UserError(f"--after-blocks {asked}: {place / CONFIG} says that the head reads {read}")
     if own is not None and target is not None and own[-1] >= target.num_blocks:
-        raise UserError(
-            f"{place}: reads states after blocks {list(own)}, and {target.path} has {target.num_blocks} blocks"
-        )
+        here = f"{target.path} has {target.num_blocks} blocks"
+        raise UserError(f"{place}: reads states after blocks {list(own)}, and {here}")
 
 
 def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:

@@ -46,9 +46,7 @@ def pack(
         raise UserError(f"{directory}: no measured results (RUN/report/summary.json); {MEASURE}, or give --run")
     dirty = "this checkout" if is_dirty() else "the tree that trained it" if provenance.get("dirty") else None
     if dirty and "uncommitted" not in allowed:
-        raise UserError(
-            f"{directory}: {dirty} differs from the card's commit; commit and train again, or --uncommitted"
-        )
+        raise UserError(f"{directory}: {dirty} differs from the card's commit; train from a commit, or --uncommitted")
     recorded = head["target"]["recorded"]
     target = target_name or recorded or head["target"].get("given")
     if target is None:
@@ -73,8 +71,8 @@ def pack(
 
 
 def _records(directory: Path, run: Path, without_results: bool) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """A head's records, and of its run's those that were measured with it or the head it was exported from."""
     records, notes = {name: _table(directory / name) for name in (CONFIG, "recipe.yaml", "provenance.json")}, []
+    # only what was measured with this head, or with the one that it was exported from
     known = [digests(directory), table(records[CONFIG], "aerie", "exported_from", "files")]
     for place, stage in ((run / "report/summary.json", "bench"), (run / "calibration/calibration.json", "calibration")):
         used = table(_table(run / stage / "provenance.json"), "inputs").get("head")

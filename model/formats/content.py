@@ -110,7 +110,7 @@ def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> d
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # the architecture of SpecForge's exports and of SGLang's draft module
-SIZES = (  # the keys of Llama that EAGLE heads have
+SIZES = (  # of Llama's, those that EAGLE heads have
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
 )
@@ -229,10 +229,10 @@ def unread(values: dict[str, Any]) -> tuple[str, ...]:
         others = sorted({str(kind) for kind in kinds} - {"full_attention"})
         is_windowed = window is not None and part.get("use_sliding_window", True) and (others or not kinds)
         meanings = {
-            f"layer_types names {', '.join(others)}: it drafts with full attention here": others,
-            f"sliding_window is {window}: it drafts with full attention here": is_windowed,
-            "parallel_drafting is true: it drafts token by token here": part.get("parallel_drafting"),
-            "quantization_config is there: the weights are read as they lie": part.get("quantization_config"),
+            f"layer_types names {', '.join(others)}: attention is full here": others,
+            f"sliding_window is {window}: attention is full here": is_windowed,
+            "parallel_drafting: it drafts token by token here": part.get("parallel_drafting"),
+            "quantization_config: the weights are read as they lie": part.get("quantization_config"),
         }
         sentences += [sentence for sentence, applies in meanings.items() if applies]
     return tuple(dict.fromkeys(sentences))

@@ -16,18 +16,15 @@ Files = dict[str, bytes]
 
 @dataclass
 class Hub:
-    """What the server holds, and what it was asked. failures: (method, pattern) -> statuses of the next answers."""
-
     repositories: dict[str, dict[str, Files]] = field(default_factory=dict)  # name -> branch -> files
     private: set[str] = field(default_factory=set)
     blobs: dict[str, bytes] = field(default_factory=dict)  # uploaded large files by SHA-256
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)  # what came as Authorization
-    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # (method, pattern) -> next statuses
     address: str = ""
 
     def count(self, pattern: str) -> int:
-        """How many requests 'METHOD /path' match."""
         return sum(bool(re.search(pattern, request)) for request in self.requests)
 
 
@@ -43,13 +40,10 @@ def served() -> Iterator[Hub]:
 
 
 def commit_of(files: Files) -> str:
-    """A commit's name: 40 hex digits of its content."""
     return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:40]
 
 
 class Refused(Exception):
-    """An answer of another status, with the code by which huggingface_hub tells what is missing."""
-
     def __init__(self, status: int, code: str = "", url: str = "") -> None:
         self.status, self.code, self.url = status, code, url
 

@@ -25,7 +25,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """The exit code of a command line, in this process."""
     monkeypatch.setattr(sys, "argv", ["model/main.py", *map(str, arguments)])
     try:
         return exit_code(commands.main)

@@ -68,7 +68,6 @@ def files_of(directory: Path) -> Files:
 
 
 def packed(directory: Path, **options: Any) -> dict[str, str]:
-    """The texts of a push."""
     files, notes = pack(inspect_head(directory), "me/head", **options)
     texts = {name: file.decode() for name, file in files.items() if isinstance(file, bytes)}
     return {**texts, "notes": " | ".join(notes), "names": " ".join(files)}

@@ -94,17 +94,14 @@ def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pic
 
 
 def safeailab_eagle1(directory: Path, changes: dict[str, Any] | None = None) -> Path:
-    """SafeAILab's Vicuna-7B EAGLE-1 head; changes update config.json."""
     return write(directory, {**EAGLE1_CONFIG, **(changes or {})}, tensors(EAGLE1), pickled=True)
 
 
 def safeailab_eagle3(directory: Path, changes: dict[str, Any] | None = None, pickled: bool = True) -> Path:
-    """SafeAILab's LLaMA-3.1-8B EAGLE-3 head."""
     return write(directory, {**EAGLE3_CONFIG, **(changes or {})}, tensors(EAGLE3), pickled)
 
 
 def specforge(directory: Path, changes: dict[str, Any] | None = None) -> Path:
-    """A SpecForge export for SGLang: safetensors in bf16, no embedding."""
     return write(directory, {**SPECFORGE_CONFIG, **(changes or {})}, tensors(EAGLE3, torch.bfloat16))
 
 
@@ -115,14 +112,12 @@ def angelslim(directory: Path) -> Path:
 
 
 def speculators(directory: Path, changes: dict[str, Any] | None = None) -> Path:
-    """An EAGLE-3 head of speculators, with its embedding."""
     state = tensors({**EAGLE3, "embed_tokens.weight": (VOCABULARY, WIDTH)}, torch.bfloat16)
     state = {name.replace("midlayer.", "layers.0."): value for name, value in state.items()}
     return write(directory, {**SPECULATORS_CONFIG, **(changes or {})}, state)
 
 
 def target_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) -> TargetFacts:
-    """A target of random weights and no files, for what needs no more."""
     text = tiny.llama(num_blocks=1, max_position_embeddings=max_positions).config
     text.num_hidden_layers = num_blocks
     return TargetFacts("tiny", text, tiny.vocab(**changes), "tiny", ("LlamaForCausalLM",))
@@ -139,7 +134,6 @@ def eagle3(**changes: Any) -> Eagle3Head:
 
 
 def medusa(directory: Path, layers: int = 1, **changes: Any) -> tuple[MedusaHead, Path]:
-    """A head and its directory as FasterDecoding publishes it."""
     head: Any = tiny.multi_token_head("medusa", tiny.vocab(), noise=0.2, num_layers=layers)
     own = head.state_dict()
     state = {f"{i}.{layers}.weight": own[f"laws.lm_heads.{i}.weight"] for i in range(4)}

@@ -33,7 +33,6 @@ def same(one: Any, two: Any) -> None:
 
 
 def early_speculators(directory: Path) -> Path:
-    """An EAGLE-1 head of speculators 0.1 to 0.4, whose embedding is the target's."""
     layer = {**published.EAGLE1_CONFIG, "num_key_value_heads": 4}
     values = {"speculators_model_type": "eagle", "transformer_layer_config": layer, "fusion_bias": True}
     state = {name: value for name, value in tensors(EAGLE1).items() if name != EMBEDDING}
@@ -98,15 +97,16 @@ def test_a_bias_is_there_where_config_json_is_silent_and_not_where_it_says_so(tm
         load_head(published.write(tmp_path / "silent", published.EAGLE1_CONFIG, state))
 
 
-def owner() -> Any:
-    """A head whose embedding is not its target's."""
+def narrow() -> Any:  # its target has 48
+    embedding = tiny.vocab(hidden_size=48).embedding
+    return tiny.eagle3_head(embedding, hidden_size=32, head_dim=8, after_blocks=TAPS)
+
+
+def owner() -> Any:  # its embedding is not its target's
     head = published.eagle3()
     head.embed_tokens.weight.data.mul_(2.0)
     head.saves_embedding = True
     return head
-
-
-WIDE = {"hidden_size": 32, "head_dim": 8, "after_blocks": TAPS}  # the target has 48
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ WIDE = {"hidden_size": 32, "head_dim": 8, "after_blocks": TAPS}  # the target ha
         (lambda: published.eagle3(after_blocks=(1, 3)), ("speculators", "sglang")),
         (lambda: published.eagle3(norm_before_residual=True, norm_before_fc=True), ("speculators",)),
         (lambda: published.eagle3(qk_norm=True, num_hidden_layers=3), ("speculators",)),
-        (lambda: tiny.eagle3_head(tiny.vocab(hidden_size=48).embedding, **WIDE), SERVERS),
+        (narrow, SERVERS),
         (owner, SERVERS),
         *((lambda bias=bias: tiny.head(tiny.vocab().embedding, bias=bias), SERVERS[:2]) for bias in (False, True)),
         (lambda: tiny.head(tiny.vocab().embedding, num_hidden_layers=2), SERVERS[:2]),
@@ -135,10 +135,7 @@ def test_a_head_of_this_project_comes_back_from_every_layout_bit_for_bit(
     for to in layouts:
         export(tmp_path / "head", to, tmp_path / to, target)
         same(head, load_head(tmp_path / to))
-        if (head.kind, to) == (
-            "eagle1",
-            "sglang",
-        ):  # which needs a bias; zeros that are no part of the head are not read
+        if (head.kind, to) == ("eagle1", "sglang"):  # which needs a bias: zeros that are no part of the head
             assert torch.equal(read_tensors(tmp_path / to)[1]["fc.bias"], torch.zeros(32))
         again = tmp_path / f"{to}-again"  # and from there to another
         export(tmp_path / to, layouts[0], again, target)
@@ -168,9 +165,8 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
         ({NUMBERED: [2, 4, 5]}, (2, 4, 5), (2, 4, 5)),  # entries of hidden_states
         ({"eagle_config": {NUMBERED: [1, 7, 9]}}, (2, 4, 5), (2, 8, 10)),  # SGLang: a list that begins with 1
         ({NUMBERED: [3, 7, 9]}, (2, 4, 5), (3, 7, 9)),
-        ({NUMBERED: [1, 4, 5]}, (1, 4, 5), (1, 4, 5)),  # whoever knows the target's taps is believed
+        ({NUMBERED: [1, 4, 5]}, (1, 4, 5), (1, 4, 5)),  # the target's own taps are believed
         ({NUMBERED: [3, 7, 9], "architectures": ["LlamaForCausalLMEagle3"]}, (2, 4, 5), (4, 8, 10)),
-        ({NUMBERED: [3, 7, 9], "architectures": ["Eagle3LlamaForCausalLM"]}, (2, 4, 5), (3, 7, 9)),  # vLLM's
         ({"after_blocks": [3, 4, 5], "tap_convention": "hidden_states", NUMBERED: [1, 3, 4]}, (2, 4, 5), (3, 4, 5)),
         ({}, (2, 4, 5), (2, 4, 5)),
         ({}, None, "names no taps; load it with its target"),
@@ -230,18 +226,17 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path, to: s
     assert not (tmp_path / "out").exists()
 
 
-LONE = {"rope_type": "llama3", "factor": 8.0}
-
-
 @pytest.mark.parametrize(
     ("values", "state", "message"),
     [
-        ({"vocab_size": "wide"}, {}, "vocab_size: input should be a valid integer"),
         ({"num_hidden_layers": 10**9}, {}, "num_hidden_layers is 1,000,000,000; it must be above 0 and below 1,024"),
-        ({"max_position_embeddings": -1}, {}, "max_position_embeddings is -1; it must be above 0"),
         ({"rms_norm_eps": "tiny"}, {}, "rms_norm_eps: input should be a valid number"),
         ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'; heads have 'silu'"),
-        ({"rope_scaling": LONE}, {}, "Missing required keys in `rope_parameters` for 'rope_type'='llama3'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3"}},
+            {},
+            "Missing required keys in `rope_parameters` for 'rope_type'='llama3'",
+        ),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, {}, "keep the one of its training"),
         ({"aerie_kind": "dflash"}, {}, "aerie_kind is 'dflash'"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "heads that read no taps"),
@@ -304,13 +299,8 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path, changes: dict[str,
     assert any(message in problem for problem in inspect_head(head, other)["problems"])
     if "seed" in changes:
         assert message in export(head, "speculators", tmp_path / "out", other, any_target=True)[1][0]
-
-
-def test_taps_that_differ_from_those_in_the_file_are_refused(tmp_path: Path) -> None:
-    head = specforge(tmp_path / "theirs", {"eagle_config": {NUMBERED: [1, 3, 4]}})
     with pytest.raises(UserError, match=r"--after-blocks 2,3,6: .*json says that the head reads \[2, 4, 5\]"):
-        export(head, "speculators", tmp_path / "out", target_facts(), after_blocks=(2, 3, 6))
-    export(head, "speculators", tmp_path / "out", target_facts(), after_blocks=TAPS)
+        export(head, "speculators", tmp_path / "out", own, after_blocks=(2, 3, 6))
 
 
 def test_an_export_that_would_read_back_otherwise_is_never_left_behind(tmp_path: Path, monkeypatch: Any) -> None:
@@ -346,7 +336,7 @@ def test_what_an_export_adds_leaves_out_or_guesses_is_said(tmp_path: Path) -> No
         assert expected in " | ".join(export(head, to, tmp_path / "out", target_facts(max_positions=8192))[1])
 
 
-def test_a_published_head_is_shown_on_one_screen_and_as_json(tmp_path: Path) -> None:
+def test_a_published_head_is_shown_as_it_is_and_a_warm_start_keeps_its_rope(tmp_path: Path) -> None:
     head = inspect_head(safeailab_eagle3(tmp_path / "head"))
     assert (head["layout"], head["kind"], head["weights"]) == ("safeailab", "eagle3", "pytorch_model.bin")
     assert head["taps"] is None and head["left_out"] == [EMBEDDING] and head["problems"] == []
@@ -357,9 +347,6 @@ def test_a_published_head_is_shown_on_one_screen_and_as_json(tmp_path: Path) -> 
     place = specforge(tmp_path / "one", {"eagle_config": {NUMBERED: [3, 4, 6]}})
     assert inspect_head(place)["taps_open"] == "ambiguous" and "give it with --target" in screen(inspect_head(place))
     assert inspect_head(place, target_facts())["taps"] == inspect_head(place, None, (4, 5, 7))["taps"] == [4, 5, 7]
-
-
-def test_a_warm_start_keeps_the_published_heads_rope(tmp_path: Path) -> None:
     section = Eagle3Section(init_from=str(safeailab_eagle3(tmp_path / "head")))
     head: Any = new_head(section, tiny.llama().config, tiny.vocab(), 0, after_blocks=TAPS)
     assert head.config.rope_theta == 10000.0

@@ -16,7 +16,6 @@ STATE = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.bfloat16), "c"
 
 
 def sharded(directory: Path, pickled: bool) -> Path:
-    """Two shards and their index."""
     suffix, base = (".bin", "pytorch_model") if pickled else (".safetensors", "model")
     shards = [f"{base}-0000{number}-of-00002{suffix}" for number in (1, 2)]
     table = {"a": shards[0], "b": shards[1], "c": shards[1]}
@@ -43,8 +42,6 @@ def test_every_form_reads_back_bit_for_bit_and_a_view_without_what_it_views(
 
 
 class Planted:
-    """A pickle that would run a command."""
-
     def __init__(self, trace: Path) -> None:
         self.trace = trace
 
