@@ -230,8 +230,7 @@ class DraftLayer:
 
 
 @torch.no_grad()
-def _stacked(parameters: list[Tensor]) -> Tensor:
-    # The parameters become views of the result, so that the weights are kept once.
+def _stacked(parameters: list[Tensor]) -> Tensor:  # the parameters become views of it
     stacked = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, stacked.split([len(p) for p in parameters]), strict=True):
         parameter.data = part

@@ -140,7 +140,7 @@ def sync(path: Path) -> None:
 
 
 class Lock(AbstractContextManager["Lock"]):
-    """A lock on a file, made if missing, until the end of a with block."""
+    """A lock on a file, until the end of a with block."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -296,7 +296,7 @@ class Stage:
 
 
 def sound_record(directory: Path) -> dict[str, Any]:
-    """The content of provenance.json; {} where it is missing or damaged."""
+    """provenance.json; {} where it is missing or damaged."""
     try:
         return Manifest.read(directory).as_json()
     except UserError:

@@ -56,8 +56,7 @@ def test_a_head_has_exactly_the_published_keys_and_shapes_and_an_embedding_only_
 
 def test_a_head_of_another_width_trains_and_saves_its_own_embedding(tmp_path: Path) -> None:
     one = tiny.eagle3_head(tiny.vocab(hidden_size=48).embedding, hidden_size=32, head_dim=8)
-    assert one.embed_tokens.weight.shape == (320, 32) and one.embed_tokens.weight.requires_grad
-    assert one.fc.weight.shape == (32, 2 * 48)
+    assert one.embed_tokens.weight.requires_grad and one.fc.weight.shape == (32, 2 * 48)
     save_head(one, tmp_path)
     two: Any = load_head(tmp_path)
     assert torch.equal(one.embed_tokens.weight, two.embed_tokens.weight)
