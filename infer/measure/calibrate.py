@@ -364,10 +364,7 @@ def rebuild(
     places = places_of(output, head)
     for place in places:
         write_text(place / CHOICES, "\n".join([*lines, ""]))
-    return (
-        f"{asked.method}: a tree of {len(choices)} drafted nodes rebuilt from the head's ranks; "
-        f"use it with: --tree.choices {places[-1] / CHOICES}"
-    )
+    return f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {places[-1] / CHOICES}"
 
 
 def in_order(choices: set[Choice]) -> tuple[Choice, ...]:

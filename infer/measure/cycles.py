@@ -83,15 +83,15 @@ class Recorder:
         self.records.append(
             {
                 "cycle": len(self.records),
-                "pos_start": cycle.position,  # the root's place in the text, the prompt included
+                "pos_start": cycle.position,  # of the root, in prompt and answer
                 "t_draft": cycle.draft_ms,
                 "t_verify": cycle.verify_ms,
                 "verify": cycle.rule,
                 "draft_forwards": tree.draft_forwards,
                 "drafted": tree.num_drafted,
-                "depth": tree.levels,  # drafted, which a pruned tree need not reach
+                "depth": tree.levels,
                 "nodes": len(tree),
-                "accepted": verdict.accepted,  # draft tokens on the accepted path
+                "accepted": verdict.accepted,
                 "bonus_id": verdict.bonus,
                 "new_tokens": cycle.new_tokens,  # up to the end token and max_new_tokens
                 "stop_reason": reason,
@@ -128,9 +128,9 @@ def _node_columns(cycle: Cycle) -> Record:
         "token": tree.tokens.tolist(),
         "parent": parents,  # the root is its own
         "depth": tree.depth.tolist(),
-        "q": column(tree.confidence.double().exp(), drafted),  # confidence: its chance under the law it came from
-        "survival": column(tree.survival.double().exp(), drafted),  # product of q along the path
-        "entropy": [entropies.get(parent) if node else None for node, parent in enumerate(parents)],  # of that law
+        "q": column(tree.confidence.double().exp(), drafted),
+        "survival": column(tree.survival.double().exp(), drafted),
+        "entropy": [entropies.get(parent) if node else None for node, parent in enumerate(parents)],
         "p": column(p[tree.parents, tree.tokens], drafted),  # at temperature 0 of the plain softmax
         "acceptance": column(acceptance(cycle), asked(tree, cycle.verdict.path)),
         "accepted": [node in path for node in range(len(tree))],
@@ -168,21 +168,20 @@ def _law_columns(cycle: Cycle) -> Record | None:
         "q": log_q_wide.exp()[rows, tokens],
         "p": p[rows, tokens],
         "acceptance": acceptance(cycle)[first],
-        "top_q": q.max(-1).values,  # of the most probable token: DEAGLE's c
-        "agrees": ids[log_q.argmax(-1)] == log_p.argmax(-1),  # that token is p's most probable one: DEAGLE's a
+        "top_q": q.max(-1).values,  # DEAGLE's c
+        "agrees": ids[log_q.argmax(-1)] == log_p.argmax(-1),  # DEAGLE's alpha
         "tvd": 1.0 - torch.minimum(p[:, ids], q).sum(-1).clamp(max=1.0),  # 1 - tvd is alpha
         # infinite where the draft's vocabulary misses what p gives a chance, or a processor what q gives one
         "kl_pq": torch.where(p > 0, p * (log_p - log_q_wide), 0.0).sum(-1).clamp(min=0.0),
         "kl_qp": torch.where(q > 0, q * (log_q - log_p[:, ids]), 0.0).sum(-1).clamp(min=0.0),
         "entropy": entropy(q),
-        "ranked": log_q.sort(-1, descending=True).values[:, ranks],  # log q of the 1st, 2nd, 4th, 8th ... token
+        "ranked": log_q.sort(-1, descending=True).values[:, ranks],
     }
     return {
         "node": nodes,
         **{name: values.tolist() for name, values in columns.items()},
         "accepted": [child in path for child in first],
         "followed": [any(child in path for child in children[node]) for node in nodes],
-        # the largest |q(x) - p(x)| of the children x that were drafted
         "largest_gap": [float(gaps[row, tree.tokens[children[node]]].max()) for row, node in enumerate(nodes)],
     }
 
@@ -206,16 +205,15 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 def keep_answers(path: Path, answers: Collection[Key]) -> None:
     """Drops from cycles.jsonl a line that was cut by a kill, and other answers' lines."""
 
-    def is_kept(text: bytes) -> bool:
-        if not text.endswith(b"\n"):
-            return False
-        line = json.loads(text)
-        sampling = (line["temperature"], line["top_k"], line["top_p"])
-        return (line["row"], sampling, (line["task"], line["prompt_id"], line["turn"])) in answers
-
     def write(temporary: Path) -> None:
         with path.open("rb") as old, temporary.open("wb") as new:
-            new.writelines(line for line in old if is_kept(line))
+            for text in old:
+                if not text.endswith(b"\n"):
+                    continue
+                line = json.loads(text)
+                sampling = (line["temperature"], line["top_k"], line["top_p"])
+                if (line["row"], sampling, (line["task"], line["prompt_id"], line["turn"])) in answers:
+                    new.write(text)
 
     if path.is_file():
         write_atomically(path, write)
@@ -234,10 +232,10 @@ Tables = dict[str, pd.DataFrame]
 LAWS = ("node", "depth", "token", "q", "p", "acceptance", "top_q", "agrees", "tvd", "kl_pq", "kl_qp", "entropy",
         "ranked", "accepted", "followed", "largest_gap")  # fmt: skip
 COLUMNS = {  # of the tables, behind `prompt` and `cycle`, which tell rows apart
-    "cycles": ("position", "answered", "levels", "accepted", "rule"),  # answered: tokens of the answer so far
+    "cycles": ("position", "answered", "levels", "accepted", "rule"),
     "nodes": ("depth", "place", "confidence", "survival", "acceptance"),  # of asked nodes
     "laws": LAWS,
-    "frontier": ("depth", "survival", "accepted"),  # of branches: accepted is whether the target wrote the whole of it
+    "frontier": ("depth", "survival", "accepted"),  # of branches
 }
 
 
@@ -288,7 +286,7 @@ class Oracle(Drafting):
         self.longer = make_shape(replace(deep, stop=ConstantConfig()))
         self.max_nodes = max(own.max_nodes, self.longer.max_nodes)
         self.lm, self.generator = decoder.lm, torch.Generator(decoder.target.device).manual_seed(seed)
-        self.lengths: list[tuple[int | None, int | None]] = []  # oracle length and cap of each cycle; null: no draft
+        self.lengths: list[tuple[int | None, int | None]] = []  # oracle length and cap of each cycle
         decoder.proposer = self
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
@@ -319,7 +317,7 @@ def oracle_length(cycle: Cycle, tree: Tree, logits: Tensor, generator: torch.Gen
     if cycle.rule == "R1":
         is_same = torch.equal(tree.tokens[:start], cycle.tree.tokens)
         if accepted < cycle.tree.num_drafted or not is_same or tree.proposal is None:
-            return accepted  # another chain: a device that does not repeat its own arithmetic
+            return accepted  # another chain: the device does not repeat its own arithmetic
         p = cycle.sampler.law(logits)  # [N, V]
         q = tree.proposal.over(p.shape[-1])  # [N, V]
         for node in range(start, len(tree)):

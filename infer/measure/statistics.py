@@ -53,9 +53,8 @@ def baselines_of(records: Iterable[Record]) -> dict[Sampling, dict[Any, Record]]
 
 def group(records: Iterable[Record]) -> list[Group]:
     """One group per (sampling, row), rows in the recipe's order."""
-    records = list(records)
     members: dict[Sampling, dict[int, list[Record]]] = {}
-    for record in records:
+    for record in (records := list(records)):
         members.setdefault(record.sampling, {}).setdefault(record.row, []).append(record)
     baselines, groups = baselines_of(records), []
     for sampling, rows in members.items():
@@ -289,10 +288,6 @@ def reached(record: Record, above: int, length: int) -> FloatArray | None:
 
 def repeats(answer: Sequence[int], size: int = NGRAM) -> list[bool]:
     """For each n-gram by its start, whether the answer has had it before."""
-    seen: set[tuple[int, ...]] = set()
-    again = []
-    for start in range(len(answer) - size + 1):
-        ngram = tuple(answer[start : start + size])
-        again.append(ngram in seen)
-        seen.add(ngram)
-    return again
+    ngrams = [tuple(answer[start : start + size]) for start in range(len(answer) - size + 1)]
+    first = {ngram: start for start, ngram in reversed([*enumerate(ngrams)])}
+    return [first[ngram] < start for start, ngram in enumerate(ngrams)]

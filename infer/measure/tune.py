@@ -338,17 +338,6 @@ class HeadTuning:
             predictions.append(self.predicted(method, tree, *counted(answers)))
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
-    def timed(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """The predictions with the time of their own cycles; tau stays, as it comes from more prompts."""
-        # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
-        decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
-        plain, *others = in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
-        timed = []
-        for one, answers in zip(predictions, others, strict=True):
-            ms = cycle_ms(answers) / one.tau
-            timed.append(replace(one, ms_per_token=ms, speedup=cycle_ms(plain) / ms))
-        return timed
-
     def try_rules(self) -> None:
         """Tries stop rules on the best fixed tree; times the best ones, that tree and the published one."""
         best = self.trees[0]
@@ -357,15 +346,24 @@ class HeadTuning:
             tried += [(method, replace(tree, calibrated="isotonic")) for method, tree in tried]
         screened = self.decoded(tried, self.prompts[:SCREENING])
         finalists = self.decoded([(one.method, one.tree) for one in screened[:FINALISTS]], self.prompts)
-        self.fixed, self.published, *finalists = self.timed([best, self.published, *finalists])
+        # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
+        predictions, timed = [best, self.published, *finalists], []
+        decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
+        plain, *others = in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
+        for one, answers in zip(predictions, others, strict=True):
+            ms = cycle_ms(answers) / one.tau  # tau comes from more prompts
+            timed.append(replace(one, ms_per_token=ms, speedup=cycle_ms(plain) / ms))
+        self.fixed, self.published, *finalists = timed
         self.rules = sorted(finalists, key=lambda one: one.ms_per_token)
         has_rule = self.rules and self.rules[0].ms_per_token * WORTH < self.fixed.ms_per_token
         self.choice = self.rules[0] if has_rule else self.fixed
 
     def facts(self) -> dict[str, Any]:
+        """tune.json's entry of this head."""
 
         def of(one: Prediction) -> dict[str, Any]:
-            return {**as_dict(one), "tree": {**as_dict(one.tree), "k": one.tree.k, "nodes": one.tree.nodes}}
+            tree = {**as_dict(one.tree), "k": one.tree.k, "nodes": one.tree.nodes}  # of a chain too
+            return {**as_dict(one), "tree": tree, "name": name_of(MethodConfig(one.method, one.tree))}
 
         facts: dict[str, Any] = {"kind": self.kind, "head": self.head, "costs_ms": asdict(self.costs)}
         facts |= {"choice": of(self.choice), "published": of(self.published), "fixed": self.fixed and of(self.fixed)}
@@ -433,5 +431,6 @@ def name_of(method: MethodConfig) -> str:
         return method.method
     shape = f"{tree.levels} levels, k {tree.k}, {tree.nodes} nodes"
     words = [method.method, f"chain of {tree.levels}" if tree.shape == "chain" else shape]
-    words += [] if tree.stop.rule == "constant" else [tree.stop.rule]
+    if tree.stop.rule != "constant":
+        words.append(f"{tree.stop.rule} {getattr(tree.stop, 'threshold', '')}".strip())
     return ", ".join(words + ([f"{tree.calibrated} confidence"] if tree.calibrated else []))

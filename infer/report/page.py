@@ -12,7 +12,7 @@ from markupsafe import Markup
 from aerie.configs.errors import UserError
 from aerie.infer.measure import record as bench_files
 from aerie.infer.measure import statistics
-from aerie.infer.measure.record import Record, SummaryRow
+from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import Group, summary_row, told_apart
 from aerie.infer.report import tables
 from aerie.infer.report.plots import pictures, standalone
@@ -50,21 +50,32 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     by_task = [members.by_task() for members in groups]
     parts = [(at, summary_row(one, seed)) for at, each in enumerate(by_task) if len(each) > 1 for one in each]
     sweeps = statistics.sweep_rows(records, asked, seed)
-    curve = _calibration(calibration / "calibration.json", (*CALIBRATION_CONTRACT, "nodes", "by_depth"))
+    curve, analysis = _read(calibration / "calibration.json"), _read(calibration / "analysis.json")
+    for value, keys in ((curve, {*CALIBRATION_CONTRACT, "nodes"}), (analysis, {"schema", "calibrator", "oracle"})):
+        if value is not None and (not keys <= value.keys() or value.get("schema", SCHEMA) != SCHEMA):
+            fix = "of another version; make it again with: python infer/main.py calibrate --overwrite"
+            raise UserError(f"{calibration / ('calibration.json' if value is curve else 'analysis.json')}: {fix}")
     tuning = _read(bench.parent / "tune" / "tune.json")
     if tuning is not None:
         tuning["measured"] = _read(bench.parent / "tune" / "measured.json")
     reference = _read(bench / bench_files.REFERENCE, bench_files.Reference)
     overhead = _read(bench / bench_files.OVERHEAD, list[bench_files.Overhead]) or []
     places = {members.first.row: at for at, members in reversed(list(enumerate(groups)))}
+    extras = []
+    for members in groups:
+        good = [] if members.failed else members.records
+        compared = [one.identical_to_generate for one in good if one.identical_to_generate is not None]
+        extra: dict[str, Any] = {"tau_ci95": statistics.tau_interval(good, seed) if good else None}
+        extra |= {"identical_to_generate": sum(compared) if compared else None}
+        extras.append(extra | {"compared_to_generate": len(compared) or None})
     details: dict[str, Any] = {
         "schema": SCHEMA,
-        "rows": [row_details(members, seed) for members in groups],
+        "rows": extras,
         "by_task": [{"row": at, **part.as_dict()} for at, part in parts],  # row: the position over all tasks
         "reference": None if reference is None else asdict(reference),
         "calibration": curve,
         "overhead": [{**asdict(one), "position": places[one.row]} for one in overhead if one.row in places] or None,
-        "analysis": _calibration(calibration / "analysis.json", ("schema", "calibrator", "by_depth", "laws", "oracle")),
+        "analysis": analysis,
         "tuning": tuning,
         "deagle": tables.claims(records, asked, tuning),
     }
@@ -76,8 +87,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     suite["beside"] = tables.beside(rows, parts)
     suite["published"] = {name: tables.published(name) for name in ("ablation", "depths", "contexts")}
     texts = {f"{name}.svg": standalone(svg) for name, svg in drawn.items()}
-    samples = [(name, record, segments(record)) for name, record in sample_answers(groups, rows)]
-    texts["index.html"] = render(facts, rows, details, suite=suite, drawn=drawn, samples=samples)
+    texts["index.html"] = render(facts, rows, details, suite=suite, drawn=drawn, sample=sample_answer(groups, rows))
     shown = rows
     if asked is not None and asked.by_task:
         shown = told_apart([summary_row(one, seed) for each in by_task for one in each])
@@ -137,15 +147,6 @@ def lossless(rows: Sequence[SummaryRow], extras: Sequence[Mapping[str, Any]]) ->
     return {"state": state if counts["compared"] else "unknown", **counts, "failed": failed, "lossy": lossy}
 
 
-def segments(record: Record) -> list[tuple[str, int, str]]:
-    """(text, tint, title) of each cycle; the tint, 0 to TINTS, grows with the draft tokens it kept."""
-    most = max(record.accepted, default=0) or 1
-    parts = [(record.cycle_texts[0], 0, "the prefill’s token")]
-    for text, kept, new in zip(record.cycle_texts[1:], record.accepted, record.cycle_tokens, strict=False):
-        parts.append((text, math.ceil(TINTS * kept / most), f"{kept} accepted, {new} new"))
-    return parts
-
-
 def fact_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -154,37 +155,25 @@ def fact_text(value: Any) -> str:
     return tables.NOTHING if value is None else str(value)
 
 
-def sample_answers(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> list[tuple[str, Record]]:
-    """Answers of lowest, median and highest tau of the fastest greedy row that drafts."""
+def sample_answer(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> dict[str, Any] | None:
+    """The answer of median tau of the fastest greedy row that drafts, with (text, tint, title) of each cycle.
+
+    The tint, 0 to TINTS, grows with the draft tokens that the cycle kept.
+    """
     drafting = [at for at, row in enumerate(rows) if row.status == "ok" and row.tree and row.temperature == 0]
-    if not drafting:
-        return []
-    fastest = max(drafting, key=lambda at: (rows[at].speedup or 0.0, at))
-    usable = [one for one in groups[fastest].records if one.cycle_texts and one.target_forwards]
-    usable.sort(key=lambda record: (record.new_tokens - 1) / record.target_forwards)
-    if len(usable) < 3:
-        return [("answer", record) for record in usable]
-    return [("lowest tau", usable[0]), ("median tau", usable[len(usable) // 2]), ("highest tau", usable[-1])]
-
-
-def row_details(members: Group, seed: int) -> dict[str, Any]:
-    compared = [one.identical_to_generate for one in members.records if one.identical_to_generate is not None]
-    known = bool(compared) and not members.failed
-    return {
-        "tau_ci95": None if members.failed else statistics.tau_interval(members.records, seed),
-        "identical_to_generate": sum(compared) if known else None,
-        "compared_to_generate": len(compared) if known else None,
-    }
+    fastest = max(drafting, key=lambda at: (rows[at].speedup or 0.0, at), default=None)
+    usable = [] if fastest is None else [one for one in groups[fastest].records if one.cycle_texts and one.accepted]
+    if not usable:
+        return None
+    usable.sort(key=lambda record: statistics.tau([record]) or 0.0)
+    record = usable[len(usable) // 2]
+    parts, most = [(record.cycle_texts[0], 0, "the prefill’s token")], max(record.accepted) or 1
+    for text, kept, new in zip(record.cycle_texts[1:], record.accepted, record.cycle_tokens, strict=False):
+        parts.append((text, math.ceil(TINTS * kept / most), f"{kept} accepted, {new} new"))
+    return {"record": record, "parts": parts, "tau": statistics.tau([record])}
 
 
 def _read(path: Path, schema: Any = None) -> Any:
     if not path.is_file():
         return None
     return read_json(path) if schema is None else bench_files.read_as(path, schema)
-
-
-def _calibration(path: Path, expected: Sequence[str]) -> dict[str, Any] | None:
-    value: dict[str, Any] | None = _read(path)
-    if value is not None and (not {*expected} <= value.keys() or value.get("schema", SCHEMA) != SCHEMA):
-        raise UserError(f"{path}: of another version; make it again with: python infer/main.py calibrate --overwrite")
-    return value

@@ -10,7 +10,7 @@ import numpy as np
 from aerie.configs.errors import UserError
 from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA
-from aerie.infer.report.tables import LEVELS, Grid, Line, label, ms_per_cycle, numeric
+from aerie.infer.report.tables import LEVELS, Grid, Line, label, numeric
 
 try:
     from matplotlib import rc_context
@@ -24,11 +24,11 @@ except ImportError as error:
 
 INK, MUTED, GRID, BAD, QUIET = "#1c2127", "#626a75", "#e3e0d8", "#b3261e", "#98a1ae"
 SERIES = ("#c2570c", "#0f766e", "#5b4fc4", "#b7931a", "#b03a73", "#2f6fb5")
-PARTS = {"draft": SERIES[3], "verify": SERIES[5], "commit": SERIES[4], "other": QUIET}
 WIDTH, POINTS = 332.0, 72.0  # of a picture, in points, and points per inch
 MAX_ROWS = 4  # in the pictures by depth
 MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
 DASHED = (0, (3, 3))
+SHARES: dict[str, Any] = {"ylim": (-0.03, 1.05), "yticks": [0, 0.5, 1]}  # a vertical axis of them
 Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (null: no point), colour, line style
 RC = {
     "font.size": 10.5,
@@ -56,23 +56,34 @@ def pictures(
 ) -> dict[str, str]:
     """Every picture that the figures allow, name -> an <svg> element; details as in details.json."""
     calibration, analysis, tuning = details["calibration"], details["analysis"], details["tuning"]
-    parts = [[(ms, PARTS[part]) for part, ms in ms_per_cycle(row).items()] for row in rows]
     with rc_context(RC):
         figures = {
-            "tau": _method_bars(rows, "tau", [row["tau_ci95"] for row in details["rows"]]),
-            "speedup": _method_bars(rows, "speedup", [row.speedup_ci95 for row in rows]),
-            "milliseconds": _row_bars(rows, parts, "milliseconds per cycle", " ms")[0],
+            "tau": _bars(rows, "tau", [row["tau_ci95"] for row in details["rows"]]),
+            "speedup": _bars(rows, "speedup", [row.speedup_ci95 for row in rows]),
         }
         if drafting := [row for row in rows if row.tree and row.target_forwards]:
             figures["depth"] = _accepted(drafting)
         if calibration is not None and calibration["nodes"]:
-            figures["reliability"] = _reliability(calibration["bins"])
+            bins = calibration["bins"]
+            figures["reliability"], axes = _confidence("acceptance", {"all prompts": bins}, least=1)
+            counts, middles = axes.twinx(), [(item["low"] + item["high"]) / 2 for item in bins]
+            counts.bar(middles, [item["count"] for item in bins], width=0.86 / len(bins), color=QUIET, alpha=0.25)
+            counts.set(yscale="log", ylabel="nodes in the bin (bars)")
+            counts.grid(visible=False)
         if analysis is not None:
             figures |= _nodes(analysis)
             figures |= _laws(analysis["laws"]) if analysis["laws"] else {}
         if tuning is not None:
             figures["tuning-costs"] = _costs(tuning["heads"])
-        figures |= {grid.picture: _sweep(grid) for grid in grids if grid.picture is not None}
+        for grid in grids:
+            if grid.picture is None:
+                continue
+            panels = {"tau": (grid.lines, ["tau"])}
+            if grid.key == LEVELS:
+                spent = ["draft_forwards", "draft_forwards_wasted"]
+                panels["draft forwards per prompt (dashed: wasted)"] = (grid.lines, spent)
+            panels["speedup over vanilla"] = (grid.lines, ["speedup"])
+            figures[grid.picture] = _along(panels, grid.values, "largest depth" if grid.key == LEVELS else grid.key)
         if contexts:
             panels = {
                 "speedup from the start to a length": (contexts["cumulative"].lines, ["speedup"]),
@@ -121,49 +132,26 @@ def _figure(
     return figure, every
 
 
-def _unit(axes: Axes) -> None:
-    axes.set(ylim=(-0.03, 1.05), yticks=[0, 0.5, 1])
-
-
-def _row_bars(
-    rows: Sequence[SummaryRow],
-    bars: Sequence[Sequence[tuple[float, str]]],
-    xlabel: str,
-    unit: str,
-    whiskers: Sequence[Sequence[float] | None] = (),
-) -> tuple[Figure, Axes]:
-    """A band for each row: its label above stacked bars (value, colour), their sum at the end."""
-    bands = max(2, len(rows))
-    figure, (axes,) = _figure({"": ()}, xlabel, PARTS if unit == " ms" else None, 44.0 * bands)
-    totals = [sum(value for value, _ in members) for members in bars]
-    whiskers = whiskers or [None] * len(rows)
-    ends = [max(total, bounds[1] if bounds else 0.0) for total, bounds in zip(totals, whiskers, strict=True)]
+def _bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[float] | None]) -> Figure:
+    """tau or speedup with its interval, a band for each row under its label; a failed row has no bar."""
+    bands, xlabel, unit = max(2, len(rows)), "tau (tokens per target forward)", ""
+    if key == "speedup":
+        xlabel, unit = "speedup over vanilla", "×"
+    figure, (axes,) = _figure({"": ()}, xlabel, height=44.0 * bands)
+    ends = [max(getattr(row, key) or 0.0, *(bounds or [0.0])) for row, bounds in zip(rows, intervals, strict=True)]
     limit = 1.25 * max([1.0, *ends])
-    for place, (row, members, bounds) in enumerate(zip(rows, bars, whiskers, strict=True)):
-        left = 0.0
-        for value, colour in members:
-            axes.barh(place, value, left=left, height=0.42, color=colour)
-            left += value
-        if bounds:
+    for place, (row, bounds) in enumerate(zip(rows, intervals, strict=True)):
+        value, text, colour = getattr(row, key), "not measured" if row.status == "ok" else "failed: no figure", BAD
+        if value is not None:
+            axes.barh(place, value, height=0.42, color=SERIES[place % len(SERIES)] if row.tree else QUIET)
+            text, colour = f"{value:.2f}{unit}", INK
+        if bounds and row.method != VANILLA:
             axes.plot(bounds, [place, place], color=INK, linewidth=1.3, marker="|", markersize=6)
-        failed = "not measured" if row.status == "ok" else "failed: no figure"
-        text, colour = (f"{totals[place]:.2f}{unit}", INK) if members else (failed, BAD)
         axes.annotate(label(row, rows), (0, place), (1, 16), textcoords="offset points", va="center", in_layout=False)
         axes.text(ends[place] + limit * 0.018, place, text, va="center", color=colour, weight="bold", in_layout=False)
     axes.set(xlim=(0, limit), ylim=(bands - 0.6, -0.6), yticks=[])
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
-    return figure, axes
-
-
-def _method_bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[float] | None]) -> Figure:
-    """tau or speedup with its interval."""
-    colours = [SERIES[at % len(SERIES)] if row.tree else QUIET for at, row in enumerate(rows)]
-    values = [getattr(row, key) for row in rows]
-    bars = [[] if value is None else [(value, colour)] for value, colour in zip(values, colours, strict=True)]
-    whiskers = [None if row.method == VANILLA else bounds for row, bounds in zip(rows, intervals, strict=True)]
-    xlabel, unit = ("tau (tokens per target forward)", "") if key == "tau" else ("speedup over vanilla", "×")
-    figure, axes = _row_bars(rows, bars, xlabel, unit, whiskers)
     axes.axvline(1.0, color=QUIET, linewidth=1.0, linestyle=DASHED, zorder=0)
     return figure
 
@@ -183,7 +171,7 @@ def _accepted(rows: Sequence[SummaryRow]) -> Figure:
     figure, (first, second) = _figure(panels, "draft depth d", legend, 90.0)
     for axes in (first, second):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _unit(axes)
+        axes.set(**SHARES)
     second.set_xlim(first.get_xlim())
     return figure
 
@@ -199,19 +187,8 @@ def _confidence(
     legend = dict(zip(curves, colours, strict=False)) if len(curves) > 1 else None
     figure, (axes,) = _figure({title: drawn}, "confidence (q of the drafted token)", legend, 190.0)
     axes.lines[0].set(marker="", linewidth=1.0)
-    _unit(axes)
-    axes.set(xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1])
+    axes.set(**SHARES, xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1])
     return figure, axes
-
-
-def _reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
-    figure, axes = _confidence("acceptance", {"all prompts": bins}, least=1)
-    counts = axes.twinx()
-    middles = [(item["low"] + item["high"]) / 2 for item in bins]
-    counts.bar(middles, [item["count"] for item in bins], width=0.86 / len(bins), color=QUIET, alpha=0.25)
-    counts.set(yscale="log", ylabel="nodes in the bin (bars)")
-    counts.grid(visible=False)
-    return figure
 
 
 def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
@@ -234,7 +211,7 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
         axes.bxp(boxes, positions=at, showfliers=False, showcaps=False, medianprops={"color": INK})
         axes.plot(at, [one["acceptance"] for one in places], "o", color=SERIES[0])
         axes.set_xticks(at, [one["position"] for one in places], rotation=60, fontsize=8.5)
-        _unit(axes)
+        axes.set(**SHARES)
     return figures
 
 
@@ -286,15 +263,6 @@ def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: S
         axes.set_xlim(-0.4, len(values) - 0.6)
         axes.set_xticks(range(len(values)), [f"{value:g}" if numeric([value]) else str(value) for value in values])
     return figure
-
-
-def _sweep(grid: Grid) -> Figure:
-    panels: dict[str, tuple[Sequence[Line], Sequence[str]]] = {"tau": (grid.lines, ["tau"])}
-    if grid.key == LEVELS:
-        spent = ("draft_forwards", "draft_forwards_wasted")
-        panels["draft forwards per prompt (dashed: wasted)"] = (grid.lines, spent)
-    panels["speedup over vanilla"] = (grid.lines, ["speedup"])
-    return _along(panels, grid.values, "largest depth" if grid.key == LEVELS else grid.key)
 
 
 def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:

@@ -1,12 +1,12 @@
 """Rows of the summary in words and as text tables; sweeps and papers as grids."""
 
 import csv
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,17 +34,15 @@ CSV_COLUMNS = (
 )  # fmt: skip
 LEVELS = "tree.levels"  # the key of a sweep over depths or lengths
 # at most this share of the fixed tree's wasted forwards, at least these of its best tau and the vote's own best speed
-LIMITS = {"waste": 0.5, "tau": 0.97, "speed": 0.97}
+LIMITS = {"waste": 0.5, "tau": 0.97, "modelled": 0.97}
 TASKS = {
     "mean": "mean", "mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "alpaca": "Alpaca",
     "cnn_dm": "CNN/DM", "natural_questions": "NQ",
 }  # fmt: skip
-Item = TypeVar("Item")
-Key = TypeVar("Key")
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    groups: dict[Key, list[Item]] = {}
+def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
@@ -188,7 +186,6 @@ class Grid:
     picture: str | None = None  # its name
 
 
-@cache
 def published(name: str) -> Grid:
     table = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))[name]
     lines = (Line(text, _published(table["values"], cells)) for text, cells in table["lines"].items())
@@ -225,16 +222,13 @@ def sweep_lines(points: Sequence[SummaryRow]) -> tuple[Line, ...]:
         variant = tree.variant.split(", ") if tree and tree.variant else []
         return [point.method, *variant, *about, *sizes]
 
-    seen: Counter[str] = Counter()
-    lines: dict[int, list[SummaryRow]] = {}
-    for point in points:
-        lines.setdefault(seen[repr(point.value)], []).append(point)
-        seen[repr(point.value)] += 1
+    at_value = grouped(points, lambda point: repr(point.value)).values()
+    lines = [[point for point in places if point] for places in zip_longest(*at_value)]
     # a line is called by the words that all of its points have, its method first, without what all lines have
-    words = [[word for word in words_of(each[0]) if all(word in words_of(p) for p in each)] for each in lines.values()]
+    words = [[word for word in words_of(each[0]) if all(word in words_of(p) for p in each)] for each in lines]
     shared = set(words[0][1:]).intersection(*words[1:])
     labels = [", ".join(word for word in each if word not in shared or word == each[0]) for each in words]
-    return tuple(Line(text, tuple(members)) for text, members in zip(labels, lines.values(), strict=True))
+    return tuple(Line(text, tuple(members)) for text, members in zip(labels, lines, strict=True))
 
 
 def values_of(points: Sequence[SummaryRow]) -> tuple[Any, ...]:
@@ -349,32 +343,30 @@ def claims(records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, 
         if len(depths) < 2:
             continue
         spent: dict[str, list[dict[str, Any]]] = {"fixed": [], "vote": []}
-        for depth in depths:
-            for rule in spent:
-                answers = by_rule[rule, depth]
-                sums = {"depth": depth, "tau": statistics.tau(answers)}
-                for name in ("draft_forwards", "draft_forwards_wasted"):
-                    sums[name] = sum(getattr(record, name) for record in answers)
-                sums["speedup"] = statistics.speedups(Group(answers, baselines.get(sampling, {})).pairs)["speedup"]
-                spent[rule].append({**sums, "modelled": modelled(answers, tuning)})
+        for depth, rule in product(depths, spent):
+            answers = by_rule[rule, depth]
+            sums: dict[str, Any] = {
+                "depth": depth,
+                "tau": statistics.tau(answers),
+                "modelled": modelled(answers, tuning),
+            }
+            for name in ("draft_forwards", "draft_forwards_wasted"):
+                sums[name] = sum(getattr(record, name) for record in answers)
+            pairs = Group(answers, baselines.get(sampling, {})).pairs
+            spent[rule].append({**sums, "speedup": statistics.speedups(pairs)["speedup"]})
         fixed, vote = spent["fixed"], spent["vote"]
         best_tau = max(fixed, key=lambda one: one["tau"] or 0.0)
         best_speed = max(vote, key=lambda one: one["modelled"] or 0.0)
-        waste = _ratio(vote[-1]["draft_forwards_wasted"], fixed[-1]["draft_forwards_wasted"])
-        kept = _ratio(vote[-1]["tau"], best_tau["tau"])
-        speed = _ratio(vote[-1]["modelled"], best_speed["modelled"])
-        measured.append(
-            {
-                "head": kind, "head_path": path, "calibrated": confidence,
-                "temperature": sampling[0], "top_k": sampling[1], "top_p": sampling[2],
-                "prompts": len(prompts), "largest": depths[-1], **spent,
-                "waste": waste, "waste_holds": None if waste is None else waste <= LIMITS["waste"],
-                "tau": kept, "tau_best_depth": best_tau["depth"],
-                "tau_holds": None if kept is None else kept >= LIMITS["tau"],
-                "modelled": speed, "modelled_best_depth": None if speed is None else best_speed["depth"],
-                "modelled_holds": None if speed is None else speed >= LIMITS["speed"],
-            }
-        )  # fmt: skip
+        claim = {"head": kind, "head_path": path, "calibrated": confidence, "prompts": len(prompts), **spent}
+        claim |= dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
+        claim |= {"largest": depths[-1], "tau_best_depth": best_tau["depth"]}
+        claim["modelled_best_depth"] = best_speed["depth"] if vote[-1]["modelled"] else None
+        bases = {"waste": ("draft_forwards_wasted", fixed[-1]), "tau": ("tau", best_tau)}
+        for name, (column, base) in {**bases, "modelled": ("modelled", best_speed)}.items():
+            ratio = vote[-1][column] / base[column] if base[column] and vote[-1][column] is not None else None
+            holds = None if ratio is None else ratio <= LIMITS[name] if name == "waste" else ratio >= LIMITS[name]
+            claim |= {name: ratio, f"{name}_holds": holds}
+        measured.append(claim)
     return measured
 
 
@@ -391,7 +383,3 @@ def modelled(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> flo
     draft, verify = ({int(key): value for key, value in costs[part].items()} for part in ("draft", "verify"))
     ms = Costs(draft, verify, costs["rest"], costs["plain"]).price(total, tree.k, nodes)
     return costs["plain"] * total.tokens / ms if total.draft_trees else None
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return None if above is None or not below else above / below

@@ -55,9 +55,6 @@ def recording(nodes: pd.DataFrame) -> calibrate.Recording:
     return calibrate.Recording({**empty, "nodes": nodes}, ("sums", "code") * 6, 0.0)
 
 
-# Tables by hand
-
-
 def reliability(confidence: Any, acceptance: Any, bins: int = 20) -> dict[str, Any]:
     return calibrate.reliability(pd.DataFrame({"confidence": confidence, "acceptance": acceptance}), bins)
 
@@ -83,7 +80,6 @@ def test_the_summary_counts_nodes_and_accepted_lengths_by_depth_and_is_json_even
     nodes["acceptance"] = [1.0, 1.0, 0.0, 0.0, 0.0]
     first, second, third = calibrate.summarise(nodes, pd.DataFrame({"accepted": [2, 0]}), 0.0)["by_depth"]
     assert (first["nodes"], first["cycles"], first["survived"], first["conditional"]) == (3, 2, 0.5, 0.5)
-    assert (first["confidence"], first["acceptance"]) == (pytest.approx(1.7 / 3), pytest.approx(1 / 3))
     assert (second["nodes"], second["cycles"], second["survived"], second["conditional"]) == (1, 1, 0.5, 1.0)
     assert (third["survived"], third["conditional"]) == (0.0, 0.0)
     empty = pd.DataFrame({"accepted": []})
@@ -116,15 +112,12 @@ def test_equation_13_is_a_theorem_of_drafted_children_and_15_to_19_fail_where_an
     assert found["above_bound"] == pytest.approx(1 / 3)  # token 2: .2 is not above sqrt(.04) = .2
 
 
-def random_laws(seed: int, count: int = 50) -> pd.DataFrame:
-    generator = np.random.default_rng(seed)
-    p, q = generator.dirichlet(np.full(6, 0.5), count), generator.dirichlet(np.full(6, 0.5), count)
-    kl, entropy = (q * np.log(q / p)).sum(1), -(q * np.log(q)).sum(1)
-    return laws(count, kl_qp=kl, entropy=entropy, tvd=1 - np.minimum(p, q).sum(1))
-
-
 def test_equations_3_and_12_bound_the_acceptance_of_random_laws() -> None:
-    found = calibrate.acceptance_bounds(random_laws(0), c=0.15)
+    generator = np.random.default_rng(0)
+    p, q = generator.dirichlet(np.full(6, 0.5), 50), generator.dirichlet(np.full(6, 0.5), 50)
+    kl, entropy = (q * np.log(q / p)).sum(1), -(q * np.log(q)).sum(1)
+    random = laws(50, kl_qp=kl, entropy=entropy, tvd=1 - np.minimum(p, q).sum(1))
+    found = calibrate.acceptance_bounds(random, c=0.15)
     assert found["holds"]["oracle"] == found["holds"]["bretagnolle_huber"] == 1.0 > found["holds"]["approximation"]
     made = laws(2, tvd=[0.2, 0.9], kl_qp=[0.08, 8.0], entropy=[1.0, 0.04])
     found = calibrate.acceptance_bounds(made, c=0.25)
@@ -133,7 +126,6 @@ def test_equations_3_and_12_bound_the_acceptance_of_random_laws() -> None:
     assert found["means"]["approximation"] == pytest.approx((0.5 + 0.9) / 2)
     assert found["holds"] == {"oracle": 1.0, "approximation": 0.5, "bretagnolle_huber": 1.0}  # .1 < .9
     assert found["tighter"] == 0.5 and found["curve"]["acceptance"] == pytest.approx([0.1, 0.8])  # sorted
-    assert found["curve"]["approximation"] == pytest.approx([0.9, 0.5])
 
 
 def test_the_entropy_ratio_has_the_gamma_law_that_is_most_likely() -> None:
@@ -162,9 +154,6 @@ def test_oracle_lengths_by_context() -> None:
     assert (last["above"], last["up_to"], last["cycles"]) == (8192, None, 1)
     assert (first["oracle"], first["variance"], first["delta"]) == (4.5, 6.25, 0.5)  # 7 and 2; -2 and +3
     assert (second["variance"], second["delta"], second["censored"]) == (16.0, 0.0, 0.5)
-
-
-# Recorded tables and the oracle
 
 
 def tiny_target() -> Target:
@@ -261,9 +250,6 @@ def test_an_oracle_length_has_the_law_that_the_targets_own_choices_give_it(
     assert found.tolist() == pytest.approx([*shares, *[0.0] * (len(found) - len(shares))], abs=0.045)
 
 
-# The calibrator
-
-
 def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts_it_has_not_seen() -> None:
     generator = np.random.default_rng(0)
     confidence, uniform = generator.random(4000), generator.random(4000)
@@ -275,7 +261,6 @@ def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts
     assert before["ece"] > 0.12 and after["ece"] < 0.06
     assert after["brier"] < before["brier"] and after["log_loss"] < before["log_loss"]
     assert found[1]["fit_nodes"] + found[1]["held_out_nodes"] == 4000
-    assert found[0].scores["before"] == {key: before[key] for key in ("ece", "brier", "log_loss")}
     assert calibrate.fit_and_score(recording(nodes.assign(prompt=0)), bins=20) is None  # no other half
     confidence = generator.uniform(0.02, 0.98, 40_000)
     truth = 1 / (1 + ((1 - confidence) / confidence) ** (1 / 1.7))
@@ -304,11 +289,8 @@ def test_maps_keep_ranks_and_what_is_impossible() -> None:
 def test_it_is_saved_beside_the_head_and_refused_where_it_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    before = digests(tmp_path)
-    write_json(tmp_path / "calibrator.json", asdict(replace(KNOTS, head=before)))
-    assert (
-        digests(tmp_path) == before and load_calibrator(tmp_path).acceptance == KNOTS.acceptance
-    )  # it is no part of the head
+    write_json(tmp_path / "calibrator.json", asdict(replace(KNOTS, head=digests(tmp_path))))
+    assert load_calibrator(tmp_path).acceptance == KNOTS.acceptance  # the file is no part of the head
     values = json.loads((tmp_path / "calibrator.json").read_text())
     for change in ({"temperature": 0.0}, {"confidence": [0.9, 0.1, 0.5]}, {"acceptance": [0.5]}):
         (tmp_path / "calibrator.json").write_text(json.dumps({**values, **change}))
@@ -354,9 +336,6 @@ def test_a_calibrator_is_fitted_used_and_refused_for_other_weights(command: Comm
     fitted.write_text(json.dumps({**json.loads(fitted.read_text()), "head": {"model.safetensors": "0"}}))
     code, _, message = command(*bench, "--overwrite")
     assert code == 2 and "other weights" in message
-
-
-# A static tree, rebuilt
 
 
 def test_ranks_count_where_they_were_asked_and_one_is_left_out_only_where_children_are_not_drawn() -> None:

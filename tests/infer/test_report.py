@@ -1,7 +1,7 @@
 """Laws of the report: summary.json's contract, an honest and self-contained page, tables, sweeps, DEAGLE's claim."""
 
 import csv
-import html.parser
+import html
 import json
 import re
 import shutil
@@ -39,8 +39,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 PROMPTS = (("sums", "a"), ("sums", "b"))
 # trees: a level costs 1 ms, verifying 2 ms for one node and 4 for 60, the rest 0.5 a cycle, a plain cycle 3
 COSTS = {"draft": {"1": [1.0, 1.0], "10": [1.0, 1.0]}, "verify": {"1": 2.0, "60": 4.0}, "rest": 0.5, "plain": 3.0}
-TUNED = {"shape": "dynamic", "levels": 6, "k": 10, "nodes": 60, "stop": {"rule": "constant"}}
-PREDICTED = {"method": "eagle2", "tree": TUNED, "tau": 3.0, "ms_per_token": 2.0, "speedup": 1.5}
+PREDICTED = {"name": "eagle2, 6 levels, k 10, 60 nodes", "tau": 3.0, "ms_per_token": 2.0, "speedup": 1.5}
 PREDICTIONS = {"choice": PREDICTED, "published": PREDICTED, "trees": [PREDICTED], "rules": []}
 TUNING: dict[str, Any] = {"chosen": "eagle1", "heads": [{"kind": "eagle1", "costs_ms": COSTS, **PREDICTIONS}]}
 ROW_KEYS = {
@@ -80,8 +79,7 @@ def report(run: Path, output: str = "report") -> dict[str, Any]:
     """Writes the report of a run; the content of its summary.json."""
     about = {"target": {"name": "tiny <target>", "blocks": 12}, "head": {"kind": "eagle1"}}
     hardware = {"device": "cpu", "threads": 1, "dtype": "float32"}
-    commands = ("python infer/main.py bench --config a.yaml && true",)
-    facts = Facts("runs/made-up", "0123abcd4567", **about, hardware=hardware, commands=commands)
+    facts = Facts("runs/made-up", "0123abcd4567", **about, hardware=hardware, commands=("a && b",))
     rows = write_report(run / "bench", run / "calibration", run / output, facts)
     summary: dict[str, Any] = json.loads((run / output / "summary.json").read_text(encoding="utf-8"))
     assert len(rows) <= len(summary["rows"])
@@ -111,22 +109,12 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-class Page(html.parser.HTMLParser):
-    """Tags with attributes, and all text, of a report's page."""
+def page(run: Path) -> str:
+    return (run / "report" / "index.html").read_text(encoding="utf-8")
 
-    def __init__(self, run: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.source = (run / "report" / "index.html").read_text(encoding="utf-8")
-        self.feed(self.source)
-        self.text = " ".join(" ".join(self.words).split())
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
+def words_of(run: Path) -> str:
+    return " ".join(html.unescape(re.sub(r"(?s)<style.*?</style>|<[^>]+>", " ", page(run))).split())
 
 
 def test_summary_follows_the_contract_to_the_key(whole: Path) -> None:
@@ -147,25 +135,19 @@ def test_summary_follows_the_contract_to_the_key(whole: Path) -> None:
 
 def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_others_wrote(whole: Path, swept: Path) -> None:
     for run in (whole, swept):
-        page = Page(run)
-        assert not {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed", "img"}
-        for tag, attributes in page.tags:
-            assert not any(name.startswith("on") for name in attributes), tag
-            for name in ("src", "href", "xlink:href"):
-                target = attributes.get(name)
-                assert target is None or target.startswith(("#", "data:,")) or (run / "report" / target).is_file()
-        assert "@import" not in page.source and not re.search(r"url\((?!#)", page.source)
-        ids = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
-        used = {str(a["xlink:href"])[1:] for _, a in page.tags if a.get("xlink:href")}
+        source = page(run)
+        assert not re.search(r"<(script|iframe|object|embed|img)|<[^>]*\son\w+=|@import|url\((?!#)", source)
+        for link in re.findall(r'(?:src|href)="([^"]*)"', source):
+            assert link.startswith(("#", "data:,")) or (run / "report" / link).is_file(), link
+        ids, used = re.findall(r'\bid="([^"]+)"', source), set(re.findall(r'href="#([^"]+)"', source))
         assert len(ids) == len(set(ids)) and used and used <= set(ids)
-    source = Page(whole).source
     for text in ("<b>Bold</b>", "<script>alert(1)</script>", "<max_position_embeddings>", "tiny <target>"):
-        assert text.replace("<", "&lt;").replace(">", "&gt;") in source and text not in source
+        assert text.replace("<", "&lt;").replace(">", "&gt;") in page(whole) and text not in page(whole)
 
 
 def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tmp_path: Path, whole: Path) -> None:
     drawn = {path.stem for path in (whole / "report").glob("*.svg")}
-    kept = {"tau", "speedup", "milliseconds", "depth"}
+    kept = {"tau", "speedup", "depth"}
     laws = {f"calibration-{name}" for name in ("calibrator", "by-depth", "places", "bounds", "rejections")}
     assert drawn == kept | laws | {"reliability"}
     for path in (whole / "report").glob("*.svg"):
@@ -178,10 +160,8 @@ def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tm
     assert summary["calibration"] is None and {path.stem for path in (run / "report").glob("*.svg")} == kept
     rows = [(row["method"], row["task"]) for row in summary["rows"]]
     assert rows == [(method, task) for method in ("vanilla", "eagle2") for task in ("sums", "units", "letters")]
-    details = json.loads((run / "report" / "details.json").read_text())
-    assert [row["task"] for row in details["pooled"]] == ["all"] * 2 and len(details["by_task"]) == 6
     for words in ("honest baseline", "Does a calibrator help?"):
-        assert words in Page(whole).text and words not in Page(run).text
+        assert words in words_of(whole) and words not in words_of(run)
 
 
 def test_the_same_input_gives_the_same_bytes(swept: Path) -> None:
@@ -218,8 +198,8 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
     ):
         path.write_text("".join(map(line_of, answers)))
         report(tmp_path)
-        assert all(text in Page(tmp_path).text for text in words)
-    (row,) = [summary_row(one) for one in group([record(), drafted((3, 1))]) if one.first.method == "eagle2"]
+        assert all(text in words_of(tmp_path) for text in words)
+    _, row = [summary_row(one) for one in group([record(), drafted((3, 1))])]
     same = {"identical_to_generate": 1, "compared_to_generate": 1}
     lossy = replace(row, temperature=1.0, verify="typical (not lossless)")
     for rows, extras, state in (
@@ -230,7 +210,7 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
 
 
 def test_the_page_has_what_was_measured_in_words_that_fit_its_figures(swept: Path, tmp_path: Path) -> None:
-    text = Page(swept).text
+    text = words_of(swept)
     for words in (
         "As published, on their models", "measured here", "Llama3-8B on MT-bench",
         "Up to 4 levels the vote wastes 4 draft forwards, the fixed tree 8: 0.50 times as many. The claim, at "
@@ -238,7 +218,6 @@ def test_the_page_has_what_was_measured_in_words_that_fit_its_figures(swept: Pat
         "choice: eagle2, 6 levels, k 10, 60 nodes",
     ):  # fmt: skip
         assert words in text, words
-    assert "ablation" not in text and "By context length" not in text  # were not measured
     with (swept / "report" / "sweeps.csv").open(newline="") as file:
         points = [(p["value"], p["method"], float(p["tau"])) for p in csv.DictReader(file)]
     assert points == [("2", "eagle2", 2.0), ("2", "deagle", 2.0), ("4", "eagle2", 4.0), ("4", "deagle", 2.0)]
@@ -246,21 +225,7 @@ def test_the_page_has_what_was_measured_in_words_that_fit_its_figures(swept: Pat
     run = shutil.copytree(swept, tmp_path / "run")
     (run / "bench" / SUITE).unlink()
     report(run)
-    assert not [*(run / "report").glob("sweep*")] and "sweeps.csv" not in Page(run).text
-
-
-def test_tables_show_each_row_with_its_figures_and_a_failure_with_its_message() -> None:
-    records = [record(), drafted((3, 1)), drafted((), row=2, status="error", message="a | b")]
-    rows = [summary_row(members) for members in group(records)]
-    header, _, vanilla, eagle, failed = tables.console_table(rows).splitlines()
-    assert vanilla.split() == ["vanilla", "–", "0", "1.00", "1.00x", "–", "–"]
-    assert eagle.split() == [*"eagle2 6 levels, k 8, 16 nodes 0 2.00 1.00x – 1/1".split()]
-    assert header.index("tau") + len("tau") == vanilla.index("1.00") + len("1.00")
-    assert failed.endswith("error: 1 of 1 prompts failed; first '0': a | b")
-    assert len({line.replace("\\|", "").count("|") for line in tables.markdown_table(rows).splitlines()}) == 1
-    lines = list(csv.DictReader(tables.csv_table(rows).splitlines()))
-    assert (lines[0]["nodes"], lines[1]["nodes"], float(lines[1]["ms_wall"])) == ("", "16", 50.0)
-    assert (lines[2]["tau"], lines[2]["ms_wall"], lines[2]["speedup_low"]) == ("", "", "")
+    assert not [*(run / "report").glob("sweep*")]
 
 
 def test_deagles_ratios_are_of_the_vote_on_the_same_prompts_and_held_to_their_limits() -> None:
@@ -269,7 +234,6 @@ def test_deagles_ratios_are_of_the_vote_on_the_same_prompts_and_held_to_their_li
     assert (claim["head"], claim["largest"], claim["prompts"]) == ("eagle1", 4, 2)
     assert (claim["waste"], claim["waste_holds"]) == (4 / 8, True)
     assert (claim["tau"], claim["tau_best_depth"], claim["tau_holds"]) == (2 / 4, 4, False)
-    assert [one["tau"] for one in claim["fixed"]] == [2.0, 4.0]
     assert [one["speedup"] for one in claim["vote"]] == [pytest.approx(2.0), pytest.approx(2.5)]
     # 8 tokens in 4 cycles: drafting 4 + 4, verifying 16, the rest 2; the vote drafts two levels fewer
     # 8 tokens in 2 cycles: drafting 2 + 6, verifying 8, the rest 1
@@ -299,18 +263,9 @@ def test_a_sweeps_line_is_one_row_along_its_values_and_is_called_by_what_tells_i
     assert [line.label for line in grid.lines] == ["deagle", "deagle, signals momentum"] and grid.values == (4, 6)
     assert grid.lines[1].at(6) is points[1] and grid.lines[1].at(7) is None and grid.picture == "sweep-0"
     ranks = [point("tree.rank", rank, "eagle2", {"rank": rank}) for rank in ("survival", "confidence")]
-    (grid,) = tables.sweep_grids(ranks)
-    assert grid.picture is None and grid.values == ("survival", "confidence") and len(grid.lines) == 1
-    for varied in (
-        [point("tree.stop.h", h, "svip", {"stop": EntropyConfig(h=h)}) for h in (0.2, 0.4)],
-        [point("temperature", t, "eagle2", temperature=t, identical=None) for t in (0.0, 1.0)],
-        [point("method", name, name) for name in ("deagle", "svip")],
-    ):
-        assert len(tables.sweep_lines(varied)) == 1
-    shapes: Sequence[dict[str, Any]] = ({"nodes": 20}, {}, {})
-    apart = [point("tree.levels", 4, "eagle2", {"levels": 4, **shape}) for shape in shapes]
-    lines = tables.sweep_lines([*apart[:2], replace(apart[2], head_path="runs/other")])
-    assert [line.label for line in lines][2] == "eagle2, runs/other head, 60 nodes"
+    (grid,) = tables.sweep_grids([*ranks, replace(ranks[0], head_path="runs/other")])
+    assert grid.picture is None and grid.values == ("survival", "confidence") and len(grid.lines) == 2
+    assert [line.label for line in grid.lines][1].startswith("eagle2, ") and "runs/other head" in grid.lines[1].label
 
 
 def test_a_rules_lengths_are_held_against_the_constant_length_of_the_same_mean() -> None:
@@ -339,5 +294,4 @@ def test_published_lines_stand_below_the_measured_row() -> None:
     shown = tables.beside([hydra, svip], [(0, replace(hydra, task="gsm8k", tau=3.0))])
     assert [(method, line.published) for method, _, line in shown] == [("hydra", n > 0) for n in range(3)]
     assert (shown[0][2].at("mean").tau, shown[0][2].at("gsm8k").tau) == (2.0, 3.0)
-    paper = shown[1][2].at("mt_bench")
-    assert shown[1][2].label == "Vicuna 13B" and (paper.speedup, paper.tau) == (2.88, 3.65)
+    assert shown[1][2].label == "Vicuna 13B" and shown[1][2].at("mt_bench").tau == 3.65

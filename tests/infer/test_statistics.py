@@ -42,11 +42,9 @@ def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_i
     assert eagle["speedup"] == pytest.approx(120 / 50) and eagle["tokens_per_s"] == pytest.approx(12 / 0.050)
     assert eagle["speedup_mean_per_prompt"] == pytest.approx((40 / 10 + 80 / 40) / 2)
     assert eagle["speedup_with_prefill"] == pytest.approx(140 / 80)  # all 14 new tokens; walls of 140 and 80 ms
-    assert (eagle["prompts"], eagle["new_tokens"], eagle["peak_memory_gib"]) == (2, 14, 1.5)
-    assert (eagle["target_forwards"], eagle["draft_forwards"], eagle["draft_nodes"]) == (6, 36, 90)
+    assert (eagle["prompts"], eagle["peak_memory_gib"], eagle["draft_nodes"]) == (2, 1.5, 90)
     assert eagle["accept_rate"] == (2 + 0 + 3 + 0 + 1 + 0) / 90
-    assert (eagle["ms"]["wall"], eagle["ms"]["draft"]) == (80.0, 12.0)
-    assert (eagle["identical"], eagle["mismatch"]) == (1, 1)
+    assert (eagle["identical"], eagle["mismatch"], eagle["ms"]["draft"]) == (1, 1, 12.0)
     assert (vanilla["accepted_histogram"], eagle["accepted_histogram"]) == ([12], [3, 1, 1, 1, 0, 0, 0])
     (pooled,) = rows_of([drafted((5,), prompt_id="a"), drafted((1, 1, 1), prompt_id="b")])
     assert (pooled["tau"], pooled["tau_macro"]) == (8 / 4, (5 + 1) / 2)
@@ -78,8 +76,6 @@ def test_intervals_are_paired_seeded_and_as_wide_as_the_spread_between_prompts()
     assert speedups(pairs, seed=3) == measured != speedups(pairs, seed=4)
     alike = [drafted((3, 1), prompt_id=str(prompt)) for prompt in range(8)]
     assert tau_interval(alike) == [2.0, 2.0] and tau_interval(alike[:1]) is None
-    interval = tau_interval(alike[:4] + [drafted((7, 7), prompt_id=str(prompt)) for prompt in range(4, 8)])
-    assert interval is not None and interval[0] < 3.5 and interval[1] > 5.5
 
 
 def test_the_turns_of_a_prompt_are_one_prompt_and_are_compared_turn_by_turn() -> None:
@@ -88,13 +84,9 @@ def test_the_turns_of_a_prompt_are_one_prompt_and_are_compared_turn_by_turn() ->
     assert (eagle["prompts"], eagle["identical"], eagle["new_tokens"], eagle["speedup_ci95"]) == (1, 2, 14, None)
     assert eagle["speedup"] == eagle["speedup_mean_per_prompt"] == pytest.approx(120 / 50)
     assert eagle["tau"] == eagle["tau_macro"] == 12 / 6 and tau_interval(turns[2:]) is None
-    crossed = [replace(each, prompt_id="a", turn=turn) for each, turn in zip(two_prompts(), (1, 0, 0, 1), strict=True)]
-    pairs = {(mine.turn, mine.new_tokens): base.new_tokens for mine, base in group(crossed)[1].pairs}
-    assert pairs == {(0, 5): 9, (1, 9): 5}
 
 
 def answer(number: int, prompt: str, tokens: int, cycles: int) -> Record:
-    """An answer of `cycles` cycles of so many tokens each."""
     spent = {"accepted": (tokens - 1,) * cycles, "cycle_tokens": (tokens,) * cycles, "target_forwards": cycles}
     return record(row=number, prompt_id=prompt, new_tokens=1 + tokens * cycles, **spent)
 
@@ -102,16 +94,12 @@ def answer(number: int, prompt: str, tokens: int, cycles: int) -> Record:
 def test_compared_rows_are_pooled_and_paired_by_prompt() -> None:
     records = [answer(1, "a", 4, 3), answer(1, "b", 2, 1), answer(2, "a", 2, 2), answer(2, "b", 2, 2)]
     assert tau_difference(records, [1], [2]).startswith("tau 3.500 against 2.000: +1.500 [")
-    both = tau_difference(records, [1, 2], [2])
-    assert both.startswith("tau 2.750 against") and both.endswith("over 2 prompts)")
-    same = [answer(number, str(n), tokens, 5) for n in range(8) for number, tokens in ((1, 4), (2, 3))]
-    assert "+1.000 [+1.000, +1.000]" in tau_difference(same, [1], [2])
+    assert tau_difference(records, [1, 2], [2]).startswith("tau 2.750 against")
     mixed = [answer(number, str(n), tokens, 5) for n in range(8) for number, tokens in ((1, 2 + n % 4), (2, 3))]
     low, high = (float(bound) for bound in re.findall(r"[+-]\d\.\d+", tau_difference(mixed, [1], [2]))[1:])
     assert low < 0.5 < high and f"[{-high:+.3f}, {-low:+.3f}]" in tau_difference(mixed, [2], [1])
-    for answers, against in ((records, 3), ([*records[:2], answer(2, "c", 2, 1)], 2)):
-        with pytest.raises(UserError, match="lacks answers"):
-            tau_difference(answers, [1], [against])
+    with pytest.raises(UserError, match="lacks answers"):
+        tau_difference([*records[:2], answer(2, "c", 2, 1)], [1], [2])
 
 
 def slow(**changes: Any) -> Record:
@@ -141,7 +129,6 @@ def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
     repeated = {key: one.repeated for key, one in measured.items()}
     assert repeated[103, "cumulative"] is None and repeated[111, "cumulative"] == 0.0  # no 4-gram ends at 103 yet
     assert repeated[141, "cumulative"] == pytest.approx(17 / 38) and repeated[131, "bucket"] == pytest.approx(7 / 20)
-    assert not {"tau_macro", "ms", "identical", "draft_forwards"} & last.as_dict().keys() and "span" in last.as_dict()
 
 
 def test_context_lengths_that_no_pair_reaches_or_the_target_does_not_know_are_left_out() -> None:
@@ -150,10 +137,7 @@ def test_context_lengths_that_no_pair_reaches_or_the_target_does_not_know_are_le
     _, members = group([slow(), slow(prompt_id="1"), fast(), short])
     cumulative = [one for one in context_rows(members, (105, 120, 200), 150) if one.span == "cumulative"]
     assert [(one.value, one.prompts) for one in cumulative] == [(105, 2), (120, 1)]
-    assert {one.value for one in context_rows(members, (105, 120), 110)} == {105}
     assert context_rows(members, (100, 142), None) == []  # before the answers begin, after they end
-    _, failed = group([slow(), slow(prompt_id="1"), fast(), fast(status="error", message="x", prompt_id="1")])
-    assert context_rows(failed, (111,), None) == []
 
 
 def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts(tmp_path: Path) -> None:
@@ -170,7 +154,6 @@ def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts
     write_json(tmp_path / SUITE, as_dict(asked))
     assert read_as(tmp_path / SUITE, Asked) == asked
     assert [members.first.row for members in statistics.main_groups(records, asked)] == [0, 1]
-    assert statistics.main_groups(records, None)[2].first.row == 2 and statistics.sweep_rows(records, None) == []
     rows = statistics.sweep_rows(records, asked)
     measured = [(one.value, one.prompts, one.speedup) for one in rows]
     assert measured == [(6, 1, pytest.approx(2.0)), ([8, "x"], 1, pytest.approx(8.0)), (9, 1, None)]
