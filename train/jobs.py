@@ -1,4 +1,4 @@
-"""What a recipe trains: rows with the target's states, a module, its objective, and how it is saved."""
+"""What a recipe trains: rows, a module with its objective, and how it is saved."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -28,33 +28,31 @@ from aerie.train.resume import needs_target, reads_cache, state_name
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of both splits, from a feature cache or as they were tokenised just now."""
+    """Both splits, from a feature cache or tokenised just now."""
 
     train: Sequence[TokenisedRow]
     held_out: Sequence[TokenisedRow]
     lengths: Sequence[int]  # of the training rows, in tokens
     tokens: Iterable[tuple[Any, Any]]  # (input_ids, turns) of the training rows
-    origin: dict[str, Any]  # what the tokens were made from; "rows" is a digest of the training rows' ids
-    pools: ShardPools | None = None  # where rows are drawn from some shards of the cache at a time
+    origin: dict[str, Any]  # "rows": a digest of the training rows' ids
+    pools: ShardPools | None = None  # None: rows are drawn from the whole cache
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained on what, and where it goes."""
-
     kind: str
     objective: Objective
     rows: Rows
     output: Path
     state: Path
     metrics: Path
-    save: Callable[..., None]  # (head with whole weights, directory, facts) writes them there
-    features: Callable[[Batch], Batch] | None = None  # puts the target's states into a batch; None: they are cached
+    save: Callable[..., None]  # (head with whole weights, directory, facts)
+    features: Callable[[Batch], Batch] | None = None  # adds the target's states; None: cached
     target: Target | None = None  # where it is loaded whole
     overwrite: bool = False
 
     def order(self, world: int) -> tuple[Order, int]:
-        """The rows of each optimiser step, and the steps of the whole run: its epochs, cut by max_steps."""
+        """The rows of each optimiser step, and the number of steps."""
         config, rows = self.objective.settings, self.rows
         order = Order(rows.lengths, config.seed, config.batch_size, config.accumulation, world, rows.pools)
         steps = config.epochs * order.steps_per_epoch
@@ -76,17 +74,13 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
         if is_online or getattr(settings, "measure_prompts", False):
             if recipe.target.device_map is not None and world_size() > 1:
-                raise UserError(
-                    f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs, which "
-                    f"{world_size()} processes cannot share; start one process"
-                )
+                raise UserError(f"target.device_map: {world_size()} processes cannot share a spread target; start one")
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
             whole = None if is_plan else Target.load(recipe.target, device)
         text_config, vocab = load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
         asked, num_blocks = recipe.features.after_blocks, text_config.num_hidden_layers
         taps = taps_of(section.kind, asked, num_blocks, recipe.target.path)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
-    # The objective cannot tell whether states were cached or are made in the step.
     if is_online and whole is not None:
         features = OnlineFeatures(whole, taps, getattr(torch, recipe.features.dtype or "", None))
     if isinstance(section, DraftLMSection):
@@ -94,7 +88,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         objective: Any = lm.LMObjective(head, vocab, settings)
         if settings.on_policy and not is_online:
             raise UserError(
-                "train.on_policy: a cache has no states of tokens that are yet to be drawn; set features.mode online"
+                "train.on_policy: a cache has no states of tokens yet to be drawn; set features.mode online"
             )
         if settings.on_policy and features is not None:
             make = features
@@ -113,15 +107,12 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     sizes = head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config
     positions = getattr(sizes, "max_position_embeddings", None)
     if positions is not None and positions < length + drafted:
-        raise UserError(
-            f"head.max_position_embeddings: {positions:,} is less than data.max_length {length:,} + {drafted} drafted "
-            f"levels; set it to {length + drafted:,}"
-        )
+        needed = f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
+        raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")
     if rank() == 0 and not isinstance(section, DraftLMSection):
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
             warn(sentence)
-        if counted is not None:
-            print(counted.line, flush=True)
+        print("" if counted is None else f"{counted.line}\n", end="", flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
     return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, overwrite)
 
@@ -129,13 +120,12 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
 def _rows(
     recipe: Recipe, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
 ) -> Rows:
-    """Rows of the feature cache, which must have been made of the same, or of the conversations as they are now."""
     if reads_cache(recipe):
         asked = {"data": as_dict(recipe.data), "after_blocks": list(taps), "storage": recipe.features.storage}
         expected = {"target": fingerprint(text_config, vocab), **asked}
         cache = FeatureCache.open(RunPaths(Path(recipe.run)).features, expected)
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
-        # Rows are then drawn from some shards of the cache at a time, so that reading stays in one place of the disk.
+        # Rows come from some shards at a time, so that reading stays in one place of the disk.
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
         return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
@@ -152,14 +142,13 @@ def _rows(
 def _new_head(
     recipe: Recipe, rows: Rows, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
 ) -> tuple[Any, tokens.CountedVocabulary | None]:
-    """A draft head, and its draft vocabulary as it was counted on the training rows."""
     section, counted, num_tokens = recipe.head, None, len(vocab.embedding)
     if isinstance(section, Eagle3Section) and section.init_from is None:
         forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
         counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, section.draft_vocab_size, forced)
     vocabulary, path = None if counted is None else counted.vocabulary, recipe.target.path
     head: Any = new_head(section, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
-    # A warm start keeps its own vocabulary, which must be able to end a turn of this target.
+    # A warm start keeps its vocabulary, which must be able to end a turn.
     if isinstance(section, Eagle3Section) and counted is None:
         head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
         counted = tokens.draft_vocabulary(rows.tokens, len(head.vocabulary.t2d), rows.origin, given=head.vocabulary)
@@ -167,21 +156,18 @@ def _new_head(
 
 
 def plan(job: Job) -> str:
-    """Four lines with the steps and sizes of a job that is run by as many processes as there are now."""
-    config, rows, world, head = job.objective.settings, job.rows, world_size(), job.objective.config
-    (order, steps), num_tokens = job.order(world), sum(rows.lengths)
-    sizes = [(p.numel(), p.requires_grad) for p in job.objective.parameters()]
-    trained, frozen = (sum(size for size, is_trained in sizes if is_trained == asked) for asked in (True, False))
-    # Weights, gradients and Adam's two moments in float32, and the frozen part, in one process without ZeRO; then both
-    # laws, their logarithm and gradient over one chunk of slots, in float32.
+    """What --plan prints, for the processes that there are now."""
+    config, rows, world = job.objective.settings, job.rows, world_size()
+    order, steps = job.order(world)
+    trained, frozen = (
+        sum(p.numel() for p in job.objective.parameters() if p.requires_grad == asked) for asked in (True, False)
+    )
+    # Weights, gradients and Adam's two moments in float32, and the frozen part, without ZeRO.
     memory = (16 * trained + 4 * frozen) / 2**20
-    laws = 16 * config.loss_chunk_slots * getattr(head, "draft_vocab_size", head.vocab_size) / 2**20
-    epochs = steps / order.steps_per_epoch
-    budget = "" if config.max_seconds is None else f", at most {config.max_seconds:g} s"
     return (
-        f"data: {len(rows.lengths):,} rows, {num_tokens:,} tokens an epoch; {len(rows.held_out):,} held out\n"
+        f"data: {len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch; {len(rows.held_out):,} held out\n"
         f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} process"
-        f"{'es' if world > 1 else ''}: {epochs:.2f} epochs, {round(epochs * num_tokens):,} tokens{budget}\n"
-        f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam, {laws:,.1f} MiB "
-        f"for a chunk of laws\noutput: {job.output}"
+        f"{'es' if world > 1 else ''}: {steps / order.steps_per_epoch:.2f} epochs\n"
+        f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam\n"
+        f"output: {job.output}"
     )

@@ -1,4 +1,4 @@
-"""The processes of a run: the Accelerator, with or without DeepSpeed, on CPUs and GPUs; sums over all of them."""
+"""The processes of a run: their Accelerator, and sums over all of them."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ def world_size() -> int:
 
 
 def be_quiet() -> None:
-    """No advice and no loading bars of the libraries, whose start-up messages are meant for their developers."""
+    """Silences the libraries' advice and loading bars."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
     for name in ("accelerate", "torch.distributed", "DeepSpeed"):
@@ -38,28 +38,28 @@ def be_quiet() -> None:
 
 
 def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
-    """The Accelerator of this process; UserError when the launcher started processes that do not know each other."""
+    """UserError when the launcher started processes that do not know each other."""
     is_cpu_process = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if is_cpu_process and uses_deepspeed:
-        # Keeps its shared-memory C++ op (a 70 s build) from CPUs. A private name; where it is gone gloo serves as well.
+        # Spares CPUs the build (70 s) of a shared-memory op; gloo serves as well.
         import deepspeed.ops
 
         getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     accelerator = Accelerator(
-        # Under torchrun on CPUs this must be said: else the processes find each other and keep their gradients apart.
+        # Else processes of torchrun on CPUs find each other and keep their gradients apart.
         cpu=is_cpu_process and not uses_deepspeed,
         gradient_accumulation_steps=config.accumulation,
         log_with=list(config.trackers) or None,
         project_dir=str(directory),
-        # Without the gloo backend DeepSpeed on CPUs believes in one process; on a GPU it would take NCCL's place.
+        # Without gloo DeepSpeed on CPUs believes in one process; on a GPU it would take NCCL's place.
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu_process else [],
     )
     together = 1 if accelerator.distributed_type == DistributedType.NO else accelerator.num_processes
     if together != world_size():
         raise UserError(
-            f"WORLD_SIZE: the launcher asked for {world_size()} processes that train together and {together} does; "
-            f"launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+            f"WORLD_SIZE: the launcher asked for {world_size()} processes and {together} trains; launch with "
+            f"--config_file configs/accelerate/zero2.yaml, or with torchrun"
         )
     if accelerator.state.deepspeed_plugin is not None:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
@@ -71,8 +71,7 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
 
 
 def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
-    """('ZeRO-2 bf16', 'cpu with 2 threads, torch 2.13.0'): what lays out the optimiser's states over the processes, and
-    what decides the last bits of a sum."""
+    """('ZeRO-2 bf16', 'cpu with 2 threads, torch 2.13.0')."""
     plugin, precision, device = accelerator.state.deepspeed_plugin, accelerator.mixed_precision, accelerator.device
     engine = "plain" if plugin is None else f"ZeRO-{plugin.zero_stage}"
     threads = torch.get_num_threads()
@@ -87,23 +86,22 @@ def are_many() -> bool:
 
 
 def all_reduce(values: Tensor) -> Tensor:
-    """values summed over the processes (themselves where there is one)."""
     if are_many():
         torch.distributed.all_reduce(values)
     return values
 
 
 def raise_together(error: UserError | None, num_errors: float, device: torch.device) -> None:
-    """Where any process has an error (all_reduce has counted them) all raise: it its own, the others one about it."""
+    """Where all_reduce has counted an error every process raises, its own or one about another's."""
     if num_errors:
-        # Who leaves first closes the connections, so all must have come this far.
+        # Who leaves first closes the connections, so all must come this far.
         with suppress(RuntimeError):
             all_reduce(torch.zeros(1, device=device))
         raise error or UserError("train: another process failed; the line that it printed says why")
 
 
 def full_weights(accelerator: Accelerator, prepared: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, on the CPU of every process, all of which must call it: ZeRO gathers each in turn."""
+    """Every parameter whole on every process's CPU; a collective, as ZeRO gathers each in turn."""
     parameters = dict(accelerator.unwrap_model(prepared).named_parameters())
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}

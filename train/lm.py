@@ -1,5 +1,4 @@
-"""A small LM and its objective: next-token cross-entropy alone (the embedded target), or with a target's laws too (a
-draft LM), on the target's tokens or on tokens of its own."""
+"""A small LM: cross-entropy alone, or with a target's laws (a draft LM), also on tokens of its own."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -26,11 +25,7 @@ KEY = 7001  # tells the draws of on-policy rows from others of the same (seed, e
 
 
 class LMObjective(Objective):
-    """token_weight times the cross-entropy on answers plus distill_weight times the loss to the target's laws.
-
-    Laws are over the tokens that both vocabularies have, which differ in length when one of them is padded: the logits
-    are cut before the softmax, as they are in drafting. Without a target: the cross-entropy alone.
-    """
+    """Where one vocabulary is padded the logits are cut to the common tokens before the softmax, as in drafting."""
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: DraftLMTrain) -> None:
         super().__init__(head, target, settings)
@@ -44,7 +39,6 @@ class LMObjective(Objective):
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
         batch = super().prepare(batch, epoch)
-        # A process without rows has nothing to redraw; what it has are features of padding.
         return marked(batch, self.settings, epoch) if self.settings.on_policy and batch.num_tokens else batch
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
@@ -67,10 +61,10 @@ class LMObjective(Objective):
         return StepOutput({name: named.pop(name) for name in self.weights}, named)
 
     def _sums(self, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Of S slots: the LM's states [S, D], its tokens, whether they are learnt, and the target's states [S, Dt]."""
+        """Of S slots: the LM's states [S, D], tokens, whether they are learnt, the target's states [S, Dt]."""
         log_q = losses.log_law(self.logits(states))  # [S, num_columns]
         drafted = log_q.detach().argmax(-1)
-        # A token that the LM has no column for cannot be learnt; its law still is.
+        # A token without a column cannot be learnt; the law there still is.
         told = log_q.gather(1, tokens.clamp(max=self.num_columns - 1)[:, None])[:, 0]  # [S]
         token_loss, correct = -(told * known).sum(), ((drafted == tokens) & known).sum()
         if self.target is None or goals is None or self.settings.distill is None:
@@ -81,23 +75,22 @@ class LMObjective(Objective):
             return token_loss, law_loss, correct, losses.acceptance(log_q, law.whole).sum(), (drafted == choice).sum()
 
     def states(self, input_ids: Tensor) -> Tensor:
-        """The states [B, T-1, D] from which the tokens after the first are predicted."""
-        # A token of the target's padding, which the LM cannot know, is read as its last one.
-        # No attention mask: rows are padded on the right, where causal attention never looks.
+        """[B, T-1, D], which predict the tokens after the first."""
+        # A token of the target's padding is read as the LM's last one. Rows are padded on the right, where causal
+        # attention never looks: no mask.
         given = input_ids[:, :-1].clamp(max=self.num_rows - 1)
         hidden: Tensor = self.head.get_decoder()(input_ids=given, use_cache=False).last_hidden_state
         return hidden
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [S, num_columns] of states [S, D], with the LM's own scale and softcap."""
+        """[S, num_columns], with the LM's own scale and softcap."""
         transform = targets.final_transform(self.head.config.get_text_config())
         return targets.transformed(self.head.get_output_embeddings()(states), *transform)[:, : self.num_columns]
 
     def measure(self, batch: Batch) -> Sums:
         if self.target is None:
             return self(batch).sums()
-        # An LM that has read the conversation's own tokens drafts at depth k what it would draft at depth one k tokens
-        # on, so one forward answers for all depths.
+        # Along the conversation's own tokens depth k is depth one k tokens on: one forward answers for all depths.
         chunk, width = self.settings.loss_chunk_slots, batch.input_ids.shape[1] - 1
         choices = target_choices(batch, partial(likeliest, self.target.logits, chunk=chunk))  # [B, T]
         asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
@@ -117,14 +110,11 @@ class LMObjective(Objective):
 
 
 def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size: int | None = None) -> Any:
-    """A Llama with tied embeddings, or the LM that config.init_from names, which must read the tokenizer's ids.
-
-    vocab_size: rows of the embedding (a target may pad its own); None: as many as the tokenizer has tokens.
-    """
+    """A Llama with tied embeddings of vocab_size rows (None: the tokenizer's size), or the LM of config.init_from."""
     if config.init_from is not None:
         source = TargetConfig(config.init_from, dtype="float32")
         try:
-            lm: Any = Target.load(source).model  # refuses what drafting with it would refuse, and freezes it
+            lm: Any = Target.load(source).model  # refused and frozen as in drafting
             own = load_tokenizer(source).get_vocab()
         except UserError as error:
             raise UserError(f"head.init_from: {error}") from error
@@ -134,7 +124,6 @@ def new_causal_lm(config: DraftLMSection, tokenizer: Any, seed: int, vocab_size:
     sizes = {name: value for name, value in as_dict(config).items() if name not in ("kind", "init_from")}
     sizes["rope_theta"] = config.rope_theta or 10000.0
     fixed = {"vocab_size": vocab_size or len(tokenizer), "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-    # transformers draws from the global generator, which is put back.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = LlamaForCausalLM(LlamaConfig(**sizes, **fixed, **_special_tokens(tokenizer)))
@@ -149,23 +138,20 @@ def _special_tokens(tokenizer: Any) -> dict[str, Any]:
 
 
 def save_causal_lm(lm: Any, tokenizer: Any, directory: Path) -> None:
-    """Writes an ordinary Hugging Face directory: configurations, safetensors, tokenizer."""
+    """Writes an ordinary Hugging Face directory."""
     lm.generation_config = GenerationConfig(**_special_tokens(tokenizer))
     lm.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
 def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
-    """The batch with `redrawn` and `seeds` for a share of its rows, and without turns behind what is redrawn.
-
-    A function of (seed, epoch, row) alone.
-    """
+    """The batch with `redrawn` and `seeds`, and no turns behind what is redrawn; of (seed, epoch, row) alone."""
     redrawn, turns, seeds = torch.zeros_like(batch.turns, dtype=torch.bool), batch.turns.clone(), []  # [B, T] each
     for place, row in enumerate(batch.rows):
         generator = keyed_generator(KEY, settings.seed, epoch, row)
         chosen = float(torch.rand((), generator=generator)) < settings.on_policy
         seeds.append(int(torch.randint(2**62, (), generator=generator)))
-        answers = turns[place, 1:].nonzero()[:, 0] + 1  # tokens of answers; the row's first token follows nothing
+        answers = turns[place, 1:].nonzero()[:, 0] + 1  # not the first token
         if chosen and len(answers):
             # From a random token of an answer on, at most to the end of its turn.
             start = int(answers[int(torch.randint(len(answers), (), generator=generator))])
@@ -178,22 +164,16 @@ def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
 
 @torch.no_grad()
 def redrawn(batch: Batch, lm: Any, num_columns: int, end_ids: Collection[int]) -> Batch:
-    """The batch with the LM's own tokens, drawn at temperature 1, where it asks for them (not in evaluation, say).
-
-    num_columns: tokens that both vocabularies have. end_ids end a turn and are not drawn: an answer that ended early
-    would leave nothing to learn behind it.
-    """
+    """The marked tokens drawn from the LM at temperature 1, without end_ids, of num_columns common tokens."""
     if batch.redrawn is None or batch.seeds is None or not bool(batch.redrawn.any()):
         return batch
     if any(hasattr(parameter, "ds_id") for parameter in lm.parameters()):
-        raise UserError(
-            "train.on_policy: ZeRO-3 keeps no whole draft LM to write with; use configs/accelerate/zero2.yaml"
-        )
+        raise UserError("train.on_policy: ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml")
     ids, was_training, rows = batch.input_ids.clone(), lm.training, int(lm.config.get_text_config().vocab_size)
     barred = sorted(token for token in end_ids if token < num_columns)
     lm.eval()  # gradient checkpointing would switch the cache off
     for tokens, wanted, seed in zip(ids, batch.redrawn, batch.seeds, strict=True):
-        # The row's own generator, so that neighbours and restarts cannot move what is drawn.
+        # A generator per row: neighbours and restarts cannot move what is drawn.
         generator, ahead, cache = torch.Generator(ids.device).manual_seed(seed), None, None
         for place in wanted.nonzero()[:, 0].tolist():
             ahead = tokens[None, :place].clamp(max=rows - 1) if ahead is None else ahead

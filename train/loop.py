@@ -1,19 +1,18 @@
-"""The training loop: one sitting of a run, from its last save to its end, its budget or a signal, and what it logs."""
+"""The training loop: one sitting of a run, from its last save to its end, its budget or a signal."""
 
 import copy
 import json
 import math
 import resource
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -33,23 +32,21 @@ from aerie.train.objectives import Objective
 from aerie.train.resume import CODES, StopRequest
 
 Measure = Callable[[Any], dict[str, float]]
-METER = "meter-{}.pt"  # a save's sums since the last log line, of each process
+METER = "meter-{}.pt"  # each process's sums since the last log line
 
 
 def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over what is trained; weight decay on matrices alone (not on biases and norms)."""
+    """AdamW over what is trained, with weight decay on matrices alone."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    parts = (matrices, config.weight_decay), (others, 0.0)
+    groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The rate of optimiser step 0, 1, ...: linear warm-up, then the schedule, which ends at total_steps."""
-    # A pure function and no scheduler object, which accelerate would advance once per process.
+    """The rate of optimiser step 0, 1, ..."""
+    # No scheduler object, which accelerate would advance once per process.
     warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / (warmup + 1)
@@ -61,8 +58,7 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
 
 
 def means(sums: Sums, device: torch.device) -> dict[str, float]:
-    """sum / count of every name over all processes; every process must have the same names."""
-    # One collective for all names; their order must be that of every other process.
+    """sum / count of every name over all processes, which must have the same names."""
     pairs = [torch.stack([torch.as_tensor(part).double().to(device) for part in sums[name]]) for name in sorted(sums)]
     totals = all_reduce(torch.stack(pairs)).tolist() if pairs else []  # [names, 2]
     found = dict(zip(sorted(sums), totals, strict=True))
@@ -70,30 +66,23 @@ def means(sums: Sums, device: torch.device) -> dict[str, float]:
 
 
 def add_sums(totals: Sums, sums: Sums) -> None:
-    """Adds sums to totals, which stay tensors: turning each step's into numbers would wait for the device."""
-    # float64: a log window may hold millions of slots.
+    # Totals stay tensors, as numbers would wait for the device; float64, for a window of millions of slots.
     for name, (value, count) in sums.items():
         before = totals.get(name, (0.0, 0.0))
         totals[name] = (before[0] + value.double(), before[1] + count.double())
 
 
-STEP_LINE = (
-    "step {step:,}/{total:,} | loss {loss:.4f} | {terms} | grad {grad:.3g} | lr {learning_rate:.2e} | "
-    "wait {data_wait_share:.0%} | {tokens_per_s:,.0f} tok/s | {step_ms:.0f} ms | {peak_memory_gib:.2f} GiB | eta {eta}"
-)
-
-
 def shown(values: dict[str, float]) -> list[str]:
-    """['feature 1.2345', 'accuracy @1 0.710 @2 0.620']: the measures of each depth (NAME_at_1, ...) stand together."""
+    """['feature 1.234', 'accuracy @1 0.71 @2 0.62'] of feature, accuracy_at_1 and accuracy_at_2."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         stem, separator, depth = name.partition("_at_")
-        groups.setdefault(stem, []).append(f"@{depth} {value:.3f}" if separator else f"{value:.4f}")
+        groups.setdefault(stem, []).append(f"@{depth} {value:.3g}" if separator else f"{value:.4g}")
     return [f"{stem} {' '.join(texts)}" for stem, texts in groups.items()]
 
 
 class MetricsFile:
-    """metrics.jsonl, to which all trainings of a run write in turn; one that goes on forgets its lines after a step."""
+    """metrics.jsonl, to which all trainings of a run write; one that goes on forgets its lines after from_step."""
 
     def __init__(self, path: Path, kind: str, from_step: int) -> None:
         self.path = path
@@ -106,7 +95,6 @@ class MetricsFile:
                     record = json.loads(line)
                 except ValueError:  # a kill has cut it off
                     continue
-                # Lines of other trainings of this run stay.
                 step = int(record.get("step", 0)) if record.get("kind") == kind else 0
                 self.reached = max(self.reached, step)
                 if step <= from_step:
@@ -126,12 +114,10 @@ class MetricsFile:
 
 
 class Loop:
-    """One sitting of a run."""
-
     def __init__(
         self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None = None
     ) -> None:
-        """made_of is all that decides the weights; saves of something else are refused. measure gives a head's tau."""
+        """made_of: all that decides the weights; measure: gives a head's tau."""
         self.job, self.accelerator, self.measure = job, accelerator, measure
         self.config: TrainConfig = job.objective.settings
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
@@ -149,21 +135,26 @@ class Loop:
         made_of = {**made_of, "rows": rows.origin["rows"]}
         self.progress = self._going_on(resume.Progress(made_of, self.world, *engine_and_machine(accelerator)))
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
-        self._start_trackers()
+        # A run that goes on has the same id; tensorboard purges what came after the save, wandb leaves it out.
+        if accelerator.log_with:
+            config = {"made_of": json.dumps(self.progress.made_of)} if self.progress.step == 0 else None
+            resumed = {"name": f"{job.kind}-{self.progress.run_id}", "resume": "allow"}
+            options: dict[str, dict[str, Any]] = {"wandb": {"id": resumed["name"], **resumed}, "trackio": resumed}
+            options["tensorboard"] = {"purge_step": self.progress.step + 1}
+            accelerator.init_trackers("aerie", config=config, init_kwargs=options)
         self.say: Callable[[str], None] = lambda text: None  # prints a line above the bar, on the first process
         self._grad_norm: Any = 0.0
         self._since = time.monotonic() - self.progress.seconds
         self._saved_at = self.progress.step  # or begun, with nothing to save
 
     def _going_on(self, fresh: resume.Progress) -> resume.Progress:
-        """The progress of the save to go on from, with its weights, optimiser, random states, sums and output."""
+        """Loads the save to go on from; its best weights are the output again."""
         answer: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                answer = [resume.find(self.job.state, fresh, self.job.overwrite)]
-            except UserError as error:
-                answer = [error]
-        # Reading a save means reading every byte of it: one process does so and tells the others.
+        try:
+            answer = [resume.find(self.job.state, fresh, self.job.overwrite)] if self.rank == 0 else answer
+        except UserError as error:
+            answer = [error]
+        # One process reads every byte of a save and tells the others.
         broadcast_object_list(answer)
         if isinstance(answer[0], UserError):
             raise answer[0]
@@ -177,28 +168,15 @@ class Loop:
             if folder is None:
                 resume.clear(self.job.state)
             else:
-                # Weights that were measured after the save are measured again, so the output goes back with it.
+                # Later weights are measured again, so the output goes back, too.
                 if progress.best_step:
                     resume.publish(folder / "best", self.job.output)
                 print(f"going on from step {progress.step:,} of {self.total:,} ({folder})", flush=True)
         self.accelerator.wait_for_everyone()
-        found: resume.Progress = progress
-        return found
-
-    def _start_trackers(self) -> None:
-        """Opens train.trackers: a run that goes on has the same id, which is the same curve."""
-        # What was logged after the save is purged by tensorboard, left out by wandb, and not sent to trackio again.
-        if not self.accelerator.log_with:
-            return
-        progress = self.progress
-        config = {"made_of": json.dumps(progress.made_of)} if progress.step == 0 else None
-        resumed = {"name": f"{self.job.kind}-{progress.run_id}", "resume": "allow"}
-        options: dict[str, dict[str, Any]] = {"wandb": {"id": resumed["name"], **resumed}, "trackio": resumed}
-        options["tensorboard"] = {"purge_step": progress.step + 1}
-        self.accelerator.init_trackers("aerie", config=config, init_kwargs=options)
+        return cast(resume.Progress, progress)
 
     def run(self, stop: StopRequest) -> str:
-        """How the sitting ended (finished, budget, interrupted, requeue); what was reached is evaluated or saved."""
+        """How the sitting ended: finished, budget, interrupted or requeue."""
         config, accelerator, start, ending = self.config, self.accelerator, self.progress.step, "finished"
         steps = range(start, self.total)
         stop.is_stepping = True
@@ -206,7 +184,6 @@ class Loop:
             if self.rank == 0:
                 self.say = progress_bar.write
             before = time.monotonic()
-            # The next step's rows are read in a thread while this one is computed.
             for step, (parts, error) in zip(steps, prefetched(self._read, steps), strict=True):
                 waited = time.monotonic() - before
                 counts, tokens, asked = self._agree(parts, stop, error)
@@ -215,7 +192,7 @@ class Loop:
                     break
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(step, self.total, config)
-                # Accelerate and DeepSpeed divide by the accumulation, and average over the processes: undone here.
+                # Accelerate and DeepSpeed divide by the accumulation and average over processes: undone here.
                 factor = self.world * config.accumulation
                 scales = {name: factor / max(count, 1.0) for name, count in counts.items()}
                 for batch in parts:
@@ -244,7 +221,7 @@ class Loop:
                 before = time.monotonic()
             step = self.progress.step
             if ending in CODES:
-                # No log line: its sums are saved, and the line comes where it does in an unbroken run.
+                # No log line: its sums are saved, and it comes where it does in an unbroken run.
                 if step != self._saved_at:
                     self._save_state()
                 self.say(f"stopped by a signal after step {step:,}; the same command goes on from there")
@@ -252,15 +229,14 @@ class Loop:
                 self._log()
                 self._evaluate()
                 if ending == "budget":
-                    spent = f"train.max_seconds {config.max_seconds:g} is spent after step {step:,} of {self.total:,}"
-                    self.say(f"{spent}: the learning rate did not reach its end; raise it, or lower train.max_steps")
+                    self.say(f"train.max_seconds is spent after step {step:,} of {self.total:,}")
                     self._save_state()
                 accelerator.wait_for_everyone()
         stop.is_stepping = False
         return ending
 
     def _read(self, step: int) -> tuple[list[Batch], UserError | None]:
-        """A step's parts, or why there are none: every process is told before one raises, so that all end alike."""
+        # An error is returned: every process is told of it before one raises.
         # Only EAGLE-3's unroll keeps packed conversations apart.
         packed = bool(getattr(self.config, "packing", False))
         try:
@@ -271,19 +247,14 @@ class Loop:
             return [collate([], ())], error
 
     def _load(self, batch: Batch) -> Batch:
-        """The batch on the device, with the target's states."""
         batch = batch.to(self.device)
         return batch if self.job.features is None else self.job.features(batch)
 
     def _agree(
         self, parts: list[Batch], stop: StopRequest, error: UserError | None
     ) -> tuple[dict[str, float], float, str]:
-        """Counts of the terms and tokens of the whole step, and the ending that any process asks for.
-
-        A signal ends the run before the step, a spent budget after it. UserError where any process has an error.
-        """
-        # Before the first backward of an accumulation window: DeepSpeed steps in the last one, after which nothing can
-        # be rescaled.
+        """Counts and tokens of the step over all processes, and the ending that any asks for (a budget: after it)."""
+        # Before the first backward: DeepSpeed steps in the last one, after which nothing can be rescaled.
         counts = [self.job.objective.counts(batch) for batch in parts]
         budget = self.config.max_seconds
         own = [
@@ -305,51 +276,44 @@ class Loop:
             return
         found, step, clock = means(self.sums, self.device), self.progress.step, self.clock
         self.sums, self.clock = {}, Counter()
-        # The most memory that the GPU or this process has held. Linux counts in KiB, macOS in bytes.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
-        # DeepSpeed without ZeRO clips without telling the norm, which is that before clipping.
-        norm, seconds = None if self._grad_norm is None else float(self._grad_norm), max(clock["seconds"], 1e-9)
+        seconds = max(clock["seconds"], 1e-9)
         record = {
-            "kind": self.job.kind,
-            "step": step,
             "epoch": self.order.epoch_of(step - 1),
             "loss": sum(weight * found[name] for name, weight in self.job.objective.weights.items()),
             **found,
-            "grad_norm": norm,
+            # Before clipping; DeepSpeed without ZeRO does not tell it.
+            "grad_norm": None if self._grad_norm is None else float(self._grad_norm),
             "learning_rate": learning_rate(step - 1, self.total, self.config),
             "data_wait_share": clock["waited"] / seconds,
             "tokens_per_s": clock["tokens"] / seconds,
             "step_ms": 1000.0 * seconds / clock["steps"],
             "peak_memory_gib": peak / 2**30,
         }
-        eta = timedelta(seconds=(self.total - step) * seconds // clock["steps"])
-        line = {**record, "total": self.total, "eta": eta, "grad": math.nan if norm is None else norm}
-        self.say(STEP_LINE.format(**line, terms=" | ".join(shown(found))))
         self._record(record, "train")
 
     def _record(self, values: dict[str, Any], section: str) -> None:
-        """Writes a line of metrics, for the trackers too; UserError when the weights are lost."""
-        numbers = {f"{section}/{name}": value for name, value in values.items() if isinstance(value, float)}
+        """A line of metrics and trackers; UserError when the training diverged."""
+        step, best = self.progress.step, self.progress.best_step
+        numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+        self.say(" | ".join([f"step {step:,}/{self.total:,}", *shown(numbers)]))
         if self.file is not None:
-            self.file.write(values)
+            self.file.write({"kind": self.job.kind, "step": step, **values})
             for tracker in self.accelerator.trackers:
-                if tracker.name != "trackio" or self.progress.step > self.file.reached:
+                if tracker.name != "trackio" or step > self.file.reached:
                     with explained(Path(self.accelerator.project_dir)):
-                        tracker.log(numbers, step=self.progress.step)
+                        tracker.log({f"{section}/{name}": value for name, value in numbers.items()}, step=step)
         for name, value in numbers.items():
-            if not math.isfinite(value) and "grad_norm" not in name:
-                step = self.progress.best_step
-                kept = f"the best weights kept are those of step {step:,}" if step else "nothing was kept"
-                raise UserError(
-                    f"train: {name} is {value} at step {self.progress.step:,}: the training diverged ({kept}); lower "
-                    f"train.learning_rate or train.clip_norm, and check head.rope_theta"
-                )
+            if not math.isfinite(value) and name != "grad_norm":
+                kept = f"step {best:,} is kept" if best else "nothing was kept"
+                place = f"train: {name} is {value} at step {step:,}: the training diverged ({kept})"
+                raise UserError(f"{place}; lower train.learning_rate or train.clip_norm")
 
     def _evaluate(self) -> None:
-        """Measures the weights on held-out rows, and makes them the output where they are the best so far."""
-        # Every process takes part in gathering, and measures a share of the rows with the whole weights.
+        """Measures the weights on held-out rows, and makes the best so far the output."""
+        # Every process takes part in gathering, and measures a share of the rows.
         weights = full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
@@ -359,31 +323,28 @@ class Loop:
         if rows:
             self.held_out = self._measured(rows)
             score = self.held_out.get("tau", self.held_out.get("predicted_tau", -self.held_out["loss"]))
-            place = f"step {step:,}/{self.total:,} | held out ({len(rows):,} rows)"
-            self.say(" | ".join([place, *shown(self.held_out)]))
-            held_out = {f"held_out_{name}": value for name, value in self.held_out.items()}
-            self._record({"kind": self.job.kind, "step": step, **held_out}, "held_out")
-        elif step == self.total:
-            self.say("no conversation is held out (data.held_out): the last weights are kept, unmeasured")
-        if score is None or best is None or score > best:  # unmeasured weights are taken for better than those before
+            self._record({f"held_out_{name}": value for name, value in self.held_out.items()}, "held_out")
+        if score is None or best is None or score > best:  # unmeasured ones are better than those before
             self.progress = replace(self.progress, best_score=score, best_step=step)
             if self.rank == 0:
-                facts = {"step": step, **self.held_out}
-                write = partial(self.job.save, self.twin.head, facts=facts)
-                resume.keep_best(self.job.state, write, self.job.output)
+                fresh = self.job.state / ".best.tmp"
+                shutil.rmtree(fresh, ignore_errors=True)
+                with explained(self.job.output):
+                    fresh.mkdir(parents=True)
+                    self.job.save(self.twin.head, fresh, {"step": step, **self.held_out})
+                resume.publish(fresh, self.job.output)
+                shutil.rmtree(fresh)
         self.accelerator.wait_for_everyone()
 
     def _measured(self, rows: Sequence[TokenisedRow]) -> dict[str, float]:
-        """The held-out measures over all processes; UserError where any of them cannot read its rows."""
         sums, error, size = Sums(), None, self.config.batch_size
-        # With fewer rows than processes each takes them all: the means are the same, and none has nothing to add.
         own = range(self.rank, len(rows), self.world) if len(rows) >= self.world else range(len(rows))
         try:
             for numbers in (own[first : first + size] for first in range(0, len(own), size)):
                 batch = self._load(collate([rows[number] for number in numbers], numbers))
                 with torch.no_grad():
                     add_sums(sums, self.twin.measure(batch))
-        # A process that cannot read a row must not leave the others waiting in the sum over all.
+        # Else the others would wait in the sum over all.
         except UserError as raised:
             error = raised
         failed = all_reduce(torch.tensor(float(error is not None), device=self.device))
@@ -393,13 +354,13 @@ class Loop:
 
     def _save_state(self) -> None:
         def fill(folder: Path) -> None:
-            # The sums since the last log line belong to the state, or that line would be another one.
+            # With the sums since the last log line, or that line would be another one.
             self.accelerator.save_state(str(folder))
             torch.save(self.sums, folder / METER.format(self.rank))
             if self.rank == 0 and self.progress.best_step:
                 resume.publish(self.job.output, folder / "best")
 
         self.progress = replace(self.progress, seconds=time.monotonic() - self._since)
-        wait, keep_last = self.accelerator.wait_for_everyone, self.config.keep_last
-        resume.save(self.job.state, self.progress, fill, self.rank, wait, keep_last)
+        wait = self.accelerator.wait_for_everyone
+        resume.save(self.job.state, self.progress, fill, self.rank, wait, self.config.keep_last)
         self._saved_at = self.progress.step

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """The exit code of the command in sys.argv."""
     parser = argparse.ArgumentParser(description="Train a draft head, or a small LM.", allow_abbrev=False)
     pipeline.add_arguments(parser)
     parser.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
@@ -50,7 +49,7 @@ def main() -> int:
     if arguments.is_whole:
         return 0 if is_whole else 1
     if is_whole:
-        # A kill may have come between the record and the end of the saves.
+        # A kill may have come between the record and the saves' end.
         if os.environ.get("RANK", "0") == "0":
             resume.forget_saves(stage.output, state)
             print(f"train {recipe.head.kind}: whole, reused ({stage.output})", flush=True)
@@ -77,7 +76,7 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
     launch.be_quiet()
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    # Before the Accelerator: under ZeRO-3 whatever is loaded later comes in shards.
+    # Before the Accelerator: under ZeRO-3 what is loaded later comes in shards.
     job = jobs.build(recipe, stage.output, overwrite)
     measure = measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
     accelerator = launch.build_accelerator(recipe.train, Path(recipe.run) / "trackers" / job.kind)
@@ -92,22 +91,14 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
         if is_first and ending not in resume.CODES:
             progress = loop.progress
             write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
-            record = stage.finish(
-                steps=progress.step,
-                total_steps=loop.total,
-                best_step=progress.best_step,
-                tokens=progress.tokens,
-                train_seconds=round(progress.seconds, 1),
-                ended=ending,
-                processes=loop.world,
-                held_out=loop.held_out,
-            )
-            # The output is whole; only now the saves are forgotten: a kill before costs the steps since the last.
+            facts = {"steps": progress.step, "total_steps": loop.total, "best_step": progress.best_step}
+            facts |= {"tokens": progress.tokens, "processes": loop.world}
+            stage.finish(**facts, train_seconds=round(progress.seconds, 1), ended=ending, held_out=loop.held_out)
+            # Only now: a kill before this goes on from the last save.
             resume.forget_saves(stage.output, job.state)
-            took = f"{progress.seconds:,.0f} s ({record['seconds']:,.0f} s since the command began)"
-            done = f"{progress.step:,} steps, {progress.tokens:,} tokens in {took}; best at step {progress.best_step:,}"
+            done = f"{progress.step:,} steps in {progress.seconds:,.0f} s, best at step {progress.best_step:,}"
             print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
-        # Before the process group, whose end would wait for Python where a module that is freed is its last owner.
+        # Before the process group, whose end could wait for a module that it owns.
         del loop
         accelerator.free_memory()
         accelerator.end_training()
@@ -115,7 +106,7 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
 
 
 def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
-    """A function of the head that decodes held-out prompts greedily, a share of them in each process."""
+    """Greedy decoding of held-out prompts, a share of them in each process."""
     import torch
 
     from aerie.infer.decode.engine import SpeculativeDecoder
@@ -128,15 +119,12 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     positions = job.objective.config.max_position_embeddings
     room = min(getattr(target.config, "max_position_embeddings", None) or positions, positions)
     room -= settings.measure_new_tokens
-    # The tokens of each conversation before its first answer, where they leave room for one.
     starts = ((row, next(place for place, turn in enumerate(list(row.turns)) if turn)) for row in job.rows.held_out)
     openings = ([int(token) for token in row.input_ids[:first]] for row, first in starts if 0 < first <= room)
     prompts = list(islice(openings, settings.measure_prompts))
     if not prompts:
-        raise UserError(
-            f"train.measure_prompts: no held-out conversation opens with at most {room:,} tokens; hold out more "
-            f"(data.held_out), lower train.measure_new_tokens, or set measure_prompts to 0"
-        )
+        shortage = f"no held-out conversation opens with at most {room:,} tokens"
+        raise UserError(f"train.measure_prompts: {shortage}; raise data.held_out or lower train.measure_new_tokens")
 
     def measure(head: Any) -> dict[str, float]:
         # Drafting is at the LM head of a target that spans several devices.

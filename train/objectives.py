@@ -1,6 +1,5 @@
-"""What an objective is, and the objectives of draft heads: modules whose forward returns the sums of one batch.
+"""The objectives of draft heads. They return sums, and the loop divides: no cut of a step can move a gradient.
 
-Objectives return sums and the loop divides them, so that padding, accumulation and processes cannot move a gradient.
 Slot p is given the feature of t_p and the token t_{p+1}; from what a head returns the target would draw t_{p+2}.
 """
 
@@ -29,13 +28,10 @@ Totals = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Sums of one batch: the loss is the objective's weighted total of the terms, metrics are only logged."""
-
     terms: Sums
     metrics: Sums
 
     def total(self, weights: dict[str, float], scales: dict[str, float] | None = None) -> Tensor:
-        """The weighted total of the terms, each times its scale (1 where there are none)."""
         parts = [weights[name] * value * (scales[name] if scales else 1.0) for name, (value, _) in self.terms.items()]
         return sum(parts[1:], parts[0])
 
@@ -44,15 +40,12 @@ class StepOutput:
 
 
 class Objective(nn.Module):
-    """A head with its training; weights are those of the terms that forward returns.
-
-    A module, because ZeRO-3 has an LM head whole only inside the forward of the module that it has wrapped.
-    """
+    """A module, because ZeRO-3 has an LM head whole only inside the forward of the module that it has wrapped."""
 
     head: Any
-    target: Any  # VocabWeights; None where a small LM learns from tokens alone
+    target: Any  # VocabWeights; None: a small LM learns from tokens alone
     settings: Any  # the recipe's section `train`
-    weights: dict[str, float]
+    weights: dict[str, float]  # of the terms that forward returns
 
     def __init__(self, head: Any, target: VocabWeights | None, settings: Any) -> None:
         super().__init__()
@@ -60,35 +53,33 @@ class Objective(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The head's: DeepSpeed looks up a model's width there."""
-        return self.head.config
+        return self.head.config  # where DeepSpeed looks up a model's width
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
-        """The batch with what training adds to it; runs in the prefetching thread."""
-        # A process without rows must call the module like the others; padding adds nothing to the sums.
+        """What training adds to a batch, in the prefetching thread."""
+        # A process without rows must call the module, too; padding adds nothing to the sums.
         if batch.features is None and batch.num_tokens == 0 and self.target is not None:
-            vocabulary = self.target.embedding
-            num_taps = len(getattr(self.head.config, "after_blocks", ()))
+            vocabulary, num_taps = self.target.embedding, len(getattr(self.head.config, "after_blocks", ()))
             return empty_like(batch, vocabulary.shape[1], vocabulary.dtype, num_taps)
         return batch
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        """For each term the batch's share of what its sum is divided by, counted from the token ids alone."""
+        """The batch's share of each term's divisor, from the token ids alone."""
         return dict.fromkeys(self.weights, batch.supervised().sum())
 
     def measure(self, batch: Batch) -> Sums:
-        """Held-out sums, asked of the twin without gradient."""
+        """Held-out sums."""
         raise NotImplementedError
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        """The held-out measures from the means of measure's sums."""
+        """Held-out measures from the means of measure's sums."""
         loss = sum(weight * means[name] for name, weight in self.weights.items())
         rest = {name: value for name, value in means.items() if name != "chain"}
         return {"predicted_tau": 1.0 + means["chain"], "loss": loss, **rest}
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """x [B, T, ...] moved left by `by` (right where it is negative), zeros for what comes in."""
+    """x [B, T, ...] moved left by `by` (right below zero), filled up with zeros."""
     out, kept = torch.zeros_like(x), x.shape[1] - abs(by)
     if kept > 0:
         out[:, max(-by, 0) : max(-by, 0) + kept] = x[:, max(by, 0) : max(by, 0) + kept]
@@ -96,8 +87,7 @@ def shifted(x: Tensor, by: int) -> Tensor:
 
 
 def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(slots, states, which): where each step is supervised [K, B, T-1], the target's states [S0, D] at p + 1 of the
-    first step's slots, and for each step which of them its slots ask for [S_k]."""
+    """Slots of each step [K, B, T-1], the states [S0, D] after the first step's, and which each asks for [S_k]."""
     assert batch.features is not None
     slots = torch.stack([batch.supervised(k)[:, :-1] for k in range(num_steps)])  # [K, B, T-1]
     number = slots[0].flatten().cumsum(0).view_as(slots[0]) - 1  # [B, T-1], into the states
@@ -105,7 +95,7 @@ def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Te
 
 
 def target_choices(batch: Batch, choose: Choose) -> Tensor:
-    """The target's likeliest token [B, T] after each position that some supervised slot asks for, elsewhere 0."""
+    """The target's likeliest token [B, T] after each position that a supervised slot asks for, elsewhere 0."""
     assert batch.features is not None
     asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
     choices = torch.zeros_like(batch.input_ids)
@@ -114,24 +104,20 @@ def target_choices(batch: Batch, choose: Choose) -> Tensor:
 
 
 def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, remade: bool = False) -> Iterator[Tensor]:
-    """A head's outputs [B, T-1, D], unroll step by unroll step; x [B, T-1, D] is what each slot is given first.
-
-    remade: steps are computed again in the backward pass.
-    """
+    """A head's outputs [B, T-1, D], step by step, from x [B, T-1, D]; remade: again in the backward pass."""
     width = x.shape[1]
     begin, limit = batch.positions[:, :width], head.config.max_position_embeddings
-    # Keys and values of the steps so far; a slot sees the first step up to itself, and its own of later steps.
+    # A slot sees the first step up to itself, and its own keys and values of later steps.
     memories = [UnrollMemory(batch.documents) for _ in range(head.config.num_hidden_layers)]
     for step in range(num_steps):
-        # Positions beyond the head's own count for nothing, and are clamped so that they can be looked up.
+        # Positions beyond the head's count for nothing; clamped they can be looked up.
         given = shifted(batch.input_ids, 1 + step)[:, :width], (begin + step).clamp(max=limit - 1)  # t_{p+1+k}
         x = _remade_step(head, x, memories, *given) if remade else head.unroll(given[0], x, given[1], memories)
         yield x
 
 
 def _remade_step(head: Any, x: Tensor, memories: list[UnrollMemory], tokens: Tensor, positions: Tensor) -> Tensor:
-    # Made again from what it saw. Hence the copies of the lists: the memories will have grown by then, and would be
-    # another sequence.
+    # Copies of the lists: the memories will have grown by the backward pass.
     before = [(list(memory.keys), list(memory.values)) for memory in memories]
 
     def made(given: Tensor) -> Totals:
@@ -149,7 +135,7 @@ def _remade_step(head: Any, x: Tensor, memories: list[UnrollMemory], tokens: Ten
 def unrolled_hits(
     head: Any, batch: Batch, start: Tensor, target_choice: Choose, choice: Choose, depths: int
 ) -> tuple[Tensor, Tensor]:
-    """hits and alive, as chain_sums takes them, of chains of unroll steps from every slot, alive while a turn lasts."""
+    """hits and alive, for chain_sums, of chains from every slot, alive while a turn lasts."""
     choices, width = target_choices(batch, target_choice), start.shape[1]  # [B, T]
     hits, alive = (torch.zeros(depths, *start.shape[:2], device=start.device) for _ in range(2))
     for step, outputs in enumerate(unrolled(head, batch, start, depths)):
@@ -169,7 +155,7 @@ class Eagle1Objective(Objective):
         head.gradient_checkpointing = settings.gradient_checkpointing
 
     def prepare(self, batch: Batch, epoch: int) -> Batch:
-        """With uniform noise for the features, drawn row by row so that no neighbour in the batch can move it."""
+        # Uniform noise for the features, drawn row by row: no neighbour in the batch can move it.
         batch, half = super().prepare(batch, epoch), self.settings.feature_noise
         if half == 0.0:
             return batch
@@ -187,10 +173,10 @@ class Eagle1Objective(Objective):
             given = given + batch.noise[:, :-1].to(dtype)
         slots = batch.supervised()[:, :-1]  # [B, T-1]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T-1]
-        # Slots that are not supervised are computed, too: later ones attend to them.
+        # All slots are computed: later ones attend to them.
         predicted = self.head(tokens, given, positions)[slots].float()  # [S, D]
         true = batch.features[:, 1:][slots]  # [S, D]
-        # Under autocast the target's LM head stays in its own dtype, as it is in decoding.
+        # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(predicted.device.type, enabled=False):
             pieces = losses.in_chunks([predicted, true], self.settings.loss_chunk_slots)
             sums = losses.remade(self._sums, pieces)
@@ -202,7 +188,7 @@ class Eagle1Objective(Objective):
         )
 
     def _sums(self, predicted: Tensor, true: Tensor) -> Totals:
-        """Loss between the laws, alpha and greedy agreement over S slots [S, D]."""
+        """Sums of loss, alpha and greedy agreement over slots [S, D]."""
         with torch.no_grad():
             law = losses.TargetLaw.of_logits(self.target.logits(true))
         log_q = losses.log_law(self.target.logits(predicted))  # [S, V]
@@ -220,10 +206,7 @@ class Eagle1Objective(Objective):
 
 
 class Eagle3Objective(Objective):
-    """The training-time test (EAGLE-3, arXiv 2503.01840): the sum over unroll steps of unroll_decay ** k times a loss.
-
-    Every step's sum is divided by the slots of the first.
-    """
+    """The training-time test (EAGLE-3, arXiv 2503.01840); every step's sum is divided by the slots of the first."""
 
     def __init__(self, head: Eagle3Head, target: VocabWeights, settings: Eagle3Train) -> None:
         super().__init__(head, target, settings)
@@ -236,7 +219,6 @@ class Eagle3Objective(Objective):
         remade = self.settings.gradient_checkpointing and torch.is_grad_enabled()
         steps = unrolled(self.head, batch, self.head.fuse(batch.taps[:, :-1]), num_steps, remade)
         outputs = torch.cat([x[asked] for x, asked in zip(steps, slots, strict=True)])  # [S, D]
-        # A step's outputs are told apart again when their losses are summed.
         step_of = torch.cat([torch.full_like(places, k) for k, places in enumerate(which)])  # [S]
         columns = [[outputs], [step_of]]
         pieces = losses.by_target_state(states, [torch.cat(which)], columns, max(1, chunk // num_steps))
@@ -253,7 +235,7 @@ class Eagle3Objective(Objective):
         )
 
     def _sums(self, states: Tensor, which: list[Tensor], outputs: list[Tensor], steps: list[Tensor]) -> Totals:
-        """Sums of loss [K] and hits [K]; of the first step's alpha, and its choices in the draft vocabulary."""
+        """Sums of loss [K] and hits [K]; of the first step's alpha and choices in the draft vocabulary."""
         (slots,), (out,), (step_of,), vocabulary = which, outputs, steps, self.head.vocabulary
         law, choices = losses.drafted_law(states, self.target, vocabulary.ids)
         law, choice = law.at(slots), choices[slots]  # choice [S]
@@ -264,7 +246,7 @@ class Eagle3Objective(Objective):
             loss = loss * inside
         steps_of = F.one_hot(step_of, self.settings.unroll_steps).T  # [K, S]
         total = (steps_of * loss).sum(-1)
-        # Behind the loss: where that is made again for the backward pass, this is not.
+        # Behind the loss: the backward pass does not make it again.
         with torch.no_grad():
             hits = vocabulary.target_ids(log_q.argmax(-1)) == choice
             first = step_of == 0
@@ -286,7 +268,7 @@ class Eagle3Objective(Objective):
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """Drops entries of x [S, W], the slots of row after row, by masks of seed, epoch, row and place alone."""
+    """Dropout on x [S, W], slots row after row, by masks of seed, epoch, row and place alone."""
 
     rate: float
     seeds: tuple[int, ...]  # of the rows
@@ -294,25 +276,20 @@ class KeyedDropout:
     branch: int = 0  # of the head
 
     def __call__(self, x: Tensor, place: int) -> Tensor:
-        """x with each entry zero by the rate, else divided by its complement; other places have other masks."""
         kept = x.new_empty(x.shape)  # [S, W]
         for part, seed in zip(kept.split(self.counts), self.seeds, strict=True):
-            # A generator per row: a row keeps its mask whatever stands beside it in the batch.
+            # A generator per row: its neighbours in the batch cannot move its mask.
             keyed = keyed_generator(seed, self.branch, place).initial_seed()
             part.bernoulli_(1.0 - self.rate, generator=torch.Generator(x.device).manual_seed(keyed))
         return x * kept / (1.0 - self.rate)
 
 
 class MultiTokenObjective(Objective):
-    """Of Medusa and Hydra: the sum over heads k = 1, 2, ... of head_decay ** k times the label and the law loss.
-
-    Each head's sums are divided by its own supervised slots.
-    """
+    """Medusa and Hydra: head_decay ** k times head k's label and law loss (k = 1, 2, ...), by its own slots."""
 
     def __init__(self, head: MedusaHead | HydraHead, target: VocabWeights, settings: MultiTokenTrain) -> None:
         super().__init__(head, target, settings)
         self.num_heads: int = head.config.num_heads
-        # A term of weight zero is not computed.
         parts = {"label": settings.label_weight, "law": settings.law_weight}
         self.terms = {f"{part}_at_{k + 1}": (part, k) for part in parts if parts[part] for k in range(self.num_heads)}
         self.weights = {name: parts[part] * settings.head_decay ** (k + 1) for name, (part, k) in self.terms.items()}
@@ -321,7 +298,6 @@ class MultiTokenObjective(Objective):
         batch = super().prepare(batch, epoch)
         if self.settings.dropout == 0.0:
             return batch
-        # Seeds and not masks travel with the batch: a mask is drawn on the device, as wide as the block that it is for.
         seeds = (keyed_generator(self.settings.seed, epoch, row).initial_seed() for row in batch.rows)
         return replace(batch, seeds=tuple(seeds))
 
@@ -345,7 +321,7 @@ class MultiTokenObjective(Objective):
         return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0])})
 
     def _outputs(self, batch: Batch, slots: Tensor) -> list[Tensor]:
-        """What each head's LM head is given at its slots, [S_k, D] for each of H."""
+        """[S_k, D] of each of H heads, before its LM head."""
         assert batch.features is not None
         width, outputs, drop = slots.shape[-1], [], None
         features = batch.features[:, :-1].to(next(self.head.parameters()).dtype)  # [B, T-1, D]
@@ -368,7 +344,6 @@ class MultiTokenObjective(Objective):
         with torch.no_grad():
             target = losses.TargetLaw.of_logits(self.target.logits(states))
             choice = target.inside.argmax(-1)
-        # All heads are compared with the same target states, whose laws are made once.
         laws = [losses.log_law(self.head.laws(k, out, self.target)) for k, out in enumerate(outputs)]  # [S_k, V]
         label = law = laws[0].new_zeros(len(laws))
         if self.settings.label_weight:
@@ -376,7 +351,7 @@ class MultiTokenObjective(Objective):
         if self.settings.law_weight:
             loss = losses.LOSSES[self.settings.loss]
             law = torch.stack([loss(q, target.at(at), self.settings).sum() for q, at in zip(laws, which, strict=True)])
-        # Behind the loss: where that is made again for the backward pass, this is not.
+        # Behind the loss: the backward pass does not make it again.
         with torch.no_grad():
             hits = torch.stack([(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)])
             alpha = losses.acceptance(laws[0], target.at(which[0]).whole).sum()

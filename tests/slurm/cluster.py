@@ -60,26 +60,22 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Submits the batch scripts of this checkout; logs and the jobs' status files are under root."""
-
     root: Path
     environment: dict[str, str]
 
     def submit(self, script: str, *words: object, options: str = "", **environment: str) -> str:
-        """The number of the job."""
         out = f"--output={self.root}/logs/%x-%j.log"
         command = ["sbatch", "--parsable", "--cpus-per-task=1", out, *options.split(), f"slurm/{script}.sbatch"]
         return self.run(*command, *map(str, words), **environment).strip()
 
     def run(self, *command: str, **environment: str) -> str:
-        """What a command prints; AssertionError with all that it said where it fails."""
         env = {**self.environment, **environment}
         done = subprocess.run(command, cwd=CHECKOUT, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def job(self, number: str) -> dict[str, Any]:
-        """The newest status of a job, as its script wrote it; {} before that."""
+        """A job's status as its script wrote it; {} before that."""
         found = list((self.root / "logs").glob(f"*-{number}.json"))
         return json.loads(found[0].read_text()) if found else {}
 
@@ -87,16 +83,13 @@ class Cluster:
         return "".join(path.read_text() for path in (self.root / "logs").glob(f"*-{number}.log"))
 
     def wait(self, numbers: Iterable[str], seconds: float = 600.0) -> None:
-        """Until the jobs are out of the queue; AssertionError when that takes too long."""
+        """Until the jobs are out of the queue."""
         wanted = set(numbers)
-
-        def is_over() -> bool:
-            return not wanted & set(self.run("squeue", "--noheader", "--format=%F").split())
-
-        _until(is_over, lambda: "\n".join(map(self.log, sorted(wanted))), seconds)
+        queue = partial(self.run, "squeue", "--noheader", "--format=%F")
+        _until(lambda: not wanted & set(queue().split()), lambda: "\n".join(map(self.log, sorted(wanted))), seconds)
 
     def until(self, is_so: Callable[[], bool], number: str, seconds: float = 600.0) -> None:
-        """Until is_so(); AssertionError with the job's log when that takes too long or the job has failed before."""
+        """Until is_so(), which must be before the job's end."""
 
         def happened() -> bool:
             assert self.job(number).get("state") not in ("failed", "done") or is_so(), self.log(number)
@@ -118,7 +111,12 @@ def started() -> Iterator[Cluster]:
         for name in ("state", "logs", "munge"):
             (root / name).mkdir()
         host = socket.gethostname().split(".")[0]
-        (root / "slurm.conf").write_text(CONFIGURATION.format(host=host, root=root, ports=_free_ports(3)))
+        with ExitStack() as opened:
+            sockets = [opened.enter_context(socket.socket()) for _ in range(3)]
+            for each in sockets:
+                each.bind(("127.0.0.1", 0))
+            ports = [each.getsockname()[1] for each in sockets]
+        (root / "slurm.conf").write_text(CONFIGURATION.format(host=host, root=root, ports=ports))
         shutil.chown(root / "munge", "munge", "munge")
         as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
         keys = {name: f"{root}/munge/{name}" for name in ("key", "socket", "pid", "log", "seed")}
@@ -144,18 +142,17 @@ def started() -> Iterator[Cluster]:
 
 @contextmanager
 def _daemon(command: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True) as process,
-    ):
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
         try:
-            yield
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _until(is_so: Callable[[], bool], what: Callable[[], str], seconds: float = 60.0) -> None:
@@ -163,14 +160,6 @@ def _until(is_so: Callable[[], bool], what: Callable[[], str], seconds: float = 
     while not is_so():
         assert time.monotonic() < end, f"waited {seconds:g} s: {what()}"
         time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _path() -> str:

@@ -8,19 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import DraftLMSection, TargetConfig
 from aerie.configs.schema.train import DraftLMTrain
 from aerie.data.batches import Batch, OnlineFeatures, collate
 from aerie.data.cache import CachedRow
 from aerie.model.target import Target
-from aerie.train.lm import (
-    LMObjective,
-    marked,
-    new_causal_lm,
-    redrawn,
-    save_causal_lm,
-)
+from aerie.train.lm import LMObjective, marked, new_causal_lm, redrawn, save_causal_lm
 from tests import tiny
 
 CONFIG = DraftLMTrain(distill="kl", distill_weight=2.0, token_weight=0.5, eval_depths=3)
@@ -60,8 +53,7 @@ def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_pat
     config, tokenizer = DraftLMSection(max_position_embeddings=64, **sizes), tiny.tokenizer()
     lm, again = (new_causal_lm(config, tokenizer, 0).eval() for _ in range(2))
     weight = lm.get_input_embeddings().weight
-    assert weight is lm.get_output_embeddings().weight and weight.shape[0] == len(tokenizer)
-    assert weight.equal(again.get_input_embeddings().weight)
+    assert weight is lm.get_output_embeddings().weight and weight.equal(again.get_input_embeddings().weight)
     save_causal_lm(lm, tokenizer, tmp_path / "lm")
     loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "lm"), torch.arange(5, 15)[None]
     assert loaded(ids).logits.equal(lm(ids).logits)
@@ -118,8 +110,7 @@ def test_a_window_of_an_answer_is_redrawn_and_nothing_behind_it_is_learnt() -> N
         assert len(set(old[places].tolist())) == 1 and int(old[places[0]]) > 0
         assert turns[: places[-1] + 1].equal(old[: places[-1] + 1]) and not turns[places[-1] + 1 :].any()
     assert lengths == {1, 2, 3}
-    batch, half = plain(200), replace(OWN, on_policy=0.5)
-    first, again, later = (marked(batch, half, epoch) for epoch in (0, 0, 1))
+    first, again, later = (marked(plain(200), replace(OWN, on_policy=0.5), epoch) for epoch in (0, 0, 1))
     assert first.redrawn is not None and again.redrawn is not None and later.redrawn is not None
     assert first.redrawn.equal(again.redrawn) and first.seeds == again.seeds and not first.redrawn.equal(later.redrawn)
     assert 70 < int(first.redrawn.any(1).sum()) < 130
@@ -152,15 +143,5 @@ def test_tokens_are_drawn_from_the_lms_law_after_its_own_and_learnt_from_the_tar
     torch.testing.assert_close(terms["cross_entropy"][0].detach(), cross_entropy, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(terms["distill"][0].detach(), law, rtol=1e-4, atol=1e-3)
     likely = set(batch.input_ids[batch.redrawn].tolist())
-    other = drawn(marks, lm, source, likely)
-    assert not likely & set(other.input_ids[batch.redrawn].tolist())
-
-
-def test_an_evaluation_batch_one_without_rows_and_a_sharded_lm() -> None:
-    source, lm, batch = target(), draft(), plain()
-    assert drawn(batch, lm, source).input_ids.equal(batch.input_ids)
-    empty = LMObjective(lm, source.vocab, OWN).prepare(collate([], []), 0)
-    assert drawn(empty, lm, source) is empty
-    lm.lm_head.weight.ds_id = 0  # what ZeRO-3 puts on each parameter
-    with pytest.raises(UserError, match=r"train\.on_policy: ZeRO-3 keeps no whole draft LM .*zero2\.yaml"):
-        drawn(marked(batch, OWN, 0), lm, source)
+    assert not likely & set(drawn(marks, lm, source, likely).input_ids[batch.redrawn].tolist())
+    assert drawn(plain(), lm, source).input_ids.equal(plain().input_ids)  # an evaluation

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from aerie.configs.errors import exit_code
 from aerie.configs.schema.target_and_head import TargetConfig
@@ -22,7 +22,6 @@ from aerie.data.cache import FeatureCache
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import DRAFTERS, drafting
 from aerie.model.checkpoint import head_facts, load_head, save_head
-from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.storage import Stage
 from aerie.model.target import Target, load_vocab
 from aerie.train import jobs, losses, resume
@@ -34,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LM = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
 
 
-class Killed(BaseException):
-    """Ends a command as SIGKILL would: nothing catches it."""
+class Killed(BaseException):  # nothing catches it
+    pass
 
 
 def dies(*_: Any, **__: Any) -> None:
@@ -106,55 +105,44 @@ def run(made: Path, tmp_path: Path) -> tuple[object, ...]:
 
 
 def measured(run: Path) -> list[dict[str, Any]]:
-    """The records of evaluations."""
     return [record for record in lines(run) if "held_out_loss" in record]
 
 
-def ends_of(root: Path) -> Any:
+def vocab_of(root: Path) -> Any:
     return load_vocab(TargetConfig(str(root / "target"), dtype="float32"))[1]
 
 
 def killed_at_its_end(*words: object) -> None:
-    """A training that dies before its record is written."""
     with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
         patched.setattr(Stage, "finish", dies)
         call(train_main, *words)
 
 
 MISTAKES = [
-    ("eagle1", "--train.learning_rat 1", "did you mean 'train.learning_rate'"),
     ("eagle1", "--train.unroll_steps 3", "train.unroll_steps: unknown key"),
     ("eagle1", "--run nowhere", "nowhere/features: no whole feature cache"),
-    ("eagle1", "--target /no/such/target", "/no/such/target: no such target directory"),
     ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
     ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
     ("eagle1", "--head.init_from /no/head", "/no/head: no such head directory"),
-    ("draft_lm", "--train.distill null", "do nothing without distill"),
-    ("draft_lm", "--head.max_position_embeddings 100", "100 is less than data.max_length 128"),
     ("draft_lm", "--head.init_from OTHER", "a draft LM shares the tokenizer of its target"),
-    ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens that are yet to be drawn"),
+    ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens"),
     ("eagle3", "--target SHALLOW", "has 4 blocks, and the default taps .* need at least 7"),
-    ("eagle3", "--features.after_blocks [2,3,9]", "9 is no tap of .*, which has 7 blocks"),
     ("eagle3", "--features.after_blocks [1,3,4]", r"after_blocks: \[2, 3, 4\] there, \[1, 3, 4\] asked; rebuild"),
     ("eagle3", "--head.draft_vocab_size 400", "400 is larger than the target's vocabulary of 320"),
-    (
-        "eagle3",
-        "--head.draft_vocab_size null --head.init_from ENDLESS",
-        r"none of the target's end-of-turn tokens \[3\]",
-    ),
+    ("eagle3", "--head.draft_vocab_size null --head.init_from ENDLESS", "none of the target's end-of-turn tokens"),
 ]
 
 
 @pytest.mark.parametrize(("recipe", "words", "said"), MISTAKES, ids=lambda value: value)
-def test_mistakes_get_one_line_and_code_2_before_anything_is_made(
-    made: Path, deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, words: str, said: str
+def test_mistakes_get_one_line_and_code_2(
+    made: Path, deep: Path, tmp_path: Path, capsys: Any, recipe: str, words: str, said: str
 ) -> None:
     root = deep if recipe == "eagle3" else made
     if "OTHER" in words:
         other = tiny.target(tmp_path / "other") / "tokenizer.json"
         other.write_text(other.read_text().replace("<|system|>", "<|tool|>"))
     if "ENDLESS" in words:
-        endless = tiny.eagle3_head(ends_of(deep).embedding, ids=torch.arange(100, 200), after_blocks=(2, 3, 4))
+        endless = tiny.eagle3_head(vocab_of(deep).embedding, ids=torch.arange(100, 200), after_blocks=(2, 3, 4))
         save_head(endless, tmp_path / "endless")
     for name, path in (("OTHER", tmp_path / "other"), ("SHALLOW", made / "target"), ("ENDLESS", tmp_path / "endless")):
         words = words.replace(name, str(path))
@@ -165,9 +153,7 @@ def test_mistakes_get_one_line_and_code_2_before_anything_is_made(
     assert not (tmp_path / "new").exists() and not Path("nowhere").exists()
 
 
-def test_a_run_is_planned_trained_once_reused_and_never_overwritten_by_another(
-    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monkeypatch: Any) -> None:
     recipe, head, status = made / "eagle1.yaml", made / "run/heads/eagle1", made / "run/status.json"
     before = sorted(made.rglob("*"))
     assert call(train_main, "--config", recipe, "--plan") == 0 and sorted(made.rglob("*")) == before
@@ -177,19 +163,15 @@ def test_a_run_is_planned_trained_once_reused_and_never_overwritten_by_another(
     with monkeypatch.context() as patched:
         patched.setenv("WORLD_SIZE", "2")
         assert call(train_main, "--config", recipe) == 2
-        assert "asked for 2 processes that train together and 1 does" in capsys.readouterr().err
-    assert json.loads(status.read_text()) == {"stage": "train", "state": "failed", "code": 2}
+        assert "asked for 2 processes and 1 trains" in capsys.readouterr().err
     with monkeypatch.context() as patched:  # a scheduler stops the start-up
         patched.setattr(jobs, "build", lambda *_: signal.raise_signal(signal.SIGTERM))
         assert call(train_main, "--config", recipe) == 75
     assert json.loads(status.read_text()) == {"stage": "train", "state": "requeue", "code": 75}
     assert call(train_main, "--config", recipe) == 0
-    facts, record = head_facts(head), json.loads((head / "provenance.json").read_text())
-    assert load_head(head) and facts["step"] in (3, 6) and facts["predicted_tau"] >= 1
-    assert record["steps"] == 6 and record["tokens"] > 0 and record["ended"] == "finished"
+    record = json.loads((head / "provenance.json").read_text())
+    assert (record["steps"], record["ended"]) == (6, "finished") and head_facts(head)["predicted_tau"] >= 1
     assert json.loads(status.read_text()) == {"stage": "train", "state": "done", "code": 0}
-    names = {"config.json", "model.safetensors", "provenance.json", "recipe.yaml"}
-    assert {path.name for path in head.iterdir()} == names
     assert [path.name for path in (made / "run/state/eagle1").iterdir()] == [".lock"]
     capsys.readouterr()
     assert call(train_main, "--config", recipe) == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
@@ -201,17 +183,15 @@ def test_a_run_is_planned_trained_once_reused_and_never_overwritten_by_another(
     assert call(train_main, "--config", recipe, "--train.seed", "5", "--overwrite") == 0
     assert (head / "model.safetensors").read_bytes() != written
     code = (
-        "import sys; sys.argv = ['main.py', '--config', sys.argv[1], '--is-whole']\n"
-        "from aerie.train import main\n"
-        "main.main()\n"
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        f"import sys; sys.argv[1:] = ['--config', '{recipe}', '--is-whole']; from aerie.train import main; main.main()"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(recipe)], cwd=ROOT, timeout=60, check=False).returncode == 0
+    code += "; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "draft_lm"])
-def test_heads_of_all_kinds_train_on_the_cache_with_at_most_eight_frames_from_the_command_to_a_loss(
-    made: Path, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_all_kinds_train_with_at_most_eight_frames_to_a_loss(
+    made: Path, deep: Path, tmp_path: Path, monkeypatch: Any, kind: str
 ) -> None:
     depths, originals = set(), list(losses.LOSSES.values())
 
@@ -239,32 +219,21 @@ def test_heads_of_all_kinds_train_on_the_cache_with_at_most_eight_frames_from_th
         words += ("--tree.levels", "null", "--train.law_weight", 1)
     assert call(train_main, "--config", recipe, *words) == 0
     assert max(depths) == 8
-    record = json.loads((root / "run/features/provenance.json").read_text())
-    assert json.loads((tmp_path / "head/provenance.json").read_text())["inputs"]["features"] == record["inputs_digest"]
     if kind != "draft_lm":
-        assert load_head(tmp_path / "head", vocab=ends_of(root)).kind == kind
+        assert load_head(tmp_path / "head", vocab=vocab_of(root)).kind == kind
         assert head_facts(tmp_path / "head")["predicted_tau"] >= 1 and head_facts(tmp_path / "head")["tau"] >= 1
 
 
-def test_a_small_lm_is_trained_into_an_ordinary_directory(made: Path, tmp_path: Path) -> None:
-    data = {"conversations": [str(made / "train.jsonl")], "max_length": 128, "supervise": "all", "held_out": 0.3}
-    train, head = {"max_steps": 12, "learning_rate": 1e-2, "eval_every": 6}, {"kind": "draft_lm", **LM}
-    sections = {"data": data, "head": head, "output": str(tmp_path / "lm"), "run": str(tmp_path / "run")}
-    recipe = write_recipe(tmp_path / "lm.yaml", made, train, **sections)
-    assert call(train_main, "--config", recipe) == 0
-    found = [line["held_out_loss"] for line in measured(tmp_path / "run")]
-    assert found[-1] < found[0] and AutoModelForCausalLM.from_pretrained(tmp_path / "lm").config.hidden_size == 32
-    assert (tmp_path / "lm/model.safetensors").stat().st_mode & 0o044  # readable for the group
-    assert call(train_main, "--config", recipe, "--is-whole") == 0
-
-
-def test_a_draft_lm_learns_the_targets_laws_from_the_cache_and_alike_without_one(made: Path, tmp_path: Path) -> None:
+def test_a_small_lm_learns_tokens_or_laws_cached_or_online(made: Path, tmp_path: Path) -> None:
     recipe, output = made / "draft_lm.yaml", made / "run/heads/draft_lm"
+    alone = ("--train.distill", "null", "--train.token_weight", 1, "--data.supervise", "all", "--run", tmp_path / "lm")
+    assert call(train_main, "--config", recipe, *alone) == 0
+    found = [line["held_out_loss"] for line in measured(tmp_path / "lm")]
+    assert found[-1] < found[0] and AutoModelForCausalLM.from_pretrained(tmp_path / "lm/heads/draft_lm")
     assert call(train_main, "--config", recipe) == 0
     held_out = [line for line in measured(made / "run") if line["kind"] == "draft_lm-kl"]
     assert held_out[-1]["held_out_distill"] < held_out[0]["held_out_distill"]
     lm = AutoModelForCausalLM.from_pretrained(output)
-    assert AutoTokenizer.from_pretrained(output).get_vocab() == tiny.tokenizer().get_vocab()
     online = ("--config", recipe, "--features.mode", "online")
     assert call(train_main, *online, "--run", tmp_path / "run") == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "run/heads/draft_lm")
@@ -276,18 +245,14 @@ def test_a_draft_lm_learns_the_targets_laws_from_the_cache_and_alike_without_one
     assert one == two
 
 
-def test_an_eagle3_head_is_trained_from_the_cache_and_alike_online_or_packed(
-    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The best weights are chosen by the tau of decoding held-out prompts."""
+def test_eagle3_is_trained_from_the_cache_and_alike_online_or_packed(deep: Path, tmp_path: Path, capsys: Any) -> None:
     measuring = ("--train.measure_prompts", "3", "--train.measure_new_tokens", "12")
     words = ("--config", deep / "eagle3.yaml", *measuring)
     assert call(train_main, *words) == 0
     out = capsys.readouterr().out
-    assert "draft vocabulary: 160 of 320 tokens cover" in out and "loss @1 " in out and "accuracy @1 " in out
+    assert "draft vocabulary: 160 of 320 tokens cover" in out and "accuracy @1 " in out
     target = Target.load(TargetConfig(str(deep / "target"), dtype="float32"))
     facts, head = head_facts(deep / "run/heads/eagle3"), load_head(deep / "run/heads/eagle3", vocab=target.vocab)
-    assert isinstance(head, Eagle3Head) and head.config.after_blocks == (2, 3, 4)
     taus = {line["step"]: line["held_out_tau"] for line in measured(deep / "run")}
     assert set(taus) == {3, 6} and facts["tau"] == max(taus.values()) == taus[facts["step"]]
     drafter = DRAFTERS["eagle3"](head, target)
@@ -306,45 +271,34 @@ def test_an_eagle3_head_is_trained_from_the_cache_and_alike_online_or_packed(
     assert (packed - head.fc.weight).abs().max() < 1e-3 * packed.abs().max()
 
 
-@pytest.mark.parametrize("changed", ["train.jsonl", "target/tokenizer.json", "target/generation_config.json"])
-def test_neither_cache_nor_draft_vocabulary_outlives_its_data_or_tokenizer(
-    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str
-) -> None:
+@pytest.mark.parametrize("changed", ["train.jsonl", "target/tokenizer.json"])
+def test_a_cache_does_not_outlive_its_data_or_tokenizer(deep: Path, tmp_path: Path, capsys: Any, changed: str) -> None:
     file, words = deep / changed, ("--config", deep / "eagle3.yaml", "--output", tmp_path / "head")
     online, before = (*words, "--plan", "--features.mode", "online"), (deep / changed).read_text()
     assert call(train_main, *words, "--plan") == 0 and call(train_main, *online) == 0
-    _, key = re.findall(r"\(key (\w+)\)", capsys.readouterr().out)
     file.write_text(before.replace("boats", "ships") if changed == "train.jsonl" else before.replace("{", "{ ", 1))
     try:
         assert call(train_main, *words, "--plan") == 2
         error = capsys.readouterr().err
         assert f"{file.name} changed; rebuild with: python data/main.py features" in error
         assert call(train_main, *words, "--is-whole") == 1 and call(train_main, *online) == 0
-        fresh = re.findall(r"\(key (\w+)\)", capsys.readouterr().out)
-        assert (fresh != [key]) == (changed == "train.jsonl")  # the other edits change no token
     finally:
         file.write_text(before)
 
 
-def test_a_warm_start_keeps_its_vocabulary_and_odd_positions_are_noticed(
-    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    warm = tiny.eagle3_head(ends_of(deep).embedding, ids=torch.arange(100), after_blocks=(2, 3, 4))
+def test_a_warm_start_keeps_its_vocabulary(deep: Path, tmp_path: Path, capsys: Any) -> None:
+    warm = tiny.eagle3_head(vocab_of(deep).embedding, ids=torch.arange(100), after_blocks=(2, 3, 4))
     save_head(warm, tmp_path / "warm")
     words = ("--config", deep / "eagle3.yaml", "--output", tmp_path / "new", "--head.draft_vocab_size", "null")
     assert call(train_main, *words, "--head.init_from", tmp_path / "warm", "--train.max_steps", "1") == 0
     stored = head_facts(tmp_path / "new")["draft_vocabulary"]
     assert stored["size"] == 100 and 0.0 < stored["coverage"] < 1.0
-    odd = ("--output", tmp_path / "odd", "--head.rope_theta", "5e5", "--head.max_position_embeddings", "200")
-    assert call(train_main, *words, *odd, "--plan") == 0
-    first, second = capsys.readouterr().err.splitlines()[-2:]
-    assert first.startswith("warning: head: rope_theta is 500,000 with scaling None, its target's 10,000")
-    assert second.startswith("warning: head: max_position_embeddings is 200, its target's 256")
+    odd = ("--output", tmp_path / "odd", "--head.rope_theta", "5e5", "--plan")
+    assert call(train_main, *words, *odd) == 0
+    assert "warning: head: rope_theta is 500,000 with scaling None, its target's 10,000" in capsys.readouterr().err
 
 
-def test_files_that_no_run_has_made_stay_and_a_moved_run_goes_on(
-    run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_files_stay_and_a_moved_run_goes_on(run: Any, tmp_path: Path, capsys: Any) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "model.safetensors").write_text("precious")
@@ -352,21 +306,19 @@ def test_files_that_no_run_has_made_stay_and_a_moved_run_goes_on(
     assert "files that no run has made" in capsys.readouterr().err
     assert (foreign / "model.safetensors").read_text() == "precious"
     assert call(train_main, *run, "--output", foreign, "--overwrite") == 0 and load_head(foreign)
-    killed_at_its_end(*run)
-    moved = (tmp_path / "run").rename(tmp_path / "moved")
-    words = [tmp_path / "moved/../moved" if word == tmp_path / "run" else word for word in run]
+    choosing = ("--train.measure_prompts", "1", "--train.measure_new_tokens", "4")
+    killed_at_its_end(*run, *choosing)
+    assert call(train_main, *run, *choosing, "--tree.levels", "3") == 2  # it chooses the best weights
+    assert "of another recipe or other data (tree.levels: 4 there, 3 asked)" in capsys.readouterr().err
+    (tmp_path / "run").rename(tmp_path / "moved")
+    words = [tmp_path / "moved" if word == tmp_path / "run" else word for word in (*run, *choosing)]
     assert call(train_main, *words, "--plan") == 0
-    (moved / "heads/eagle1").rename(tmp_path / "elsewhere")
-    assert call(train_main, *words, "--output", tmp_path / "elsewhere", "--plan") == 2
 
 
-def test_a_kill_at_the_very_end_costs_no_training_and_leaves_nothing(
-    run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_the_very_end_costs_no_training(run: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     killed_at_its_end(*run)
     head = tmp_path / "run/heads/eagle1"
     written = (head / "model.safetensors").read_bytes()
-    (head / ".model.safetensors.01234567.tmp").write_bytes(written[:100])
     assert not (head / "provenance.json").exists() and call(train_main, *run, "--is-whole") == 1
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(resume, "forget_saves", dies)
@@ -374,13 +326,10 @@ def test_a_kill_at_the_very_end_costs_no_training_and_leaves_nothing(
     assert "going on from step 2 of 3" in capsys.readouterr().out
     assert call(train_main, *run) == 0 and "train eagle1: whole, reused" in capsys.readouterr().out
     assert (head / "model.safetensors").read_bytes() == written
-    assert [path.name for path in head.iterdir() if path.name.startswith(".")] == []
     assert not list((tmp_path / "run/state/eagle1").glob("step-*"))
 
 
-def test_a_run_that_its_budget_ended_goes_on_with_another_and_as_no_other_run(
-    run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_its_budget_ended_goes_on_with_another(run: Any, tmp_path: Path, capsys: Any) -> None:
     assert call(train_main, *run, "--train.max_seconds", "0") == 0
     assert call(train_main, *run, "--train.max_seconds", "60", "--train.seed", "5") == 2
     assert "holds another train (train.max_seconds: 0.0 there, 60.0 asked; train.seed" in capsys.readouterr().err
@@ -388,17 +337,3 @@ def test_a_run_that_its_budget_ended_goes_on_with_another_and_as_no_other_run(
     assert "going on from step 1 of 3" in capsys.readouterr().out
     record = json.loads((tmp_path / "run/heads/eagle1/provenance.json").read_text())
     assert (record["ended"], record["steps"]) == ("finished", 3)
-
-
-def test_what_a_save_does_not_depend_on_may_change_and_the_rest_may_not(
-    run: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    choosing = (*run, "--train.measure_prompts", "1", "--train.measure_new_tokens", "4")
-    killed_at_its_end(*choosing)
-    assert call(train_main, *choosing, "--tree.levels", "3") == 2
-    assert "of another recipe or other data (tree.levels: 4 there, 3 asked)" in capsys.readouterr().err
-    killed_at_its_end(*run, "--overwrite", "--train.seed", "1")
-    conversations = tiny.write_conversations(tmp_path / "other.jsonl", 60, seed=1)
-    other = (*run, "--train.seed", "1", "--data.conversations", f"[{conversations}]")
-    assert call(data_main, "features", *other, "--overwrite") == 0 and call(train_main, *other) == 2
-    assert "step 2 of another recipe or other data (features: " in capsys.readouterr().err

@@ -3,9 +3,9 @@
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.train import Eagle1Train
 from aerie.model import storage
-from aerie.model.checkpoint import head_facts, load_head
+from aerie.model.checkpoint import head_facts
 from aerie.train import loop, resume
 from aerie.train.loop import Loop
 from aerie.train.resume import RECORD, Progress, folders
@@ -33,7 +33,7 @@ Run = tuple[Path, tuple[Outcome, Loop]]
 
 
 def same(one: Run, other: Run) -> None:
-    """Asserts that two finished runs in two directories cannot be told apart but by their clocks."""
+    """Asserts that two finished runs cannot be told apart but by their clocks."""
     (place, (outcome, first)), (elsewhere, (ended, second)) = one, other
     assert all(weights(second)[name].equal(value) for name, value in weights(first).items())
     mine, yours = (made.optimizer.state_dict()["state"] for made in (first, second))
@@ -61,15 +61,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     return run
 
 
-def cut(directory: Path, settings: Eagle1Train, batch: int = 8, measure: Any = None) -> None:
-    """A sitting that fails in the forward of a batch, after saves."""
+def cut(directory: Path, settings: Eagle1Train, batch: int = 8) -> None:
     with pytest.raises(RuntimeError, match="power cut"):
-        sitting(job(directory, settings, (batch, 0)), measure=measure)
+        sitting(job(directory, settings, (batch, 0)))
 
 
 @pytest.mark.parametrize(("number", "state"), resume.STATES.items())
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
-    tmp_path: Path, undisturbed: Callable[..., Run], number: signal.Signals, state: str
+    tmp_path: Path, undisturbed: Any, number: signal.Signals, state: str
 ) -> None:
     settings: dict[str, Any] = {"accumulation": 2, "batch_size": 2, "eval_every": 4, "log_every": 4}
     stopped, _ = sitting(job(tmp_path, config(**settings), (11, number)))
@@ -78,16 +77,13 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     same(undisturbed(**settings), (tmp_path, sitting(job(tmp_path, config(**settings)))))
 
 
-def test_a_run_killed_again_and_again_and_with_a_broken_newest_save_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: Callable[..., Run], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, undisturbed: Any, capsys: Any) -> None:
     for batch in (2, 5, 4, 1, 7):
         dies = job(tmp_path, config(**BUSY), (batch, signal.SIGKILL))
         assert ended_by(lambda dies=dies: sitting(dies)) == -signal.SIGKILL
     assert [folder.name for folder in folders(tmp_path / "state")] == ["step-00000012", "step-00000009"]
     flip(tmp_path / "state/step-00000012/optimizer.bin", 900)
-    for path in (tmp_path / "head").iterdir():
-        path.unlink()  # the save has the best weights, too
+    shutil.rmtree(tmp_path / "head")  # the save has the best weights, too
     same(undisturbed(**BUSY), (tmp_path, sitting(job(tmp_path, config(**BUSY)))))
     printed = capsys.readouterr()
     assert "step-00000012/optimizer.bin: is not what was written" in printed.err
@@ -95,27 +91,22 @@ def test_a_run_killed_again_and_again_and_with_a_broken_newest_save_is_the_undis
 
 
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "before anything of the first save is written": (storage, "directory_atomically", 1),
+    "before the first save": (storage, "directory_atomically", 1),
     "before its record": (resume.Manifest, "write", 2),
-    "before it is durable": (storage, "sync", 1),
     "before the directory knows it": (storage, "sync", 40),
-    "before an older one goes": (storage, "remove_directory", 1),
     "while older ones go": (storage.shutil, "rmtree", 9),
-    "before the best weights are the output": (resume, "publish", 3),
     "while the best weights become the output": (storage, "write_atomically", 5),
     "before the last evaluation": (loop, "full_weights", 4),
 }
 
 
 def growing(head: Any) -> dict[str, float]:
-    """Something that grows with the steps in place of a measured tau, so that each evaluation has the best weights."""
-    return {"tau": 1.0 / float(head.fc.weight.norm())}
+    """Grows with the steps, so that each evaluation has the best weights."""
+    return {"tau": 1.0 / float(head.fc.weight.detach().norm())}
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(
-    tmp_path: Path, undisturbed: Callable[..., Run], point: str
-) -> None:
+def test_a_kill_at_any_point_of_a_save_costs_only_time(tmp_path: Path, undisturbed: Any, point: str) -> None:
     def dies() -> None:
         kill_at(*POINTS[point])
         sitting(job(tmp_path, config(**SHORT)), measure=growing)
@@ -127,48 +118,35 @@ def test_a_kill_at_any_point_of_a_save_costs_nothing_but_time(
 
 
 def test_the_output_is_that_of_the_save_whatever_was_measured_after_it(tmp_path: Path) -> None:
-    scores, seen = iter([2.0, 1.0, 5.0]), []  # the save of step 2 lies before the third
-
-    def measure(head: Any) -> dict[str, float]:
-        seen.append(head.fc.weight.clone())
-        return {"tau": next(scores, 0.5)}
-
+    scores = iter([2.0, 1.0, 5.0])  # the save of step 2 lies before the third
     settings = config(max_steps=5, eval_every=1, save_every=2)
-    cut(tmp_path, settings, 4, measure)
-    assert head_facts(tmp_path / "head")["tau"] == 5.0
-    outcome, _ = sitting(job(tmp_path, settings), measure=measure)  # another machine measures other values
-    assert (outcome.progress.best_score, outcome.progress.best_step) == (2.0, 1)
-    assert head_facts(tmp_path / "head")["tau"] == 2.0 and load_head(tmp_path / "head").fc.weight.equal(seen[0])
+    for stop in ((4, 0), None):  # another machine measures other values
+        with pytest.raises(RuntimeError, match="power cut") if stop else nullcontext():
+            sitting(job(tmp_path, settings, stop), measure=lambda head: {"tau": next(scores, 0.5)})
+        assert head_facts(tmp_path / "head")["tau"] == (5.0 if stop else 2.0)
 
 
 @pytest.mark.slow
-def test_a_tracker_goes_on_in_the_same_run_and_has_no_step_twice(
-    tmp_path: Path, undisturbed: Callable[..., Run]
-) -> None:
+def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path, undisturbed: Any) -> None:
     settings: dict[str, Any] = {"save_every": 4, "trackers": ("tensorboard",)}
+    dies = job(tmp_path, config(**settings), (7, signal.SIGKILL))
+    assert ended_by(lambda: sitting(dies)) == -signal.SIGKILL
+    time.sleep(1)  # tensorboard orders its files by the second
     whole = undisturbed(**settings)
-    for batch in (7, 2):
-        dies = job(tmp_path, config(**settings), (batch, signal.SIGKILL))
-        assert ended_by(lambda dies=dies: sitting(dies)) == -signal.SIGKILL
-        time.sleep(1)  # tensorboard orders its files by the second
     same(whole, (tmp_path, sitting(job(tmp_path, config(**settings)))))
     curves = []
     for run in (whole[0], tmp_path):
         (place,) = {path.parent for path in run.rglob("events.out.tfevents.*") if path.parent.name == "aerie"}
         read = EventAccumulator(str(place)).Reload()
-        curves.append({tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]})
-    for tag in ("train/loss", "train/grad_norm", "held_out/held_out_predicted_tau"):
-        assert curves[0][tag] == curves[1][tag], tag
-    assert [step for step, _ in curves[1]["train/loss"]] == list(range(1, 16))
+        curves.append([(event.step, event.value) for event in read.Scalars("train/loss")])
+    assert curves[0] == curves[1] and [step for step, _ in curves[1]] == list(range(1, 16))
 
 
-def test_another_recipe_processes_or_engine_are_refused_each_with_its_sentence(tmp_path: Path) -> None:
+def test_another_recipe_processes_or_engine_are_refused(tmp_path: Path, undisturbed: Any) -> None:
     fresh = Progress({"rows": "r", "train": {"log_every": 1, "seed": 0}}, 2, "ZeRO-2 bf16", "NVIDIA A")
     resume.save(tmp_path, replace(fresh, step=7), lambda folder: None, 0, lambda: None, 2)
     others: dict[str, dict[str, Any]] = {
-        r"step 7 of another recipe or other data \(rows: r there, s asked; train.seed: 0 there": {
-            "made_of": {"rows": "s", "train": {"log_every": 2, "seed": 1}}
-        },
+        r"\(rows: r there, s asked; train.seed: 0 there": {"made_of": {"rows": "s", "train": {"seed": 1}}},
         "saved by 2 processes, now there are 4; go on with --num_processes 2, or": {"world_size": 4},
         "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": {"engine": "plain bf16"},
     }
@@ -179,45 +157,33 @@ def test_another_recipe_processes_or_engine_are_refused_each_with_its_sentence(t
         assert resume.find(tmp_path, other, overwrite=True) == (other, None, [])
     progress, _, warnings = resume.find(tmp_path, replace(fresh, machine="NVIDIA B"), overwrite=False)
     assert progress.step == 7 and "saved with NVIDIA A, this is NVIDIA B" in warnings[0]
+    cut(tmp_path / "run", config(save_every=4))
+    continued = sitting(job(tmp_path / "run", config(save_every=2, keep_last=3, loss_chunk_slots=512)))
+    same(undisturbed(save_every=4), (tmp_path / "run", continued))
+    assert len(folders(tmp_path / "run/state")) == 3 and all(hasattr(config(), name) for name in resume.FREE)
 
 
-def test_what_moves_no_weight_may_change(tmp_path: Path, undisturbed: Callable[..., Run]) -> None:
-    cut(tmp_path, config(save_every=4))
-    continued = sitting(job(tmp_path, config(save_every=2, keep_last=3, loss_chunk_slots=512)))
-    same(undisturbed(save_every=4), (tmp_path, continued))
-    assert len(folders(tmp_path / "state")) == 3 and all(hasattr(config(), name) for name in resume.FREE)
-
-
-def flip(path: Path, place: int = -1) -> None:
+def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 0x10
     path.write_bytes(content)
 
 
 def save(directory: Path, step: int) -> Path:
-    """A save of two small files."""
-
-    def fill(folder: Path) -> None:
-        (folder / "ranks").mkdir()
-        torch.save(torch.arange(step), folder / "weights.bin")
-        (folder / "ranks/0").write_text(f"rank 0 at step {step}")
-
+    fill = lambda folder: torch.save(torch.arange(step), folder / "weights.bin")  # noqa: E731
     resume.save(directory, replace(FRESH, step=step), fill, 0, lambda: None, 2)
     return directory / f"step-{step:08d}"
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "flipped": (lambda folder: flip(folder / "weights.bin", 200), r"weights.bin: is not what was written"),
+    "flipped": (lambda folder: flip(folder / "weights.bin", 200), "weights.bin: is not what was written"),
     "flipped in the record": (lambda folder: flip(folder / RECORD, 40), RECORD),
-    "a file missing": (lambda folder: (folder / "ranks/0").unlink(), r"ranks/0: missing"),
-    "the record missing": (lambda folder: (folder / RECORD).unlink(), rf"{RECORD}: No such file"),
+    "a file missing": (lambda folder: (folder / "weights.bin").unlink(), "weights.bin: missing"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_broken_newest_save_is_skipped_with_its_name_and_a_broken_only_one_refused(
-    damage: str, tmp_path: Path
-) -> None:
+def test_a_broken_newest_save_is_skipped_and_a_broken_only_one_refused(damage: str, tmp_path: Path) -> None:
     harm, said = DAMAGES[damage]
     save(tmp_path / "two", 3)
     harm(save(tmp_path / "two", 6))
@@ -229,29 +195,22 @@ def test_a_broken_newest_save_is_skipped_with_its_name_and_a_broken_only_one_ref
     harm(save(tmp_path / "one", 6))
     with pytest.raises(UserError, match=f"(?s){said}.*no other save is whole: start anew with --overwrite$"):
         resume.find(tmp_path / "one", FRESH, overwrite=False)
-    progress, folder, (warning,) = resume.find(tmp_path / "one", FRESH, overwrite=True)
-    assert folder is None and progress == FRESH and "starting anew" in warning
+    assert resume.find(tmp_path / "one", FRESH, overwrite=True)[:2] == (FRESH, None)
 
 
-def test_a_full_disk_is_one_line_and_the_save_before_stays(small_disk: Path) -> None:  # noqa: F811
+def test_a_full_disk_and_two_trainings_at_once_are_one_line(
+    small_disk: Path,  # noqa: F811
+) -> None:
     settings, run = config(save_every=2, eval_every=0), small_disk / "run"
     cut(run, settings, 4)
     size = sum(path.stat().st_size for path in (run / "state/step-00000002").rglob("*"))
     free = shutil.disk_usage(small_disk).free
-    for room in (size // 10, size // 2, size - 5000):  # the weights, the optimiser or the last files do not fit
+    for room in (size // 10, size - 5000):  # the weights or the last files do not fit
         (small_disk / "filler").write_bytes(b"0" * (free - room))
         with pytest.raises(NotWritable, match=r"step-00000004: cannot be written .*free some space"):
             sitting(job(run, settings))
         assert [path.name for path in (run / "state").glob("*step*")] == ["step-00000002"]
         (small_disk / "filler").unlink()
+    with resume.training_alone(run / "state"), pytest.raises(UserError, match="another process is training there"):
+        resume.training_alone(run / "state")
     assert sitting(job(run, settings))[0].state == "finished"
-
-
-def test_a_read_only_disk_and_two_trainings_on_the_same_saves_are_one_line(small_disk: Path) -> None:  # noqa: F811
-    save(small_disk, 3)
-    with resume.training_alone(small_disk), pytest.raises(UserError, match="another process is training there; wait"):
-        resume.training_alone(small_disk)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(NotWritable, match=r"step-00000006: cannot be written .Read-only file system.; choose another"):
-        save(small_disk, 6)
-    assert resume.find(small_disk, FRESH, overwrite=False)[0].step == 3
