@@ -38,7 +38,7 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (LOSSES, "(log_p.exp() * (log_p - log_q)).sum(-1)", "(log_q.exp() * (log_q - log_p)).sum(-1)"),
     (LOSSES, "math.log1p(-beta)", "math.log(beta)"),
     (LOSSES, "torch.minimum(log_q, log_p).exp()", "torch.maximum(log_q, log_p).exp()"),
-    (LOSSES, "-eta * alpha.detach()", "-eta * alpha"),
+    (LOSSES, "_eta * alpha.detach()", "_eta * alpha"),
     (LOSSES, "logits.float().logsumexp(-1) - log_normaliser", "0 * log_normaliser"),
     (CHAT, "if first > 0 and ends[first - 1] > start:", "if False:"),
     (CHAT, "turns[first : end_token + 1]", "turns[first + 1 : end_token + 2]"),
