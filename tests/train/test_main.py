@@ -124,7 +124,7 @@ MISTAKES = [
     ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
     ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
     ("eagle1", "--head.init_from /no/head", "/no/head: no such head directory"),
-    ("draft_lm", "--head.init_from OTHER", "a draft LM shares the tokenizer of its target"),
+    ("draft_lm", "--head.init_from OTHER", "choose a draft LM with the target's tokenizer"),
     ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens"),
     ("eagle3", "--target SHALLOW", "has 4 blocks, and the default taps .* need at least 7"),
     ("eagle3", "--features.after_blocks [1,3,4]", r"after_blocks: \[2, 3, 4\] there, \[1, 3, 4\] asked; rebuild"),
