@@ -319,6 +319,7 @@ COMMANDS = (generate, calibrate, bench, tune, report, compare, verify)
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
         "--prompt": {"required": True},
+        "--raw": {"action": "store_true", "help": "the prompt as it is, without the chat template"},
         "--method": {"choices": get_args(Method), "help": "default: the usual one of the head"},
         "--row": {**FILE, "help": "a method and its tree"},
         "--max-new-tokens": {"type": int},

@@ -51,7 +51,8 @@ def answer(
 ) -> None:
     """Streams the answer to stdout, statistics to stderr. settings: transformers' names; null: the target's own."""
     decoder = make_decoder(Drafters(target), asked, head, "--method")
-    ids = encode(arguments.prompt, tokenizer, target)
+    plain = tokenizer(arguments.prompt)["input_ids"] if arguments.raw else None
+    ids = encode(arguments.prompt, tokenizer, target) if plain is None else torch.tensor([plain], device=target.device)
     streamer, trees = ColouredStreamer(tokenizer), list[Tree]()
 
     def watch(cycle: Cycle) -> None:
