@@ -72,7 +72,7 @@ def taps(text: str) -> tuple[int, ...]:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """1 where the head does not load or does not fit the target."""
-    from aerie.model.inspection import inspect_head, screen
+    from aerie.model.export import inspect_head, screen
 
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
     print(json.dumps(head, indent=1) if arguments.json else screen(head))
@@ -100,7 +100,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    from aerie.model.inspection import inspect_head
+    from aerie.model.export import inspect_head
     from aerie.model.push import pack, removals, upload
 
     repo, revision = arguments.repo, arguments.revision

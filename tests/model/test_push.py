@@ -17,10 +17,9 @@ from aerie.configs.errors import UserError
 from aerie.infer.decode.methods import Calibrator, load_calibrator
 from aerie.model import push
 from aerie.model.checkpoint import head_facts, load_head, save_head
-from aerie.model.export import export
+from aerie.model.export import export, inspect_head
 from aerie.model.formats.eagle import CHECKED
 from aerie.model.hub import head_directory, readable_errors
-from aerie.model.inspection import inspect_head
 from aerie.model.push import Files, pack, public, upload
 from aerie.model.storage import digests
 from tests import tiny

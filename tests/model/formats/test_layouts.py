@@ -11,11 +11,10 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import Eagle3Section
 from aerie.model import export as exporting
 from aerie.model.checkpoint import head_facts, load_head, new_head, save_head
-from aerie.model.export import export
+from aerie.model.export import export, inspect_head, screen
 from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle import CHECKED, sglang_numbers
 from aerie.model.formats.layouts import read_content, read_tensors
-from aerie.model.inspection import inspect_head, screen
 from aerie.model.target import fingerprint
 from tests import tiny
 from tests.model.formats import published
