@@ -85,8 +85,9 @@ def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
 
 def _require_modules(tree: TreeConfig, max_levels: int, place: str, head: str) -> None:
     if tree.levels > max_levels:
-        key = "choices" if tree.shape == "static" else "levels"
-        raise UserError(f"{place}: is {tree.levels} levels deep, and {head} has {max_levels} heads; change tree.{key}")
+        known = f"{head} has {max_levels} heads, one a level"
+        fix = "give tree.choices of at most" if tree.shape == "static" else "set tree.levels to"
+        raise UserError(f"{place}: is {tree.levels} levels deep, and {known}; {fix} {max_levels}")
 
 
 def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:

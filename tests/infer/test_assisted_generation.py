@@ -23,12 +23,9 @@ from tests import tiny
 SETTINGS: dict[Method, dict[str, Any]] = {
     "sps": {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"},
     "sps-heuristic": {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic"},
-    "sps-confidence": {
-        "num_assistant_tokens": 20,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.4,
-    },
+    "sps-confidence": {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant"},
 }
+SETTINGS["sps-confidence"]["assistant_confidence_threshold"] = 0.4
 
 
 def models(noise: float = 0.02) -> tuple[Target, Target]:

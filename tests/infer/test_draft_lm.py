@@ -14,18 +14,9 @@ from aerie.infer.decode.drafters.lm import DraftLMDrafter, load_draft_lm
 from aerie.model.target import Target
 from tests import tiny
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "sliding_window": 12,
-}
+SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+SIZES |= {"initializer_range": 0.2, "sliding_window": 12}
 PROMPT = torch.arange(20, 40)
 
 

@@ -5,12 +5,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.drafters.heads import EagleDrafter, HydraDrafter, MedusaDrafter
+from aerie.infer.decode.drafters.heads import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import DRAFTERS, drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
@@ -72,56 +72,6 @@ def expected(head: Any, target: Target, text: Tensor, path: tuple[int, ...]) -> 
         out = head(line[:, :count], features, torch.arange(count)[None])
         features = torch.cat([features, out[:, -1:]], dim=1)
     return (head.logits if known.taps is not None else target.logits)(out[0, -1:])[0].log_softmax(-1)
-
-
-class Oracle(nn.Module):
-    """A Medusa or Hydra head that knows the text, and finds its place in it by the feature that it is given."""
-
-    def __init__(self, target: Target, text: Tensor, num_heads: int = 4) -> None:
-        super().__init__()
-        self.config = make_head(target, "hydra", num_heads=num_heads).config
-        self.features, self.text = target.features(text[None]).last_hidden[0], text
-        self.embedding, self.calls = target.vocab.embedding, 0
-
-    def step(self, index: int, state: Tensor, embeddings: Tensor) -> Tensor:
-        self.calls += 1
-        distance, place = (self.features - state[:1]).norm(dim=-1).min(-1)
-        assert float(distance) < 1e-3  # a true feature
-        ahead = int(place) + 1  # of the root
-        row = embeddings.view(len(embeddings), index + 1, -1)[0]  # the best node's path
-        torch.testing.assert_close(row, self.embedding[self.text[ahead : ahead + index + 1]])
-        right = self.text[min(ahead + index + 1, len(self.text) - 1)]
-        return torch.zeros(len(state), len(self.embedding)).index_fill_(1, right, 30.0)
-
-    def forward(self, features: Tensor) -> Tensor:
-        self.calls += 1
-        place = int((self.features - features).norm(dim=-1).argmin())
-        rights = self.text[(place + 2 + torch.arange(self.config.num_heads)).clamp(max=len(self.text) - 1)]
-        return torch.zeros(len(rights), 1, len(self.embedding)).scatter_(2, rights[:, None, None], 30.0)
-
-
-@pytest.mark.parametrize("tree", [ChainConfig(levels=4), DynamicConfig(levels=3, k=1, nodes=4)])
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_a_perfect_draft_is_accepted_whole_and_costs_what_its_heads_cost(kind: str, tree: TreeConfig) -> None:
-    target, ids = make_target(), prompts(3)[-1]
-    text = torch.tensor(greedy(target, ids, 48)[0])
-    head = Oracle(target, text)
-    drafter = MedusaDrafter(head) if kind == "medusa" else HydraDrafter(head, target)
-    drafted: list[tuple[int, int]] = []
-
-    def watch(cycle: Cycle) -> None:
-        drafted.append((cycle.tree.draft_forwards, cycle.tree.levels))
-        assert cycle.verdict.accepted == cycle.tree.levels == cycle.tree.num_drafted
-
-    new = 1 + 6 * (tree.levels + 1) + 1
-    found = SpeculativeDecoder(target, drafting(drafter, tree)).generate(
-        ids, do_sample=False, max_new_tokens=new, on_cycle=watch
-    )
-    assert found.sequences[0].equal(text[: ids.shape[1] + new])
-    statistics = found.statistics
-    assert statistics.cycle_tokens == [*[tree.levels + 1] * 6, 1]  # at last there is no room for a draft
-    assert drafted == [*[(1 if kind == "medusa" else tree.levels, tree.levels)] * 6, (0, 0)]
-    assert head.calls == statistics.draft_forwards and statistics.draft_forwards_wasted == 0
 
 
 @pytest.mark.parametrize(("kind", "options"), LOADED)

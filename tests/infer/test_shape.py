@@ -1,7 +1,6 @@
 """Trees against brute force: chains, static trees, EAGLE-2's expansion and reranking, node by node."""
 
 import itertools
-import math
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -22,7 +21,7 @@ from aerie.configs.schema.decode import (
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Children, StaticTree, make_shape
 from aerie.infer.decode.stop import Heuristic, Stop
-from aerie.infer.decode.tree import Level, Tree
+from aerie.infer.decode.tree import Tree
 from tests.infer.laws import GREEDY, TableDrafter, check_connected, node_paths, paths, sampler
 from tests.infer.laws import TABLE_VOCAB as VOCAB
 
@@ -226,28 +225,3 @@ def test_growth_ends_at_what_is_left_to_write_and_at_the_stop_rule(
     assert len(tree) == 1 + sum((4, 8, 8, 3, 2)[:levels])
     assert tree.levels == tree.draft_forwards == drafter.calls == int(tree.depth.max()) == levels
     assert tree.proposal is None or len(tree.proposal.laws) == len(tree)
-
-
-class Remembers(Stop):
-    """Stops at a depth, and remembers which levels it was shown."""
-
-    def __init__(self, levels: int) -> None:
-        super().__init__(levels=levels)
-        self.seen: list[Level] = []
-
-    def ends(self, level: Level) -> bool:
-        self.seen.append(level)
-        return level.depth >= self.levels
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_rule_is_shown_the_token_that_stays(temperature: float) -> None:
-    """The token on which it ends growth is in the chain, and no forward is paid after it."""
-    drafter, stop = TableDrafter(3), Remembers(2)
-    tree = StaticTree(stop, LINE, "sampled").grow(drafter, ROOT, 6, sampler(temperature, 1.0))
-    assert len(tree) == 3 and drafter.calls == 2 and tree.levels == tree.draft_forwards == 2
-    assert [level.depth for level in stop.seen] == [1, 2]
-    assert [float(level.confidence) for level in stop.seen] == tree.confidence[1:].tolist()
-    law = drafter.law((int(tree.tokens[1]),))  # unprocessed
-    torch.testing.assert_close(stop.seen[1].log_q[0], law)
-    assert math.isclose(float(stop.seen[1].survival), float(tree.survival[2]), abs_tol=1e-6)
