@@ -15,9 +15,15 @@ from aerie.configs.read import Section, validate
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeConfig, check_kind
 from aerie.configs.schema.target_and_head import MULTI_TOKEN
-from aerie.infer.decode.drafters.heads import EagleDrafter, HydraDrafter, MedusaDrafter
-from aerie.infer.decode.drafters.lm import DraftLMDrafter, load_draft_lm
-from aerie.infer.decode.drafters.ngram import Lookahead, PromptLookup
+from aerie.infer.decode.drafters import (
+    DraftLMDrafter,
+    EagleDrafter,
+    HydraDrafter,
+    Lookahead,
+    MedusaDrafter,
+    PromptLookup,
+    load_draft_lm,
+)
 from aerie.infer.decode.sampling import token_ids
 from aerie.infer.decode.shape import Calibrate, Drafter, Drafting, Proposer, make_shape, unchanged
 from aerie.model.checkpoint import check_sizes, head_facts, kind_of, load_head, position_warnings

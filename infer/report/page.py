@@ -1,11 +1,14 @@
-"""The report of a run: summary.json and details.json, tables, pictures and one page."""
+"""The report: its page, pictures and files."""
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -13,10 +16,278 @@ from aerie.configs.errors import UserError
 from aerie.infer.measure import record as bench_files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import SummaryRow
-from aerie.infer.measure.statistics import Group, summary_row, told_apart
+from aerie.infer.measure.statistics import VANILLA, Group, summary_row, told_apart
 from aerie.infer.report import tables
-from aerie.infer.report.plots import pictures, standalone
+from aerie.infer.report.tables import LEVELS, Grid, Line, label, numeric
 from aerie.model.storage import read_json, write_json, write_text
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
+
+INK, MUTED, GRID, BAD, QUIET = "#1c2127", "#626a75", "#e3e0d8", "#b3261e", "#98a1ae"
+SERIES = ("#c2570c", "#0f766e", "#5b4fc4", "#b7931a", "#b03a73", "#2f6fb5")
+WIDTH, POINTS = 332.0, 72.0  # of a picture, in points, and points per inch
+MAX_ROWS = 4  # in the pictures by depth
+MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
+DASHED = (0, (3, 3))
+SHARES: dict[str, Any] = {"ylim": (-0.03, 1.05), "yticks": [0, 0.5, 1]}  # a vertical axis of them
+Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (null: no point), colour, line style
+RC = {
+    "font.size": 10.5,
+    "svg.fonttype": "none",  # text stays text: selectable, and in the page's own font
+    "svg.hashsalt": "aerie",  # same data, same bytes
+    "text.color": INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "figure.constrained_layout.h_pad": 0.08,
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size"), 0),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
+}
+
+
+def pictures(
+    rows: Sequence[SummaryRow], details: Mapping[str, Any], grids: Sequence[Grid], contexts: Mapping[str, Grid]
+) -> dict[str, str]:
+    """Every picture that the figures allow, name -> an <svg> element; details as in details.json."""
+    calibration, analysis, tuning = details["calibration"], details["analysis"], details["tuning"]
+    with rc_context(RC):
+        figures = {
+            "tau": _bars(rows, "tau", [row["tau_ci95"] for row in details["rows"]]),
+            "speedup": _bars(rows, "speedup", [row.speedup_ci95 for row in rows]),
+        }
+        if drafting := [row for row in rows if row.tree and row.target_forwards]:
+            figures["depth"] = _accepted(drafting)
+        if calibration is not None and calibration["nodes"]:
+            bins = calibration["bins"]
+            figures["reliability"], axes = _confidence("acceptance", {"all prompts": bins}, least=1)
+            counts, middles = axes.twinx(), [(item["low"] + item["high"]) / 2 for item in bins]
+            counts.bar(middles, [item["count"] for item in bins], width=0.86 / len(bins), color=QUIET, alpha=0.25)
+            counts.set(yscale="log", ylabel="nodes in the bin (bars)")
+            counts.grid(visible=False)
+        if analysis is not None:
+            figures |= _nodes(analysis)
+            figures |= _laws(analysis["laws"]) if analysis["laws"] else {}
+        if tuning is not None:
+            figures["tuning-costs"] = _costs(tuning["heads"])
+        for grid in grids:
+            if grid.picture is None:
+                continue
+            panels = {"tau": (grid.lines, ["tau"])}
+            if grid.key == LEVELS:
+                spent = ["draft_forwards", "draft_forwards_wasted"]
+                panels["draft forwards per prompt (dashed: wasted)"] = (grid.lines, spent)
+            panels["speedup over vanilla"] = (grid.lines, ["speedup"])
+            figures[grid.picture] = _along(panels, grid.values, "largest depth" if grid.key == LEVELS else grid.key)
+        if contexts:
+            panels = {
+                "speedup from the start to a length": (contexts["cumulative"].lines, ["speedup"]),
+                "tau between a length and the one before": (contexts["bucket"].lines, ["tau"]),
+            }
+            figures["sweep-contexts"] = _along(panels, contexts["bucket"].values, "tokens, the prompt included")
+        return {name: _svg(figure, name) for name, figure in figures.items()}
+
+
+def standalone(svg: str) -> str:
+    style = "<style>svg{background:#fff;font-family:sans-serif}</style>"
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace(">", f">{style}", 1)
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as text; ids get its name, for a page holds many."""
+    buffer = io.StringIO()
+    FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = buffer.getvalue()
+    head, rest = text[text.index("<svg") :].split(">", 1)
+    box = re.findall(r'viewBox="[^"]+"', head)[0]
+    text = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box}>{rest}'
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    return text.replace("'DejaVu Sans'", "var(--sans, 'DejaVu Sans')").strip() + "\n"
+
+
+def _figure(
+    panels: Mapping[str, Sequence[Curve]], xlabel: str, legend: Mapping[str, str] | None = None, height: float = 116.0
+) -> tuple[Figure, list[Axes]]:
+    """A panel of this height in points for each title, below a legend of name -> colour."""
+    legend = legend or {}
+    columns = 4 if max(map(len, legend), default=0) < 8 else 1
+    total = (height + 42.0) * len(panels) + 16.0 * -(-len(legend) // columns) + 14.0
+    figure = Figure(figsize=(WIDTH / POINTS, total / POINTS), dpi=POINTS, layout="constrained")
+    every: list[Axes] = list(figure.subplots(len(panels), squeeze=False)[:, 0])
+    if legend:
+        handles = [Line2D([], [], color=colour, linewidth=5.0) for colour in legend.values()]
+        figure.legend(handles, list(legend), loc="outside upper left", ncols=columns, handlelength=1.0, borderpad=0.0)
+    for axes, (title, curves) in zip(every, panels.items(), strict=True):
+        axes.set_title(title)
+        for places, values, colour, style in curves:
+            points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o")
+    every[-1].set_xlabel(xlabel)
+    return figure, every
+
+
+def _bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[float] | None]) -> Figure:
+    """tau or speedup with its interval, a band for each row under its label; a failed row has no bar."""
+    bands, xlabel, unit = max(2, len(rows)), "tau (tokens per target forward)", ""
+    if key == "speedup":
+        xlabel, unit = "speedup over vanilla", "×"
+    figure, (axes,) = _figure({"": ()}, xlabel, height=44.0 * bands)
+    ends = [max(getattr(row, key) or 0.0, *(bounds or [0.0])) for row, bounds in zip(rows, intervals, strict=True)]
+    limit = 1.25 * max([1.0, *ends])
+    for place, (row, bounds) in enumerate(zip(rows, intervals, strict=True)):
+        value, text, colour = getattr(row, key), "not measured" if row.status == "ok" else "failed: no figure", BAD
+        if value is not None:
+            axes.barh(place, value, height=0.42, color=SERIES[place % len(SERIES)] if row.tree else QUIET)
+            text, colour = f"{value:.2f}{unit}", INK
+        if bounds and row.method != VANILLA:
+            axes.plot(bounds, [place, place], color=INK, linewidth=1.3, marker="|", markersize=6)
+        axes.annotate(label(row, rows), (0, place), (1, 16), textcoords="offset points", va="center", in_layout=False)
+        axes.text(ends[place] + limit * 0.018, place, text, va="center", color=colour, weight="bold", in_layout=False)
+    axes.set(xlim=(0, limit), ylim=(bands - 0.6, -0.6), yticks=[])
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.axvline(1.0, color=QUIET, linewidth=1.0, linestyle=DASHED, zorder=0)
+    return figure
+
+
+def _accepted(rows: Sequence[SummaryRow]) -> Figure:
+    """Acceptance by depth of the MAX_ROWS rows of highest tau."""
+    best = sorted(rows, key=lambda row: row.tau or 0.0, reverse=True)[:MAX_ROWS]
+    chosen = [row for row in rows if row in best]
+    above, below, legend = list[Curve](), list[Curve](), {}
+    for row, colour in zip(chosen, SERIES, strict=False):
+        legend[label(row, rows)] = colour
+        reached = np.array(row.accepted_histogram)[::-1].cumsum()[::-1]  # cycles that keep at least d draft tokens
+        enough = np.flatnonzero(reached[:-1] >= MIN_CYCLES)
+        above.append((range(1, len(reached)), reached[1:] / reached[0], colour, "-"))
+        below.append((enough + 1, reached[enough + 1] / reached[enough], colour, "-"))
+    panels = {"P(accepted ≥ d)": above, "P(accepted ≥ d | accepted ≥ d − 1)": below}
+    figure, (first, second) = _figure(panels, "draft depth d", legend, 90.0)
+    for axes in (first, second):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(**SHARES)
+    second.set_xlim(first.get_xlim())
+    return figure
+
+
+def _confidence(
+    title: str, curves: Mapping[str, Any], colours: Sequence[str] = SERIES, least: int = MIN_NODES
+) -> tuple[Figure, Axes]:
+    """Acceptance against confidence; curves: name -> bins."""
+    drawn: list[Curve] = [([0, 1], [0, 1], MUTED, DASHED)]
+    for bins, colour in zip(curves.values(), colours, strict=False):
+        filled = [item for item in bins if item["count"] >= least]
+        drawn.append(([item["confidence"] for item in filled], [item["acceptance"] for item in filled], colour, "-"))
+    legend = dict(zip(curves, colours, strict=False)) if len(curves) > 1 else None
+    figure, (axes,) = _figure({title: drawn}, "confidence (q of the drafted token)", legend, 190.0)
+    axes.lines[0].set(marker="", linewidth=1.0)
+    axes.set(**SHARES, xlim=(-0.02, 1.02), xticks=[0, 0.25, 0.5, 0.75, 1])
+    return figure, axes
+
+
+def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
+    figures = {}
+    if scores := analysis["calibrator"]:
+        fits = {"before": "the head’s own", "temperature": "temperature", "isotonic": "isotonic"}
+        held_out = [(name, scores["held_out"][fit]) for fit, name in fits.items()]
+        curves = {f"{name}, ECE {one['ece']:.3f}": one["bins"] for name, one in held_out}
+        figures["calibration-calibrator"], _ = _confidence(
+            "acceptance, held-out half", curves, (QUIET, SERIES[1], SERIES[0])
+        )
+    if depths := analysis["by_depth"][:4]:
+        curves = {f"depth {one['depth']}, ECE {one['ece']:.3f}": one["bins"] for one in depths}
+        figures["calibration-by-depth"], _ = _confidence("acceptance", curves)
+    if places := analysis["positions"]:
+        # a box per place over the prompts' own acceptance rates, as EAGLE-2's figure 5 has points
+        figures["calibration-places"], (axes,) = _figure({"acceptance rate of each prompt": ()}, "", height=170.0)
+        names, at = ("whislo", "q1", "med", "q3", "whishi"), range(len(places))
+        boxes = [dict(zip(names, one["quartiles"], strict=True)) for one in places]
+        axes.bxp(boxes, positions=at, showfliers=False, showcaps=False, medianprops={"color": INK})
+        axes.plot(at, [one["acceptance"] for one in places], "o", color=SERIES[0])
+        axes.set_xticks(at, [one["position"] for one in places], rotation=60, fontsize=8.5)
+        axes.set(**SHARES)
+    return figures
+
+
+def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
+    """SVIP's figures 3 and 4."""
+    table = laws["bounds"][-1]
+    names = {"acceptance": "acceptance", "oracle": "oracle bound", "approximation": f"1 − √({table['c']:g} H)"}
+    names["bretagnolle_huber"] = "Bretagnolle–Huber"
+    legend = dict(zip(names.values(), (INK, SERIES[1], SERIES[0], SERIES[2]), strict=True))
+    curves: list[Curve] = []
+    for key, name in names.items():
+        values = table["curve"][key]
+        curves.append((np.linspace(0, 100, len(values)), values, legend[name], "-"))
+    bounds, (axes,) = _figure({"probability": curves}, "laws, by their acceptance probability (%)", legend, 190.0)
+    axes.set_ylim(-1.05, 1.05)
+    for line in axes.lines:
+        line.set(marker="", linewidth=1.5)
+    colours = {"accepted": SERIES[1], "rejected": SERIES[0]}
+    ranks: list[Curve] = [(laws["sorted"]["ranks"], laws["sorted"][key], colours[key], "-") for key in colours]
+    panels = {"KL(q‖p), nats; place 0: the rejected token": [], "mean log q of the token of this rank": ranks}
+    rejections, (above, below) = _figure(panels, "rank in the vocabulary", colours)
+    for row in laws["before_rejection"]:
+        above.bar(row["offset"], row["kl"] or 0.0, width=0.6, color=SERIES[0] if row["offset"] == 0 else SERIES[1])
+    above.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.set_xscale("log", base=4)
+    below.xaxis.set_major_formatter("{x:,.0f}")
+    return {"calibration-bounds": bounds, "calibration-rejections": rejections}
+
+
+def _along(panels: Mapping[str, tuple[Sequence[Line], Sequence[str]]], values: Sequence[Any], xlabel: str) -> Figure:
+    """A panel per title -> (lines, keys) over evenly spaced values; the second key is dashed."""
+    lines, _ = next(iter(panels.values()))
+    legend = {line.label: colour for line, colour in zip(lines, SERIES, strict=False)} if len(lines) > 1 else None
+    curves: dict[str, list[Curve]] = {title: [] for title in panels}
+    for title, (members, keys) in panels.items():
+        for line, colour in zip(members, SERIES, strict=False):
+            places = [values.index(point.value) for point in line.points]
+            for key, style in zip(keys, ("-", DASHED), strict=False):
+                figures = [getattr(point, key) for point in line.points]
+                if key.startswith("draft_"):
+                    figures = [value and value / one.prompts for value, one in zip(figures, line.points, strict=True)]
+                curves[title].append((places, figures, colour, style))
+    figure, every = _figure(curves, xlabel, legend, 96.0)
+    for axes, title in zip(every, curves, strict=True):
+        axes.set_ylim(min(axes.get_ylim()[0], 1.0) if title.startswith(("tau", "speedup")) else 0.0)
+        if title.startswith("speedup"):
+            axes.axhline(1.0, color=MUTED, linewidth=1.0, linestyle=DASHED)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlim(-0.4, len(values) - 0.6)
+        axes.set_xticks(range(len(values)), [f"{value:g}" if numeric([value]) else str(value) for value in values])
+    return figure
+
+
+def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
+    legend = {str(head["kind"]): SERIES[at % len(SERIES)] for at, head in enumerate(heads)}
+    verify, draft = list[Curve](), list[Curve]()
+    for head, colour in zip(heads, legend.values(), strict=True):
+        of_nodes, of_widths = head["costs_ms"]["verify"], head["costs_ms"]["draft"]
+        nodes, widths = sorted(of_nodes, key=int), sorted(of_widths, key=int)
+        verify.append((list(map(int, nodes)), [of_nodes[count] for count in nodes], colour, "-"))
+        draft.append((list(map(int, widths)), [of_widths[k][1] for k in widths], colour, "-"))
+    panels = {"v(N): ms of a target forward by nodes with the root": verify, "ms of one more draft level": draft}
+    figure, every = _figure(panels, "k: expanded nodes of the level", legend)
+    for axes in every:
+        axes.set(xlim=(0, None), ylim=(0, None))
+    return figure
+
 
 SCHEMA = 1
 TINTS = 4

@@ -13,7 +13,7 @@ from transformers.generation import candidate_generator
 
 from aerie.configs.schema.decode import Method, published_tree
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.drafters.lm import DraftLMDrafter
+from aerie.infer.decode.drafters import DraftLMDrafter
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.shape import Cycle

@@ -16,8 +16,7 @@ from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfi
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.drafters.heads import EagleDrafter, MedusaDrafter
-from aerie.infer.decode.drafters.lm import DraftLMDrafter
+from aerie.infer.decode.drafters import DraftLMDrafter, EagleDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, drafting, load_calibrator
 from aerie.infer.decode.sampling import Decoding, Sampler

@@ -14,8 +14,7 @@ from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.drafters.heads import EagleDrafter
-from aerie.infer.decode.drafters.ngram import Lookahead, PromptLookup
+from aerie.infer.decode.drafters import EagleDrafter, Lookahead, PromptLookup
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.sampling import entropy

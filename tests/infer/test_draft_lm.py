@@ -10,7 +10,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.drafters.lm import DraftLMDrafter, load_draft_lm
+from aerie.infer.decode.drafters import DraftLMDrafter, load_draft_lm
 from aerie.model.target import Target
 from tests import tiny
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.drafters.heads import EagleDrafter
+from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import DRAFTERS, drafting, load_head_for
 from aerie.infer.decode.shape import Cycle

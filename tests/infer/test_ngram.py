@@ -9,7 +9,7 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
-from aerie.infer.decode.drafters.ngram import Lookahead, PromptLookup, Trie, continuation
+from aerie.infer.decode.drafters import Lookahead, PromptLookup, Trie, continuation
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.verify import walk

@@ -1,0 +1,361 @@
+"""How to draft: EAGLE, Medusa and Hydra heads, a small LM, n-grams of the text, and lookahead's Jacobi window."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
+from aerie.configs.schema.target_and_head import DType, TargetConfig
+from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.sampling import Sampler
+from aerie.infer.decode.shape import Cycle, Drafter, Proposer
+from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
+from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleDraft
+from aerie.model.layers import KeyValueBuffer
+from aerie.model.target import Target, load_tokenizer, require_same_token_ids
+
+
+class EagleDrafter(Drafter):
+    # Slot p holds (feature of t_p, token t_{p+1}) at position p; its output stands for the feature of t_{p+1}
+    # slots with the head's own predictions are forgotten at the next commit: no guess outlives its cycle
+    def __init__(self, head: Eagle1Head | Eagle3Head, target: Target) -> None:
+        self.head, self._draft = head, EagleDraft(head)
+        self._logits: Callable[[Tensor], Tensor] = target.logits
+        self.max_positions = head.config.max_position_embeddings
+        if isinstance(head, Eagle3Head):
+            self.after_blocks = head.config.after_blocks
+            self._logits, self._fuse = head.logits, head.fuse
+        names = ("_draft", "_logits", "_fuse") if self.after_blocks else ("_draft", "_logits")
+        self.forwards = tuple((self, name) for name in names)
+        self._buffers: list[KeyValueBuffer] = []
+        self._length = self._levels = 0  # committed slots; drafted levels
+        self._last = self._hidden = torch.empty(0)  # [1, 1, D] of the last committed slot; [1, rows of last call, D]
+        self._seen = self._nothing = torch.empty(1, 0)  # additive [rows of the last call, drafted slots]
+        self._own: dict[int, Tensor] = {}  # additive [n, n]: slots that see themselves alone
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        return self.head.vocabulary.target_ids(columns) if isinstance(self.head, Eagle3Head) else columns
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        like, config = self.head.fc.weight, self.head.config
+        self._buffers = [KeyValueBuffer.allocate(1, config, capacity, like) for _ in range(config.num_hidden_layers)]
+        self._nothing, self._length = like.new_empty(1, 0), 0
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        if self.after_blocks:
+            features = self._fuse(features)
+        first, total = self._length, self._length + tokens.shape[0]
+        mask = causal(features, first, total)
+        for buffer in self._buffers:  # forgets the drafted slots
+            buffer.length = first
+        hidden = self._draft(tokens[None], features[None], (first, total), mask, self._buffers)
+        self._length = total
+        self._hidden = self._last = hidden[:, -1:]
+
+    def start(self) -> Tensor:
+        for buffer in self._buffers:
+            buffer.length = self._length
+        self._hidden, self._seen, self._levels = self._last, self._nothing, 0
+        return self._log_q()
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        count, position = tokens.shape[0], self._length + self._levels
+        if count not in self._own or self._own[count].device != self._nothing.device:
+            eye = torch.eye(count, dtype=torch.bool, device=self._nothing.device)
+            self._own[count] = self._nothing.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
+        # a drafted slot sees the drafted slots that its parent saw, and itself
+        self._seen = torch.cat([self._seen.index_select(0, parents), self._own[count]], dim=1)
+        mask = F.pad(self._seen, (self._length, 0))
+        features = self._hidden.index_select(1, parents)
+        at = (position, position + 1)  # all slots of a level have one position
+        self._hidden = self._draft(tokens[None], features, at, mask[None, None], self._buffers)
+        for buffer in self._buffers:
+            buffer.length += count
+        self._levels += 1
+        return self._log_q()
+
+    def _log_q(self) -> Tensor:
+        return self._logits(self._hidden[0]).float().log_softmax(-1)
+
+
+def causal(features: Tensor, first: int, total: int) -> Tensor:
+    """The additive mask [1, 1, total - first, total] of new rows."""
+    return features.new_full((total - first, total), float("-inf")).triu_(first + 1)[None, None]
+
+
+class MedusaDrafter(Drafter):
+    # one forward gives the laws of all levels: row k - 1 of the head is the law of every node of level k
+    forwards_per_tree = 1
+
+    def __init__(self, head: Any, target: Target | None = None) -> None:
+        self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "forward"),)
+        self._feature = self._log_q = torch.empty(0)  # [1, D]; [num_heads, 1, V]
+        self._level = 0
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        self._feature = features[-1:]
+
+    def start(self) -> Tensor:
+        self._log_q, self._level = self.head(self._feature).float().log_softmax(-1), 0
+        return self._log_q[0]
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._level += 1
+        return self._log_q[self._level].expand(tokens.shape[0], -1)
+
+
+class HydraDrafter(Drafter):
+    # A node's law sees the state before the root (with Hydra++ a prefix layer's) and the embeddings down to it
+    def __init__(self, head: Any, target: Target) -> None:
+        self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "step"),)
+        if head.config.prefix_layer:
+            self.max_positions = head.config.max_position_embeddings
+            self.forwards += ((head, "prefix"),)
+        self._embedding = target.vocab.embedding.to(target.device)  # the target may span several devices
+        self._buffers: list[KeyValueBuffer] = []
+        self._length = self._level = 0  # positions whose features are known
+        self._state = self._root = torch.empty(0)  # [1, D]; the root's embedding [1, D]
+        self._embeddings = torch.empty(0)  # [rows of the last call, (level + 1) * D]
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        self._length, self._buffers = 0, []
+        if self.head.config.prefix_layer:
+            self._buffers = [KeyValueBuffer.allocate(1, self.head.config, capacity, self._embedding)]
+
+    def commit(self, tokens: Tensor, features: Tensor) -> None:
+        first, self._length = self._length, self._length + tokens.shape[0]
+        for buffer in self._buffers:
+            span = (first, self._length)
+            features = self.head.prefix(features[None], span, causal(features, *span), self._buffers)[0]
+            buffer.length = self._length
+        self._state = features[-1:]
+        self._root = F.embedding(tokens[-1:], self._embedding)
+
+    def start(self) -> Tensor:
+        self._level, self._embeddings = 0, self._root
+        return self._log_q()
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._level += 1
+        above = self._embeddings.index_select(0, parents)
+        self._embeddings = torch.cat([above, F.embedding(tokens, self._embedding)], dim=1)
+        return self._log_q()
+
+    def _log_q(self) -> Tensor:
+        state = self._state.expand(self._embeddings.shape[0], -1)
+        return self.head.step(self._level, state, self._embeddings).float().log_softmax(-1)
+
+
+class DraftLMDrafter(Drafter):
+    # Laws are over the tokens that both vocabularies have; their lengths differ when one of them is padded
+    # `commit` leaves the accepted tokens that drafting has not read to the forward of the next `start`
+    def __init__(self, draft: Target, target: Target) -> None:
+        self.draft, self._lm = draft, CachedLM(draft)
+        self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
+        self.max_positions = int(getattr(draft.config, "max_position_embeddings", None) or 2**31)
+        self._num_columns = min(int(draft.vocab.lm_head.shape[0]), int(target.vocab.lm_head.shape[0]))
+        self._unread = torch.empty(0, dtype=torch.long)  # committed tokens
+        self._num_repeated = 0  # tokens of the prompt that the next commit begins with
+        self._root_law: Tensor | None = None  # [1, num_columns]
+        self._steps: list[tuple[Tensor, Tensor]] = []  # tokens and parents of each level that was read in this cycle
+        self._depth = self._seen = self._unread  # of the rows drafted so far, [m]; by the rows of the last call, [n, m]
+
+    def reset(self, prompt: Tensor, capacity: int) -> None:
+        self._lm.prefill(self._readable(prompt), capacity)
+        self._num_repeated = prompt.shape[0] - 1
+        self._unread, self._root_law, self._steps = prompt[:0], None, []
+
+    def commit(self, tokens: Tensor, features: Tensor | None = None) -> None:
+        tokens, self._num_repeated = tokens[self._num_repeated :], 0
+        # the rows of the longest beginning that was read as a path, as offsets after `length`; one synchronisation
+        parts = [tokens[:-1], *(column for step in self._steps for column in step)]
+        path, *columns = (part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts]))
+        rows: list[int] = []
+        first, parent = 0, 0  # of a level's rows; the row of the level above that the path stands on
+        for token, level, parents in zip(path, columns[::2], columns[1::2], strict=False):
+            nodes = list(zip(level, parents, strict=True))
+            if (token, parent) not in nodes:
+                break
+            parent = nodes.index((token, parent))
+            rows.append(first + parent)
+            first += len(level)
+        self._lm.keep(rows)
+        self._unread = torch.cat([self._unread, tokens[len(rows) :]])
+        self._root_law, self._steps = None, []
+
+    def start(self) -> Tensor:
+        self._lm.keep([])
+        self._steps, self._depth = [], self._unread[:0]
+        self._seen = self._unread.new_empty(1, 0, dtype=torch.bool)
+        if self._root_law is None:
+            line = torch.arange(self._unread.shape[0], device=self._unread.device)
+            below = line[:, None] >= line[None]  # [n, n]
+            self._root_law = self._log_q(self._lm.append(self._readable(self._unread), line, below)[-1:])
+            self._lm.keep(line.tolist())
+            self._unread = self._unread[:0]
+        return self._root_law
+
+    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        # a node sees the rows that its parent saw, and itself
+        itself = torch.eye(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        self._depth = torch.cat([self._depth, torch.full_like(tokens, len(self._steps))])
+        self._seen = torch.cat([self._seen.index_select(0, parents), itself], dim=1)  # [n, m + n]
+        self._steps.append((tokens, parents))
+        return self._log_q(self._lm.append(self._readable(tokens), self._depth, self._seen))
+
+    def _readable(self, tokens: Tensor) -> Tensor:
+        return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)  # the target may write a padding row
+
+    def _log_q(self, hidden: Tensor) -> Tensor:
+        return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)
+
+
+def load_draft_lm(target: Target, path: str) -> Target:
+    """The LM in the target's dtype; UserError where its tokenizer is not the target's."""
+    source = TargetConfig(path, dtype=cast(DType, str(target.dtype).removeprefix("torch.")))
+    draft, tokenizer = Target.load(source, target.device), load_tokenizer(source)
+    rows, vocabulary = int(draft.vocab.embedding.shape[0]), load_tokenizer(target.recipe).get_vocab()
+    require_same_token_ids(tokenizer.get_vocab(), vocabulary, rows, f"draft LM: {path}", target.recipe.path)
+    return draft
+
+
+Ngram = tuple[int, ...]
+Name = Path | int
+
+
+class Trie:
+    # guesses are named by their paths, passengers by numbers
+    def __init__(self) -> None:
+        self._guesses: Counter[Path] = Counter()  # how many pass through each path
+        self._nodes: dict[Name, tuple[int, int, Name]] = {(): (0, 0, ())}  # token, depth and parent
+
+    def guess(self, tokens: Sequence[int]) -> None:
+        self._guesses.update(tuple(tokens[:count]) for count in range(len(tokens) + 1))
+
+    def ride(self, token: int, parent: Name) -> Name:
+        self._nodes[len(self._nodes)] = token, self._nodes[parent][1] + 1, parent
+        return len(self._nodes) - 1
+
+    def tree(self, root: Tensor) -> tuple[Tree, dict[Name, int]]:
+        """The tree under root [1], and the place in it of each node."""
+        guesses: Counter[Any] = self._guesses
+        nodes = self._nodes | {path: (path[-1], len(path), path[:-1]) for path in guesses if path}
+        order = sorted(nodes, key=lambda name: nodes[name][1])
+        places = {name: place for place, name in enumerate(order)}
+        if len(order) == 1:
+            return root_only(root), places
+        columns = [(nodes[n][0], places[nodes[n][2]], nodes[n][1], n not in guesses) for n in order]
+        tokens, parents, depth, rides = torch.tensor(columns, device=root.device).unbind(1)  # [N] each
+        rides[0] = 0
+        counts = [(guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1) for n in order]
+        shares = [(math.log(through / parent), math.log(through / all_)) for through, parent, all_ in counts]
+        confidence, survival = torch.tensor(shares, device=root.device).unbind(1)
+        tokens, mask = torch.cat([root, tokens[1:].to(root.dtype)]), ancestors(parents, nodes[order[-1]][1])
+        levels, passengers = max(map(len, guesses), default=0), rides.bool() if len(self._nodes) > 1 else None
+        return Tree(tokens, parents, depth, mask, confidence, survival, levels, 0, passengers=passengers), places
+
+
+def continuation(
+    text: NDArray[np.int64], config: PromptLookupConfig, end_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """What followed the longest n-gram that ends the text, as transformers' PromptLookupCandidateGenerator has it."""
+    for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
+        starts = np.flatnonzero((sliding_window_view(text[:-1], size) == text[-size:]).all(axis=1)) + size
+        if len(starts):
+            start = starts[0] if config.match == "first" else starts[-1]
+            return [*itertools.takewhile(lambda t: t not in end_ids, text[start : start + config.length].tolist())]
+    return []
+
+
+class PromptLookup(Proposer):
+    def __init__(self, config: PromptLookupConfig) -> None:
+        self.config, self.max_nodes = config, config.length + 1
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        self._text, self._length = np.zeros(capacity, dtype=np.int64), len(prompt)
+        self._text[: self._length] = prompt.cpu().numpy()
+        self._end_ids = sampler.decoding.eos_token_ids
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        trie = Trie()
+        trie.guess(continuation(self._text[: self._length], self.config, self._end_ids)[:max_levels])
+        return trie.tree(root)[0]
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        new = written(tokens, cycle)
+        self._text[self._length : self._length + len(new)] = new
+        self._length += len(new)
+
+
+def written(tokens: Tensor, cycle: Cycle | None) -> list[int]:
+    return tokens[-1:].tolist() if cycle is None else [*cycle.verdict.tokens, cycle.verdict.bonus]
+
+
+class Lookahead(Proposer):
+    # Lookahead decoding (arXiv 2402.02057, section 3); window, pool and warm-up are those of the published code
+    # The window has N - 1 rows of W tokens: row l, column i stands l + i places after the root, which is 0, 0. A token
+    # continues row 0 up to its column, and then its column. Until it is full, each forward takes the first column away.
+    def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
+        self.config, self._context, self.max_nodes = config, context or 2**31, config.sizes[2]
+
+    def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
+        config, self._text = self.config, prompt.tolist()
+        generator = torch.Generator().manual_seed(config.seed)
+        chosen = torch.randint(len(self._text), (config.window + config.ngram - 2,), generator=generator)
+        self.window: list[list[int]] = [[self._text[place] for place in chosen.tolist()]]
+        self.pool: dict[int, dict[Ngram, None]] = {}  # the last different continuations of each token, oldest first
+        self._newest: list[int] = []  # nodes of the last tree that the window's next tokens are read from
+        self._read(len(self._text))
+
+    def propose(self, root: Tensor, max_levels: int) -> Tree:
+        trie, token, first = Trie(), self._text[-1], self.window[0]
+        newest: list[Any] = []
+        # passengers: row 0 is a line below the root, the other rows stand below its columns; none passes the context
+        if len(self._text) + len(self.window) + len(first) - 2 <= self._context:
+            first[0], newest = token, [()]
+            for guessed in first[1:]:
+                newest.append(trie.ride(guessed, newest[-1]))
+            for row in self.window[1:]:
+                newest = [trie.ride(guessed, node) for guessed, node in zip(row, newest, strict=True)]
+        if len(self.window) == self.config.ngram - 1:
+            for guess in self.pool.get(token, ()):
+                trie.guess(guess[:max_levels])
+        tree, places = trie.tree(root)
+        self._newest = [places[node] for node in newest]
+        return tree
+
+    def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
+        if cycle is not None and self._newest:
+            rows = [*self.window, cycle.step.logits[self._newest].argmax(-1).tolist()]
+            if len(rows) == self.config.ngram:
+                self.window = rows[1:]
+                for ngram in zip(*rows, strict=True):
+                    self._add(ngram)
+            else:
+                self.window = [row[1:] for row in rows]
+        self._newest = []
+        new = written(tokens, cycle)
+        self._text += new
+        self._read(len(new))
+
+    def _read(self, new: int) -> None:
+        if self.config.pool_from_text:
+            size = self.config.ngram
+            for end in range(max(len(self._text) - new, size - 1), len(self._text)):
+                self._add(tuple(self._text[end + 1 - size : end + 1]))
+
+    def _add(self, ngram: Ngram) -> None:
+        kept = self.pool.setdefault(ngram[0], {})
+        kept.pop(ngram[1:], None)
+        kept[ngram[1:]] = None
+        if len(kept) > self.config.guesses:
+            del kept[next(iter(kept))]
