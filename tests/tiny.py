@@ -73,10 +73,18 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
+def write_rows(path: Path, rows: list[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in conversations(count, seed)), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def read_rows(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_conversations(path: Path, count: int, seed: int = 0) -> Path:
+    return write_rows(path, conversations(count, seed))
 
 
 def llama(

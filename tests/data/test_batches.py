@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aerie.data.batches import Batch, Order, ShardPools, collate, keyed_generator, prefetched
+from aerie.data.batches import Batch, Order, ShardPools, collate, prefetched
 from tests import tiny
 
 
@@ -91,7 +91,3 @@ def test_prefetching_keeps_the_order_and_passes_on_errors() -> None:
     with pytest.raises(ZeroDivisionError):
         next(made)
     assert list(prefetched(lambda n: n * n, range(5))) == [0, 1, 4, 9, 16]
-
-
-def test_keyed_generators_depend_on_every_part_of_the_key() -> None:
-    assert len({keyed_generator(*key).initial_seed() for key in ((1, 2), (2, 1), (12,), (1, 2, 0), (1, 2))}) == 4

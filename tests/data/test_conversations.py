@@ -11,6 +11,7 @@ from pyarrow import parquet
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.conversations import Tally, load_conversations, read_rows
+from tests import tiny
 
 HELLO = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
 ROWS: list[dict[str, Any]] = [{"question": "one", "answer": "eins"}, {"question": "two", "answer": "zwei \N{OWL}"}]
@@ -22,8 +23,7 @@ def turns(text: str) -> list[dict[str, str]]:
 
 
 def load(tmp_path: Path, *rows: Any, **options: Any) -> tuple[list[Any], Tally]:
-    path, tally = tmp_path / "rows.jsonl", Tally()
-    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    path, tally = tiny.write_rows(tmp_path / "rows.jsonl", list(rows)), Tally()
     return list(load_conversations(DataConfig((str(path),), **options), tally)), tally
 
 
@@ -47,10 +47,9 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl:2: not JSON"),
         ("a.json", '[{"a": 1},\n{"a": 2}', r"a\.json:2: not JSON \(Expecting ',' delimiter"),
-        ("a.json", '{"a": 1}\n{"a"', r"a\.json:2: not JSON"),
         ("a.parquet", "no parquet at all", r"a\.parquet: cannot be read \(Parquet"),
         ("a.jsonl", b'{"a": "\xe9"}', r"a\.jsonl: cannot be read \('utf-8' codec"),
-        ("a.csv", "a,b", r"a\.csv: cannot be read; expected \.json, \.jsonl, \.parquet"),
+        ("a.csv", "a,b", r"a\.csv: cannot be read; expected"),
         ("nowhere.jsonl", None, "nowhere.jsonl: no such file or directory"),  # and no name of the Hub
     ],
 )
@@ -133,14 +132,10 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason:
 
 def test_a_file_without_usable_rows_is_an_error(tmp_path: Path) -> None:
     fields = {"prompt_field": "questoin", "completion_field": "text"}
-    rows: list[tuple[Any, dict[str, str], str]] = [
-        ({"a": "a", "b": "b"}, {}, r"row 1 has keys a, b; expected conversations.*set data\.prompt_field"),
-        ({"question": "a", "text": "b"}, fields, "has keys question, text; expected questoin and text"),
-        ({"messages": HELLO[:1]}, {}, r"no usable conversation: .*1 read, 0 kept.* no assistant turn .*row 1"),
-    ]
-    for row, options, said in rows:
-        with pytest.raises(UserError, match=said):
-            load(tmp_path, row, **options)
+    with pytest.raises(UserError, match="has keys question, text; expected questoin and text"):
+        load(tmp_path, {"question": "a", "text": "b"}, **fields)
+    with pytest.raises(UserError, match=r"no usable conversation: .*1 read, 0 kept.* no assistant turn .*row 1"):
+        load(tmp_path, {"messages": HELLO[:1]})
 
 
 def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None:

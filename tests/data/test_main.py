@@ -4,36 +4,20 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import PartialState
 
-from aerie.configs.errors import exit_code
-from aerie.data import cache as cache_module
 from aerie.data.cache import FeatureCache
 from aerie.data.main import main
 from aerie.train.main import main as train
 from tests import tiny
-from tests.data.caches import contents
-from tests.train.sittings import ended_by, kill_at
+from tests.data.caches import call, contents
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def call(command: Callable[[], int], *words: object) -> int:
-    """The exit code of a command run in this process."""
-    before, sys.argv = sys.argv, ["main.py", *map(str, words)]
-    try:
-        return exit_code(command)
-    finally:
-        sys.argv = before
-        PartialState._reset_state()
 
 
 def write_recipe(root: Path, directory: Path) -> Path:
@@ -45,6 +29,7 @@ def write_recipe(root: Path, directory: Path) -> Path:
         "data": {"conversations": [str(root / "rows.jsonl")], "held_out": 0.2, "max_length": 128},
         "features": {"shard_tokens": 300, "batch_tokens": 256},
         "head": {"kind": "eagle1"},
+        "distill": {"sources": [{"path": str(root / "rows.jsonl")}]},
         "train": {"max_steps": 2, "batch_size": 8, "warmup_steps": 1, "eval_every": 0},
     }
     return Path(tiny.recipe(directory / "recipe.yaml", values))
@@ -115,14 +100,16 @@ def test_plan_and_estimate_read_no_more_than_they_need_and_write_nothing(
     assert taps is not None and taps.shape[1] == 3 * 32 and call(main, "features", *deep, "--is-whole") == 0
 
 
-MISTAKES: list[tuple[str, str]] = [
-    ("--data.conversations [gone.jsonl]", "gone.jsonl: no such file"),
-    ("--features.after_blocks [2,1]", "after_blocks must ascend"),
-    ("--features.mode online --features.storage fp8", "storage and shuffle_shards are of a cache"),
-    ("--shard 3/2", "--shard: 3/2 is no share; write i/n"),
-    ("--shard 1/", "--shard: 1/ is no share; write i/n"),
-    ("--head.kind eagle3", "has 4 blocks, and the default taps (2, n//2, n-3) need at least 7; name its taps"),
-    ("--target BARE", "target.chat_template"),
+MISTAKES = [
+    ("features --data.conversations [gone.jsonl]", "gone.jsonl: no such file"),
+    ("features --features.after_blocks [2,1]", "after_blocks must ascend"),
+    ("features --features.mode online --features.storage fp8", "storage and shuffle_shards are of a cache"),
+    ("features --shard 3/2", "--shard: 3/2 is no share; write i/n"),
+    ("features --head.kind eagle3", "the default taps (2, n//2, n-3) need at least 7; name its taps"),
+    ("features --target BARE", "target.chat_template"),
+    ("distill --merge --retry-failed", "leave --retry-failed and --shard out"),
+    ("distill --distill.gate.cut maybe", "distill.gate.cut: input should be 'keep' or 'drop'"),
+    ('distill --distill.sources [{"path":"x","ask":"problem"}]', "ask to personas"),
 ]
 
 
@@ -133,7 +120,7 @@ def test_a_mistake_exits_with_2_and_one_line_and_overwrites_nothing(
     before = contents(features)
     if "BARE" in words:
         words = words.replace("BARE", str(tiny.target(tmp_path / "bare", chat_template=None)))
-    assert call(main, "features", "--config", recipe, "--overwrite", *words.split()) == 2
+    assert call(main, *words.split(), "--config", recipe, "--overwrite") == 2
     assert said in refusal(capsys) and contents(features) == before
 
 
@@ -154,20 +141,11 @@ def test_another_recipes_cache_is_refused_whole_or_not_and_replaced_only_with_ov
     assert FeatureCache.open(features, {"storage": "fp8"})[0].scales is not None
 
 
-def test_shares_of_any_number_are_continued_by_any_other_after_a_kill(
-    recipe: Path, features: Path, capsys: Any
-) -> None:
+def test_a_share_is_no_cache_and_is_continued_by_any_other(recipe: Path, features: Path, capsys: Any) -> None:
     whole, words = contents(features), ("features", "--config", recipe)
     shutil.rmtree(features)
-
-    def die(share: str, shard: int) -> None:
-        kill_at(cache_module, "write_atomically", shard)
-        call(main, *words, "--shard", share)
-
-    for share, shard in (("1/2", 2), ("1/1", 1)):  # none of them gets through
-        assert ended_by(lambda share=share, shard=shard: die(share, shard)) == -signal.SIGKILL
-        assert call(main, *words, "--is-whole") == 1 and call(train, "--config", recipe) == 2
     assert call(main, *words, "--shard", "2/3") == 0 and "share 2/3 is written" in capsys.readouterr().out
+    assert call(main, *words, "--is-whole") == 1 and call(train, "--config", recipe) == 2
     assert call(main, "check", "--config", recipe) == 1 and "index.json: No such file" in capsys.readouterr().out
     assert call(main, *words) == 0 and contents(features) == whole and call(main, *words, "--shard", "1/3") == 0
     ends = [json.loads((features.parent / f"status-features-{index}-of-3.json").read_text()) for index in (1, 2)]

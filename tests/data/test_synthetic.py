@@ -1,26 +1,21 @@
 """Laws of the embedded corpus and its tokenizer: the same bytes, disjoint questions, right answers, exact masks."""
 
 import hashlib
-import json
 from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
 from aerie.configs.schema.data import SyntheticConfig
 from aerie.data.synthetic import FAMILIES, draw_task, opening_key, train_tokenizer, write_corpus
+from tests.tiny import read_rows
 
 DIGESTS = {
     "train.jsonl": "2459b486478b868e",
     "prompts.jsonl": "c56d3b887c2c66fa",
     "calibration.jsonl": "24116a86a4f89083",
 }
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +34,9 @@ def test_a_seed_gives_the_bytes_that_it_always_gave_and_another_seed_others(corp
 
 
 def test_no_question_is_in_two_files_and_conversations_alternate(corpus: Path) -> None:
-    spoken = [row["conversations"] for row in rows(corpus / "train.jsonl")]
+    spoken = [row["conversations"] for row in read_rows(corpus / "train.jsonl")]
     opened = {opening_key(next(turn["value"] for turn in turns if turn["from"] == "human")) for turns in spoken}
-    measuring = [row["turns"][0] for name in ("prompts", "calibration") for row in rows(corpus / f"{name}.jsonl")]
+    measuring = [row["turns"][0] for name in ("prompts", "calibration") for row in read_rows(corpus / f"{name}.jsonl")]
     assert Counter(map(opening_key, measuring)).most_common(1)[0][1] == 1
     assert opened.isdisjoint(map(opening_key, measuring))
     assert {tuple(turn["from"] for turn in turns) for turns in spoken} == {

@@ -1,6 +1,5 @@
 """Laws of tokenised rows, of their preview and of the draft vocabulary that is counted on them."""
 
-import json
 from array import array
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,18 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
 from aerie.data.chat import Row
 from aerie.data.conversations import Tally
-from aerie.data.tokens import GREEN, RESET, TokenisedData, draft_vocabulary, forced_ids, show, statistics, tokenize
+from aerie.data.tokens import TokenisedData, draft_vocabulary, forced_ids, show, statistics, tokenize
 from tests import tiny
 from tests.data import chat_targets as targets
 
 
-def written(tmp_path: Path, rows: list[Any]) -> str:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def tokenised(
-    path: str, template: str | None = targets.CHATML, tally: Tally | None = None, **options: Any
-) -> tuple[TokenisedData, Any]:
-    tokenizer = targets.build_tokenizer(template, "<|im_end|>")
+    tmp_path: Path, rows: list[Any], template: str | None = targets.CHATML, **options: Any
+) -> tuple[TokenisedData, Tally]:
+    tokenizer, tally = targets.build_tokenizer(template, "<|im_end|>"), Tally()
+    path = str(tiny.write_rows(tmp_path / "rows.jsonl", rows))
     config = DataConfig((path,), **{"held_out": 0.0, **options})
-    return tokenize(config, tokenizer, {tokenizer.eos_token_id}, tally or Tally(), speaks=False), tokenizer
+    return tokenize(config, tokenizer, {tokenizer.eos_token_id}, tally, speaks=False), tally
 
 
 def questions(count: int) -> list[dict[str, str]]:
@@ -40,24 +34,24 @@ def talk(count: int, *roles: str) -> dict[str, Any]:
 
 
 def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_training(tmp_path: Path) -> None:
-    path = written(tmp_path, questions(300))
-    data, _ = tokenised(path, held_out=0.2)
+    data, _ = tokenised(tmp_path, questions(300), held_out=0.2)
     numbers = [[int(row.source.rsplit(" ", 1)[1]) for row in side] for side in (data.train, data.held_out)]
     assert numbers == [sorted(side) for side in numbers] and len(numbers[1]) > 30
     assert sorted(numbers[0] + numbers[1]) == list(range(1, 301))
-    some, _ = tokenised(path, held_out=0.2, limit=50)
+    some, _ = tokenised(tmp_path, questions(300), held_out=0.2, limit=50)
     assert some.train == data.train[:50] and some.held_out == data.held_out[: len(some.held_out)]
 
 
 def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt(tmp_path: Path) -> None:
-    path, tally = written(tmp_path, [talk(6, "user", "assistant")]), Tally()
-    (whole,) = tokenised(path)[0].train
-    (cut,) = tokenised(path, max_length=30, tally=tally)[0].train
+    rows = [talk(6, "user", "assistant")]
+    (whole,) = tokenised(tmp_path, rows)[0].train
+    data, tally = tokenised(tmp_path, rows, max_length=30)
+    (cut,) = data.train
     assert len(whole.input_ids) > 30 and (cut.input_ids, cut.turns) == (whole.input_ids[:30], whole.turns[:30])
     assert tally.counts["left out", "tokens behind max_length cut"] == 1
     masks = [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 18 + [1] * 2]
-    rows, tally = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks], Tally()
-    data, _ = tokenised(written(tmp_path, rows), tally=tally, max_length=10)
+    rows = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks]
+    data, tally = tokenised(tmp_path, rows, max_length=10)
     assert [list(row.turns) for row in data.train] == [[0, 0, 1, 1]] and tally.kept == 1
     assert [reason for kind, reason in tally.counts if kind == "skipped"] == [
         "no answer of at least two tokens",
@@ -70,27 +64,24 @@ def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Pa
         {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]},
         {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]},
     ]
-    data, _ = tokenised(written(tmp_path, rows), template=None)
+    data, _ = tokenised(tmp_path, rows, template=None)
     assert (list(data.train[0].input_ids), list(data.train[0].turns)) == (rows[0]["input_ids"], [0, 1, 1, 0, 2])
     # (6, 7) of each row is a slot: one needs a token before
     assert statistics(data.train) == "2 rows | 8 tokens | 6 supervised (75.0%) | 2 slots | 3 turns | longest 5"
 
 
 def test_a_conversation_counts_once_whether_it_fans_out_or_is_refused(tmp_path: Path) -> None:
-    tally = Tally()
-    data, _ = tokenised(written(tmp_path, [talk(3, "user", "assistant")]), targets.THINK_DROPPING, tally)
+    data, tally = tokenised(tmp_path, [talk(3, "user", "assistant")], targets.THINK_DROPPING)
     assert (len(data.train), tally.rows, tally.kept) == (3, 1, 1)
-    tally = Tally()
     rows = [talk(1, "system", "user", "assistant"), *questions(3)]
-    data, _ = tokenised(written(tmp_path, rows), targets.NO_SYSTEM, tally)
+    data, tally = tokenised(tmp_path, rows, targets.NO_SYSTEM)
     assert len(data.train) == tally.kept == 3
     assert "the chat template refuses it: System role not supported" in tally.table()
 
 
 def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> None:
-    row = talk(2, "user", "assistant")
-    data, tokenizer = tokenised(written(tmp_path, [row]), targets.THINK_DROPPING, supervise="all")
-    (whole,) = data.train
+    row, tokenizer = talk(2, "user", "assistant"), targets.build_tokenizer(targets.THINK_DROPPING, "<|im_end|>")
+    (whole,) = tokenised(tmp_path, [row], targets.THINK_DROPPING, supervise="all")[0].train
     assert list(whole.turns) == [0] + [1] * (len(whole.input_ids) - 1)
     assert list(whole.input_ids) == tokenizer.apply_chat_template(row["messages"], return_dict=False)
 
@@ -104,19 +95,13 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -
     ]
     for rows, options, said in refusals:
         with pytest.raises(UserError, match=said):
-            tokenised(written(tmp_path, rows), **options)
+            tokenised(tmp_path, rows, **options)
 
 
-def test_the_preview_shows_learnt_text_in_brackets_or_in_green_and_cannot_steer_the_terminal() -> None:
+def test_the_preview_cannot_steer_the_terminal() -> None:
     tokenizer = targets.build_tokenizer(None, "<|end|>")
-    texts = ["<|user|>hello \x1b[2J<|assistant|>", " fine \N{OWL}.<|end|>", " more"]
-    pieces = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    turns = [number for number, piece in zip((0, 1, 0), pieces, strict=True) for _ in piece]
-    row = Row([token for piece in pieces for token in piece], turns, "here: row 1")
-    header, text = show([row], tokenizer, color=False).split("\n")
-    assert text == "<|user|>hello \\x1b[2J<|assistant|>[1: fine \N{OWL}.<|end|>] more"
-    assert header.startswith(f"here: row 1 | {len(row.input_ids)} tokens | ") and "1 turns" in header
-    assert f"{GREEN} fine \N{OWL}.<|end|>{RESET}" in show([row], tokenizer)
+    ids = tokenizer.encode("hello \x1b[2J", add_special_tokens=False)
+    assert show([Row(ids, [0] * len(ids), "")], tokenizer).endswith("\nhello \\x1b[2J")
 
 
 ROWS = [([7, 3, 3, 4, 3], [0, 1, 1, 0, 2]), ([4, 9], [0, 1]), ([5], [0])]

@@ -1,21 +1,19 @@
 """Answers without a target, prompts and tiny recipes, for the tests of distillation."""
 
 import hashlib
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 
-from aerie.configs.errors import exit_code
 from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Outcome, Thinking
 from aerie.data.main import main
 from tests import tiny
+from tests.data.caches import call
+from tests.tiny import read_rows
 
 KEEP = dict.fromkeys(("cut", "empty", "loop", "language", "refusal", "repeated"), "keep")
 OUTCOME = TypeAdapter(Outcome)
@@ -36,15 +34,6 @@ async def echo(messages: Sequence[Message], seed: int) -> Answer:
     return Answer(f"The answer to {messages[-1]['content']} is {key}.", "stop", 7)
 
 
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def read_rows(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def local_recipe(place: Path, target: Path, section: dict[str, Any]) -> Path:
     """A recipe that trains on what its section `distill` makes."""
     data = {"conversations": [str(place / "run/distilled/conversations.jsonl")], "held_out": 0.0}
@@ -61,6 +50,4 @@ def outcomes(run: Path) -> list[Outcome]:
 
 def distill(recipe: Path, *words: object) -> int:
     """The command's exit code, in this process."""
-    sys.argv = ["data/main.py", "distill", "--config", str(recipe), *(str(word) for word in words)]
-    torch.set_num_threads(1)
-    return exit_code(main)
+    return call(main, "distill", "--config", recipe, *words)

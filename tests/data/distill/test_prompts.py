@@ -8,7 +8,7 @@ import pytest
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.distill.prompts import Prompt, make_prompts, plan_line, problem_in
-from tests.data.distill.answering import write_rows
+from tests.tiny import write_rows
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 SHARED = tuple(f"{LONG} question {n} about {n * n}" for n in range(20))

@@ -1,7 +1,6 @@
 """Interviews, journals, the gate and the command: every row ends once, whatever stops the job, and is counted."""
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,7 +21,8 @@ from aerie.data.stage import Share
 from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill import answering
-from tests.data.distill.answering import KEEP, config, distill, echo, outcomes, read_rows, thinking, write_rows
+from tests.data.distill.answering import KEEP, config, distill, echo, outcomes, thinking
+from tests.tiny import read_rows, write_rows
 
 ROWS = [Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2))) for n in range(12)]
 JOURNAL = "journal/shard-00001-of-00001.jsonl"
@@ -267,20 +267,3 @@ def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(
     assert [row.status for row in outcomes(tmp_path / "run")] == ["done", *["skipped"] * 4, "done"]
     write_rows(tmp_path / "3.jsonl", [{"question_id": 3, "category": "a", "turns": ["Please count 5 boats."]}])
     assert distill(path, "--is-whole") == 1 and distill(path) == 2  # other questions are held out now
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--shard", "3/2"], "--shard: 3/2 is no share; write i/n"),
-        (["--merge", "--retry-failed"], "leave --retry-failed and --shard out"),
-        (["--distill.gate.cut", "maybe"], "distill.gate.cut: input should be 'keep' or 'drop'"),
-        (["--distill.sources", json.dumps([{"path": "x", "ask": "problem"}])], "ask to personas"),
-    ],
-)
-def test_mistakes_are_refused_in_a_line(
-    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
-) -> None:
-    assert distill(recipe, *words) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and line in lines[0]

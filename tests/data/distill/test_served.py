@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes, read_rows, write_rows
+from tests.data.distill.answering import KEEP, distill, local_recipe, outcomes
 from tests.data.distill.faults import Proxy, TargetServer
+from tests.tiny import read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 MISSING = [name for name in ("openai", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]

@@ -10,7 +10,8 @@ from aerie.data.conversations import Tally
 from aerie.data.distill.answer import Answer, Outcome, Thinking
 from aerie.data.tokens import tokenize
 from tests.data import chat_targets
-from tests.data.distill.answering import thinking, write_rows
+from tests.data.distill.answering import thinking
+from tests.tiny import write_rows
 
 # As QwQ's and DeepSeek's: what stands before </think> is left out of every answer.
 THINK_LESS = chat_targets.CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
