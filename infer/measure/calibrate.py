@@ -134,7 +134,9 @@ def held_out(prompts: pd.Series, seed: int = 0) -> NDArray[np.bool_]:
     return np.asarray(prompts.isin(chosen), dtype=bool)
 
 
-def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20) -> dict[str, Any]:
+def summarise(
+    nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20, seed: int = 0
+) -> dict[str, Any]:
     """calibration.json. At depth d `survived` is P(accepted >= d), `conditional` the same given accepted >= d - 1."""
     deepest = int(max([0, *nodes.depth, *cycles.accepted]))
     reached = [int((cycles.accepted >= depth).sum()) for depth in range(deepest + 1)]
@@ -145,8 +147,14 @@ def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bin
         row |= {"acceptance": mean(here.acceptance), "cycles": before}
         row |= {"survived": reached[depth] / len(cycles) if len(cycles) else None}
         by_depth.append(row | {"conditional": reached[depth] / before if before else None})
-    prompts, whole = nodes.prompt.nunique(), reliability(nodes, bins)
-    return {"temperature": temperature, "prompts": prompts, **whole, "cycles": len(cycles), "by_depth": by_depth}
+    chosen = held_out(nodes.prompt, seed)
+    whole, fitted, other = (
+        {"prompts": part.prompt.nunique(), **reliability(part, bins)} for part in (nodes, nodes[~chosen], nodes[chosen])
+    )
+    is_split = bool(fitted["nodes"] and other["nodes"])
+    difference = {name: other[name] - fitted[name] if is_split else None for name in ("ece", "brier")}
+    halves = {"seed": seed, "fit": fitted, "held_out": other, "difference": difference}
+    return {"temperature": temperature, **whole, "cycles": len(cycles), "by_depth": by_depth, "halves": halves}
 
 
 def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:

@@ -286,6 +286,17 @@ def reached(record: Record, above: int, length: int) -> FloatArray | None:
     return np.array([length - start, *spent])
 
 
+def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
+    """How varied the greedy answers are: vanilla's, or else those of the first greedy row; null without any."""
+    greedy = [members for members in groups if members.first.temperature == 0 and not members.failed]
+    for members in sorted(greedy, key=lambda members: members.first.method != VANILLA)[:1]:
+        answers = [record.output_ids for record in members.records]
+        ngrams = [tuple(ids[at : at + NGRAM]) for ids in answers for at in range(len(ids) - NGRAM + 1)]
+        counts = {"distinct_4grams": len(set(ngrams)), "total_4grams": len(ngrams)}
+        return {"method": members.first.method, "answers": len(answers), **counts}
+    return None
+
+
 def repeats(answer: Sequence[int], size: int = NGRAM) -> list[bool]:
     """For each n-gram by its start, whether the answer has had it before."""
     ngrams = [tuple(answer[start : start + size]) for start in range(len(answer) - size + 1)]

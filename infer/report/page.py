@@ -289,8 +289,7 @@ def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-SCHEMA = 1
-TINTS = 4
+SCHEMA, TINTS = 1, 4
 CALIBRATION_CONTRACT = ("temperature", "ece", "brier", "bins")
 
 
@@ -343,6 +342,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
         "schema": SCHEMA,
         "rows": extras,
         "by_task": [{"row": at, **part.as_dict()} for at, part in parts],  # row: the position over all tasks
+        "diversity": statistics.diversity(groups),
         "reference": None if reference is None else asdict(reference),
         "calibration": curve,
         "overhead": [{**asdict(one), "position": places[one.row]} for one in overhead if one.row in places] or None,
