@@ -5,7 +5,9 @@ import functools
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -21,7 +23,10 @@ LADDER = {
 }
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-MAX_LINES = 480
+TEMPLATES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.jinja"))
+BUDGETS = (95, 15_150, 766, 12_450, 630)  # source files, lines and KiB; lines and KiB of the tests
+MAX_SINGLE_IMPORTERS = 12
+MAX_LINES = 450
 
 
 @functools.cache
@@ -37,6 +42,7 @@ def imported(source: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             names = (argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant))
             yield from (name for name in names if isinstance(name, str))
@@ -81,6 +87,10 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def dotted(path: Path) -> str:
+    return "aerie." + relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -108,8 +118,29 @@ def test_a_planted_upward_import_is_found(file: str, source: str) -> None:
 
 
 def test_no_source_file_is_two_concepts_long() -> None:
-    lengths = {relative(path): path.read_text(encoding="utf-8").count("\n") for path in SOURCES}
+    lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*SOURCES, *TEMPLATES]}
     assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_the_house_stays_small() -> None:
+    source, tests = [[path.read_text(encoding="utf-8") for path in paths] for paths in (SOURCES + TEMPLATES, TESTS)]
+    sizes = [len(source), sum(len(text.splitlines()) for text in source), sum(map(len, source)) // 1024]
+    sizes += [sum(len(text.splitlines()) for text in tests), sum(map(len, tests)) // 1024]
+    names = ("source files", "source lines", "source KiB", "test lines", "test KiB")
+    assert {name: size for name, size, most in zip(names, sizes, BUDGETS, strict=True) if size > most} == {}
+
+
+def test_modules_are_shared_and_import_in_no_circle() -> None:
+    """A module with one importer belongs in it; main.py and __init__.py are nobody's."""
+    modules = {dotted(path): path for path in SOURCES}
+    graph = {
+        name: {other for other in imported(path.read_text(encoding="utf-8")) if other in modules and other != name}
+        for name, path in modules.items()
+    }
+    importers = Counter(other for others in graph.values() for other in others)
+    single = [name for name, path in modules.items() if path.stem not in ("main", "__init__") and importers[name] == 1]
+    assert len(single) <= MAX_SINGLE_IMPORTERS, sorted(single)
+    TopologicalSorter(graph).prepare()  # CycleError names a circle
 
 
 def test_no_file_beside_a_main_hides_a_package_a_stdlib_module_or_an_installed_one() -> None:
