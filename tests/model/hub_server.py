@@ -107,16 +107,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, body: bytes, repo: str, revision: str) -> Any:
         self.files(repo, revision)
-        paths = [file["path"] for file in json.loads(body)["files"]]
-        modes = ["lfs" if path.endswith((".safetensors", ".bin")) else "regular" for path in paths]
-        pairs = zip(paths, modes, strict=True)
-        return {"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False, "oid": None} for p, mode in pairs]}
+        answers = []
+        for file in json.loads(body)["files"]:
+            mode = "lfs" if file["path"].endswith((".safetensors", ".bin")) else "regular"
+            answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None})
+        return {"files": answers}
 
     def batch(self, body: bytes, repo: str) -> Any:
         objects = json.loads(body)["objects"]
         for wanted in (found for found in objects if found["oid"] not in self.hub.blobs):
-            upload = {"href": f"{self.hub.address}/upload/{wanted['oid']}", "header": {}}
-            wanted["actions"] = {"upload": upload, "verify": {"href": f"{self.hub.address}/verify", "header": {}}}
+            wanted["actions"] = {"upload": {"href": f"{self.hub.address}/upload/{wanted['oid']}", "header": {}}}
         return {"transfer": "basic", "objects": objects}
 
     def put(self, body: bytes, oid: str) -> Any:
@@ -164,7 +164,6 @@ ROUTES: tuple[tuple[str, Any], ...] = (
     (rf"POST /api/models/{REPO}/preupload/(.+)", _Handler.preupload),
     (rf"POST /{REPO}\.git/info/lfs/objects/batch", _Handler.batch),
     (r"PUT /upload/(\w+)", _Handler.put),
-    (r"POST /verify", lambda self, body: {}),
     (rf"POST /api/models/{REPO}/commit/(.+)", _Handler.commit),
     (rf"GET /api/models/{REPO}(?:/revision/(.+))?", _Handler.information),
     (rf"GET /api/models/{REPO}/tree/(.+)", _Handler.tree),

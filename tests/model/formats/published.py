@@ -117,6 +117,26 @@ def speculators(directory: Path, changes: dict[str, Any] | None = None) -> Path:
     return write(directory, {**SPECULATORS_CONFIG, **(changes or {})}, state)
 
 
+def sharded(directory: Path, state: dict[str, Tensor], pickled: bool = False) -> Path:
+    """Two shards of these tensors, turn about, and the index that is returned."""
+    base, suffix = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
+    shards = [f"{base}-0000{number}-of-00002{suffix}" for number in (1, 2)]
+    table = {name: shards[place % 2] for place, name in enumerate(sorted(state))}
+    for shard in shards:
+        part = {name: value for name, value in state.items() if table[name] == shard}
+        (torch.save if pickled else save_file)(part, directory / shard)
+    index = directory / f"{base}{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    return index
+
+
+def same(one: Any, two: Any) -> None:
+    """Two heads of one configuration with the same tensors, bit for bit."""
+    assert one.config == two.config and one.state_dict().keys() == two.state_dict().keys()
+    for name, value in one.state_dict().items():
+        assert value.dtype == two.state_dict()[name].dtype and torch.equal(value, two.state_dict()[name]), name
+
+
 def target_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) -> TargetFacts:
     text = tiny.llama(num_blocks=1, max_position_embeddings=max_positions).config
     text.num_hidden_layers = num_blocks

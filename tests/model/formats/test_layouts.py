@@ -18,17 +18,11 @@ from aerie.model.formats.layouts import read_content, read_tensors
 from aerie.model.target import fingerprint
 from tests import tiny
 from tests.model.formats import published
-from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, safeailab_eagle3, specforge, target_facts, tensors
+from tests.model.formats.published import EAGLE1, EAGLE3, TAPS, safeailab_eagle3, same, specforge, target_facts, tensors
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 SERVERS = ("safeailab", "sglang", "speculators")
 EMBEDDING = "embed_tokens.weight"
-
-
-def same(one: Any, two: Any) -> None:
-    assert one.config == two.config and one.state_dict().keys() == two.state_dict().keys()
-    for name, value in one.state_dict().items():
-        assert value.dtype == two.state_dict()[name].dtype and torch.equal(value, two.state_dict()[name]), name
 
 
 def early_speculators(directory: Path) -> Path:
@@ -168,19 +162,14 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
         ({NUMBERED: [3, 7, 9], "architectures": ["LlamaForCausalLMEagle3"]}, (2, 4, 5), (4, 8, 10)),
         ({"after_blocks": [3, 4, 5], "tap_convention": "hidden_states", NUMBERED: [1, 3, 4]}, (2, 4, 5), (3, 4, 5)),
         ({}, (2, 4, 5), (2, 4, 5)),
-        ({}, None, "names no taps; load it with its target"),
-        ({"after_blocks": [3, 4, 5], "tap_convention": "outputs"}, None, "tap_convention is 'outputs'"),
-        ({NUMBERED: [4, 2, 5]}, None, "must ascend"),
     ],
 )
 def test_the_two_numberings_of_taps_are_told_apart(values: dict[str, Any], fallback: Any, taps: Any) -> None:
-    if isinstance(taps, str):
-        with pytest.raises(UserError, match=taps):
-            read_taps(values, fallback, Path("config.json"))
-        return
     found, guess = read_taps(values, fallback, Path("config.json"))
     assert found == taps and (guess is None) == ("after_blocks" in values)
     assert read_taps({NUMBERED: [1, 7, 9]}, (2, 4, 5), Path("c"), is_speculators=True) == ((1, 7, 9), None)
+    with pytest.raises(UserError, match="names no taps; load it with its target"):
+        read_taps({}, None, Path("config.json"))
 
 
 @pytest.mark.parametrize(
@@ -229,19 +218,14 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path, to: s
     ("values", "state", "message"),
     [
         ({"num_hidden_layers": 10**9}, {}, "num_hidden_layers is 1,000,000,000; it must be above 0 and below 1,024"),
-        ({"rms_norm_eps": "tiny"}, {}, "rms_norm_eps: input should be a valid number"),
         ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'; heads have 'silu'"),
-        (
-            {"rope_scaling": {"rope_type": "llama3"}},
-            {},
-            "Missing required keys in `rope_parameters` for 'rope_type'='llama3'",
-        ),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, {}, "keep the one of its training"),
         ({"aerie_kind": "dflash"}, {}, "aerie_kind is 'dflash'"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "heads that read no taps"),
         ({}, {"midlayer.extra.weight": torch.zeros(2)}, 'Unexpected key.*: "midlayer.extra.weight"'),
         ({}, {"fc.weight": torch.zeros(32, 64)}, r"size mismatch for fc.weight: .*\[32, 64\].*\[32, 96\]"),
         ({}, {"fc.weight": None}, 'pytorch_model.bin: .*Missing key.*: "fc.weight"'),
+        ({}, {"fc.weight": torch.full((32, 96), torch.nan)}, "3,072 of 3,072 values that are NaN"),
         ({}, {"fc.weight": torch.zeros(32, 96).to(torch.int8)}, "holds torch.int8: quantised heads are not read"),
         ({}, {"d2t": torch.arange(107) * 3}, "d2t holds offsets"),
         ({}, {"t2d": None}, 'Missing key.*: "t2d"'),
@@ -324,7 +308,6 @@ def test_what_an_export_adds_leaves_out_or_guesses_is_said(tmp_path: Path) -> No
     odd = published.safeailab_eagle1(tmp_path / "odd", {"sliding_window": 512, "mystery": 3})
     drafts = published.speculators(tmp_path / "drafts", {NUMBERED: [2, 4, 5], "norm_before_residual": False})
     for head, to, expected in (
-        (specforge(tmp_path / "taps"), "speculators", "names no taps; [2, 4, 5] are taken"),
         (specforge(tmp_path / "taps"), "speculators", "4,096 is written as 8,192"),
         (specforge(tmp_path / "taps"), "speculators", "embed_tokens.weight is added, the target's in bfloat16"),
         (tmp_path / "same", "sglang", "d2t and t2d left out"),
@@ -337,15 +320,12 @@ def test_what_an_export_adds_leaves_out_or_guesses_is_said(tmp_path: Path) -> No
 
 def test_a_published_head_is_shown_as_it_is_and_a_warm_start_keeps_its_rope(tmp_path: Path) -> None:
     head = inspect_head(safeailab_eagle3(tmp_path / "head"))
-    assert (head["layout"], head["kind"], head["weights"]) == ("safeailab", "eagle3", "pytorch_model.bin")
-    assert head["taps"] is None and head["left_out"] == [EMBEDDING] and head["problems"] == []
+    assert head["kind"] == "eagle3" and head["taps"] is None
+    assert head["left_out"] == [EMBEDDING] and head["problems"] == []
     assert head["vocabulary"] == {"draft": 107, "target": 320, "coverage": None}
-    expected = sum(torch.Size(shape).numel() for name, shape in EAGLE3.items() if name not in ("d2t", "t2d"))
-    assert (head["parameters"]["own"], head["parameters"]["lm_head"]) == (expected - 107 * 32, 107 * 32)
-    assert json.loads(json.dumps(head)) == head and len(screen(head).splitlines()) <= 24
     place = specforge(tmp_path / "one", {"eagle_config": {NUMBERED: [3, 4, 6]}})
     assert inspect_head(place)["taps_open"] == "ambiguous" and "give it with --target" in screen(inspect_head(place))
     assert inspect_head(place, target_facts())["taps"] == inspect_head(place, None, (4, 5, 7))["taps"] == [4, 5, 7]
     section = Eagle3Section(init_from=str(safeailab_eagle3(tmp_path / "head")))
-    head: Any = new_head(section, tiny.llama().config, tiny.vocab(), 0, after_blocks=TAPS)
-    assert head.config.rope_theta == 10000.0
+    started: Any = new_head(section, tiny.llama().config, tiny.vocab(), 0, after_blocks=TAPS)
+    assert started.config.rope_theta == 10000.0

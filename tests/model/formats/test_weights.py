@@ -7,24 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from aerie.configs.errors import UserError
 from aerie.model.formats.layouts import read_tensors, tensor_names, write_tensors
+from tests.model.formats.published import sharded
 
 STATE = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor([True, False])}
-
-
-def sharded(directory: Path, pickled: bool) -> Path:
-    suffix, base = (".bin", "pytorch_model") if pickled else (".safetensors", "model")
-    shards = [f"{base}-0000{number}-of-00002{suffix}" for number in (1, 2)]
-    table = {"a": shards[0], "b": shards[1], "c": shards[1]}
-    for shard in shards:
-        part = {name: value for name, value in STATE.items() if table[name] == shard}
-        (torch.save if pickled else save_file)(part, directory / shard)
-    index = directory / f"{base}{suffix}.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": table}))
-    return index
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -32,7 +20,7 @@ def sharded(directory: Path, pickled: bool) -> Path:
 def test_every_form_reads_back_bit_for_bit_and_a_view_without_what_it_views(
     tmp_path: Path, pickled: bool, shards: int
 ) -> None:
-    expected = write_tensors(tmp_path, STATE, pickled) if shards == 1 else sharded(tmp_path, pickled)
+    expected = write_tensors(tmp_path, STATE, pickled) if shards == 1 else sharded(tmp_path, STATE, pickled)
     place, found = read_tensors(tmp_path)
     assert place == expected and tensor_names(tmp_path) == found.keys() == STATE.keys()
     for name, value in STATE.items():
@@ -69,12 +57,12 @@ def test_a_truncated_file_is_one_sentence(tmp_path: Path, pickled: bool, kept: i
 
 
 def test_shards_that_lie_elsewhere_or_disagree_with_their_index_are_refused(tmp_path: Path) -> None:
-    index = sharded(tmp_path, pickled=False)
+    index = sharded(tmp_path, STATE)
     table = json.loads(index.read_text())["weight_map"]
     for changed, said in (
         ({**table, "a": "../elsewhere.safetensors"}, "tensors to files beside it"),
         ({**table, "d": table["b"]}, "disagree about 'd'"),
-        ({"b": table["b"]}, "disagree about 'c'"),
+        ({"a": table["a"]}, "disagree about 'c'"),
         ("model.safetensors", "has no weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": changed}))
