@@ -63,14 +63,14 @@ class Cluster:
     root: Path
     environment: dict[str, str]
 
-    def submit(self, script: str, *words: object, options: str = "", **environment: str) -> str:
+    def submit(self, script: str, *words: object, options: str = "") -> str:
         out = f"--output={self.root}/logs/%x-%j.log"
         command = ["sbatch", "--parsable", "--cpus-per-task=1", out, *options.split(), f"slurm/{script}.sbatch"]
-        return self.run(*command, *map(str, words), **environment).strip()
+        return self.run(*command, *map(str, words)).strip()
 
-    def run(self, *command: str, **environment: str) -> str:
-        env = {**self.environment, **environment}
-        done = subprocess.run(command, cwd=CHECKOUT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    def run(self, *command: str) -> str:
+        options: dict[str, Any] = {"cwd": CHECKOUT, "env": self.environment, "timeout": 60, "text": True}
+        done = subprocess.run(command, capture_output=True, check=False, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -112,9 +112,7 @@ def started() -> Iterator[Cluster]:
             (root / name).mkdir()
         host = socket.gethostname().split(".")[0]
         with ExitStack() as opened:
-            sockets = [opened.enter_context(socket.socket()) for _ in range(3)]
-            for each in sockets:
-                each.bind(("127.0.0.1", 0))
+            sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
             ports = [each.getsockname()[1] for each in sockets]
         (root / "slurm.conf").write_text(CONFIGURATION.format(host=host, root=root, ports=ports))
         shutil.chown(root / "munge", "munge", "munge")

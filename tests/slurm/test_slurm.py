@@ -11,7 +11,7 @@ import pytest
 from aerie.data import main as data_main
 from tests import tiny
 from tests.slurm.cluster import Cluster, missing, started
-from tests.train.test_main import call
+from tests.train.test_main import call, write_recipe
 from tests.train.test_processes import together
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
         pytest.skip(f"SLURM is not tested here: {why}")
     with started() as cluster:
         root, jobs = tmp_path_factory.mktemp("slurm"), {}
-        recipe = write_recipe(root)
+        recipe = recipe_for(root)
         jobs["features"] = cluster.submit("features", recipe, options="--array=1-2")
         jobs["train"] = cluster.submit("train", recipe, options=f"--nodes=2 --dependency=afterok:{jobs['features']}")
         jobs["bench"] = cluster.submit("bench", recipe, options=f"--dependency=afterok:{jobs['train']}")
@@ -50,7 +50,8 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
 
         cluster.until(lambda: state(root / "distilled/status.json") == "running", jobs["distill"])
         signal_before_the_limit(cluster, jobs["distill"])
-        cluster.until(lambda: is_under_way(root / "run/metrics.jsonl"), jobs["train"])
+        metrics = root / "run/metrics.jsonl"
+        cluster.until(lambda: metrics.is_file() and metrics.stat().st_size > 0, jobs["train"])
         signal_before_the_limit(cluster, jobs["train"])
         cluster.until(lambda: state(root / "run/status.json") != "running", jobs["train"])
         seen = json.loads((root / "run/status.json").read_text())
@@ -59,19 +60,15 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
         yield Morning(cluster, root, jobs, seen)
 
 
-def write_recipe(root: Path) -> Path:
+def recipe_for(root: Path) -> Path:
     tiny.target(root / "target", num_blocks=2)
     rows = str(tiny.write_conversations(root / "train.jsonl", 60, seed=2))
     (root / "questions.jsonl").write_text('{"turns": ["How many owls are two lamps?"]}\n')
     tree = {"levels": 3, "k": 2, "nodes": 6}
-    train = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 2, "learning_rate": 2e-3, "warmup_steps": 1}
-    values = {
-        "run": str(root / "run"),
-        "threads": 1,
-        "target": {"path": str(root / "target"), "dtype": "float32"},
-        "data": {"conversations": [rows], "max_length": 128, "held_out": 0.1},
+    train = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 2, "learning_rate": 2e-3}
+    train |= {"eval_every": 0, "log_every": 5, "save_every": 10 * STEPS}
+    sections = {
         "features": {"shard_tokens": 512, "batch_tokens": 512},
-        "train": {**train, "eval_every": 0, "log_every": 5, "save_every": 10 * STEPS},
         "tree": tree,
         "distill": {
             "sources": [{"path": rows, "num_rows": 8}],
@@ -84,7 +81,7 @@ def write_recipe(root: Path) -> Path:
             "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}],
         },
     }
-    return tiny.recipe(root / "recipe.yaml", values)
+    return write_recipe(root / "recipe.yaml", root, train, **sections)
 
 
 def signal_before_the_limit(cluster: Cluster, job: str) -> None:
@@ -94,10 +91,6 @@ def signal_before_the_limit(cluster: Cluster, job: str) -> None:
 
 def state(path: Path) -> str | None:
     return json.loads(path.read_text())["state"] if path.is_file() else None
-
-
-def is_under_way(metrics: Path) -> bool:
-    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -112,9 +105,7 @@ def test_an_arrays_shares_are_the_cache_that_one_process_makes(morning: Morning)
         assert state(morning.root / f"run/status-features-{share}-of-2.json") in ("done", "share-done")
 
 
-def test_a_training_signalled_on_two_nodes_ends_with_the_weights_of_an_undisturbed_one(
-    morning: Morning,
-) -> None:
+def test_a_training_signalled_on_two_nodes_ends_as_an_undisturbed_one(morning: Morning) -> None:
     assert morning.after_the_signal == {"stage": "train", "state": "requeue", "code": 75}
     ended, code, attempt, log = morning.ended("train")
     assert (ended, code, attempt) == ("done", 0, 2), log

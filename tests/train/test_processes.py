@@ -24,11 +24,11 @@ from aerie.data.cache import FeatureCache
 from aerie.train import jobs
 from aerie.train import main as train_main
 from tests import tiny
-from tests.train.test_main import ROOT, call, recipe_of
+from tests.train.sittings import lines, timeless
+from tests.train.test_main import ROOT, call, recipe_of, write_recipe
 
 BIN = Path(sys.executable).parent
 STEPS = 24
-CLOCKS = ("data_wait_share", "tokens_per_s", "step_ms", "peak_memory_gib")
 # Chunks so small that processes need different numbers of them, and must call the LM heads equally often.
 SMALL = {"loss_chunk_slots": 48, "max_steps": 6}
 LM = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -58,19 +58,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def write_recipe(root: Path, name: str, mode: str = "online") -> Path:
+def recipe_for(root: Path, name: str, mode: str = "online") -> Path:
     _, head, train = CASES[name]
-    fixed = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 1, "learning_rate": 2e-3, "warmup_steps": 1}
-    values = {
-        "run": str(root / name),
-        "threads": 1,
-        "target": {"path": str(root / "target"), "dtype": "float32"},
-        "data": {"conversations": [str(root / "train.jsonl")], "max_length": 128, "held_out": 0.25},
-        "features": {"mode": mode},
-        "head": head,
-        "train": {"log_every": 1, "eval_every": 0, **fixed, **train},
-    }
-    return tiny.recipe(root / f"{name}.yaml", values)
+    fixed = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 1, "learning_rate": 2e-3, "log_every": 1}
+    sections = {"run": str(root / name), "features": {"mode": mode}, "head": head}
+    return write_recipe(root / f"{name}.yaml", root, {"eval_every": 0, **fixed, **train}, **sections)
 
 
 def forked(launcher: str, log: Path, *words: object) -> list[int]:
@@ -109,11 +101,6 @@ def together(launcher: str, run: Path, *words: object) -> str:
     return log.read_text()
 
 
-def records(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in lines]
-
-
 def head_of(run: Path, kind: str = "eagle1") -> dict[str, Any]:
     found: dict[str, Any] = load_file(run / "heads" / kind / "model.safetensors")
     return found
@@ -122,7 +109,7 @@ def head_of(run: Path, kind: str = "eagle1") -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
     launcher, head, train = CASES[name]
-    recipe, two = write_recipe(root, name), root / f"{name}-two"
+    recipe, two = recipe_for(root, name), root / f"{name}-two"
     assert call(train_main, "--config", recipe, "--train.accumulation", 2) == 0
     if name == "eagle1":  # the launcher itself
         start = [str(BIN / "accelerate"), "launch", "--config_file", f"configs/accelerate/{launcher}.yaml"]
@@ -131,7 +118,7 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
         subprocess.run([*start, *words], cwd=ROOT, env=environment, check=True, timeout=600)
     else:
         together(launcher, two, "--config", recipe)
-    pairs = [[record for record in records(place) if "loss" in record] for place in (root / name, two)]
+    pairs = [[record for record in lines(place) if "loss" in record] for place in (root / name, two)]
     assert len(pairs[0]) == train.get("max_steps", STEPS)
     for first, second in zip(*pairs, strict=True):
         assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
@@ -153,9 +140,9 @@ def test_two_processes_have_the_losses_of_one(root: Path, name: str) -> None:
 def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
     root: Path, name: str, number: signal.Signals, state: str, code: int, capsys: Any
 ) -> None:
-    launcher, words, cut = CASES[name][0], ("--config", write_recipe(root, name)), root / f"{name}-cut"
+    launcher, words, cut = CASES[name][0], ("--config", recipe_for(root, name)), root / f"{name}-cut"
     children = forked(launcher, root / f"{name}.log", *words, "--run", cut)
-    while not (cut / "metrics.jsonl").exists() or len(records(cut)) < 4:
+    while not (cut / "metrics.jsonl").exists() or len(lines(cut)) < 4:
         assert os.waitpid(children[0], os.WNOHANG) == (0, 0)
     for child in children:
         os.kill(child, number)
@@ -164,12 +151,12 @@ def test_two_stopped_processes_go_on_bit_for_bit_and_not_as_one(
     assert call(train_main, *words, "--run", cut) == 2
     assert "saved by 2 processes, now there are 1; go on with --num_processes 2" in capsys.readouterr().err
     assert "going on from step" in together(launcher, cut, *words)
-    assert records(cut) == records(root / f"{name}-two")
+    assert timeless(cut) == timeless(root / f"{name}-two")
     assert all(head_of(cut)[key].equal(value) for key, value in head_of(root / f"{name}-two").items())
 
 
 def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
-    recipe = write_recipe(root, "eagle1")
+    recipe = recipe_for(root, "eagle1")
     # Adam forgets a constant factor, but not one that puts the gradient far below its eps of 1e-8.
     together("zero1", root / "clipped", "--config", recipe, "--train.clip_norm", "1e-9")
     begun = jobs.build(recipe_of(recipe), root / "none", overwrite=False, is_plan=True).objective.head.fc.weight
@@ -179,7 +166,7 @@ def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_a_row_that_one_process_cannot_read_ends_both_with_the_same_code(root: Path, split: Any) -> None:
-    recipe, run = write_recipe(root, "eagle1", "cached"), root / f"broken-{split}"
+    recipe, run = recipe_for(root, "eagle1", "cached"), root / f"broken-{split}"
     assert call(data_main, "features", "--config", recipe, "--run", run) == 0
     cache = FeatureCache.open(run / "features")
     order = Order(cache.split("train").lengths, 0, 1, world_size=2)
