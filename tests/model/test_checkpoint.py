@@ -11,7 +11,7 @@ import torch
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import Eagle1Section, Eagle3Section, HydraSection, MedusaSection
-from aerie.model.checkpoint import config_for, head_facts, load_head, new_head, save_head
+from aerie.model.checkpoint import config_for, head_facts, load_head, new_head, position_warnings, save_head
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.layers import Rotary
 from tests import tiny
@@ -101,6 +101,13 @@ def test_a_new_head_spells_out_the_targets_rope_length_and_flavour() -> None:
     assert facts(Eagle3Section(qk_norm=False, hidden_size=16), qwen, names, TAPS, 107) == [False, 16, 32, 107]
     with pytest.raises(UserError, match="num_attention_heads 4 is no multiple of num_key_value_heads 3"):
         config_for(Eagle1Section(num_key_value_heads=3), TEXT, VOCAB)
+
+
+def test_a_lost_rope_scaling_alone_is_a_warning() -> None:
+    config: Any = config_for(Eagle3Section(), LONG, VOCAB, (1, 2), 320)
+    assert position_warnings(config, LONG, "head") == []
+    (warning,) = position_warnings(replace(config, rope_scaling=None), LONG, "head")
+    assert "with scaling None" in warning
 
 
 def test_a_warm_start_takes_weights_and_new_positions_and_refuses_another_shape(tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path, to: s
     ("values", "state", "message"),
     [
         ({"num_hidden_layers": 10**9}, {}, "num_hidden_layers is 1,000,000,000; it must be above 0 and below 1,024"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, {}, "Missing required keys in `rope_parameters`"),
         ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'; heads have 'silu'"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, {}, "keep the one of its training"),
         ({"aerie_kind": "dflash"}, {}, "aerie_kind is 'dflash'"),
