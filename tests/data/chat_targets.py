@@ -14,11 +14,6 @@ CORPUS = (
     "user assistant system USER: ASSISTANT: hello there, how are you today? I am fine, thank you very much.",
     "The answer is four, because two and two make four. Hello hello the the answer answer is is fine fine.",
 )
-WITH_MARKERS = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

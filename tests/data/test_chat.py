@@ -12,6 +12,7 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.chat import Chat, Row, target_end_ids
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.storage import template_path
+from tests import tiny
 from tests.data import chat_targets as targets
 
 TURNS = (
@@ -50,7 +51,7 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
 @pytest.mark.parametrize(
     ("template", "eos", "before"),
     [
-        (targets.WITH_MARKERS, "<|end|>", ""),
+        (tiny.TEMPLATE, "<|end|>", ""),
         (targets.TRIMMING, "<|eot_id|>", ""),
         (targets.DATED, "<|im_end|>", ""),
         (template_path("configs/templates/vicuna.jinja").read_text(encoding="utf-8"), "</s>", " "),
@@ -72,7 +73,7 @@ def test_generation_markers_give_the_same_mask() -> None:
         count = 2 * generator.randint(1, 4)
         messages = talk(*("".join(generator.choices(words, k=generator.randint(1, 9))) + "." for _ in range(count)))
         # Trimmed offsets would make transformers lose every answer that begins with a blank.
-        tokenizer, (row,), _ = rows_of(targets.WITH_MARKERS, "<|end|>", messages, trim_offsets=False)
+        tokenizer, (row,), _ = rows_of(tiny.TEMPLATE, "<|end|>", messages, trim_offsets=False)
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         assert [int(turn > 0) for turn in row.turns] == theirs["assistant_masks"]
 

@@ -44,18 +44,12 @@ def plan(target: Target, tmp_path: Path) -> CachePlan:
     return caches.plan(tmp_path / "features", target, DATA)
 
 
-@pytest.mark.parametrize(
-    ("row", "taps", "said"),
-    [
-        (Row([1] * 65, [0] + [1] * 64, "a: row 7"), (), "a: row 7: 65 tokens are beyond the context of owner/target"),
-        (Row([1, 320, 2], [0, 1, 1], "a: row 7"), (), "a: row 7: token id 320 is outside owner/target's 320 rows"),
-    ],
-)
-def test_what_the_target_does_not_have_is_refused_by_place(tmp_path: Path, row: Row, taps: Any, said: str) -> None:
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 4, "max_position_embeddings": 64}
-    with pytest.raises(UserError, match=said):
-        features = FeaturesConfig(after_blocks=taps, dtype="float32")
-        plan_cache(tmp_path, TokenisedData([row], []), features, "owner/target", LlamaConfig(**sizes), {"target": {}})
+@pytest.mark.parametrize(("ids", "said"), [([1] * 65, "65 tokens are"), ([1, 320, 2], "token id 320 is")])
+def test_what_the_target_does_not_have_is_refused_by_place(tmp_path: Path, ids: list[int], said: str) -> None:
+    data = TokenisedData([Row(ids, [0] + [1] * (len(ids) - 1), "a: row 7")], [])
+    config = LlamaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=4, max_position_embeddings=64)
+    with pytest.raises(UserError, match=f"a: row 7: {said}"):
+        plan_cache(tmp_path, data, FeaturesConfig(dtype="float32"), "owner/target", config, {"target": {}})
 
 
 def test_the_cache_holds_the_states_of_a_direct_forward_whatever_the_padding(target: Target, tmp_path: Path) -> None:
