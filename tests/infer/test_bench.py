@@ -142,9 +142,6 @@ def test_long_answers_end_at_the_context_alike_in_all_rows(place: Place, tmp_pat
 
 
 EAGLE2, SWEPT = (MethodConfig("vanilla"), MethodConfig("eagle2")), ({"method": "eagle2"},)
-TWO_TASKS = [Prompt(str(n), task, f"{task} {n}") for n in range(3) for task in ("sums", "code")]
-
-
 DEPTHS = SweepConfig("depth", "tree.levels", (4, 8), SWEPT)
 
 
@@ -152,17 +149,21 @@ def suite(*sweeps: SweepConfig) -> BenchConfig:
     return BenchConfig(PromptsConfig("p.jsonl"), EAGLE2, sweeps=sweeps)
 
 
-def test_a_sweep_is_measured_on_its_prompts_beside_the_rows(place: Place, tmp_path: Path) -> None:
+def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla(place: Place, tmp_path: Path) -> None:
     sweep = SweepConfig("depth", "tree.levels", (1, 3), ({"method": "eagle2", "tree": TREE},), num_prompts=1)
     warm = SweepConfig("warmth", "temperature", (0.7,), ({"method": "pld"},), (COLD,), tasks=("draw",))
-    records = run(bench(place, tmp_path, replace(CONFIG, sampling=(COLD,), sweeps=(sweep, warm))), PROMPTS, seed=3)
+    config = replace(CONFIG, sampling=(COLD,), sweeps=(sweep, warm))
+    records = run(bench(place, tmp_path, config), PROMPTS, seed=3)
     found = {(r.row, r.temperature, r.task, r.prompt_id) for r in records if r.turn == 0}
     main = {(row, 0.0, p.task, p.prompt_id) for row in range(3) for p in PROMPTS}
     # level 3 is the bench's own row; level 1 is asked the first prompt of each task, 0.7 the drawing one, vanilla too
     extra = {(3, 0.0, "count", "a"), (3, 0.0, "draw", "a"), (0, 0.7, "draw", "a"), (2, 0.7, "draw", "a")}
     assert found == main | extra
-    with pytest.raises(UserError, match=r"bench\.sweeps\.0: no prompt is of task 'math'"):
-        run(bench(place, tmp_path, replace(CONFIG, sweeps=(replace(DEPTHS, tasks=("math",)),))), PROMPTS, seed=0)
+    written = asked_of(config, PROMPTS, place[0])
+    assert written.max_context == 112 and [cell.row for cell in written.main] == [0, 1, 2]
+    points = [(point.row, point.temperature, point.value, point.prompts) for point in written.points]
+    first = (("count", "a"), ("draw", "a"))
+    assert points == [(3, 0.0, 1, first), (1, 0.0, 3, first), (2, 0.7, 0.7, first[1:])]
 
 
 def test_each_value_of_a_sweep_is_a_row_behind_the_benchs_and_equal_rows_are_measured_once() -> None:
@@ -170,7 +171,6 @@ def test_each_value_of_a_sweep_is_a_row_behind_the_benchs_and_equal_rows_are_mea
     other = SweepConfig("other", "tree.levels", (8, 4), SWEPT)
     made = suite_of(suite(DEPTHS, again, other))
     assert made.rows[:2] == EAGLE2 and len(made.rows) == 5
-    assert [(cell.sweep, cell.value) for cell in made.points[:2]] == [(DEPTHS, 4), (DEPTHS, 8)]
     assert [cell.row for cell in made.points] == [2, 3, 1, 4, 3, 2] and [cell.row for cell in made.main] == [0, 1]
     base = {"method": "sps-svip", "tree": {"levels": 9}, "head": "heads/a"}
     for key, value in {"head": "b", "tree.stop": {"rule": "entropy", "h": 0.2}, "typical.epsilon": 0.2}.items():
@@ -178,27 +178,15 @@ def test_each_value_of_a_sweep_is_a_row_behind_the_benchs_and_equal_rows_are_mea
         assert row != MethodConfig.of("sps-svip", "heads/a", levels=9) and row.method == "sps-svip"
 
 
-def test_a_sweep_asks_its_own_prompts_and_a_temperature_beside_the_benchs_brings_vanilla_along(place: Place) -> None:
-    asked = suite_of(suite(replace(DEPTHS, tasks=("sums",), num_prompts=2))).rows_for(TWO_TASKS)[COLD]
-    assert [len(asked["sums", str(n)]) for n in range(3)] == [4, 4, 2] and asked["code", "0"] == [0, 1]
-    warmth = suite(SweepConfig("warmth", "temperature", (0.0, 0.5), SWEPT, num_prompts=1))
-    both = {("sums", "0"): [0, 1], ("code", "0"): [0, 1]}
-    assert suite_of(warmth).rows_for(TWO_TASKS)[SamplingConfig(0.5)] == both
-    written = asked_of(warmth, TWO_TASKS, place[0])
-    assert written.max_context == 112
-    assert [(cell.row, cell.temperature) for cell in written.main] == [(0, 0.0), (1, 0.0)]
-    point = written.points[1]
-    assert (point.row, point.temperature, point.value, point.prompts) == (1, 0.5, 0.5, tuple(both))
-
-
-def test_a_key_or_a_value_that_no_row_has_is_refused() -> None:
-    for key, value, message in (
-        ("tree.depth", 6, r"bench\.sweeps\.0 \(tree\.depth 6\): .*tree\.depth: unknown key"),
-        ("method.levels", 6, "method is not a section"),
-        ("temperature", -1, "temperature: input should be"),
+def test_what_no_row_or_prompt_has_is_refused(place: Place, tmp_path: Path) -> None:
+    for sweep, message in (
+        (SweepConfig("s", "tree.depth", (6,), SWEPT), r"bench\.sweeps\.0 \(tree\.depth 6\): .*: unknown key"),
+        (SweepConfig("s", "method.levels", (6,), SWEPT), "method is not a section"),
+        (SweepConfig("s", "temperature", (-1,), SWEPT), "temperature: input should be"),
+        (replace(DEPTHS, tasks=("math",)), r"bench\.sweeps\.0: no prompt is of task 'math'"),
     ):
         with pytest.raises(UserError, match=message):
-            suite_of(suite(SweepConfig("s", key, (value,), SWEPT)))
+            run(bench(place, tmp_path, replace(CONFIG, sweeps=(sweep,))), PROMPTS, seed=0)
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "bench").glob("*.yaml")), ids=lambda path: path.stem)

@@ -14,7 +14,6 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
-from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import TargetStep
 from aerie.infer.decode.drafters import DraftLMDrafter, EagleDrafter, MedusaDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
@@ -28,8 +27,7 @@ from aerie.infer.measure.cycles import COLUMNS, LAWS, oracle_length
 from aerie.infer.measure.lossless import VOCABULARY, write_miniature
 from aerie.model.storage import digests, write_json
 from aerie.model.target import Target
-from tests import tiny
-from tests.infer.test_engine import greedy
+from tests.infer.draws import greedy, make_head, make_target
 from tests.infer.test_main import Command, command, shared
 
 __all__ = ["command", "shared"]
@@ -158,31 +156,24 @@ def test_oracle_lengths_by_context() -> None:
     assert (second["variance"], second["delta"], second["censored"]) == (16.0, 0.0, 0.5)
 
 
-def tiny_target() -> Target:
-    return Target(tiny.llama(eos_token_id=None), TargetConfig(path="tiny"))
-
-
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return tiny_target()
+    return make_target()
 
 
 def decoder_of(target: Target, tree: TreeConfig, kind: str = "eagle1", **more: Any) -> SpeculativeDecoder:
-    drafter: Drafter
-    if kind == "itself":
-        drafter = DraftLMDrafter(target, target)
-    elif kind == "medusa":
-        drafter = MedusaDrafter(tiny.multi_token_head("medusa", target.vocab, noise=0.3, num_heads=2).eval())
-    else:
-        make: Any = tiny.head if kind == "eagle1" else tiny.eagle3_head
-        drafter = EagleDrafter(make(target.vocab.embedding.float(), scale=8.0).eval(), target)
+    drafter: Drafter = DraftLMDrafter(target, target)
+    if kind == "medusa":
+        drafter = MedusaDrafter(make_head(target, "medusa", num_heads=2))
+    elif kind != "itself":
+        drafter = EagleDrafter(make_head(target, kind), target)
     return SpeculativeDecoder(target, drafting(drafter, tree, **more))
 
 
 def analysis() -> dict[str, Any]:
     """The content of analysis.json of a tiny head on 12 prompts in two tasks."""
     questions = [(torch.tensor([[7, 9, 11 + n, 23, 5]]), ("sums", "code")[n % 2]) for n in range(12)]
-    made = calibrate.record(decoder_of(tiny_target(), WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
+    made = calibrate.record(decoder_of(make_target(), WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
     fitted = calibrate.fit_and_score(made, 20)
     assert fitted is not None
     return {**calibrate.analyse(made), "calibrator": fitted[1]}
@@ -295,7 +286,7 @@ def test_it_is_saved_beside_the_head_and_refused_where_it_is_damaged(tmp_path: P
     assert load_calibrator(tmp_path).acceptance == KNOTS.acceptance  # the file is no part of the head
     values = json.loads((tmp_path / "calibrator.json").read_text())
     for change in ({"temperature": 0.0}, {"confidence": [0.9, 0.1, 0.5]}, {"acceptance": [0.5]}):
-        (tmp_path / "calibrator.json").write_text(json.dumps({**values, **change}))
+        write_json(tmp_path / "calibrator.json", {**values, **change})
         with pytest.raises(UserError, match=r"calibrator\.json"):
             load_calibrator(tmp_path)
 

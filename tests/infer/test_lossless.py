@@ -165,7 +165,6 @@ def test_a_difference_within_rounding_fails_only_where_answers_must_be_exact() -
     row = lossless.Row(MethodConfig("pld"), None, None, greedy, laws)
     assert lossless.verdict_of(row, 1e-3, exact=True) == "FAILED: greedy"
     assert lossless.verdict_of(row, 1e-3, exact=False) == "lossless up to rounding"
-    assert "pld: prompt 0, new token 3: 1 instead of 2, logits 0.06 apart" in lossless.table([row])
     greedy.differences.append(far)
     assert lossless.verdict_of(row, 1e-3, exact=False) == "FAILED: greedy"
     for wrong in (1e-7, float("nan")):
@@ -225,14 +224,12 @@ def test_verify_prints_a_table_and_its_code_is_1_where_a_method_is_not_lossless(
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["vanilla", "eagle2", "medusa"]
     assert all("2/2" in row and row.endswith("lossless") for row in rows[:2]) and "not tested" in rows[2]
-    proof: Any = read_json(written)
-    assert proof["holds"] and [row["greedy"]["identical"] for row in proof["rows"][:2]] == [2, 2]
-    assert min(law["p_value"] for row in proof["rows"] for law in row["laws"]) > 0
+    assert read_json(written)["holds"]
     monkeypatch.setattr(engine, "verify", SECOND_BEST)
     assert lossless.demonstrate(options, wordy.config, heads) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAILED: greedy, law at T=0.6/p=0.8") == printed.count("0/2") == 2
-    assert "vanilla: prompt 0, new token 1: " in printed and not read_json(written)["holds"]
+    assert not read_json(written)["holds"]
 
 
 def test_the_miniatures_stop_rules_end_trees_before_what_is_left_to_write_does(sampled: SampledProver) -> None:

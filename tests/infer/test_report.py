@@ -146,11 +146,11 @@ def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_others_wrote(
 
 
 def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tmp_path: Path, whole: Path) -> None:
-    drawn = {path.stem for path in (whole / "report").glob("*.svg")}
     kept = {"tau", "speedup", "depth"}
     laws = {f"calibration-{name}" for name in ("calibrator", "by-depth", "places", "bounds", "rejections")}
-    assert drawn == kept | laws | {"reliability"}
-    for path in (whole / "report").glob("*.svg"):
+    drawn = {path.stem: path for path in (whole / "report").glob("*.svg")}
+    assert set(drawn) == kept | laws | {"reliability"}
+    for path in drawn.values():
         assert ET.fromstring(path.read_text(encoding="utf-8")).tag.endswith("svg")  # noqa: S314 (our own file)
     run = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(run / "calibration")
@@ -166,20 +166,19 @@ def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tm
 
 def test_the_same_input_gives_the_same_bytes(swept: Path) -> None:
     report(swept, "again")
-    files = sorted(path.name for path in (swept / "report").iterdir())
-    assert files == sorted(path.name for path in (swept / "again").iterdir())
-    for name in files:
-        assert (swept / "report" / name).read_bytes() == (swept / "again" / name).read_bytes(), name
+    first, again = ({p.name: p.read_bytes() for p in (swept / name).iterdir()} for name in ("report", "again"))
+    assert first == again
 
 
 def test_damaged_or_missing_input_is_an_error_with_the_command(tmp_path: Path) -> None:
     write_run(tmp_path)
-    write_json(tmp_path / "calibration" / "analysis.json", {"schema": 99})
-    with pytest.raises(UserError, match=r"analysis\.json: .*calibrate --overwrite"):
-        report(tmp_path)
-    (tmp_path / "bench" / "records.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"records\.jsonl: holds no whole record.*infer/main\.py bench"):
-        report(tmp_path)
+    for name, text, message in (
+        ("calibration/analysis.json", '{"schema": 99}', r"analysis\.json: .*calibrate --overwrite"),
+        ("bench/records.jsonl", "", r"records\.jsonl: holds no whole record.*infer/main\.py bench"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=message):
+            report(tmp_path)
 
 
 def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
@@ -209,14 +208,9 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
         assert lossless(rows, extras)["state"] == state
 
 
-def test_the_page_has_what_was_measured_in_words_that_fit_its_figures(swept: Path, tmp_path: Path) -> None:
+def test_the_page_says_of_a_claim_what_was_measured_and_its_tables_hold_the_points(swept: Path, tmp_path: Path) -> None:
     text = words_of(swept)
-    for words in (
-        "As published, on their models", "measured here", "Llama3-8B on MT-bench",
-        "Up to 4 levels the vote wastes 4 draft forwards, the fixed tree 8: 0.50 times as many. The claim, at "
-        "most 0.5 times as many, holds here.", "50.0 % of the fixed tree’s best", "at least 97 %, does NOT hold here",
-        "choice: eagle2, 6 levels, k 10, 60 nodes",
-    ):  # fmt: skip
+    for words in ("0.50 times as many", "holds here", "50.0 % of the fixed tree’s best", "does NOT hold here"):
         assert words in text, words
     with (swept / "report" / "sweeps.csv").open(newline="") as file:
         points = [(p["value"], p["method"], float(p["tau"])) for p in csv.DictReader(file)]
