@@ -54,14 +54,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations, and a target wide enough for ZeRO-3 to shard a head's matrices and the frozen embedding."""
     directory = tmp_path_factory.mktemp("processes")
     tiny.target(directory / "target", hidden_size=128, vocab_size=512, num_blocks=7)
-    tiny.write_conversations(directory / "train.jsonl", 9, seed=2)  # so few that a process has no rows in some steps
+    tiny.write_conversations(directory / "train.jsonl", 9, seed=2)
     return directory
 
 
 def recipe_for(root: Path, name: str, mode: str = "online") -> Path:
     _, head, train = CASES[name]
     fixed = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 1, "learning_rate": 2e-3, "log_every": 1}
-    sections = {"run": str(root / name), "features": {"mode": mode}, "head": head}
+    # 7 rows to train on, 2 held out: at an epoch's end one of two processes has no row.
+    data = {"conversations": [str(root / "train.jsonl")], "max_length": 128, "held_out": 0.25}
+    sections = {"run": str(root / name), "data": data, "features": {"mode": mode}, "head": head}
     return write_recipe(root / f"{name}.yaml", root, {"eval_every": 0, **fixed, **train}, **sections)
 
 
