@@ -10,7 +10,7 @@ REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFA
 
 
 class UserError(Exception):
-    """A mistake in what the user gave; its text names the place, the value and the fix."""
+    """Its text names the place, the value and the fix."""
 
 
 class NotWritable(UserError):
@@ -25,7 +25,7 @@ def stop_on_signals() -> None:
     """SIGTERM stops this process as Ctrl-C does, and SIGUSR1 raises Requeued."""
 
     def requeue(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a batch script sends it again and again; the clean-up goes on
+        signal.signal(number, signal.SIG_IGN)  # a batch script repeats it
         raise Requeued
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -37,7 +37,7 @@ def warn(message: str) -> None:
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """main's own, 2 after a UserError, 130 after Ctrl-C, 75 after SIGUSR1, 141 when nobody reads stdout any more."""
+    """main's, 2 for a UserError, 130 for Ctrl-C, 75 for SIGUSR1, 141 when nobody reads stdout."""
     try:
         code = main()
         sys.stdout.flush()
@@ -46,7 +46,7 @@ def exit_code(main: Callable[[], int]) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Requeued:
         print("stopped before the time limit: the same command goes on", file=sys.stderr)

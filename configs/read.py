@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @typing.dataclass_transform(frozen_default=True)
 class Section:
-    """Makes its subclasses frozen dataclasses that refuse unknown keys."""
+    """Its subclasses are frozen dataclasses that refuse unknown keys."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -39,7 +39,7 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
     re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
-# Kept, as making one takes as long as thousands of its calls.
+# Making one takes as long as thousands of its calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
@@ -98,7 +98,7 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
             lines[".".join(parts[: depth + 1])] = f"--{name}"
             if depth == len(parts) - 1:
                 section[key] = value
-            else:  # a copy, so that another use of the same YAML anchor stays as it is
+            else:  # a copy: other uses of its YAML anchor stay
                 inner = section.get(key) if isinstance(section, dict) else section[key]
                 section[key] = {} if inner is None else copy.copy(inner)
                 section = section[key]
@@ -107,13 +107,13 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
 def validate(
     values: dict[str, Any], schema: type[T], source: str, lines: dict[str, str], overrides: Sequence[str] = ()
 ) -> T:
-    """values, with overrides, as a schema instance; UserError with one line per problem."""
+    """values, with overrides, as a schema instance; one line per problem."""
     override(overrides, values, lines)
     try:
         checked: T = adapter(schema).validate_python(values)
     except ValidationError as error:
         problems = error.errors()
-        # pydantic counts the wrong items of a list as missing ones, too
+        # pydantic counts wrong items of a list as missing, too
         inside = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
         problems = [each for each in problems if each["type"] != "too_short" or each["loc"] not in inside]
         raise UserError("\n".join(_sentence(each, values, schema, source, lines) for each in problems)) from error
@@ -121,21 +121,20 @@ def validate(
 
 
 def as_dict(section: Any) -> dict[str, Any]:
-    """A section or recipe as JSON-ready values with every default."""
+    """JSON-ready, with every default."""
     value: dict[str, Any] = adapter(type(section)).dump_python(section, mode="json")
     return value
 
 
 def dump(recipe: Any) -> str:
-    """The resolved recipe as YAML, with every default."""
+    """As YAML, with every default."""
     return yaml.safe_dump(as_dict(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[str, str]) -> str:
-    """One line for one of pydantic's errors."""
     kind, parts = problem["type"], list[str]()
     for number, part in enumerate(problem["loc"], start=1):
-        # Other parts are pydantic's words for a union's member or a validator.
+        # other parts are pydantic's words
         is_there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
         if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
             parts.append(str(part))

@@ -1,4 +1,4 @@
-"""Draft heads: new, warm-started, written in our own layout, and read in every known one."""
+"""Draft heads: new, warm-started, saved, and read in every known layout."""
 
 import dataclasses
 from pathlib import Path
@@ -20,8 +20,8 @@ from aerie.model.target import VocabWeights
 
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BEGINNINGS = ("kind", "init_from", "lm_head_init", "initializer_range")  # keys of a section that are no sizes
-POSITIONS = ("rope_theta", "max_position_embeddings")  # an EAGLE head can go on with others
+BEGINNINGS = ("kind", "init_from", "lm_head_init", "initializer_range")  # no sizes
+POSITIONS = ("rope_theta", "max_position_embeddings")  # an EAGLE head may change them
 LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 
 
@@ -34,7 +34,7 @@ def new_head(
     after_blocks: tuple[int, ...] = (),
     vocabulary: DraftVocabulary | None = None,
 ) -> Head:
-    """A head for a target; with section.init_from, that head's weights and draft vocabulary."""
+    """A head for a target, or section.init_from's."""
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
     size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
@@ -54,12 +54,12 @@ def new_head(
 def config_for(
     section: HeadConfig, text_config: Any, vocab: VocabWeights, taps: tuple[int, ...] = (), draft_vocab_size: int = 0
 ) -> AnyConfig:
-    """The recipe's sizes, or the target's own where the recipe leaves them open."""
+    """The recipe's sizes, or else the target's."""
     vocab_size, width = vocab.embedding.shape
     asked = {name: value for name, value in vars(section).items() if value is not None}
     theirs = {name: getattr(text_config, name, None) for name in LAYER}
     heads = asked.get("num_attention_heads", theirs["num_attention_heads"])
-    if "num_attention_heads" in asked:  # the target's grouping is of its own number of heads
+    if "num_attention_heads" in asked:  # the target's grouping is for its own
         theirs["num_key_value_heads"] = theirs["head_dim"] = None
     theta, scaling = rope_of(text_config)
     values = {
@@ -119,9 +119,9 @@ def _warm_start(section: HeadConfig, vocab: VocabWeights, path: str, after_block
 
 
 def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling (None for plain RoPE) of a configuration of any transformers version."""
+    """RoPE's base and scaling (None: plain), of any transformers version."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    if "full_attention" in parameters:  # one RoPE per kind of layer (Gemma-3): the head attends fully
+    if "full_attention" in parameters:  # Gemma-3 has one per kind of layer
         parameters = parameters["full_attention"]
     theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None)) or 10000.0
     scaling = {k: v for k, v in parameters.items() if k != "rope_theta" and v is not None}
@@ -129,7 +129,6 @@ def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
 
 
 def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
-    """A sentence for each way in which a head's positions are not its target's."""
     if getattr(config, "rope_theta", None) is None:  # a head without attention
         return []
     warnings, (theta, scaling) = [], rope_of(text_config)
@@ -143,7 +142,7 @@ def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
 
 
 def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = None, **facts: Any) -> None:
-    """Writes config.json (facts under "aerie") and model.safetensors; weights: gathered ones."""
+    """facts go under "aerie" in config.json; weights: gathered ones."""
     state, optional = dict(weights or head.state_dict()), set[str]()
     values = {"architectures": [HEADS[head.kind].architecture], "aerie_kind": head.kind}
     if isinstance(head, Eagle3Head):
@@ -164,10 +163,7 @@ def load_head(
     vocab: VocabWeights | None = None,
     after_blocks: tuple[int, ...] | None = None,
 ) -> Head:
-    """The head in a directory or a Hub repository ("user/name", "user/name@revision").
-
-    vocab gives the embedding, and after_blocks the taps, where the files leave them out.
-    """
+    """The head in a directory or on the Hub; vocab (embedding) and after_blocks fill in what its files leave out."""
     place = head_directory(directory)
     if not place.is_dir():
         raise UserError(f"{directory}: no such head directory; train one with train/main.py")
@@ -191,7 +187,7 @@ def empty_head(config: AnyConfig) -> Head:
 
 
 def kind_of(values: Any, place: Path) -> str:
-    """The kind of head that a config.json at place and the weights beside it hold; UserError for none."""
+    """The kind of the head whose config.json is at place."""
     return recognise(values, tensor_names(place.parent), place)[1]
 
 
@@ -201,18 +197,16 @@ def head_facts(directory: Path | str) -> dict[str, Any]:
 
 
 def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_path: str) -> None:
-    """UserError when the head was made for another target (hidden size, vocabulary)."""
     vocab_size, width = vocab.embedding.shape
     head_width = getattr(config, "target_hidden_size", config.hidden_size)
     for name, ours, theirs in (("hidden size", head_width, width), ("vocabulary", config.vocab_size, vocab_size)):
         if ours != theirs:
-            raise UserError(
-                f"{head_path}: belongs to another target: its {name} is {ours}, that of {target_path} is {theirs}"
-            )
+            what = f"its {name} is {ours}, that of {target_path} is {theirs}"
+            raise UserError(f"{head_path}: belongs to another target: {what}")
 
 
 def optional_of(content: HeadContent) -> set[str]:
-    """The tensors that a file may lack: the target's embedding, and tables between equal vocabularies."""
+    """What a file may lack: the target's embedding, tables of equal vocabularies."""
     config, names = content.config, set[str]()
     width = getattr(config, "target_hidden_size", config.hidden_size)
     if content.is_embedding_optional and width == config.hidden_size:
@@ -223,7 +217,7 @@ def optional_of(content: HeadContent) -> set[str]:
 
 
 def check_state(state: dict[str, Tensor], config: AnyConfig, place: Path, optional: set[str]) -> None:
-    """UserError that names missing, unexpected and misshapen tensors of the file at place."""
+    """UserError for missing, unexpected and misshapen tensors."""
     with torch.device("meta"):  # names and shapes without memory for them
         head = empty_head(config)
     expected = head.state_dict()
@@ -232,17 +226,17 @@ def check_state(state: dict[str, Tensor], config: AnyConfig, place: Path, option
             raise UserError(f"{place}: {name} holds {state[name].dtype}: quantised heads are not read")
     try:
         head.load_state_dict({**{name: expected[name] for name in optional}, **state}, assign=True)
-    except RuntimeError as error:  # a line for all that are missing, one for all that are too many, one for each shape
-        said = "; ".join(line.strip()[:200] for line in str(error).splitlines()[1:4])
-        raise UserError(f"{place}: {said}") from error
+    except RuntimeError as error:  # its first lines name the tensors
+        lines = (line.strip()[:200] for line in str(error).splitlines()[1:4])
+        raise UserError(f"{place}: {'; '.join(lines)}") from error
 
 
 def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
-    """The draft vocabulary in the tables of the file at place; UserError for a head that does not load."""
+    """The draft vocabulary; UserError for a head that does not load."""
     tensors = content.tensors
     check_state(tensors, content.config, place, optional_of(content))
     for name, tensor in tensors.items():
-        wrong = tensor.numel() - int(tensor.isfinite().sum())  # answers stay right, so nobody would see them
+        wrong = tensor.numel() - int(tensor.isfinite().sum())  # no answer would show it
         if wrong:
             what = f"{wrong:,} of {tensor.numel():,} values that are NaN or infinite"
             raise UserError(f"{place}: {name} holds {what}; take an earlier checkpoint, or fetch the file anew")
@@ -253,7 +247,7 @@ def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
 
 
 def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> dict[str, Tensor]:
-    """The tensors with what the file at place leaves out; UserError for a head that does not load."""
+    """The tensors, with what the file at place leaves out."""
     vocabulary, state, config = check_content(content, place), dict(content.tensors), content.config
     if isinstance(config, Eagle3Config):
         vocabulary = vocabulary or DraftVocabulary.of_ids(torch.arange(config.vocab_size), config.vocab_size)
@@ -267,5 +261,5 @@ def completed(content: HeadContent, vocab: VocabWeights | None, place: Path) -> 
 
 
 def is_targets(embedding: Tensor, vocab: VocabWeights | None) -> bool:
-    """Whether a head's embedding is the target's, in the head's precision."""
+    """In the head's precision."""
     return vocab is not None and torch.equal(vocab.embedding.cpu().to(embedding.dtype), embedding)

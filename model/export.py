@@ -1,4 +1,4 @@
-"""Heads in other layouts, and what a head holds: a table for tools, one screen for people."""
+"""Heads in other layouts, and what a head holds."""
 
 import dataclasses
 import re
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import checkpoint
-from aerie.model.checkpoint import check_sizes, completed
 from aerie.model.formats.content import (
     COUNTS_OUTPUTS,
     Export,
@@ -31,9 +30,9 @@ from aerie.model.hub import head_directory, is_on_hub
 from aerie.model.storage import CONFIG, digests, directory_atomically, read_json, write_json
 from aerie.model.target import fingerprint, fingerprints
 
-BESIDE = ("recipe.yaml", "provenance.json")  # what goes along with the head
-OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # facts about one export, which the next does not inherit
-BOOKKEEPING = re.compile(  # keys of config.json that say nothing about how a head drafts, or of which `unread` speaks
+BESIDE = ("recipe.yaml", "provenance.json")
+OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
+BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
     r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range|transformers_version|use_cache"
     r"|aerie(_kind)?|model_type|hidden_act|tie_word_embeddings|embed_requires_grad|speculators_\w+|eagle_config|rope_\w+"
     r"|transformer_layer_config|(use_)?sliding_window|max_window_layers|layer_types|max_sequence_length|layernorms"
@@ -49,7 +48,7 @@ def export(
     after_blocks: tuple[int, ...] | None = None,
     any_target: bool = False,
 ) -> tuple[str, list[str]]:
-    """Writes output, whole or absent; returns the head's own layout, and notes. any_target: other weights are noted."""
+    """Writes output; returns the head's own layout, and notes. any_target: other weights become a note."""
     directory = head_directory(source)
     layout, files, content = read_content(directory, after_blocks or target.default_taps)
     state = _completed(files, content, target)
@@ -69,7 +68,7 @@ def export(
                 shutil.copyfile(directory / name, place / name)
         _, files_again, again = read_content(place)
         state_again = _completed(files_again, again, target)
-        positions = again.config.max_position_embeddings  # the one number that an export may raise
+        positions = again.config.max_position_embeddings  # an export may raise it
         same = dataclasses.replace(content.config, max_position_embeddings=positions) == again.config
         same = same and state.keys() == state_again.keys()
         for name in state if same else ():
@@ -85,7 +84,6 @@ def export(
 def check_taps(
     config: AnyConfig, place: Path, after_blocks: tuple[int, ...] | None = None, target: TargetFacts | None = None
 ) -> None:
-    """UserError for taps that were asked for but are not the head's, or that the target does not have."""
     own = config.after_blocks if isinstance(config, Eagle3Config) else None
     if after_blocks not in (None, own):
         asked, read = ",".join(map(str, after_blocks or ())), "no taps" if own is None else list(own)
@@ -96,7 +94,7 @@ def check_taps(
 
 
 def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
-    """A sentence about a head trained on other weights than the target's, rounded or not; else None."""
+    """A sentence about other weights than the target's, rounded or not."""
     recorded = facts.get("target")
     if recorded is None or recorded in fingerprints(target.text_config, target.vocab):
         return None
@@ -105,8 +103,8 @@ def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
 
 
 def _completed(files: HeadFiles, content: HeadContent, target: TargetFacts) -> dict[str, Tensor]:
-    check_sizes(content.config, target.vocab, str(files.weights_place.parent), target.path)
-    state = completed(content, target.vocab, files.weights_place)
+    checkpoint.check_sizes(content.config, target.vocab, str(files.weights_place.parent), target.path)
+    state = checkpoint.completed(content, target.vocab, files.weights_place)
     if EMBEDDING not in content.tensors and EMBEDDING in state:
         state[EMBEDDING] = state[EMBEDDING].to(state["fc.weight"].dtype)
     return state
@@ -132,7 +130,7 @@ def _differences(files: HeadFiles, content: HeadContent, written: Export, target
     return notes
 
 
-UNNAMED = (2, 3, 4)  # stands in where neither files nor a target say the taps: only their number matters
+UNNAMED = (2, 3, 4)  # for unknown taps: only their number matters
 OPEN = {
     "unnamed": "names no taps: the target's default ones will be taken",
     "ambiguous": "only the target tells how its taps are numbered; give it with --target",
@@ -145,7 +143,7 @@ SIZES += ("head_dim", "num_hidden_layers", "num_heads", "num_layers")
 def inspect_head(
     path: Path | str, target: TargetFacts | None = None, after_blocks: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """Everything about a head, JSON-ready; `problems` is empty for one that loads and fits the target, if given."""
+    """JSON-ready; `problems` is empty for a head that loads and fits the target."""
     directory = head_directory(path)
     values, state = table(read_json(directory / CONFIG)), None
     taps, numbers = after_blocks, tap_numbers(values)
@@ -162,7 +160,7 @@ def inspect_head(
     is_eagle3 = isinstance(config, Eagle3Config)
     state = state if is_eagle3 else None
     if state is not None:
-        guesses[0] = OPEN[state]  # the first is about the taps
+        guesses[0] = OPEN[state]  # the first: taps
     problems, remarks = [], list(unread(values))
 
     def passed(check: Callable[..., Any], *arguments: Any) -> Any:

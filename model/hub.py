@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: heads fetched by repository name; its errors in one line that never holds a token."""
+"""The Hugging Face Hub: heads fetched by repository name; its errors, without tokens."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.
 
 
 def head_directory(path: Path | str) -> Path:
-    """The path itself, or the snapshot of the Hub repository "user/name[@revision]" where no such path exists."""
+    """path, or else the snapshot of user/name[@revision] on the Hub."""
     found = HUB_ID.fullmatch(str(path))
     if found is None or Path(path).exists():
         return Path(path)
@@ -42,11 +42,11 @@ def readable_errors(repo: str) -> Iterator[None]:
     try:
         yield
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
-        # snapshot_download hides the answer of a Hub that was reached
+        # snapshot_download hides the Hub's answer
         cause = error.__cause__ if isinstance(error.__cause__, errors.HfHubHTTPError) else error
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        nowhere = "no such local directory, and no such repository on the Hub (if it is private: hf auth login)"
         may_not = "this login may not do that; use a token that may: hf auth login"
+        nowhere = "no such local directory, and no such repository on the Hub (if it is private: hf auth login)"
         meanings = (
             (isinstance(cause, errors.GatedRepoError), "gated on the Hub; ask for access on its page: hf auth login"),
             (isinstance(cause, errors.RepositoryNotFoundError), nowhere),

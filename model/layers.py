@@ -1,4 +1,4 @@
-"""The decoder layer of draft heads, with the parameter names of transformers' Llama."""
+"""The decoder layer of draft heads, by Llama's parameter names."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,21 +14,19 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from aerie.configs.errors import UserError
 
-QUERY_CHUNK = 256  # rows of scores that the dense form holds at once
-Documents = tuple[int, ...] | None  # lengths of the documents of a packed row; None: one document
+QUERY_CHUNK = 256  # rows of scores held at once
+Documents = tuple[int, ...] | None  # lengths in a packed row; None: one document
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 Rope = tuple[Tensor, Tensor]  # cos and sin, broadcast over heads
 
 
 class Rotary:
-    """RoPE's cosines and sines for positions below max_position_embeddings, tabulated on demand."""
+    """RoPE's cosines and sines, tabulated on demand."""
 
     def __init__(self, config: Any) -> None:
         parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
         if (kind := parameters["rope_type"]) not in FIXED_ROPE_TYPES:
-            raise UserError(
-                f"rope_scaling: type {kind!r} changes with the length; set head.rope_theta for a plain RoPE"
-            )
+            raise UserError(f"rope_scaling: {kind!r} changes with the length; set head.rope_theta for a plain RoPE")
         self.max_positions = config.max_position_embeddings
         sizes = {"hidden_size": config.head_dim, "num_attention_heads": 1, "head_dim": config.head_dim}
         with torch.device("cpu"):
@@ -39,7 +37,7 @@ class Rotary:
         self._table = (torch.empty(0), torch.empty(0))  # cos and sin [rows, head_dim]
 
     def at(self, positions: Tensor, length: int, like: Tensor) -> Rope:
-        """cos and sin [..., 1, T, head_dim] at positions [..., T], all below length; device and dtype are like's."""
+        """cos and sin [..., 1, T, head_dim] at positions [..., T], all below length."""
         cos, sin = self._tabulated(length, like)
         return cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)
 
@@ -84,7 +82,7 @@ class KeyValueBuffer:
         return cls(like.new_empty(shape), like.new_empty(shape))
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes after `length` and returns all columns up to there; `length` stays, for the caller to move."""
+        """All columns up to the new ones; the caller moves `length`."""
         end = self.length + keys.shape[2]
         self.keys[:, :, self.length : end] = keys
         self.values[:, :, self.length : end] = values
@@ -95,7 +93,7 @@ class KeyValueBuffer:
 class UnrollMemory:
     """Keys and values [B, KV, T, head_dim] of one layer, by unroll step; step 0 is the sequence."""
 
-    documents: Documents = None  # a slot sees its own document alone
+    documents: Documents = None
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
@@ -109,7 +107,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
     With an UnrollMemory, one unroll step for all slots (EAGLE-3, arXiv 2503.01840, figure 6).
     """
     if isinstance(memory, UnrollMemory):
-        memory.keys.append(k.to(v.dtype))  # under autocast the float32 tables of RoPE have raised q and k
+        memory.keys.append(k.to(v.dtype))  # autocast: RoPE's tables are float32
         memory.values.append(v)
         q = q.to(v.dtype)
         if q.device.type == "cpu":
@@ -117,7 +115,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
         else:
             out = dense_attention(q, memory.keys, memory.values, memory.documents)
     else:
-        is_causal = mask is None and memory is None  # one new slot sees all of a buffer without a mask
+        is_causal = mask is None and memory is None  # a lone new slot needs no mask
         if memory is not None:
             k, v = memory.append(k, v)
         is_grouped = q.shape[1] != k.shape[1]
@@ -180,7 +178,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(width, config.intermediate_size)
 
     def read(self, x: Tensor, embedded: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What attention reads, and what its output is added to."""
+        """Attention's input, and the residual."""
         if self.reads == "raw":
             return x, x
         if self.reads == "normed":
@@ -199,7 +197,7 @@ class DecoderLayer(nn.Module):
 
 
 class DraftLayer:
-    """A decoder layer for drafting, with one product for queries, keys and values and one for gate and up."""
+    """A decoder layer for drafting, with merged projections."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.read, attention, mlp, norm = layer.read, layer.self_attn, layer.mlp, layer.post_attention_layernorm
@@ -230,7 +228,7 @@ class DraftLayer:
 
 
 @torch.no_grad()
-def _stacked(parameters: list[Tensor]) -> Tensor:  # the parameters become views of it
+def _stacked(parameters: list[Tensor]) -> Tensor:  # parameters become its views
     stacked = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, stacked.split([len(p) for p in parameters]), strict=True):
         parameter.data = part
@@ -249,7 +247,7 @@ def dense_attention(
         begin[start:stop] = start
 
     def rows(first: int, q: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-        # [B, H, n, hd] of the n queries from slot `first`; own: their keys and values of the later steps
+        # [B, H, n, hd] of n queries from slot `first`; own: their later keys and values
         count, seen = q.shape[2], key.shape[2]
         asking = slots[first : first + count, None]
         allowed = (slots[:seen] <= asking) & (slots[:seen] >= begin[asking])  # [n, seen]
@@ -265,7 +263,7 @@ def dense_attention(
 
     pieces = []
     for first in range(0, length, chunk):
-        last = min(first + chunk, length)  # causal slots have no use for later keys than the last query's
+        last = min(first + chunk, length)  # causal: no later keys
         own = [x[:, :, first:last] for x in (*keys[1:], *values[1:])]
         given: Any = (first, q[:, :, first:last], keys[0][:, :, :last], values[0][:, :, :last], *own)
         is_recomputed = length > chunk and torch.is_grad_enabled()
@@ -274,13 +272,13 @@ def dense_attention(
 
 
 def spans(documents: Documents, length: int) -> tuple[tuple[int, int], ...]:
-    """(first, stop) of each document; the last ends with the row."""
+    """(first, stop) of each document."""
     stops = [min(stop, length) for stop in accumulate(documents or (length,))]
     return tuple((first, stop) for first, stop in pairwise([0, *stops]) if first < stop)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """One softmax over flash attention to the first step and the slot's own columns (backward: arXiv 2310.01889)."""
+    """Flash attention to step 0, merged with the slot's own columns (backward: arXiv 2310.01889)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, documents: tuple[tuple[int, int], ...], *pairs: Tensor) -> Tensor:

@@ -20,23 +20,23 @@ def parser() -> argparse.ArgumentParser:
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        command.add_argument("head", help="a head's directory, or a Hub repository (user/name, user/name@revision)")
-        command.add_argument("--target", required=name == "convert", help="check against it (local or Hub id)")
+        command.add_argument("head", help="a directory, or user/name[@revision] on the Hub")
+        command.add_argument("--target", required=name == "convert", help="its target: a directory or a Hub id")
         command.add_argument("--after-blocks", type=taps, help="of an EAGLE-3 head that names no taps, as 2,16,29")
         return command
 
-    inspect = add("inspect", "what a head's files hold, and whether it fits a target")
+    inspect = add("inspect", "what a head's files hold, and whether it fits")
     inspect.add_argument("--json", action="store_true", help="for tools")
-    convert = add("convert", "write a head in another layout, for vLLM, SGLang or SafeAILab's code")
+    convert = add("convert", "write a head for vLLM, SGLang or SafeAILab's code")
     convert.add_argument("--to", required=True, choices=("safeailab", "sglang", "speculators"), help="the layout")
     convert.add_argument("--out", required=True, type=Path, help="the directory to write")
-    convert.add_argument("--target-name", help="what servers are told to load, where it is not --target")
+    convert.add_argument("--target-name", help="what servers load, where it is not --target")
     convert.add_argument("--any-target", action="store_true", help="allow one with other weights")
     convert.add_argument("--overwrite", action="store_true", help="replace what is in --out")
-    push = add("push", "ship a head to the Hub with a card made from its run's reports")
+    push = add("push", "ship a head to the Hub, with a card from its run's reports")
     push.add_argument("--repo", required=True, help="user/name")
-    push.add_argument("--run", type=Path, help="the run with report/ and calibration/ (default: the head's own)")
-    push.add_argument("--target-name", help="the target's Hub id, where the head names a local path")
+    push.add_argument("--run", type=Path, help="the run with its reports (default: the head's own)")
+    push.add_argument("--target-name", help="the target's Hub id, in place of a local path")
     push.add_argument("--license", help="as the Hub spells it (apache-2.0)")
     push.add_argument("--private", action="store_true", help="refused where the repository is public")
     push.add_argument("--revision", help="the branch (default: main)")
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def taps(text: str) -> tuple[int, ...]:
-    """2,16,29 as (2, 16, 29); ValueError, which argparse explains, unless ascending."""
+    """ValueError, which argparse explains, unless they ascend."""
     numbers = tuple(map(int, text.split(",")))
     if list(numbers) != sorted(set(numbers)):
         raise ValueError
@@ -71,7 +71,7 @@ def taps(text: str) -> tuple[int, ...]:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """1 where the head does not load or does not fit the target."""
+    """1 where the head does not load or fit."""
     from aerie.model.export import inspect_head, screen
 
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
@@ -84,7 +84,7 @@ def convert(arguments: argparse.Namespace) -> int:
     from aerie.model.formats.content import table
 
     out, to = arguments.out, arguments.to
-    if there := list(out.iterdir()) if out.is_dir() else []:  # nothing but an earlier export is ever removed
+    if there := list(out.iterdir()) if out.is_dir() else []:  # only an earlier export is ever removed
         values = read_json(out / CONFIG) if out / CONFIG in there else {}
         is_export = "exported_from" in table(values, "aerie") and all(path.is_file() for path in there)
         if not (arguments.overwrite and is_export):

@@ -1,4 +1,4 @@
-"""Ships a head to the Hub: its weights, records without local paths, and a card from both; never conversations."""
+"""Ships a head to the Hub: weights, records without local paths, and a card; never conversations."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from aerie.model.hub import head_directory, is_on_hub, readable_errors
 from aerie.model.storage import CALIBRATOR, CONFIG, content_digest, digests, is_dirty, read_json
 
 Files = dict[str, Path | bytes]  # name in the repository -> local file or content
-TAG = "aerie"  # in the front matter of every card of this project
+TAG = "aerie"  # of every card
 MEASURE = "run aerie bench --overwrite and aerie report, or ship --without-results"
 FILES = (".json", ".jsonl", ".parquet")
 RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "summary.json")
@@ -32,7 +32,7 @@ def pack(
     licence: str | None = None,
     allowed: Collection[str] = (),
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes; head is `inspect_head`'s, allowed holds "without_results" or "uncommitted"."""
+    """The files of a push, and notes; allowed: "without_results", "uncommitted"; head: `inspect_head`'s."""
     directory = head_directory(head["path"])
     if head["problems"] or head["taps_open"] == "ambiguous":
         raise UserError([*head["problems"], f"{directory}: {', '.join(head['guesses'])}"][0])
@@ -62,7 +62,7 @@ def pack(
     shards = set(read_json(weights)["weight_map"].values()) if weights.suffix == ".json" else set()
     files |= {name: directory / name for name in (weights.name, *shards)}
     known, fitted = digests(directory), _table(directory / CALIBRATOR)
-    if fitted.get("head") == known:  # it goes on to fit the config.json that is shipped
+    if fitted.get("head") == known:  # it has to fit the shipped config.json
         fitted["head"] = {**known, CONFIG: content_digest(bytes(files[CONFIG]))}
         files[CALIBRATOR] = _written(CALIBRATOR, fitted)
     files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
@@ -72,7 +72,7 @@ def pack(
 
 def _records(directory: Path, run: Path, without_results: bool) -> tuple[dict[str, dict[str, Any]], list[str]]:
     records, notes = {name: _table(directory / name) for name in (CONFIG, "recipe.yaml", "provenance.json")}, []
-    # only what was measured with this head, or with the one that it was exported from
+    # only what was measured with this head, or with its original
     known = [digests(directory), table(records[CONFIG], "aerie", "exported_from", "files")]
     for place, stage in ((run / "report/summary.json", "bench"), (run / "calibration/calibration.json", "calibration")):
         used = table(_table(run / stage / "provenance.json"), "inputs").get("head")
@@ -169,7 +169,7 @@ def last_part(path: str) -> str:
 
 
 def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
-    """What an earlier push left and these files do not replace; UserError for another's repository."""
+    """What an earlier push left over; UserError for another's repository."""
     from huggingface_hub import HfApi, errors, hf_hub_download, metadata_load
 
     api = HfApi()
@@ -195,10 +195,10 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
 
 
 def upload(repo: str, files: Files, revision: str | None = None, private: bool = False) -> tuple[str, list[str]]:
-    """Ships files and removes what an earlier push left, in one commit; returns its address and what it removed."""
+    """The address of one commit that ships files, and what it removed of an earlier push."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    # HfApi.upload_folder may split a push into several commits, and a repository must never hold two heads
+    # one commit (upload_folder may make several): a repository must never hold two heads
     removed, api = removals(repo, files, revision), HfApi()
     operations: list[Any] = [
         CommitOperationAdd(path_in_repo=path, path_or_fileobj=str(file) if isinstance(file, Path) else file)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and the Manifest that says so; without torch, so that commands answer at once."""
+"""Files that are whole or absent, and the Manifest that says so; without torch, whose import is slow."""
 
 import errno
 import fcntl
@@ -27,13 +27,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
 WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # directories of some network file systems
-TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save on a full disk; no errno
+TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save's full disk
 TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns a full disk or a missing permission into a NotWritable that names path; other errors pass."""
+    """NotWritable for a full disk or a missing permission at path."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -48,7 +48,6 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls write(temporary path), then syncs that file and renames it to path."""
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # remove_temporaries knows the form
@@ -73,10 +72,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The parsed file; UserError when it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: of JSON, and of text that is not UTF-8
+    except (OSError, ValueError) as error:  # also for text that is not UTF-8
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or f'not JSON ({error})'}") from error
 
 
@@ -119,7 +117,7 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Removes what killed processes left; nobody else may be writing there."""
+    """What killed processes left; nobody else may be writing there."""
     for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -128,7 +126,6 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file, or of the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,14 +137,12 @@ def sync(path: Path) -> None:
 
 
 class Lock(AbstractContextManager["Lock"]):
-    """A lock on a file, until the end of a with block."""
-
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.file = path, path.open("ab")
 
     def acquire(self, shared: bool = False, wait: bool = True) -> bool | Literal["unknown"]:
-        """Whether this process has it now; "unknown" (true as a condition) where there are no locks."""
+        """Whether this process has it now; "unknown" (true) where there are no locks."""
         kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:
             try:
@@ -161,7 +156,7 @@ class Lock(AbstractContextManager["Lock"]):
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
                     return True
-            self.file.close()  # another process removed or replaced the file before it was locked here
+            self.file.close()  # removed or replaced before it was locked here
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("ab")
 
@@ -194,7 +189,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Damaged:
-    """The first file, perhaps the manifest itself, that is missing or not as it was written."""
+    """The first file, or the manifest, that is missing or changed."""
 
     path: Path
     why: str
@@ -211,7 +206,7 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory holds and what it was made from; written last, it marks the directory as complete."""
+    """What a directory holds and was made from; written last, as a mark that it is complete."""
 
     files: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and digest by relative name
     inputs: dict[str, Any] = field(default_factory=dict)  # all that decides the files' content
@@ -234,7 +229,6 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path, name: str = FILE) -> "Manifest":
-        """UserError when the manifest is missing or not as it was written."""
         table = read_json(directory / name)
         if not isinstance(table, dict) or table.pop("seal", None) != digest(table):
             raise UserError(f"{directory / name}: is not what was written (its checksum differs)")
@@ -246,7 +240,7 @@ class Manifest:
     def check(
         cls, directory: Path, inputs: dict[str, Any] | None = None, content: bool = True, name: str = FILE
     ) -> Whole | Damaged | Foreign:
-        """Whether a directory holds what its manifest lists, made from inputs (None: any)."""
+        """Whether the listed files are there, made from inputs (None: any)."""
         try:
             manifest = cls.read(directory, name)
         except UserError as error:
@@ -304,7 +298,7 @@ def sound_record(directory: Path) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
-    """'key: 1 there, 2 asked' of the first three keys whose values differ; '' for equal ones."""
+    """'key: 1 there, 2 asked' of the first three keys that differ."""
 
     def compare(old: Any, new: Any, key: str) -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
@@ -319,7 +313,7 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
 def environment() -> dict[str, Any]:
     script, *words = sys.argv or [""]
     path = Path(script).resolve()
-    inside = path.suffix == ".py" and path.is_relative_to(ROOT)  # the machine's own directories stay out
+    inside = path.suffix == ".py" and path.is_relative_to(ROOT)  # no path of this machine
     argv = [path.relative_to(ROOT).as_posix() if inside else path.name, *words]
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
@@ -348,7 +342,7 @@ def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
 
 
 def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> int:
-    """Exit code of run, which returns (state, exit code); status.json follows it, failures included."""
+    """run's exit code; status.json follows its state and code, failures included."""
     write_status(path, stage, "running")
     try:
         state, code = run()
@@ -363,8 +357,8 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
 
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
-CALIBRATOR = "calibrator.json"  # what its confidence stood for on held-out prompts; decides nothing about the head
-MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # as Medusa and Hydra publish theirs
+CALIBRATOR = "calibrator.json"  # of its confidence; no part of the head
+MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # the published names
 ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json", *MULTI_TOKEN)  # the first one is read
 SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
 
@@ -375,13 +369,13 @@ def find_weights(directory: Path) -> Path | None:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """Digests of the files that decide a head, by name."""
+    """Of the files that decide a head, by name."""
     names = (CONFIG, "*.safetensors", "*.bin", *MULTI_TOKEN)
     return {path.name: file_digest(path) for pattern in names for path in sorted(directory.glob(pattern))}
 
 
 def template_path(path: str) -> Path:
-    """The file of target.chat_template: relative paths count from the working directory, then the checkout."""
+    """target.chat_template, below the working directory or the checkout."""
     for place in (Path(path).expanduser(), ROOT / path):
         if place.is_file():
             return place

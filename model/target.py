@@ -19,12 +19,12 @@ from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template
 
 @dataclass(frozen=True)
 class VocabWeights:
-    """The target's embedding and LM head, which draft heads share."""
+    """The target's weights that draft heads share."""
 
     embedding: Tensor  # [V, D]
     lm_head: Tensor  # [V, D]
     bias: Tensor | None  # [V]
-    scale: float  # logits are multiplied by it (Cohere's logit_scale, 1 / Granite's logits_scaling)
+    scale: float  # a factor (Cohere's logit_scale, 1 / Granite's logits_scaling)
     softcap: float | None  # cap * tanh(logits / cap) (Gemma)
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
@@ -46,7 +46,7 @@ class TargetOutput:
 
 
 class Target:
-    """A frozen causal LM; UserError where logits of its last state would not be the model's own."""
+    """A frozen causal LM; UserError where its last state does not give its logits."""
 
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -72,19 +72,18 @@ class Target:
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
-        """UserError for a target that cannot be read."""
-        arguments: dict[str, Any] = {} if config.device_map is None else {"device_map": config.device_map}
+        arguments = {"dtype": config.dtype, **_source(config)}
+        if config.device_map is not None:
+            arguments["device_map"] = config.device_map
         if getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
         with _readable(config, "load the target"):
-            model = AutoModelForCausalLM.from_pretrained(
-                config.path, dtype=config.dtype, **arguments, **_source(config)
-            )
+            model = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
         return cls(model if config.device_map is not None or device is None else model.to(device), config)
 
     @property
     def device(self) -> torch.device:
-        """The device of the LM head, where the draft head lives too."""
+        """Of the LM head and of the draft head."""
         return self.vocab.lm_head.device
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
@@ -94,12 +93,12 @@ class Target:
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, after_blocks: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """One forward over right-padded input_ids [B, T]; after_blocks are indices of transformers' hidden_states."""
+        """One forward over right-padded input_ids [B, T]; after_blocks index transformers' hidden_states."""
         check_taps(after_blocks, self.num_blocks, self.recipe.path)
         out = self.decoder(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=bool(after_blocks)
         )
-        # blocks of a target that spans several devices leave their states where they are
+        # blocks may be on other devices
         taps = [out.hidden_states[k].to(self.device) for k in after_blocks]
         return TargetOutput(out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None)
 
@@ -114,7 +113,7 @@ def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 
 def final_transform(text_config: Any) -> tuple[float, float | None]:
-    """(scale, softcap) of the logits, by the families' names for them."""
+    """(scale, softcap) of the logits."""
     scale = float(getattr(text_config, "logit_scale", None) or 1.0)
     scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
     softcap = getattr(text_config, "final_logit_softcapping", None)
@@ -136,7 +135,7 @@ def load_tokenizer(config: TargetConfig) -> Any:
 
 
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
-    """The text configuration and the vocabulary's weights, read without the trunk."""
+    """Read without the trunk."""
     hf_config = load_config(config)
     text = hf_config.get_text_config()
     with torch.device("meta"):
@@ -159,7 +158,7 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
             with safe_open(str(file), framework="pt") as handle:
                 if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                     stored[name] = handle.get_tensor(name).clone()
-    if len(stored) < len(wanted):  # weights in another format, or under other names
+    if len(stored) < len(wanted):  # another format, or other names
         target = Target.load(config)
         return target.config, target.vocab
     if dtype is None and config.dtype != "auto":
@@ -171,7 +170,7 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
 
 
 def fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtype | None = None) -> str:
-    """A digest of sizes and of samples of the embedding and the LM head, rounded to dtype."""
+    """A digest of sizes and of sampled weights, rounded to dtype."""
 
     def sample(weight: Tensor) -> list[float]:
         some = weight.detach().reshape(-1)[:: max(1, weight.numel() // 64)][:64]
@@ -182,12 +181,12 @@ def fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtype | None
 
 
 def fingerprints(text_config: Any, vocab: VocabWeights) -> set[str]:
-    """The fingerprints of a target in its own dtype and in narrower ones."""
+    """In the target's own dtype and in narrower ones."""
     return {fingerprint(text_config, vocab, dtype) for dtype in (None, torch.bfloat16, torch.float16)}
 
 
 def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high taps, which are distinct from 7 blocks on."""
+    """EAGLE-3's low, middle and high taps."""
     if num_blocks < 7:
         what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
         raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
@@ -195,7 +194,7 @@ def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
 
 
 def taps_of(kind: str, after_blocks: tuple[int, ...] | None, num_blocks: int, path: str) -> tuple[int, ...]:
-    """The recipe's taps; for null EAGLE-3's default ones, and none for other kinds."""
+    """null: EAGLE-3's default ones, none for other kinds."""
     if after_blocks is None:
         after_blocks = default_taps(num_blocks, path) if kind == "eagle3" else ()
     if kind == "eagle3" and not after_blocks:
@@ -213,7 +212,7 @@ def check_taps(after_blocks: tuple[int, ...], num_blocks: int, path: str) -> Non
 def require_same_token_ids(
     draft: Mapping[str, int], target: Mapping[str, int], num_rows: int, draft_name: str, name: str
 ) -> None:
-    """UserError unless the draft LM, with num_rows embeddings, reads token ids as the target `name` does."""
+    """UserError unless a draft LM with num_rows embeddings reads token ids as the target `name` does."""
     tokens = {number: token for token, number in target.items()}
     fix = "choose a draft LM with the target's tokenizer"
     for token, number in draft.items():

@@ -21,12 +21,12 @@ class DataConfig(Section):
     conversations: Annotated[tuple[str, ...], Field(min_length=1)]  # .json, .jsonl, .parquet, directories or Hub ids
     prompt_field: str | None = None  # for prompt/completion rows; null: the usual names are tried
     completion_field: str | None = None
-    system_prompt: str | None = None  # put before conversations that have no system turn
+    system_prompt: str | None = None  # for conversations without one
     max_length: Annotated[int, Field(ge=8)] = 2048  # tokens; longer conversations are cut
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of conversations, by hash, that training never sees
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share, by hash, that training never sees
     limit: int | None = None  # only the first conversations, after the hash split
     supervise: Literal["assistant", "all"] = "assistant"  # all: every token but the first
-    min_supervised_share: float = 0.01  # refuse to go on below this share of supervised tokens
+    min_supervised_share: float = 0.01  # of the tokens; below it, stop
 
     def __post_init__(self) -> None:
         if (self.prompt_field is None) != (self.completion_field is None):
@@ -34,7 +34,7 @@ class DataConfig(Section):
 
 
 class FeaturesConfig(Section):
-    mode: Literal["cached", "online"] = "cached"  # online: the target runs in the training step, nothing is written
+    mode: Literal["cached", "online"] = "cached"  # online: the target runs in the training step
     # taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, n//2, n-3)
     after_blocks: tuple[int, ...] | None = None
     batch_tokens: PositiveInt = 8192  # tokens of one target forward, padding included
@@ -63,7 +63,7 @@ class SourceConfig(Section):
     samples: PositiveInt = 1  # answers to each row, with seeds of their own
     field: str | None = None  # prompts: the column of the question; null: the usual names are tried
     ask: Literal["solution", "problem"] = "solution"  # personas: of the row's problem, or first invent one
-    system_prompt: str | None = None  # before rows that have no system turn
+    system_prompt: str | None = None  # for rows without one
 
     def __post_init__(self) -> None:
         if (self.field is not None and self.kind != "prompts") or (self.ask == "problem" and self.kind != "personas"):
@@ -78,11 +78,11 @@ class SamplingConfig(Section):
 
 
 class ServerConfig(Section):
-    """Servers of OpenAI's chat completions (vLLM, SGLang, transformers serve), all with the same target."""
+    """OpenAI-compatible servers (vLLM, SGLang, transformers serve) of the same target."""
 
     # base URLs, such as http://host:8000/v1
     urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://")], ...], Field(min_length=1)]
-    model: str | None = None  # the name that they serve; null: target.path
+    model: str | None = None  # as they serve it; null: target.path
     concurrency: PositiveInt = 64  # requests under way at each URL
     timeout_s: PositiveFloat = 1800.0  # of one request, once connected; thinking can take long
     retries: NonNegativeInt = 5  # of one request, by openai's client
@@ -101,7 +101,7 @@ Action = Literal["keep", "drop"]
 class GateConfig(Section):
     """What becomes of answers with a flaw."""
 
-    cut: Action = "drop"  # not ended within max_tokens; kept, it is trained on without an end-of-turn token
+    cut: Action = "drop"  # at max_tokens; kept, it has no end-of-turn token
     empty: Action = "drop"  # nothing behind the thinking
     loop: Action = "drop"
     language: Action = "drop"  # in another script than its question
@@ -121,10 +121,10 @@ class DistillConfig(Section):
     """Prompts that the target answers (RUN/distilled)."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
-    server: ServerConfig | None = None  # null: the target answers in this process, with the run's draft head if any
+    server: ServerConfig | None = None  # null: this process, with the run's draft head if any
     sampling: SamplingConfig = SamplingConfig()
     max_turns: PositiveInt | None = None  # questions of a conversation at most
-    exclude: tuple[EvaluationConfig, ...] = ()  # beside the recipe's own prompts of bench, calibrate and tune
+    exclude: tuple[EvaluationConfig, ...] = ()  # beside the recipe's own prompts
     ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
     gate: GateConfig = GateConfig()
     seed: int = 0

@@ -1,4 +1,4 @@
-"""How a recipe says to decode: a method, and what differs from its published settings (METHODS)."""
+"""How to decode: a method, and what differs from its published settings (METHODS)."""
 
 import hashlib
 from collections.abc import Iterable
@@ -42,7 +42,6 @@ class EntropyConfig(Section):
 
     @property
     def max_entropy(self) -> float:
-        """The entropy in nats above which the rule stops."""
         return self.h**2 / self.c
 
 
@@ -65,10 +64,10 @@ class VoteConfig(Section):
     declines: PositiveInt = 2  # "two times"
     consecutive: bool = False  # whether these must be levels in a row
     expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # equations 22 and 23, or 26
-    # Added to E_d: the target's own token, and 2 as the code that the paper extends counts depths from 0 at the second
-    # level (its table 4 needs that much). 0: equations 22 and 26 to the letter, at most the depth.
+    # Added to E_d: the target's own token, and 2 as the extended code counts depths from 0 at the second level (table 4
+    # needs that much). 0: equations 22 and 26 to the letter, at most the depth.
     bonus: Finite = 3.0
-    over: Literal["frontier", "selected"] = "frontier"  # the tail's nodes: each level's frontier, or the reranked tree
+    over: Literal["frontier", "selected"] = "frontier"  # the tail: each level's frontier, or the reranked tree
 
     def __post_init__(self) -> None:
         if not 1 <= self.needed <= len(set(self.signals)) == len(self.signals):
@@ -119,8 +118,7 @@ class _File(Section):
     choices: tuple[Choice, ...]
 
 
-# Of every shape: `levels` is the deepest for every stop rule, `nodes` count the root, and `calibrated` is a fit in the
-# head's calibrator.json, which corrects its confidence.
+# `levels` is the deepest for every stop rule, `nodes` count the root, and `calibrated` is a fit in calibrator.json.
 class ChainConfig(Section, kw_only=True):
     """`levels` tokens in a row: drawn from q where the target samples (R1), or q's best."""
 
@@ -160,7 +158,6 @@ class StaticConfig(Section, kw_only=True):
 
     @property
     def file(self) -> Path | None:
-        """The file that choices name; null for a published tree and for a list."""
         is_file = isinstance(self.choices, str) and self.choices.endswith((".yaml", ".yml"))
         return Path(str(self.choices)) if is_file else None
 
@@ -181,7 +178,7 @@ class StaticConfig(Section, kw_only=True):
         for *above, rank in choices:
             if tuple(above) not in nodes:
                 raise UserError(f"{source}: {[*above, rank]} is listed without its parent {above}; add the parent")
-            # A sampled node's child of rank r is the token drawn r-th: none of those drawn before may be left out.
+            # the child of rank r is the token drawn r-th: none drawn before may be left out
             if sampled and rank and (*above, rank - 1) not in nodes:
                 fault = f"{[*above, rank]} is listed without {[*above, rank - 1]}, which would bias the output"
                 raise UserError(f"{source}: {fault}; list it too, or use children: best")
@@ -215,9 +212,7 @@ class DynamicConfig(Section, kw_only=True):
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
-            raise ValueError(
-                f"stop.checks {list(self.stop.checks)} are never reached in a tree of {self.levels} levels"
-            )
+            raise ValueError(f"stop.checks {list(self.stop.checks)} are never reached in {self.levels} levels")
         if not self.rerank:
             object.__setattr__(self, "nodes", self.k * self.levels + 1)
 
@@ -226,7 +221,7 @@ TreeConfig = Annotated[ChainConfig | StaticConfig | DynamicConfig, Discriminator
 
 
 def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
-    """{"choices": file -> digest} of the files that trees name; empty without any."""
+    """{"choices": file -> digest} of the files that trees name."""
     files = {str(tree.file): tree.file for tree in trees if isinstance(tree, StaticConfig) and tree.file}
     found = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in sorted(files.items())}
     return {"choices": found} if found else {}
@@ -245,7 +240,7 @@ class PromptLookupConfig(Section):
     ngram: PositiveInt = 2  # the longest; transformers (prompt-lookup-decoding: 3)
     min_ngram: PositiveInt = 1
     length: PositiveInt = 10  # drafted tokens
-    match: Literal["first", "last"] = "first"  # of the places with that n-gram; transformers
+    match: Literal["first", "last"] = "first"  # place with that n-gram
 
     def __post_init__(self) -> None:
         if self.ngram < self.min_ngram:
@@ -264,17 +259,17 @@ class PromptLookupConfig(Section):
 
 
 class LookaheadConfig(Section):
-    """Lookahead decoding (arXiv 2402.02057); N, W, G are the published code's."""
+    """Lookahead decoding (arXiv 2402.02057); N, W, G as published."""
 
     ngram: Annotated[int, Field(ge=2)] = 5  # N: a guess has N - 1 tokens, the window N - 1 rows
     window: PositiveInt = 7  # W: the window's columns
-    guesses: PositiveInt = 7  # G: n-grams kept for each first token, and verified at once
+    guesses: PositiveInt = 7  # G: n-grams of each first token, verified at once
     pool_from_text: bool = False  # also n-grams of prompt and answer (POOL_FROM_PROMPT there)
     seed: int = 0  # of the window's first tokens
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """levels, k and nodes with root and passengers, with a full window or on the way there."""
+        """levels, k and nodes with root and passengers, also while the window fills."""
         rows, columns = self.ngram - 1, self.window
         warm_up = max((row + 1) * (columns + rows - 1 - row) for row in range(rows))
         return rows, self.guesses, max(rows * columns + rows * self.guesses, warm_up)
@@ -291,9 +286,9 @@ OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": 
 
 @dataclass(frozen=True)
 class Published:
-    heads: tuple[str, ...] = ()  # the kinds that it drafts with; none: it needs no head
+    heads: tuple[str, ...] = ()  # kinds that it drafts with
     tree: dict[str, Any] | None = None  # TreeConfig's keys
-    options: str | None = None  # the section of a method that guesses without a tree
+    options: str | None = None  # its section, where it grows no tree
 
 
 EAGLE = ("eagle1", "eagle3")
@@ -327,7 +322,7 @@ else:
 
 
 def completed(method: Any, changes: Any) -> Any:
-    """A recipe's `tree` with its method's settings where it has none; another shape or rule gets none of them."""
+    """A recipe's `tree` over its method's; another shape or rule gets none of these settings."""
     if not isinstance(changes or {}, dict) or method not in METHODS:
         return changes
     changes, own = {key: value for key, value in (changes or {}).items() if value is not None}, METHODS[method].tree
@@ -354,7 +349,7 @@ def published_tree(method: str, **changes: Any) -> Any:
 class MethodConfig(Section):
     method: Method
     tree: TreeConfig | None = None
-    head: str | None = None  # a head's directory or Hub id; null: the run's own of a kind that the method drafts with
+    head: str | None = None  # a directory or Hub id; null: the run's own
     typical: TypicalConfig | None = None  # in place of a lossless rule where tokens are sampled
     lookup: PromptLookupConfig | None = None
     lookahead: LookaheadConfig | None = None
@@ -387,7 +382,6 @@ class MethodConfig(Section):
 
 
 def check_kind(method: str, kind: str, place: str) -> None:
-    """UserError when the method does not draft with this kind of head."""
     heads = METHODS[method].heads
     if not heads:
         raise UserError(f"{place}: {method} needs no head; leave it out")

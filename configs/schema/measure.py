@@ -1,4 +1,4 @@
-"""What is measured: prompts and tasks, the rows and sweeps of a bench, calibration and tuning."""
+"""What is measured: prompts, a bench, calibration and tuning."""
 
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ class TaskConfig(Section):
     # a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the questions at `path`
     name: Annotated[str, Field(min_length=1)]
     path: str | None = None  # a file, a directory or a Hub data set (owner/name:subset:split); null: the published one
-    revision: str | None = None  # of a Hub data set; null: the published one's pinned commit
+    revision: str | None = None  # null: the published one's pinned commit
     num_prompts: PositiveInt | None = None  # null: the section's
     seed: int | None = None  # draws the prompts from the whole set; null: the first ones
 
@@ -25,7 +25,7 @@ class PromptsConfig(Section):
     path: str | None = None  # a .jsonl file of questions, or of lines
     num_prompts: PositiveInt | None = 80  # of the file, or of each task; null: all
     max_new_tokens: PositiveInt = 512  # of each turn
-    task: str | None = None  # the name of all questions of `path`; null: the file's categories
+    task: str | None = None  # of all of `path`; null: the file's categories
     tasks: tuple[TaskConfig, ...] = ()  # in place of path
     turns: PositiveInt | None = None  # of each question at most; null: all
     system_prompt: str | None = None  # before each conversation
@@ -69,11 +69,11 @@ class BenchConfig(Section):
     sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)
     warmup_prompts: NonNegativeInt = 2
     reference: bool = True  # also time transformers' generate and the bare forwards
-    overhead: bool = False  # also time each row's model forwards alone, on a few prompts (overhead.json)
+    overhead: bool = False  # also time each row's forwards alone, on a few prompts (overhead.json)
     cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl)
     by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled
     sweeps: tuple[SweepConfig, ...] = ()
-    # tokens of prompt and answer that split the answers into a sweep: from the start to each, and from one to the next
+    # tokens of prompt and answer that split answers into a sweep: from the start to each, from one to the next
     contexts: tuple[PositiveInt, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class BenchConfig(Section):
 
 
 class CalibrateConfig(Section):
-    """Decoding cycles on held-out prompts that show how confidence predicts acceptance."""
+    """How confidence predicts acceptance on held-out prompts."""
 
     prompts: PromptsConfig
     method: Method | None = None  # null: the usual one of the recipe's head

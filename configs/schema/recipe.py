@@ -28,14 +28,14 @@ class Recipe(Section):
     tune: TuneConfig | None = None
     synthetic: SyntheticConfig | None = None
     distill: DistillConfig | None = None
-    output: str | None = None  # where the trained module goes; null: RUN/heads/KIND
+    output: str | None = None  # of training; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
     seed: int = 0
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Trees get what their methods have, and `train` the head's kind, which decides its keys."""
+        """Trees get their methods' settings, and `train` the head's kind."""
         kind, method = _kind_and_method(values)
         train, calibrate = values.get("train"), values.get("calibrate")
         if train is None or isinstance(train, dict):  # the section `head` reports a wrong kind
@@ -47,7 +47,7 @@ class Recipe(Section):
 
 
 def _kind_and_method(values: dict[str, Any]) -> tuple[str, str | None]:
-    """The kind of a recipe's head, and the method that calibrate measures."""
+    """The head's kind, and the method that calibrate measures."""
     head, calibrate = (values[name] if isinstance(values.get(name), dict) else {} for name in ("head", "calibrate"))
     kind = str(head.get("kind", DEFAULT_KIND))
     return kind, calibrate.get("method") or USUAL.get(kind)
@@ -68,7 +68,7 @@ class RunPaths:
 
 
 def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True) -> None:
-    """The options that every command has; any other `--section.key value` overrides the recipe."""
+    """Every command's; any other `--section.key value` overrides the recipe."""
     parser.add_argument("--config", type=Path, required=config_required, help="the recipe (YAML)")
     parser.add_argument("--run", help="the run's directory")
     parser.add_argument("--target", help="directory or Hub id (overrides target.path)")
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True)
 
 
 def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
-    """The recipe at --config with the command line's overrides; a head kind or method given there drops the trees."""
+    """The recipe with the command line's overrides; a head kind or method given there drops the trees."""
     keys = {"run": "run", "target": "target.path", "dtype": "target.dtype", "device_map": "target.device_map"}
     flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
     overrides = [*pairs_of(unknown), *(f"{key}={value}" for key, value in flags.items() if value is not None)]

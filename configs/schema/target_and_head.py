@@ -25,7 +25,7 @@ class TargetConfig(Section):
 
 
 class _AnyHead(Section, kw_only=True):
-    init_from: str | None = None  # warm start: a directory or Hub id, for EAGLE heads in any published layout
+    init_from: str | None = None  # warm start: a directory or Hub id, in any published layout
     max_position_embeddings: Count | None = None  # null: the target's
 
 
@@ -44,7 +44,7 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
 
     kind: Literal["eagle1"] = "eagle1"
     num_hidden_layers: Count = 1
-    bias: bool = False  # fc.bias: no server loads it; published Vicuna and LLaMA-2 heads have it
+    bias: bool = False  # fc.bias, as published Vicuna and LLaMA-2 heads have; no server loads it
 
 
 class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
@@ -65,7 +65,7 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
 class _MultiToken(_AnyHead, kw_only=True):
     num_heads: Count = 4  # future tokens with a head of their own (the papers')
     num_layers: Count = 1  # residual blocks of each head
-    lm_head: Literal["own", "target"] = "own"  # one for each future token, or the target's frozen one
+    lm_head: Literal["own", "target"] = "own"  # for each future token, or the target's frozen one
 
 
 class MedusaSection(_MultiToken, kw_only=True):
@@ -77,7 +77,7 @@ class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
 
     kind: Literal["hydra"] = "hydra"
     prefix_layer: bool = False  # Hydra++ (with num_layers 4): a decoder layer over last_hidden
-    initializer_range: float = 0.02  # standard deviation of the prefix layer's matrices
+    initializer_range: float = 0.02  # of the prefix layer's matrices
 
     def __post_init__(self) -> None:
         sizes = [name for name in _LayerSizes.__dataclass_fields__ if getattr(self, name) is not None]
@@ -91,7 +91,7 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
     kind: Literal["draft_lm"] = "draft_lm"
     num_hidden_layers: Count = 1
     hidden_size: Count | None = None
-    initializer_range: float = 0.02  # standard deviation of its matrices
+    initializer_range: float = 0.02  # of its matrices
 
     def __post_init__(self) -> None:
         needed = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")

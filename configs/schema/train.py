@@ -18,7 +18,7 @@ Decay = Annotated[float, Field(gt=0, le=1)]
 
 
 class TrainConfig(Section, kw_only=True):
-    """Optimisation; defaults are the EAGLE papers' code's unless a comment differs."""
+    """The defaults are the EAGLE code's unless a comment differs."""
 
     kind: str  # the head's
     epochs: Count = 20
@@ -43,7 +43,7 @@ class TrainConfig(Section, kw_only=True):
     eval_conversations: int = 64
     eval_depths: Count = 5  # drafted tokens per start slot of the predicted tau
     save_every: Count = 500
-    keep_last: Count = 2  # saves; with 2, a broken newest one costs the steps since the one before
+    keep_last: Count = 2  # saves; with 2, a broken newest one costs save_every steps
     trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
 
 
@@ -51,7 +51,7 @@ class DraftHeadTrain(TrainConfig, kw_only=True):
     """Of all heads that read the target's features."""
 
     loss: LossName = "soft_cross_entropy"  # between the target's and the draft's law
-    measure_prompts: Whole = 0  # held-out prompts decoded at each evaluation: measured tau then picks the best weights
+    measure_prompts: Whole = 0  # held-out ones, decoded at each evaluation: their tau picks the best weights
     measure_new_tokens: Count = 64  # of each of them
 
 
@@ -81,7 +81,7 @@ class MultiTokenTrain(DraftHeadTrain, kw_only=True):
     label_weight: Weight = 1.0  # of the cross-entropy to the conversation's own tokens
     law_weight: Weight = 0.0  # of the loss to the target's law (Hydra++: 1, with label_weight 0)
     head_decay: Decay = 0.8  # head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of each block's inputs that are zeroed (Hydra++: 0.2)
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each block's inputs (Hydra++: 0.2)
 
     def __post_init__(self) -> None:
         if self.label_weight + self.law_weight == 0.0:

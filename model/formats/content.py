@@ -1,4 +1,4 @@
-"""What layouts read into and write from, and what their config.json share: Llama's sizes, RoPE and the taps."""
+"""What all layouts share: Llama's sizes, RoPE and the taps."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from aerie.model.storage import first_line
 from aerie.model.target import VocabWeights, default_taps, load_config, load_vocab
 
 T = TypeVar("T", bound=AnyConfig)
-Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub: what of a name is changed, and what for
+Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # of re.sub
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class HeadFiles:
     values: dict[str, Any]
     weights_place: Path
     tensors: dict[str, Tensor]
-    after_blocks: tuple[int, ...] | None = None  # the taps to take where the files name none
+    after_blocks: tuple[int, ...] | None = None  # where the files name no taps
 
 
 @dataclass(frozen=True)
 class HeadContent:
-    """A head in this project's names; tensors lack what its file leaves out (embedding, equal vocabularies)."""
+    """A head in our names; tensors lack what its file leaves out."""
 
     config: AnyConfig
     tensors: dict[str, Tensor]
-    guesses: tuple[str, ...] = ()  # what was taken where the files say nothing
+    guesses: tuple[str, ...] = ()  # where the files say nothing
     is_embedding_optional: bool = False  # a file without one means the target's
-    speculative_tokens: int | None = None  # a server's drafts per cycle, where the files say
+    speculative_tokens: int | None = None  # a server's, per cycle
 
     @property
     def kind(self) -> str:
@@ -88,14 +88,14 @@ class Export:
 
 
 def table(values: Any, *keys: str) -> dict[str, Any]:
-    """What is under nested keys, empty where that is no table."""
+    """What is under nested keys; {} where that is no table."""
     for key in keys:
         values = values.get(key) if isinstance(values, dict) else None
     return values if isinstance(values, dict) else {}
 
 
 def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> dict[str, Tensor]:
-    """The tensors by the names that the rules make in turn; an empty name drops one."""
+    """The rules change each name in turn; an empty one drops its tensor."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = name
@@ -109,18 +109,18 @@ def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> d
 
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
-COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # the architecture of SpecForge's exports and of SGLang's draft module
+COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's architecture
 SIZES = (  # of Llama's, those that EAGLE heads have
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
 )
 PREFIX_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
-DEPTHS = ("num_hidden_layers", "num_heads", "num_layers")  # layers are built one by one: a limit against nonsense
-ANY_LENGTH = (None, "linear", "llama3")  # kinds of RoPE whose frequencies do not depend on max_position_embeddings
+DEPTHS = ("num_hidden_layers", "num_heads", "num_layers")  # a limit: they are built one by one
+ANY_LENGTH = (None, "linear", "llama3")  # RoPE that ignores max_position_embeddings
 
 
 def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
-    """A head's configuration, null meaning the default; UserError for what no head can have."""
+    """A head's configuration; null: the default."""
     given = {name: value for name, value in values.items() if value is not None}
     needed = [field.name for field in dataclasses.fields(schema) if field.default is dataclasses.MISSING]
     prefix = PREFIX_SIZES if values.get("prefix_layer") else ()
@@ -142,7 +142,7 @@ def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
 
 
 def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
-    """What Eagle1Config and Eagle3Config share; the defaults are those of SafeAILab's EConfig."""
+    """Both EAGLE configurations'; the defaults are SafeAILab's EConfig's."""
     width, heads = values.get("hidden_size"), values.get("num_attention_heads")
     theta, scaling = read_rope(values, place)
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
@@ -154,7 +154,7 @@ def read_sizes(values: dict[str, Any], place: Path) -> dict[str, Any]:
 
 
 def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, as transformers 4 or 5 spell them; 10,000 without: published training ignores the target's."""
+    """Base and scaling, as transformers 4 or 5 spell them; 10,000 as in published training, not the target's."""
     tables = {name: values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
     tables["config.json"] = values
     bases = {name: found["rope_theta"] for name, found in tables.items() if found.get("rope_theta")}
@@ -170,7 +170,7 @@ def read_rope(values: dict[str, Any], place: Path) -> tuple[float, dict[str, Any
 
 
 def write_sizes(config: Eagle1Config | Eagle3Config, target: TargetFacts) -> tuple[dict[str, Any], list[str]]:
-    """The keys of config.json that every layout has, and notes."""
+    """Every layout's keys of config.json, and notes."""
     notes, scaling = [], config.rope_scaling or {}
     own, theirs = config.max_position_embeddings, int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
     # the longer of both: servers draft nothing, or noise, beyond it
@@ -194,7 +194,7 @@ def tap_numbers(values: dict[str, Any]) -> Any:
 def read_taps(
     values: dict[str, Any], fallback: tuple[int, ...] | None, place: Path, is_speculators: bool = False
 ) -> tuple[tuple[int, ...], str | None]:
-    """after_blocks and a sentence about what was guessed. fallback are the taps where the files name none.
+    """after_blocks (fallback where the files name none), and what was guessed.
 
     Two numberings circulate: entries of hidden_states, and outputs of blocks (one less).
     """
@@ -222,7 +222,7 @@ def read_taps(
 
 
 def unread(values: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence for each key that changes how a head drafts and that is not followed here."""
+    """A sentence for each key that matters to drafting and is not followed here."""
     sentences = []
     for part in (values, table(values, "transformer_layer_config"), table(values, "eagle_config")):
         kinds, window = part.get("layer_types") or [], part.get("sliding_window")

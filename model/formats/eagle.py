@@ -1,4 +1,4 @@
-"""EAGLE heads as SafeAILab's code, SGLang, and speculators (EAGLE-3 of 0.9.0, EAGLE-1 of 0.1 to 0.4) publish them."""
+"""EAGLE heads of SafeAILab's code, SGLang, and speculators (EAGLE-3: 0.9.0, EAGLE-1: 0.1 to 0.4)."""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eag
 
 SPECULATIVE_TOKENS = 5  # speculators' default for EAGLE-3
 LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
-SERVER = "made_for"  # under "aerie": the server's versions that count taps as the files do
-ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros that SGLang needs, and no part of the head
-FIRST_LAYER = "layers.0.hidden_norm.weight"  # midlayer.hidden_norm.weight in SafeAILab's layout
+SERVER = "made_for"  # under "aerie": the versions that count taps so
+ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros, for SGLang alone
+FIRST_LAYER = "layers.0.hidden_norm.weight"  # SafeAILab: midlayer
 DERIVED: Rule = (r"^.*rotary_emb\.inv_freq$", "")  # RoPE's frequencies, in old pickles
 EARLY_NAMES: tuple[Rule, ...] = ((r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0."))
 TO_MIDLAYER: tuple[Rule, ...] = (
@@ -58,7 +58,6 @@ BY_THE_FIRST = (
 
 
 def read_eagle1(files: HeadFiles, layout: str) -> HeadContent:
-    """An EAGLE-1 head; speculators' has no embedding, SafeAILab's without `bias` in config.json has one."""
     values, place, is_early = files.values, files.config_place, layout == "speculators"
     tensors = renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())), files.weights_place)
     if values.get("layernorms"):
@@ -78,7 +77,6 @@ def read_eagle1(files: HeadFiles, layout: str) -> HeadContent:
 
 
 def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
-    """An EAGLE-3 head; its embedding may be its target's."""
     values, place, is_speculators = files.values, files.config_place, layout == "speculators"
     extra = table(values, "eagle_config")
     if extra.get("use_aux_hidden_state") is False:
@@ -89,7 +87,7 @@ def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
     taps, guess = read_taps(values, files.after_blocks, place, is_speculators)
     guesses, draft, drafts = [guess] if guess else [], sizes.get("vocab_size"), None
     if is_speculators:
-        draft = 32_000  # of a config.json that does not say
+        draft = 32_000  # where it is not said
         if "t2d" in tensors and tensors["t2d"].ndim == 1:
             sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote another number
         if "norm_before_residual" not in values:
@@ -111,7 +109,7 @@ def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
 
 
 def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Export:
-    """The files of an EAGLE head; UserError for what readers would drop or misread in silence."""
+    """UserError for what readers would drop or misread in silence."""
     config, tensors, is_safeailab = content.config, dict(content.tensors), layout == "safeailab"
     if not isinstance(config, Eagle1Config | Eagle3Config):
         raise UserError(f"--to {layout}: carries EAGLE heads, and this is a {content.kind} head")
@@ -131,10 +129,19 @@ def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Expor
             values = _nested(config, target, sizes, width, content.speculative_tokens or SPECULATIVE_TOKENS)
             return Export(values, renamed(tensors, FROM_MIDLAYER, Path()), tuple(notes))
         values["draft_vocab_size"] = config.draft_vocab_size
-        values |= {} if width is None else {"target_hidden_size": width}  # readers take a null for a width
+        values |= {} if width is None else {"target_hidden_size": width}  # null would be a width
         values |= {"bias": False, "after_blocks": list(config.after_blocks), "tap_convention": TAP_CONVENTION}
         if not is_safeailab:
-            values |= _sglang_keys(config, target, notes)
+            flags = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
+            for name in (name for name, is_on in flags.items() if is_on):
+                notes.append(f"{name} (EAGLE-3.1) needs SGLang 0.5.12; earlier ones drop it in silence")
+            numbers, versions = sglang_numbers(config.after_blocks, target.default_taps, target.architectures)
+            values |= {**flags, "norm_before_residual": False, "aerie": {SERVER: f"SGLang {versions}"}}
+            counted = "its default, so that config.json names none"
+            if numbers is not None:
+                counted = f"written as {numbers}; for vLLM export with --to speculators"
+                values["eagle_config"] = {"use_aux_hidden_state": True, NUMBERED: numbers}
+            notes.append(f"made for SGLang {versions}: the taps {list(config.after_blocks)} are {counted}")
     elif is_safeailab:
         values |= {"bias": config.bias, "qkv_bias": config.qkv_bias}
         if config.bias:
@@ -190,23 +197,10 @@ def _nested(
     }
 
 
-def _sglang_keys(config: Eagle3Config, target: TargetFacts, notes: list[str]) -> dict[str, Any]:
-    flags = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
-    for name in (name for name, is_on in flags.items() if is_on):
-        notes.append(f"{name} (EAGLE-3.1) needs SGLang 0.5.12; earlier ones drop it in silence")
-    numbers, versions = sglang_numbers(config.after_blocks, target.default_taps, target.architectures)
-    counted = "its default, so that config.json names none"
-    if numbers is not None:
-        counted = f"written as {numbers}; for vLLM export with --to speculators"
-    notes.append(f"made for SGLang {versions}: the taps {list(config.after_blocks)} are {counted}")
-    named = {} if numbers is None else {"eagle_config": {"use_aux_hidden_state": True, NUMBERED: numbers}}
-    return {**flags, "norm_before_residual": False, "aerie": {SERVER: f"SGLang {versions}"}, **named}
-
-
 def sglang_numbers(
     after_blocks: tuple[int, ...], default: tuple[int, ...] | None, architectures: tuple[str, ...]
 ) -> tuple[list[int] | None, str]:
-    """What config.json says of these taps (None: nothing), and the versions of SGLang that then read them.
+    """config.json's numbers for these taps, and the versions of SGLang that read them so.
 
     Without numbers SGLang reads (2, n // 2, n - 3). Most models add one to every number; those in BY_THE_FIRST do so
     up to 0.5.12, and later only to numbers that begin with 1. Source: set_eagle3_layers_to_capture, 0.5.10 to 0.5.23.
@@ -214,7 +208,7 @@ def sglang_numbers(
     if after_blocks == default:
         return None, CHECKED
     first, less_one = after_blocks[0], [k - 1 for k in after_blocks]
-    if first == 2:  # begins with 1 when written, so one is added by every rule
+    if first == 2:  # written as 1: every rule adds one
         return less_one, CHECKED
     if any(name in BY_THE_FIRST for name in architectures):
         if first != 1:

@@ -1,4 +1,4 @@
-"""Heads' files: how layouts are told apart, Medusa's, Hydra's and our own (EAGLE's: formats/eagle.py), and tensors."""
+"""Which layout a head is in, the ones of Medusa, Hydra and our own (EAGLE's: formats/eagle.py), and tensors."""
 
 import re
 from functools import partial
@@ -25,9 +25,9 @@ SGLANG = {"LlamaForCausalLMEagle": "eagle1", "LlamaForCausalLMEagle3": "eagle3"}
 SGLANG |= {"Eagle3LlamaForCausalLM": "eagle3"}  # AngelSlim and ModelOpt write vLLM's name
 WHOLE_MODEL = ("model.layers.", "transformer.h.", "model.decoder.layers.")
 
-NO_LIMIT = 2**20  # positions of a head without attention
+NO_LIMIT = 2**20  # of positions, without attention
 HEAD_DIM = 128  # Vicuna's
-MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {  # source: FasterDecoding/Medusa, zankner/Hydra
+MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {  # FasterDecoding/Medusa, zankner/Hydra
     "medusa": (  # future token.block.linear, future token.number of blocks.weight
         (r"^(\d+)\.(\d+)\.linear\.", r"branches.\1.blocks.\2.linear."),
         (r"^(\d+)\.(\d+)\.weight$", r"laws.lm_heads.\1.weight"),
@@ -43,7 +43,7 @@ MULTI_TOKEN_NAMES: dict[str, tuple[Rule, ...]] = {  # source: FasterDecoding/Med
 
 
 def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[str, str]:
-    """The layout and the head's kind; UserError for files that are no head."""
+    """The layout and the head's kind."""
     architectures = values.get("architectures") or [""]
     first, has = str(architectures[0]), lambda *starts: any(name.startswith(starts) for name in names)
     for key, known in ((KIND, tuple(HEADS)), (TYPE, tuple(SPECULATORS))):
@@ -68,7 +68,7 @@ def recognise(values: dict[str, Any], names: set[str], place: Path) -> tuple[str
 
 
 def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -> tuple[str, HeadFiles, HeadContent]:
-    """Layout, files and content of a head; after_blocks are the taps where its files name none."""
+    """Layout, files and content; after_blocks: where the files name no taps."""
     place = directory / CONFIG
     values, (weights, tensors) = table(read_json(place)), read_tensors(directory)
     layout, kind = recognise(values, set(tensors), place)
@@ -87,7 +87,7 @@ def read_content(directory: Path, after_blocks: tuple[int, ...] | None = None) -
 
 
 def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
-    # config.json often lags: heads and layers are counted in the weights
+    # config.json often lags behind the weights
     values, place = files.values, files.config_place
     if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
         raise UserError(f"{place}: heads with grounded_heads false or a hidden_state_offset are not supported")
@@ -131,7 +131,6 @@ def _read_multi_token(files: HeadFiles, kind: str) -> HeadContent:
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """The names of a directory's tensors, empty without weights."""
     path = find_weights(directory)
     if path is None:
         return set()
@@ -156,9 +155,8 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = False) -> Path:
-    """Writes one file, whole or absent, and returns it."""
     path = directory / (PICKLE if pickled else WEIGHTS)
-    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # a view saves what it views
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}  # no views: they save all
     save = torch.save if pickled else partial(save_file, metadata={"format": "pt"})
     write_atomically(path, lambda temporary: save(copies, temporary))
     return path
@@ -183,8 +181,8 @@ def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
             raise UserError(f"{path}: cannot read the weights: {first_line(error)}; fetch it anew") from error
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 (the unpickler of a damaged file stumbles over anything)
-        why = f"damaged, or more than tensors, which is never loaded; fetch it anew, or get {WEIGHTS}"
+    except Exception as error:  # noqa: BLE001 (a damaged file may raise anything)
+        why = f"damaged, or more than tensors, which is never loaded; fetch it anew or get {WEIGHTS}"
         raise UserError(f"{path}: cannot read the weights: {why}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise UserError(f"{path}: is no table of tensors by name; save the state dict alone")

@@ -1,4 +1,4 @@
-"""The heads of EAGLE-1 (EAGLE-2 decodes with it too) and EAGLE-3, and EAGLE-3's draft vocabulary."""
+"""The heads of EAGLE-1 (and EAGLE-2) and EAGLE-3, and EAGLE-3's draft vocabulary."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from aerie.model.layers import DecoderLayer, DraftLayer, KeyValueBuffer, Memory,
 from aerie.model.target import VocabWeights
 
 EMBEDDING = "embed_tokens.weight"
-TAP_CONVENTION = "hidden_states"  # after_blocks are entries of transformers' hidden_states: 0 is the embedding
-DEFAULT_SIZE = 32_000  # of a draft vocabulary: EAGLE-3's published heads
+TAP_CONVENTION = "hidden_states"  # of transformers: entry 0 is the embedding
+DEFAULT_SIZE = 32_000  # of published draft vocabularies
 Counts = NDArray[np.int64]
 
 
@@ -38,14 +38,11 @@ class DraftVocabulary:
 
     @classmethod
     def of_tables(cls, d2t: Tensor, t2d: Tensor, place: str) -> "DraftVocabulary":
-        """The vocabulary in two tables of the file at place; UserError where they do not agree."""
         if not d2t.ndim == t2d.ndim == 1 or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
             raise UserError(f"{place}: d2t must be a list of whole token offsets, and t2d a list of marks")
         vocabulary, marked = cls(d2t.long(), t2d.bool()), t2d.nonzero().flatten()
         if not marked.equal(vocabulary.ids):
-            raise UserError(
-                f"{place}: d2t and t2d name other tokens; d2t holds offsets (target id - draft id), not ids"
-            )
+            raise UserError(f"{place}: d2t and t2d name other tokens; d2t holds offsets (target id - draft id)")
         return vocabulary
 
     @classmethod
@@ -71,7 +68,7 @@ class DraftVocabulary:
         return draft_ids + self.d2t[draft_ids]
 
     def coverage(self, counts: Counts) -> float:
-        """The share of the counted tokens [V] that are in; 1 where nothing was counted."""
+        """The share of the counted tokens [V] that are in."""
         total = int(counts.sum())
         return int(counts[self.t2d.cpu().numpy()].sum()) / total if total else 1.0
 
@@ -100,7 +97,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class Eagle1Config(_Sizes):
-    """config.json of an EAGLE-1 head, with the published keys."""
+    """config.json, with the published keys."""
 
     rms_norm_eps: float
     max_position_embeddings: int
@@ -115,7 +112,7 @@ class Eagle1Config(_Sizes):
 
 @dataclass(frozen=True)
 class Eagle3Config(_Sizes):
-    """config.json of an EAGLE-3 head, with the published keys."""
+    """config.json, with the published keys."""
 
     draft_vocab_size: int
     target_hidden_size: int
@@ -127,7 +124,7 @@ class Eagle3Config(_Sizes):
     qk_norm: bool = False  # Qwen3's flavour
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm per fused feature before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed back
-    norm_before_residual: bool = False  # the first layer adds to the normed feature instead of the feature
+    norm_before_residual: bool = False  # the first layer's residual is the normed feature
     norm_before_fc: bool = False  # one RMSNorm over all the taps before fc
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
@@ -144,7 +141,7 @@ class EagleHead(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(not shares_embedding)
         self.shares_embedding = shares_embedding  # with the target, frozen
-        self.saves_embedding = not shares_embedding  # also where its file held another than the target's
+        self.saves_embedding = not shares_embedding  # true also if its file holds another than the target's
         self.rotary = Rotary(config)
 
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +153,7 @@ class EagleHead(nn.Module):
         return x
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Normal(0, initializer_range) matrices, zero biases; a shared embedding is the target's."""
+        """Normal matrices, zero biases; a shared embedding is the target's."""
         for name, parameter in self.named_parameters():
             if name == EMBEDDING and self.shares_embedding:
                 parameter.data.copy_(vocab.embedding)
@@ -188,19 +185,16 @@ class EagleHead(nn.Module):
         return self.leave(x)
 
     def unroll(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory]) -> Tensor:
-        """One step of the parallel unroll (training-time test, EAGLE-3): each slot's chain takes its next token."""
+        """One step of the parallel unroll: each slot's chain takes its next token."""
         return EagleHead.forward(self, tokens, features, positions, None, memories)
 
 
 class EagleDraft:
-    """A head's decoding forward over buffers, with merged projections; made after the head is on its device.
-
-    It holds tensors, because module look-ups take much of a small head's time.
-    """
+    """A head's decoding forward over buffers, made once it is on its device; tensors, as module look-ups are slow."""
 
     def __init__(self, head: EagleHead) -> None:
         self._embedding, self._rotary, self._leave = head.embed_tokens.weight, head.rotary, head.leave
-        self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None  # EAGLE-3 has fused before
+        self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None  # EAGLE-3 fuses before
         self._layers = [DraftLayer(layer) for layer in head.blocks]
 
     def __call__(

@@ -16,16 +16,14 @@ Drop = Callable[[Tensor, int], Tensor]  # training's dropout: (x [S, W], index o
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig:
-    """config.json of a Medusa head."""
-
     hidden_size: int
     vocab_size: int
     num_heads: int
     num_layers: int  # residual blocks of each head
     max_position_embeddings: int  # the target's
-    lm_head: Literal["own", "target"] = "own"  # one LM head for each future token, or the target's frozen one for all
+    lm_head: Literal["own", "target"] = "own"  # for each future token, or the target's frozen one
     lm_head_bias: bool = False
-    logit_scale: float = 1.0  # this and the next: the target's own final transform
+    logit_scale: float = 1.0  # and the next: the target's final transform
     final_logit_softcap: float | None = None
 
 
@@ -71,7 +69,7 @@ class Branch(nn.Module):
 
 
 class TokenLaws(nn.Module):
-    """The LM heads: one for each future token, or the target's for all, which is not stored."""
+    """LM heads: one for each future token, or the target's, which is not stored."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -80,7 +78,7 @@ class TokenLaws(nn.Module):
         self.lm_heads = nn.ModuleList(
             nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias) for _ in range(count)
         )
-        self.vocab: VocabWeights | None = None  # of a shared LM head; set by training and loading
+        self.vocab: VocabWeights | None = None  # of a shared LM head
 
     def forward(self, index: int, state: Tensor, vocab: VocabWeights | None = None) -> Tensor:
         """Logits [..., V] of future token `index` (0: at t + 2) from states [..., D]."""
@@ -100,7 +98,7 @@ class MultiTokenHead(nn.Module):
         self.laws = TokenLaws(config)
 
     def initialise(self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02) -> None:
-        """Zero blocks, projections uniform within 1 / sqrt(inputs), the target's LM heads, a normal prefix layer."""
+        """Zero blocks, projections within 1 / sqrt(inputs), the target's LM heads, a normal prefix layer."""
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
                 parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, initializer_range, generator=generator))

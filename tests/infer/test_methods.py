@@ -95,7 +95,7 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
         ("method=sps tree.shape=static", "tree.choices: required"),
         ("method=eagle2 tree.shape=square", "unknown shape 'square'"),
         ("method=eagle-chain tree.children=replaced", "--tree.children: input should be 'best' or 'sampled'"),
-        ("method=ddd tree.levels=5", r"checks \[5, 7, 9\] are never reached in a tree of 5 levels"),
+        ("method=ddd tree.levels=5", r"checks \[5, 7, 9\] are never reached in 5 levels"),
         ("method=eagle tree.stop.rule=entropy tree.stop.over=per_node", "per_node needs a tree that chooses its nodes"),
         ("method=pld tree.levels=3", "tree: pld grows no tree"),
         ("method=eagle2 lookup.length=3", "lookup: eagle2 does not read it"),
