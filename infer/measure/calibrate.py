@@ -95,8 +95,7 @@ def write_calibration(output: Path, recording: Recording, bins: int, head: str |
         write_json(place / CALIBRATOR, asdict(calibrator))
     eces = ", ".join(f"{scores['held_out'][fit]['ece']:.4f} {fit}" for fit in ("before", *KINDS))
     on = f"{scores['held_out_prompts']} prompts that the calibrator was not fitted on"
-    how = "decode by it with --tree.calibrated temperature or isotonic"
-    return [line, f"calibrate: ECE on {on}: {eces}; {how}"]
+    return [line, f"calibrate: ECE on {on}: {eces}; use it with --tree.calibrated temperature or isotonic"]
 
 
 def places_of(output: Path, head: str | None) -> list[Path]:
@@ -368,10 +367,10 @@ def rebuild(
     recording = record(decoder, None, questions, replace(section, temperature=0.0))
     choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)
     about = f"# {len(choices)} drafted nodes for {asked.method}, rebuilt from how often each rank was accepted"
-    lines = [about, "choices:", *(f"  - {list(choice)}" for choice in choices)]
+    text = "".join(f"  - {list(choice)}\n" for choice in choices)
     places = places_of(output, head)
     for place in places:
-        write_text(place / CHOICES, "\n".join([*lines, ""]))
+        write_text(place / CHOICES, f"{about}\nchoices:\n{text}")
     return f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {places[-1] / CHOICES}"
 
 

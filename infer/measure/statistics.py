@@ -10,6 +10,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure.record import Asked, AskedPoint, FloatArray, Milliseconds, Record, Sampling, SummaryRow
 
+Records = Sequence[Record]
 RESAMPLES = 2000
 VANILLA, ALL_TASKS = "vanilla", "all"
 NGRAM = 4  # tokens whose return counts as repetition
@@ -31,10 +32,13 @@ class Group:
         return [record for record in self.records if record.status != "ok"]
 
     @property
+    def good(self) -> list[Record]:
+        return [record for record in self.records if record.status == "ok"]
+
+    @property
     def pairs(self) -> list[tuple[Record, Record]]:
         """(this row's answer, vanilla's) where both are ok."""
-        good = [record for record in self.records if record.status == "ok"]
-        return [(record, self.baseline[record.prompt_key]) for record in good if record.prompt_key in self.baseline]
+        return [(one, self.baseline[one.prompt_key]) for one in self.good if one.prompt_key in self.baseline]
 
     def by_task(self) -> list["Group"]:
         tasks = dict.fromkeys(record.task for record in self.records)
@@ -62,7 +66,7 @@ def group(records: Iterable[Record]) -> list[Group]:
     return groups
 
 
-def main_groups(records: Sequence[Record], asked: Asked | None) -> list[Group]:
+def main_groups(records: Records, asked: Asked | None) -> list[Group]:
     """The groups of the bench's own rows; without suite.json: of all."""
     cells = {(cell.row, cell.sampling) for cell in asked.main} if asked else set()
     return group(record for record in records if asked is None or (record.row, record.sampling) in cells)
@@ -106,7 +110,7 @@ def identity(members: Group) -> SummaryRow:
     if tree is not None and tree.shape == "chain":  # one child per node, whatever k the recipe leaves standing
         tree = replace(tree, k=1, nodes=tree.levels + 1)
     # a rule that is not lossless is named as soon as one answer has it, then one that judged drafts
-    good = [record for record in members.records if record.status == "ok"]
+    good = members.good
     rules = [record.verify for record in good if "not lossless" in record.verify]
     rules += [record.verify for record in good if record.draft_nodes] + [record.verify for record in good]
     return SummaryRow(
@@ -134,13 +138,13 @@ def told_apart(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
     return named
 
 
-def members_of(records: Sequence[Record], point: AskedPoint) -> tuple[Record, ...]:
+def members_of(records: Records, point: AskedPoint) -> tuple[Record, ...]:
     """The answers that a point of a sweep asked."""
     prompts = set(point.prompts)
     return tuple(r for r in records if r.row == point.row and r.sampling == point.sampling and r.prompt in prompts)
 
 
-def sweep_rows(records: Sequence[Record], asked: Asked | None, seed: int = 0) -> list[SummaryRow]:
+def sweep_rows(records: Records, asked: Asked | None, seed: int = 0) -> list[SummaryRow]:
     """`sweeps` of summary.json."""
     if asked is None:
         return []
@@ -154,13 +158,13 @@ def sweep_rows(records: Sequence[Record], asked: Asked | None, seed: int = 0) ->
     return rows
 
 
-def tau(records: Sequence[Record]) -> float | None:
+def tau(records: Records) -> float | None:
     """New tokens after the prefill's per target forward, bonus included, pooled over prompts."""
     forwards = sum(record.target_forwards for record in records)
     return (sum(record.new_tokens for record in records) - len(records)) / forwards if forwards else None
 
 
-def tau_interval(records: Sequence[Record], seed: int = 0) -> list[float] | None:
+def tau_interval(records: Records, seed: int = 0) -> list[float] | None:
     """95 % bootstrap interval of tau over prompts."""
     tokens, forwards = per_prompt(records).T[:2]
     return interval([tokens], [forwards], seed) if forwards.any() else None
@@ -183,12 +187,12 @@ def speedups(pairs: Sequence[tuple[Record, Record]], seed: int = 0) -> dict[str,
     }
 
 
-def milliseconds(records: Sequence[Record]) -> Milliseconds:
+def milliseconds(records: Records) -> Milliseconds:
     times = [record.ms for record in records if record.ms is not None]
     return Milliseconds(*(sum(getattr(ms, part.name) for ms in times) for part in fields(Milliseconds)))
 
 
-def per_prompt(records: Sequence[Record]) -> FloatArray:
+def per_prompt(records: Records) -> FloatArray:
     """[n, 3] tokens after the prefill's, target forwards and decode milliseconds; a prompt's turns are added up."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(record.prompt for record in records))}
     table = np.zeros((len(places), 3))
@@ -209,7 +213,7 @@ def interval(above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int
     return [float(low), float(high)]
 
 
-def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
+def tau_difference(records: Records, of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
     """The difference of tau between two sets of rows (numbers of bench.rows), each pooled, paired by prompt."""
     if len({record.sampling for record in records}) > 1:
         raise UserError("the bench has several samplings; choose one with --temperature")
@@ -219,7 +223,7 @@ def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequen
         chosen = [record for record in records if record.row in rows and record.status == "ok"]
         for row in rows:
             if sorted({record.prompt for record in chosen if record.row == row}) != prompts or not prompts:
-                raise UserError(f"row {row} of bench.rows (counted from 0) lacks answers; measure every prompt in all")
+                raise UserError(f"row {row} of bench.rows (from 0) lacks answers; measure every prompt in all")
         sides.append(per_prompt(sorted(chosen, key=lambda record: record.prompt))[:, :2])  # [n, 2]
     drawn = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
     drawn = np.vstack([np.arange(len(prompts)), drawn])  # the prompts themselves first
@@ -227,10 +231,8 @@ def tau_difference(records: Sequence[Record], of: Sequence[int], against: Sequen
     taus = tokens_and_forwards[..., 0] / np.maximum(tokens_and_forwards[..., 1], 1.0)
     one, two = taus[:, 0]
     low, high = np.percentile(taus[0, 1:] - taus[1, 1:], [2.5, 97.5])
-    return (
-        f"tau {one:.3f} against {two:.3f}: {one - two:+.3f} [{low:+.3f}, {high:+.3f}] "
-        f"(95 %, paired bootstrap over {len(prompts)} prompts)"
-    )
+    how = f"95 %, paired bootstrap over {len(prompts)} prompts"
+    return f"tau {one:.3f} against {two:.3f}: {one - two:+.3f} [{low:+.3f}, {high:+.3f}] ({how})"
 
 
 def context_rows(members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0) -> list[SummaryRow]:

@@ -65,7 +65,7 @@ class Recording:
     frontier: Integers  # [P, L, K]
     room: Integers  # [P] levels that were drafted: fewer than L where max_new_tokens leaves no room for more
     text: Integers  # [P, L] what the target wrote after each place; -1 beyond the answer's end
-    answer: Integers  # [P] which answer the place belongs to; its places stand in order
+    answer: Integers  # [P] of the place, in order
     left: Integers  # [P] tokens that the answer still had after the place's root
 
 
@@ -156,14 +156,15 @@ def replayed(recording: Recording, ranks: Integers, levels: int, nodes: int) -> 
         places = recording.answer == number
         count, room = accepted[places].tolist(), recording.room[places].tolist()
         place, end = 0, int(recording.left[places][0])
+        tokens += end
         while place < end:
-            has_draft = place < len(count)
-            gain = min(count[place] + 1, end - place) if has_draft else 1
             forwards += 1
-            trees += has_draft
-            drafted += min(levels, room[place]) if has_draft else 0
-            tokens += gain
-            place += gain
+            if place < len(count):
+                trees += 1
+                drafted += min(levels, room[place])
+                place += count[place] + 1
+            else:
+                place += 1
     return Cycles(tokens, forwards, trees, drafted)
 
 
@@ -212,8 +213,7 @@ def in_turns(
 
 def cycle_ms(answers: Sequence[Statistics]) -> float:
     """Milliseconds of a mean decoding cycle: the median over answers."""
-    times = [(one.ms["wall"] - one.ms["prefill"]) / max(one.target_forwards, 1) for one in answers]
-    return statistics.median(times)
+    return statistics.median((one.ms["wall"] - one.ms["prefill"]) / max(one.target_forwards, 1) for one in answers)
 
 
 def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -> Costs:
@@ -257,7 +257,7 @@ def check_apart(config: TuneConfig) -> None:
     texts = {prompt.text for prompt in load_prompts(config.prompts)}
     for prompt in load_prompts(config.measure) if config.measure else []:
         if prompt.text in texts:
-            raise UserError(f"tune.measure: prompt {prompt.prompt_id!r} is one of tune.prompts too; measure on others")
+            raise UserError(f"tune.measure: prompt {prompt.prompt_id!r} is in tune.prompts too; measure on others")
 
 
 def tree_with(levels: int, k: int, nodes: int) -> GrownConfig:
@@ -272,8 +272,8 @@ def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
     for depth in range(1, levels + 1):
         yield ChainConfig(levels=depth)
         for width in range(2, k + 1):
-            candidates = width + (depth - 1) * width * width
-            yield from (tree_with(depth, width, nodes) for nodes in NODES if nodes <= candidates + 1)
+            most = 1 + width + (depth - 1) * width * width
+            yield from (DynamicConfig(levels=depth, k=width, nodes=nodes) for nodes in NODES if nodes <= most)
 
 
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, GrownConfig]]:
@@ -391,8 +391,8 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
 
 def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodConfig]:
     trees = [tree_with(*sizes) for sizes in GRID if grid and (sizes[1] == 1 or kind != "draft_lm")]
-    fixed = [MethodConfig("vanilla"), choice, MethodConfig(USUAL[kind])]
-    return [*fixed, *(MethodConfig(method_of(kind, tree), tree) for tree in trees)]
+    searched = [MethodConfig(method_of(kind, tree), tree) for tree in trees]
+    return [MethodConfig("vanilla"), choice, MethodConfig(USUAL[kind]), *searched]
 
 
 def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig, output: Path, seed: int) -> None:
@@ -411,9 +411,9 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
         figures = summary_row(groups[number], seed)
         answers = {one.prompt_key: one for one in groups[number].records if one.status == "ok"}
         against = speedups(replace(groups[1], baseline=answers).pairs, seed)  # the choice's speed relative to it
-        row: dict[str, Any] = {"method": as_dict(method), "tau": figures.tau, "speedup": figures.speedup}
-        row |= {"speedup_ci95": figures.speedup_ci95, "chosen_against_it": against["speedup"]}
-        rows.append(row | {"chosen_against_it_ci95": against["speedup_ci95"]})
+        row = {name: getattr(figures, name) for name in ("tau", "speedup", "speedup_ci95")}
+        against = {f"chosen_against_it{end}": against[f"speedup{end}"] for end in ("", "_ci95")}
+        rows.append({"method": as_dict(method), **row, **against})
     tau, speedup = rows[1]["tau"], rows[1]["speedup"]
     facts = {
         "predicted_over_measured": predicted.speedup / speedup if speedup else None,

@@ -18,7 +18,7 @@ from aerie.infer.measure import statistics
 from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA, Group, summary_row, told_apart
 from aerie.infer.report import tables
-from aerie.infer.report.tables import LEVELS, Grid, Line, label, numeric
+from aerie.infer.report.tables import LEVELS, Grid, Line, Rows, label, numeric
 from aerie.model.storage import read_json, write_json, write_text
 
 try:
@@ -61,15 +61,13 @@ RC = {
 
 
 def pictures(
-    rows: Sequence[SummaryRow], details: Mapping[str, Any], grids: Sequence[Grid], contexts: Mapping[str, Grid]
+    rows: Rows, details: Mapping[str, Any], grids: Sequence[Grid], contexts: Mapping[str, Grid]
 ) -> dict[str, str]:
     """Every picture that the figures allow, name -> an <svg> element; details as in details.json."""
     calibration, analysis, tuning = details["calibration"], details["analysis"], details["tuning"]
     with rc_context(RC):
-        figures = {
-            "tau": _bars(rows, "tau", [row["tau_ci95"] for row in details["rows"]]),
-            "speedup": _bars(rows, "speedup", [row.speedup_ci95 for row in rows]),
-        }
+        figures = {"tau": _bars(rows, "tau", [row["tau_ci95"] for row in details["rows"]])}
+        figures["speedup"] = _bars(rows, "speedup", [row.speedup_ci95 for row in rows])
         if drafting := [row for row in rows if row.tree and row.target_forwards]:
             figures["depth"] = _accepted(drafting)
         if calibration is not None and calibration["nodes"]:
@@ -94,10 +92,8 @@ def pictures(
             panels["speedup over vanilla"] = (grid.lines, ["speedup"])
             figures[grid.picture] = _along(panels, grid.values, "largest depth" if grid.key == LEVELS else grid.key)
         if contexts:
-            panels = {
-                "speedup from the start to a length": (contexts["cumulative"].lines, ["speedup"]),
-                "tau between a length and the one before": (contexts["bucket"].lines, ["tau"]),
-            }
+            panels = {"speedup from the start to a length": (contexts["cumulative"].lines, ["speedup"])}
+            panels["tau between a length and the one before"] = contexts["bucket"].lines, ["tau"]
             figures["sweep-contexts"] = _along(panels, contexts["bucket"].values, "tokens, the prompt included")
         return {name: _svg(figure, name) for name, figure in figures.items()}
 
@@ -111,8 +107,7 @@ def _svg(figure: Figure, name: str) -> str:
     """The figure as text; ids get its name, for a page holds many."""
     buffer = io.StringIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    text = buffer.getvalue()
-    head, rest = text[text.index("<svg") :].split(">", 1)
+    head, rest = buffer.getvalue().split("<svg", 1)[1].split(">", 1)
     box = re.findall(r'viewBox="[^"]+"', head)[0]
     text = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box}>{rest}'
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
@@ -141,7 +136,7 @@ def _figure(
     return figure, every
 
 
-def _bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[float] | None]) -> Figure:
+def _bars(rows: Rows, key: str, intervals: Sequence[list[float] | None]) -> Figure:
     """tau or speedup with its interval, a band for each row under its label; a failed row has no bar."""
     bands, xlabel, unit = max(2, len(rows)), "tau (tokens per target forward)", ""
     if key == "speedup":
@@ -165,7 +160,7 @@ def _bars(rows: Sequence[SummaryRow], key: str, intervals: Sequence[list[float] 
     return figure
 
 
-def _accepted(rows: Sequence[SummaryRow]) -> Figure:
+def _accepted(rows: Rows) -> Figure:
     """Acceptance by depth of the MAX_ROWS rows of highest tau."""
     best = sorted(rows, key=lambda row: row.tau or 0.0, reverse=True)[:MAX_ROWS]
     chosen = [row for row in rows if row in best]
@@ -206,9 +201,8 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
         fits = {"before": "the head’s own", "temperature": "temperature", "isotonic": "isotonic"}
         held_out = [(name, scores["held_out"][fit]) for fit, name in fits.items()]
         curves = {f"{name}, ECE {one['ece']:.3f}": one["bins"] for name, one in held_out}
-        figures["calibration-calibrator"], _ = _confidence(
-            "acceptance, held-out half", curves, (QUIET, SERIES[1], SERIES[0])
-        )
+        colours = (QUIET, SERIES[1], SERIES[0])
+        figures["calibration-calibrator"], _ = _confidence("acceptance, held-out half", curves, colours)
     if depths := analysis["by_depth"][:4]:
         curves = {f"depth {one['depth']}, ECE {one['ece']:.3f}": one["bins"] for one in depths}
         figures["calibration-by-depth"], _ = _confidence("acceptance", curves)
@@ -312,8 +306,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     """
     records = bench_files.read_records(bench / bench_files.RECORDS)
     if not records:
-        fix = "holds no whole record; measure first with: python infer/main.py bench"
-        raise UserError(f"{bench / bench_files.RECORDS}: {fix}")
+        raise UserError(f"{bench / bench_files.RECORDS}: holds no whole record; run: python infer/main.py bench")
     asked = _read(bench / bench_files.SUITE, bench_files.Asked)
     groups = statistics.main_groups(records, asked)
     rows = told_apart([summary_row(members, seed) for members in groups])
@@ -323,7 +316,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     curve, analysis = _read(calibration / "calibration.json"), _read(calibration / "analysis.json")
     for value, keys in ((curve, {*CALIBRATION_CONTRACT, "nodes"}), (analysis, {"schema", "calibrator", "oracle"})):
         if value is not None and (not keys <= value.keys() or value.get("schema", SCHEMA) != SCHEMA):
-            fix = "of another version; make it again with: python infer/main.py calibrate --overwrite"
+            fix = "of another version; make it again: python infer/main.py calibrate --overwrite"
             raise UserError(f"{calibration / ('calibration.json' if value is curve else 'analysis.json')}: {fix}")
     tuning = _read(bench.parent / "tune" / "tune.json")
     if tuning is not None:
@@ -381,7 +374,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     return rows
 
 
-def render(facts: Facts, rows: Sequence[SummaryRow], details: Mapping[str, Any], **parts: Any) -> str:
+def render(facts: Facts, rows: Rows, details: Mapping[str, Any], **parts: Any) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(trim_blocks=True, lstrip_blocks=True, loader=loader, autoescape=True)
     environment.undefined = StrictUndefined
@@ -404,7 +397,7 @@ def render(facts: Facts, rows: Sequence[SummaryRow], details: Mapping[str, Any],
     )
 
 
-def lossless(rows: Sequence[SummaryRow], extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def lossless(rows: Rows, extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Counts of greedy outputs compared, over the drafting rows; state: good, partial, bad or unknown."""
     counts = dict.fromkeys(("identical", "compared", "identical_to_generate", "compared_to_generate"), 0)
     for row, extra in zip(rows, extras, strict=True):
@@ -426,7 +419,7 @@ def fact_text(value: Any) -> str:
     return tables.NOTHING if value is None else str(value)
 
 
-def sample_answer(groups: Sequence[Group], rows: Sequence[SummaryRow]) -> dict[str, Any] | None:
+def sample_answer(groups: Sequence[Group], rows: Rows) -> dict[str, Any] | None:
     """The answer of median tau of the fastest greedy row that drafts, with (text, tint, title) of each cycle.
 
     The tint, 0 to TINTS, grows with the draft tokens that the cycle kept.

@@ -18,6 +18,7 @@ from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
 from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, group, identity, told_apart
 from aerie.model.storage import digest
 
+Rows = Sequence[SummaryRow]
 NOTHING = "–"
 CONSOLE_COLUMNS = ("method", "tree", "T", "tau", "speedup", "95 % interval", "identical")
 MARKDOWN_COLUMNS = (
@@ -71,7 +72,7 @@ def sampling_text(row: SummaryRow) -> str:
     return f"{row.temperature:g}{top_k}{top_p}"
 
 
-def label(row: SummaryRow, rows: Sequence[SummaryRow]) -> str:
+def label(row: SummaryRow, rows: Rows) -> str:
     """Method, tree, and the sampling where the rows have several."""
     words = [row.method] if row.tree is None else [row.method, tree_text(row)]
     if len({sampling_text(other) for other in rows}) > 1:
@@ -119,19 +120,18 @@ def cells_of(row: SummaryRow) -> dict[str, str]:
     }
 
 
-def console_table(rows: Sequence[SummaryRow]) -> str:
+def console_table(rows: Rows) -> str:
     lines = [dict(zip(CONSOLE_COLUMNS, CONSOLE_COLUMNS, strict=True)), *map(cells_of, rows)]
     widths = {name: max(len(line.get(name, "")) for line in lines) for name in CONSOLE_COLUMNS}
-    text = []
+    text, right = [], ("tau", "speedup", "identical")
     for line in lines:
-        sides = {name: ">" if name in ("tau", "speedup", "identical") else "<" for name in widths}
-        padded = [f"{line.get(name, ''):{sides[name]}{width}}" for name, width in widths.items()]
+        padded = [f"{line.get(name, ''):{'>' if name in right else '<'}{width}}" for name, width in widths.items()]
         text.append("  ".join(padded).rstrip() + (f"  {line['error']}" if "error" in line else ""))
     text.insert(1, "  ".join("─" * width for width in widths.values()))
     return "\n".join(text)
 
 
-def markdown_table(rows: Sequence[SummaryRow]) -> str:
+def markdown_table(rows: Rows) -> str:
     text = f"| {' | '.join(MARKDOWN_COLUMNS)} |\n|{'---|' * len(MARKDOWN_COLUMNS)}\n"
     for line in map(cells_of, rows):
         cells = {"tau": line.get("error", NOTHING), **line}
@@ -140,7 +140,7 @@ def markdown_table(rows: Sequence[SummaryRow]) -> str:
     return text
 
 
-def csv_table(rows: Sequence[SummaryRow], sweeps: bool = False) -> str:
+def csv_table(rows: Rows, sweeps: bool = False) -> str:
     """One line per row, unrounded; points of sweeps begin with sweep, key, value and span."""
     lines = []
     for row in rows:
@@ -213,7 +213,7 @@ def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, 
     return tuple(points)
 
 
-def sweep_lines(points: Sequence[SummaryRow]) -> tuple[Line, ...]:
+def sweep_lines(points: Rows) -> tuple[Line, ...]:
     """A sweep's first row at every value, its second, and so on."""
 
     def words_of(point: SummaryRow) -> list[str]:
@@ -231,7 +231,7 @@ def sweep_lines(points: Sequence[SummaryRow]) -> tuple[Line, ...]:
     return tuple(Line(text, tuple(members)) for text, members in zip(labels, lines, strict=True))
 
 
-def values_of(points: Sequence[SummaryRow]) -> tuple[Any, ...]:
+def values_of(points: Rows) -> tuple[Any, ...]:
     values: list[Any] = []
     for point in points:
         values += [] if point.value in values else [point.value]
@@ -242,7 +242,7 @@ def numeric(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def sweep_grids(sweeps: Sequence[SummaryRow]) -> list[Grid]:
+def sweep_grids(sweeps: Rows) -> list[Grid]:
     """A grid per sweep; those over numbers have a picture."""
     grids = []
     points_of = grouped((point for point in sweeps if point.sweep != CONTEXT), lambda point: str(point.sweep))
@@ -253,7 +253,7 @@ def sweep_grids(sweeps: Sequence[SummaryRow]) -> list[Grid]:
     return grids
 
 
-def context_grids(sweeps: Sequence[SummaryRow]) -> dict[str, Grid]:
+def context_grids(sweeps: Rows) -> dict[str, Grid]:
     """'cumulative' (to a length) and 'bucket' (between two); rows that get furthest the fastest stand first."""
     points = told_apart([point for point in sweeps if point.sweep == CONTEXT and point.tree is not None])
     rows = list(grouped(points, lambda point: label(point, points)).items())
@@ -265,7 +265,7 @@ def context_grids(sweeps: Sequence[SummaryRow]) -> dict[str, Grid]:
     return grids
 
 
-def task_grid(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) -> Grid | None:
+def task_grid(rows: Rows, parts: Sequence[tuple[int, SummaryRow]]) -> Grid | None:
     """Drafting rows by task; parts: (position in rows, the row on one task)."""
     tasks, lines = tuple(dict.fromkeys(part.task for _, part in parts)), []
     for position, row in enumerate(rows):
@@ -276,7 +276,7 @@ def task_grid(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]
     return Grid("By task", tuple(lines), tasks) if tasks and lines else None
 
 
-def beside(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) -> list[tuple[str, float, Line]]:
+def beside(rows: Rows, parts: Sequence[tuple[int, SummaryRow]]) -> list[tuple[str, float, Line]]:
     """(method, temperature, line): measured lines, each method's followed by the published ones of the same."""
     known = published_methods()
     shown: dict[tuple[str, float], list[Line]] = {}
@@ -290,7 +290,7 @@ def beside(rows: Sequence[SummaryRow], parts: Sequence[tuple[int, SummaryRow]]) 
 
 
 def lengths(
-    rows: Sequence[SummaryRow], prompts: Mapping[str | None, frozenset[tuple[str, str]]]
+    rows: Rows, prompts: Mapping[str | None, frozenset[tuple[str, str]]]
 ) -> list[tuple[str, list[tuple[SummaryRow, float, float | None]]]]:
     """(row, tokens drafted a cycle, tau of a constant length of that mean) of chains on the same prompts (SVIP).
 
@@ -345,11 +345,8 @@ def claims(records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, 
         spent: dict[str, list[dict[str, Any]]] = {"fixed": [], "vote": []}
         for depth, rule in product(depths, spent):
             answers = by_rule[rule, depth]
-            sums: dict[str, Any] = {
-                "depth": depth,
-                "tau": statistics.tau(answers),
-                "modelled": modelled(answers, tuning),
-            }
+            sums: dict[str, Any] = {"depth": depth, "tau": statistics.tau(answers)}
+            sums["modelled"] = modelled(answers, tuning)
             for name in ("draft_forwards", "draft_forwards_wasted"):
                 sums[name] = sum(getattr(record, name) for record in answers)
             pairs = Group(answers, baselines.get(sampling, {})).pairs
