@@ -18,7 +18,7 @@ from aerie.model.target import Target, TargetOutput
 
 T = TypeVar("T")
 TokenisedRow = Row | CachedRow
-WINDOW_STEPS = 16  # rows of so many steps are sorted by length together: padding falls, the order stays random
+WINDOW_STEPS = 16  # rows of so many steps are sorted by length together
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Batch:
     """Conversations, right-padded or packed in a single row; states stay as stored until `to`."""
 
     input_ids: Tensor  # [B, T]
-    turns: Tensor  # [B, T], 0 for what is not learnt; every assistant turn of a row has a number of its own
+    turns: Tensor  # [B, T]: number of the assistant turn, 0 for what is not learnt
     lengths: Tensor  # of the conversations: [B], or more where they are packed
     rows: tuple[int, ...]  # row numbers in the data set
     features: Tensor | None = None  # [B, T, D]
@@ -98,7 +98,6 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
 
 
 def empty_like(batch: Batch, width: int, dtype: torch.dtype, num_taps: int = 0) -> Batch:
-    """A batch of padding with features (and taps) of this width."""
     features = torch.zeros(*batch.input_ids.shape, width, dtype=dtype)
     return replace(batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None)
 
@@ -120,7 +119,7 @@ class ShardPools(NamedTuple):
 
 
 class Order:
-    """Which rows each optimiser step takes, however it is cut into processes and accumulation."""
+    """Which rows each optimiser step takes, in however many processes."""
 
     def __init__(
         self,
@@ -164,7 +163,6 @@ class Order:
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
             parts = [window[cuts[at] - cuts[first] : cuts[at + 1] - cuts[first]] for at in range(first, last)]
-            # With pools the steps of a window stay together.
             rows_of_steps += parts if self.pools is None else permuted(parts, generator)
         if self.pools is None:
             rows_of_steps = permuted(rows_of_steps, generator)
@@ -184,7 +182,7 @@ def prefetched(make: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
 
 
 def grouped(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Positions by similar length, longest first; rows x longest stays within batch_tokens."""
+    """Positions, longest first; rows x longest stays within batch_tokens."""
     groups: list[list[int]] = []
     for position in sorted(range(len(lengths)), key=lambda position: (-lengths[position], position)):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= batch_tokens:
@@ -214,7 +212,7 @@ class OnlineFeatures:
         if sizes is not None:  # the target reads packed conversations one a row
             ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
         output, mask = forward(self.target, ids, batch.lengths, self.after_blocks)  # [N, T]
-        # Zero in padding, as a cache yields them. Copies: autograd cannot keep inference tensors.
+        # Zero in padding, as in a cache. Copies: autograd cannot keep inference tensors.
         states = {"features": output.last_hidden, "taps": output.taps}
         copies = {k: v.to(ids.device, self.dtype, copy=True) for k, v in states.items() if v is not None}
         used: dict[str, Any] = {k: v * mask[..., None] if sizes is None else v[mask][None] for k, v in copies.items()}

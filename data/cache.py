@@ -92,7 +92,7 @@ def checksum(tensors: Sequence[Tensor]) -> str:
 
 
 def pack(lengths: Sequence[int], shard_tokens: int) -> Iterator[slice]:
-    """The rows of each shard: as many as fit into shard_tokens, at least one."""
+    """Each shard's rows: what fits into shard_tokens, at least one."""
     first, tokens = 0, 0
     for row, length in enumerate(lengths):
         if row > first and tokens + length > shard_tokens:
@@ -146,7 +146,6 @@ class CachePlan:
         return 8 + (1 + len(self.after_blocks)) * state
 
     def bytes_of(self, shard: Shard) -> int:
-        """With its record and its part of the index, rounded up."""
         return shard.num_tokens * self.token_bytes + len(shard.rows) * ROW_BYTES + SHARD_BYTES
 
     def missing(self, share: Share = ALL) -> list[Shard]:
@@ -154,7 +153,6 @@ class CachePlan:
         return [self.shards[number] for number in part if not self.shards[number].is_whole()]
 
     def foreign(self) -> list[Path]:
-        """Records of shards of other rows or another target, or beyond this plan."""
         inputs, found = {shard.record: shard.inputs for shard in self.shards}, []
         for path in sorted(self.directory.glob("shard-*.json")):
             checked = Manifest.check(self.directory, inputs.get(path, {}), content=False, name=path.name)
@@ -167,7 +165,6 @@ class CachePlan:
             raise UserError(f"{foreign[0]}: made from other rows or by another target; {fix}")
 
     def write_index(self, fingerprint: dict[str, Any]) -> Manifest:
-        """fingerprint is what the cache was made from."""
         dtype = str(self.storage.dtype).removeprefix("torch.")
         shape = {"after_blocks": list(self.after_blocks), "dtype": dtype, "storage": self.storage.form}
         rows_made_from = digest([shard.inputs["rows"] for shard in self.shards])
@@ -209,7 +206,7 @@ class FeatureCache(Sequence[CachedRow]):
         self.lengths = [self.facts["lengths"][number] for number in numbers]  # in tokens
         self._starts = [0, *accumulate(self.facts["lengths"])]  # of each row, in tokens
         self._first_rows = [0, *accumulate(count for _, count in self.facts["shards"])]
-        # A mapped shard, and the rows that were found sound in it.
+        # a shard and its rows that were found sound
         self._open = lru_cache(OPEN_SHARDS)(lambda path: (safe_open(path, framework="pt"), set[tuple[int, str]]()))
 
     @classmethod
@@ -235,7 +232,7 @@ class FeatureCache(Sequence[CachedRow]):
         return [range(start - first, end - first) for start, end in pairs if start < end]
 
     def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(input_ids, turns) of each row, without reading its states."""
+        """(input_ids, turns) of each row."""
         for number in self.numbers:
             row = self._read(number, TOKENS, TOKEN_SUMS)
             yield row["input_ids"].long(), row["turns"]

@@ -69,14 +69,14 @@ class Chat:
             raise UserError(f"{self.name}: a slow tokenizer has no character offsets; use one with tokenizer.json")
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
-        # Without the last step of tokenisation, which only adds special tokens and trims blanks off the offsets.
+        # Without the last step, which adds special tokens and trims blanks off the offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.post_processor = None
         self.backend.no_truncation()
         self.backend.no_padding()
 
     def render(self, conversation: Conversation, supervise_all: bool = False) -> list[Rendered]:
-        """One row, or one per answer when the template rewrites earlier text; supervise_all: one span, all of it."""
+        """One row, or one per answer when the template rewrites earlier text."""
         if not self.tokenizer.chat_template:
             fix = f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
             raise UserError(f"{self.name}: the tokenizer has no chat template; {fix}")
@@ -88,8 +88,7 @@ class Chat:
         spans, texts = list[tuple[int, int]](), [self._text(conversation, index + 1, False) for index in answers]
         for index, text in zip(answers, texts, strict=True):
             prompt = self._text(conversation, index, True)
-            # A generation prompt that opens '<think>' is no prefix of an answer without thinking, which then begins
-            # behind what both share.
+            # An answer without thinking begins behind what it shares with a generation prompt that opens '<think>'.
             start = shared_start(prompt, text)
             if start < len(prompt):
                 if start <= len(self._text(conversation, index, False)):
@@ -102,9 +101,8 @@ class Chat:
         return [(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Row]:
-        """One call a batch: the tokenizer spreads it over its threads."""
         rows = []
-        # Half of a UTF-16 pair, common in scraped text: no tokenizer takes it.
+        # Half of a UTF-16 pair: no tokenizer takes it.
         texts = [LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text, _, _ in rendered]
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
         for (text, spans, source), whole, encoding in zip(rendered, texts, encodings, strict=True):
@@ -114,7 +112,6 @@ class Chat:
             turns = array("i", bytes(ids.itemsize * len(ids)))  # zeros
             starts, ends = ([offsets[side] for offsets in encoding.offsets] for side in (0, 1))
             for number, (start, end) in enumerate(spans, start=1):
-                # Every token that begins in the answer, up to its end-of-turn token.
                 first, stop = bisect_left(starts, start), bisect_right(ends, end)
                 if first > 0 and ends[first - 1] > start:
                     self.tally.add("left out", "a token straddles prompt and answer", source)

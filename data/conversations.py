@@ -18,9 +18,9 @@ from aerie.model.hub import readable_errors
 from aerie.model.storage import digest, first_line
 
 Message = dict[str, Any]
-Kind = Literal["skipped", "mended", "left out"]  # conversations, conversations, and turns or tokens of them
+Kind = Literal["skipped", "mended", "left out"]  # 'left out': turns or tokens
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
-MAX_REASONS = 40  # a template may put the text into its refusals; the rest is counted together
+MAX_REASONS = 40  # a template may put the text into its refusals
 UNKNOWN_KEYS = "keys of no known shape"
 ROLES = {
     **dict.fromkeys("human user prompter".split(), "user"),
@@ -49,7 +49,7 @@ class Conversation:
     place: str
     messages: tuple[Message, ...]
     tools: Any | None = None
-    tokens: tuple[list[int], list[int]] | None = None  # ids, and 1 where the assistant must produce them
+    tokens: tuple[list[int], list[int]] | None = None  # ids and loss mask
     is_held_out: bool = False
 
 
@@ -144,8 +144,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """An array's items, one object, or JSONL, which Hub data sets often name .json."""
-    # Arrow's readers want the same keys in every row, and name no line.
+    # An array's items, one object, or JSONL, which Hub data sets often name .json. Arrow's readers name no line.
     with path.open(encoding="utf-8-sig") as file:
         text, number = file.read().strip() if path.suffix == ".json" else "", 1
         try:
@@ -163,7 +162,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
-    """The usable conversations of every source, up to config.limit for training; UserError where none is."""
+    """The usable conversations of every source, up to config.limit for training."""
     num_train = 0
     for row in chain.from_iterable(map(read_rows, config.conversations)):
         tally.rows += 1
@@ -208,7 +207,7 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
 
 
 def _is_held_out(content: Any, config: DataConfig) -> bool:
-    """By the content and not its place, so duplicates stay together."""
+    # By the content, so duplicates stay together.
     return int.from_bytes(sha256(digest(content).encode()).digest()[:8], "big") < config.held_out * 2**64
 
 
@@ -256,7 +255,7 @@ def _message(turn: Any, number: int) -> Message:
 
 
 def _tool_call(call: Any) -> Any:
-    """With its arguments as an object: templates print them, and JSON text would be quoted twice."""
+    # With arguments as an object: a template would quote JSON text twice.
     try:
         arguments = json.loads(call["function"]["arguments"])
     except (TypeError, KeyError, ValueError):

@@ -49,7 +49,6 @@ def plan_cache(
 
 
 def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
-    """UserError for a row beyond the target's context or vocabulary."""
     context, size = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
     for row in rows:
         if context is not None and len(row.input_ids) > context:
@@ -67,7 +66,7 @@ def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, lo
     """For printing: last_hidden [T, D], taps [T, L * D]; logits is the target's."""
     width, states = last_hidden.shape[-1], last_hidden if taps is None else torch.cat([last_hidden, taps], dim=-1)
     restored = decode(*encode(states, states.shape[-1] // width, storage), storage.dtype).to(states.dtype)
-    # Relative to a dimension's own root mean square, so a few huge dimensions cannot hide the others.
+    # Relative to each dimension's own root mean square: a few huge ones hide no others.
     squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
     errors = ((restored.double() - states.double()).square().sum(0) / squares).sqrt().unflatten(0, (-1, width))
     p, q = (torch.softmax(logits(some[:, :width]).float(), -1) for some in (states, restored))  # [T, V]
@@ -176,12 +175,10 @@ class Writer:
         for positions in grouped(lengths, self.plan.batch_tokens):
             output, mask = self.forward([rows[position] for position in positions])
             places = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in positions])  # [N], in the shard
-            states = [
-                part[mask] for part in (output.last_hidden, output.taps) if part is not None
-            ]  # [N, D], [N, L * D]
-            # On the target's device, so that less goes over the bus.
+            # [N, D] and [N, L * D]
+            states = [part[mask] for part in (output.last_hidden, output.taps) if part is not None]
             values, scales = encode(torch.cat(states, dim=-1), 1 + len(self.plan.after_blocks), storage)
-            # Of what is read again: a float32 scale does not tell whether float16 holds the value.
+            # What is read again must be finite.
             broken = ~torch.isfinite(decode(values, scales, storage.dtype)).all(-1).cpu()  # [N]
             if broken.any():
                 row = rows[bisect_right(starts, int(places[broken][0])) - 1]
@@ -213,8 +210,8 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
     plan = plan_cache(stage.output, data, replace(recipe.features, after_blocks=taps), path, hf_config, origin)
     facts = {"train": statistics(data.train), "held_out": statistics(data.held_out)}
-    existing = next(path for path in (stage.output, *stage.output.absolute().parents) if path.exists())
-    todo, free = plan.missing(share), shutil.disk_usage(existing).free
+    todo, output = plan.missing(share), stage.output.absolute()
+    free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
     needed, tokens = sum(map(plan.bytes_of, todo)), sum(shard.num_tokens for shard in plan.shards)
     if rank == 0:
         rows, largest = len(data.train) + len(data.held_out), max(map(plan.bytes_of, plan.shards))
@@ -284,8 +281,8 @@ def check(directory: Path) -> int:
     files, problems, num_bytes = dict[str, tuple[int, str]](), list[str](), 0
     try:
         files = Manifest.read(directory, INDEX).files
-        others = sorted({path.name for path in directory.glob("shard-*")} - set(files))
-        problems = [f"{directory / name}: not in {INDEX}" for name in others]
+        others = {path.name for path in directory.glob("shard-*")} - set(files)
+        problems = [f"{directory / name}: not in {INDEX}" for name in sorted(others)]
     except UserError as error:  # none, or the extraction has not ended
         problems = [str(error)]
     with bar(sum(length for length, _ in files.values()), "B", "check") as progress:
@@ -296,5 +293,5 @@ def check(directory: Path) -> int:
             progress.update(entry[0])
     print("\n".join([*problems, f"{directory}: {size(num_bytes)} are as they were written"]))
     if problems:
-        print(f"{len(problems):,} problems; mend what is broken with: {COMMAND} --verify")
+        print(f"{len(problems):,} problems; mend them with: {COMMAND} --verify")
     return 1 if problems else 0

@@ -2,7 +2,6 @@
 
 python data/main.py synthetic|distill|show|features|check --config RECIPE [--section.key VALUE ...]
 accelerate launch data/main.py features --config RECIPE
-python data/main.py features --config RECIPE --shard 1/8
 """
 
 import sys
@@ -39,9 +38,8 @@ def main() -> int:
 
     add(synthetic, "write the embedded corpus and train its tokenizer")
     distill_options = add(distill, "have the target answer prompts")
-    distill_options.add_argument("--merge", action="store_true", help="ask nothing; put the jobs' answers together")
-    again = "ask failed and skipped rows of this share again"
-    distill_options.add_argument("--retry-failed", action="store_true", help=again)
+    distill_options.add_argument("--merge", action="store_true", help="only put the jobs' answers together")
+    distill_options.add_argument("--retry-failed", action="store_true", help="ask failed and skipped rows again")
     options = add(show, "print conversations with the loss mask")
     options.add_argument("--limit", type=int, default=3, help="rows (3)")
     options.add_argument("--plain", action="store_true", help="brackets instead of colour")
@@ -50,8 +48,8 @@ def main() -> int:
     options.add_argument("--estimate", action="store_true", help="--plan with hours from timed forwards")
     for shared in (options, distill_options):
         shared.add_argument("--shard", default="1/1", metavar="I/N", help="make the I-th of N shares")
-        shared.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
-    add(check, "read every byte of the feature cache; exit code 1 if any is wrong")
+        shared.add_argument("--is-whole", action="store_true", help="exit code 1 if something is left to do")
+    add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
     recipe = load(arguments, unknown)
@@ -110,7 +108,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     share = Share.of(arguments.shard)
     _be_quiet()
     status = _status(recipe, "distill", share)
-    # What recipes measure with is never asked: whole sets, whatever part of them is measured and however.
+    # What recipes measure with is never asked: whole sets.
     excluded = tuple(TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude)
     measured = [section.prompts for section in (recipe.bench, recipe.calibrate, recipe.tune) if section is not None]
     measured += [] if recipe.tune is None or recipe.tune.measure is None else [recipe.tune.measure]
@@ -213,7 +211,6 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _processes(recipe: Recipe) -> Any:
-    """accelerate's PartialState; UserError when it sees other processes than were started."""
     import torch
     from accelerate import PartialState
 
@@ -240,7 +237,6 @@ def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _status(recipe: Recipe, stage: str, share: Share) -> Path:
-    """A share has a file of its own: jobs work side by side."""
     name = "status" if share.count == 1 else f"status-{stage}-{share.index}-of-{share.count}"
     return Path(recipe.run) / f"{name}.json"
 

@@ -59,7 +59,7 @@ def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
 
 
 def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesConfig) -> dict[str, Any]:
-    # batch_tokens moves a state by rounding only, and may be lowered after a full memory; the others concern readers.
+    # batch_tokens moves a state by rounding only; the others concern readers.
     readers = ("batch_tokens", "mode", "shuffle_shards")
     return {
         "target": target_inputs(target),
@@ -81,7 +81,7 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
     """A file that changed since a cache was made of `made_of` (feature_inputs)."""
-    # What is not here (the cache may come from another machine) is unchanged; opening the cache refuses another target.
+    # What is not here (on another machine) is unchanged; opening the cache refuses another target.
     before = made_of["target"]
     then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
     now = {**conversations, "target.chat_template": target.get("chat_template")}
@@ -140,7 +140,7 @@ class _Lines:
 
 
 def bar(total: int, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
-    """On standard error; a log file gets lines. `done` of the total do not count in the rate."""
+    """On standard error; a log file gets lines. `done` does not count in the rate."""
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():
         options = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": LINE_SECONDS, "delay": 1e-9}

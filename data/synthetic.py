@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 
 
 def result_of(code: str, name: str, argument: str) -> str:
-    """What the function `name`, which code (our own text) defines, returns for an argument."""
+    """What a function of our own code returns for an argument."""
     scope: dict[str, Any] = {}
     exec(f"{code}\nresult = {name}({argument})", scope)
     return repr(scope["result"])
@@ -72,8 +72,6 @@ def _book(name: str) -> dict[str, Any]:
 
 
 def draw_task(family: str, generator: Random) -> list[Turn]:
-    """An opening turn and its follow-ups."""
-
     def draw(rule: Any) -> Any:
         """One of a list; the value of an expression; a mapping's rules in turn, kept by name, and the last's value."""
         if isinstance(rule, list):
@@ -107,19 +105,18 @@ def draw_task(family: str, generator: Random) -> list[Turn]:
         "draw": draw,
         "text": text,
     }
-    # One context, as a new one for each rule would take most of the time.
+    # A new context for each rule would take most of the time.
     context = template_of("").new_context(values, shared=True)
     draw(book["draw"])
     return [Turn(text(question), text(answer)) for question, answer in draw(book["turns"])]
 
 
 def opening_key(question: str) -> str:
-    """Equal for the same question."""
     return " ".join(re.findall(r"\w+", question.lower()))
 
 
 def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
-    """Rows written to train.jsonl, prompts.jsonl and calibration.jsonl; no measuring question opens a conversation."""
+    """The rows of each file; no measuring question opens a conversation."""
     taken: set[str] = set()  # opening questions that must not occur again
     files: dict[str, list[dict[str, Any]]] = {"train.jsonl": [], "prompts.jsonl": [], "calibration.jsonl": []}
 
@@ -168,7 +165,7 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
 
 
 USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>")
-# A word or a digit with the space before it, signs, white space; single digits make sums learnable.
+# A word or a digit with the space before it, signs, white space.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

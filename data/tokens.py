@@ -74,7 +74,6 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
 
 
 def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: int) -> Iterator[list[Row]]:
-    """Each conversation's rows; none where the template refused it."""
     is_all = config.supervise == "all"
     renders: list[list[Rendered]] = []
     for conversation in batch:
@@ -95,7 +94,7 @@ def _rows(batch: list[Conversation], chat: Chat, config: DataConfig, num_ids: in
             runs = list(accumulate(int(bit and not before) for before, bit in pairwise([0, *mask])))
             turns = array("i", [run * bit for run, bit in zip(runs, mask, strict=True)])
             rows = [Row(array("i", ids), turns, conversation.place)]
-        if is_all:  # every token but the first, as one turn: how a target is trained from scratch
+        if is_all:  # every token but the first, as one turn
             rows = [replace(row, turns=array("i", [0] + [1] * (len(row.turns) - 1))) for row in rows]
         yield rows
 
@@ -106,7 +105,6 @@ def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
 
 
 def statistics(rows: Sequence[Row]) -> str:
-    """One line; slots are the positions that training supervises."""
     lengths = [len(row.input_ids) for row in rows]
     num_supervised, num_slots = sum(row.num_supervised for row in rows), sum(row.num_slots for row in rows)
     num_turns = sum(len(set(row.turns) - {0}) for row in rows)
@@ -124,7 +122,7 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
         parts, before, position = [f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"], "", 0
         for turn, run in groupby(row.turns):
             position += len(list(run))
-            # A run decoded alone may lose a blank or half a character.
+            # A run alone may lose a blank or half a character.
             text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
             new = text[shared_start(before, text) :]
             part, before = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", new), text
@@ -135,8 +133,6 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
 
 
 class CountedVocabulary(NamedTuple):
-    """With facts to store beside the head, and a line for printing."""
-
     vocabulary: DraftVocabulary
     facts: dict[str, Any]
     line: str

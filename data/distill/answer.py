@@ -17,15 +17,13 @@ from aerie.model.storage import first_line
 TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
 CONNECT_S = 10.0
-PAUSE_S = 1.0  # before a server that was away or busy is asked again; openai's client waits, too
+PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 OPEN, CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer."""
-
     content: str
     finish: str  # 'stop' after an end-of-turn token; otherwise it is cut
     num_tokens: int
@@ -40,8 +38,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an input row ended."""
-
     id: str
     status: Literal["done", "skipped", "failed"]
     place: str
@@ -57,8 +53,6 @@ Ask = Callable[[Sequence[Message], int], Awaitable[Answer]]
 
 
 class Unanswered(Exception):
-    """A request without answer: its row is skipped, or has failed and can be tried again."""
-
     def __init__(self, status: Literal["skipped", "failed"], why: str) -> None:
         super().__init__(why)
         self.status, self.why = status, why
@@ -68,7 +62,6 @@ class Thinking:
     """Reads and places thinking as one tokenizer's chat template does."""
 
     def __init__(self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None) -> None:
-        """end_ids end a turn; the server renders prompts with template_arguments."""
         if not tokenizer.chat_template:
             name = tokenizer.name_or_path or "the tokenizer"
             raise UserError(f"{name}: the tokenizer has no chat template; name one with target.chat_template")
@@ -80,9 +73,9 @@ class Thinking:
         self.end_id = next((token for token in after_answer if token in end_ids), tokenizer.eos_token_id)
 
     def read(self, answer: Answer) -> Answer:
-        """The answer with its thinking told apart from its content, where the prompt or the answer begins it."""
+        """The answer, its thinking told apart from its content."""
         content, thought = answer.content, answer.reasoning
-        # A server's blank thinking is none, unless the prompt opens it; the blanks around it are put back.
+        # A server's blank thinking is none, unless the prompt opens it.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
             is_open = answer.is_cut and not content
             thought = "\n" * (not self.is_opened) + thought.strip("\n") + "\n" * (not is_open)
@@ -95,7 +88,6 @@ class Thinking:
         return replace(answer, reasoning=None)
 
     def message(self, answer: Answer) -> Message:
-        """The answer as a turn of the conversation."""
         thought, content = answer.reasoning or "", answer.content
         content = content if answer.reasoning is None else content.lstrip("\n")
         if thought.strip() and self.has_field:
@@ -247,7 +239,7 @@ class ServedTarget:
         return Answer(choice.message.content or "", choice.finish_reason, num_tokens, thought, *both)
 
     async def _is_up(self, url: str) -> bool:
-        """Whether a server answers another question, so that the row is at fault."""
+        # By another question: then the row is at fault.
         client = self.clients[url].with_options(max_retries=0)
         try:
             await self._complete(client, model=self.body["model"], messages=QUESTION, max_tokens=1)

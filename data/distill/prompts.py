@@ -33,8 +33,6 @@ MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One input row: questions asked one after the other."""
-
     id: str
     place: str
     turns: tuple[str, ...] = ()
@@ -44,9 +42,8 @@ class Prompt:
 
 
 def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt]:
-    """Every input row of the sources, in a fixed order; no prompt may overlap the evaluation's questions."""
+    """Every input row of the sources; no prompt may overlap the evaluation's questions."""
     overlap, seen, prompts = Overlap(questions, config.ngram), set[str](), list[Prompt]()
-    # Scraped text has halves of surrogate pairs, which no tokenizer takes.
     whole = partial(LONE_SURROGATE.sub, "\N{REPLACEMENT CHARACTER}")
     for number, source in enumerate(config.sources):
         rows: Iterable[tuple[int, RawRow]] = enumerate(read_rows(source.path, source.revision), start=1)
@@ -77,7 +74,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[Prompt
 
 
 def asked_key(system: str | None, turns: Iterable[str]) -> str:
-    """Equal for the same system prompt and questions, whatever their case and blanks."""
+    """Without case and blanks."""
     return digest([" ".join(text.casefold().split()) for text in (system or "", *turns)])
 
 
@@ -120,7 +117,6 @@ def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], s
 
 
 def problem_in(text: str) -> str:
-    """What follows the last 'Problem:', or all of it."""
     return MARKER.split(text)[-1].strip()
 
 

@@ -64,7 +64,6 @@ def flaws(outcome: Outcome) -> list[str]:
 
 
 def _is_loop(text: str) -> bool:
-    """Whether the text ends in the same words or symbols, or mostly says what it has said before."""
     split = words(text)
     for units, least in ((split, LOOP_WORDS), ("".join(text.split()), LOOP_CHARACTERS)):
         for period in range(1, min(LONGEST_PERIOD, len(units) // LOOP_TIMES) + 1):
@@ -82,13 +81,13 @@ def _is_foreign(question: str, answer: str) -> bool:
 
 
 def _scripts(text: str) -> list[str]:
-    """Each letter's script (LATIN, CYRILLIC); Japanese and Chinese are one."""
+    # of each letter: LATIN, CYRILLIC; Japanese and Chinese are one
     names = (unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
     return ["CJK" if name in ("HIRAGANA", "KATAKANA") else name for name in names]
 
 
 def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
-    """By row: whether it is done, and the file and offset of the last whole line that a journal has of it."""
+    """By row: whether it is done, and the file and offset of its last whole line."""
     rows: dict[str, tuple[bool, Path, int]] = {}
     for path in sorted((directory / "journal").glob("shard-*.jsonl")):
         offset = 0
@@ -102,8 +101,6 @@ def ended_rows(directory: Path) -> dict[str, tuple[bool, Path, int]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A distillation: where it is written and what its answers are made from."""
-
     directory: Path
     config: DistillConfig
     inputs: dict[str, Any]  # JSON-ready, without the gate, on which no answer depends
@@ -129,7 +126,7 @@ class Job:
         return Overlap(self.questions, self.config.ngram)
 
     def prompts(self, overwrite: bool) -> list[Prompt]:
-        """The input rows, made once and then read; overwrite replaces those of another recipe and their answers."""
+        """The input rows, made once; overwrite replaces those of another recipe and their answers."""
         path, record = self.directory / "prompts.jsonl", "prompts.json"
         with Lock(self.directory / ".prompts.lock") as lock:
             lock.acquire()
@@ -147,7 +144,7 @@ class Job:
         return PROMPTS.validate_python([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
     def ask(self, prompts: list[Prompt], share: Share, retry: bool, target: Target, thinking: Thinking) -> None:
-        """Asks the rows of a share that no journal has ended; retry: also those that ended without answers."""
+        """Asks a share's rows that have not ended; retry: also those that ended without answers."""
         path = self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
         server = self.config.server
         with Lock(path) as lock:
@@ -183,7 +180,6 @@ class Job:
     async def interview(self, prompt: Prompt, ask: Ask, thinking: Thinking) -> Outcome:
 
         async def draw(messages: Sequence[Message], turn: str) -> Answer:
-            # of the row and turn alone
             seed = int.from_bytes(sha256(f"{self.config.seed}/{prompt.id}/{turn}".encode()).digest()[:4], "big") >> 1
             try:
                 thinking.prompt(messages)
@@ -210,14 +206,14 @@ class Job:
                 if answers[-1].is_cut:  # the next question would follow half an answer
                     break
         except Unanswered as error:
-            # A conversation that has outgrown the context keeps the answers that are there.
+            # A conversation that has outgrown the context keeps its answers.
             if error.status == "failed" or not answers:
                 return Outcome(prompt.id, error.status, prompt.place, error.why)
         asked = turns[: len(answers)]
         return Outcome(prompt.id, "done", prompt.place, None, prompt.system, asked, tuple(answers), invented)
 
     def merge(self, prompts: Sequence[Prompt], thinking: Thinking) -> dict[str, Any]:
-        """The summary, written with conversations, outcomes and provenance: the same bytes in however many jobs."""
+        """Writes conversations, outcomes and summary: the same bytes in however many jobs."""
         rows = ended_rows(self.directory)
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
         if missing:
@@ -279,7 +275,7 @@ class Job:
 
 
 def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]) -> int:
-    """The exit code of the command; make_local makes the target in this process, for a recipe without a server."""
+    """make_local makes the target in this process, for a recipe without a server."""
     share, server = Share.of(options.shard), job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
         raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
