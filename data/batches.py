@@ -18,7 +18,7 @@ from aerie.model.target import Target, TargetOutput
 
 T = TypeVar("T")
 TokenisedRow = Row | CachedRow
-WINDOW_STEPS = 16  # rows of so many steps are sorted by length together
+WINDOW_STEPS = 16  # rows of so many steps are sorted by length together, against padding
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,7 @@ class Order:
             last = min(first + WINDOW_STEPS, steps)
             window = sorted(shuffled[cuts[first] : cuts[last]], key=lambda row: (-self.lengths[row], row))
             parts = [window[cuts[at] - cuts[first] : cuts[at + 1] - cuts[first]] for at in range(first, last)]
+            # With pools the steps of a window stay together.
             rows_of_steps += parts if self.pools is None else permuted(parts, generator)
         if self.pools is None:
             rows_of_steps = permuted(rows_of_steps, generator)

@@ -49,7 +49,7 @@ class Conversation:
     place: str
     messages: tuple[Message, ...]
     tools: Any | None = None
-    tokens: tuple[list[int], list[int]] | None = None  # ids and loss mask
+    tokens: tuple[list[int], list[int]] | None = None  # ids, and 1 for what is learnt
     is_held_out: bool = False
 
 
@@ -130,20 +130,18 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
         raise UserError(f"{path}: cannot be read; expected {', '.join(ROW_SUFFIXES)} files")
     for file in files:
         try:
-            values = _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
-            yield from (RawRow(f"{file}: row {number:,}", number, value) for number, value in values)
+            yield from (RawRow(f"{file}: row {number:,}", number, value) for number, value in _numbered(file))
         except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
             raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    from pyarrow import parquet  # type: ignore[import-untyped]
+def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix == ".parquet":
+        from pyarrow import parquet  # type: ignore[import-untyped]
 
-    batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
-    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-
-
-def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        return
     # An array's items, one object, or JSONL, which Hub data sets often name .json. Arrow's readers name no line.
     with path.open(encoding="utf-8-sig") as file:
         text, number = file.read().strip() if path.suffix == ".json" else "", 1

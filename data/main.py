@@ -39,7 +39,9 @@ def main() -> int:
     add(synthetic, "write the embedded corpus and train its tokenizer")
     distill_options = add(distill, "have the target answer prompts")
     distill_options.add_argument("--merge", action="store_true", help="only put the jobs' answers together")
-    distill_options.add_argument("--retry-failed", action="store_true", help="ask failed and skipped rows again")
+    distill_options.add_argument(
+        "--retry-failed", action="store_true", help="ask this share's failed and skipped rows again"
+    )
     options = add(show, "print conversations with the loss mask")
     options.add_argument("--limit", type=int, default=3, help="rows (3)")
     options.add_argument("--plain", action="store_true", help="brackets instead of colour")

@@ -80,7 +80,7 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
-    """A file that changed since a cache was made of `made_of` (feature_inputs)."""
+    """A file that changed since a cache was made of these feature_inputs."""
     # What is not here (on another machine) is unchanged; opening the cache refuses another target.
     before = made_of["target"]
     then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}

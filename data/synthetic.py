@@ -165,7 +165,7 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
 
 
 USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>")
-# A word or a digit with the space before it, signs, white space.
+# A word or a digit with the space before it, signs, white space; single digits make sums learnable.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

@@ -75,7 +75,7 @@ class Thinking:
     def read(self, answer: Answer) -> Answer:
         """The answer, its thinking told apart from its content."""
         content, thought = answer.content, answer.reasoning
-        # A server's blank thinking is none, unless the prompt opens it.
+        # A server's blank thinking is none, unless the prompt opens it; its blanks are put back.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
             is_open = answer.is_cut and not content
             thought = "\n" * (not self.is_opened) + thought.strip("\n") + "\n" * (not is_open)

@@ -131,7 +131,7 @@ LEAST_WORDS = 4  # shorter questions ("Go on.") are compared with whole texts
 
 
 def words(text: str) -> list[str]:
-    """Its words in lower case; where a script sets no blanks, each character is one."""
+    """In lower case; where a script sets no blanks, each character is one."""
     return WORD.findall(text.lower())
 
 
