@@ -104,9 +104,8 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
 
 def identity(members: Group) -> SummaryRow:
     """A row without figures."""
-    first = members.first
+    first, tree = members.first, members.first.tree
     tasks = {record.task for record in members.records}
-    tree = first.tree
     if tree is not None and tree.shape == "chain":  # one child per node, whatever k the recipe leaves standing
         tree = replace(tree, k=1, nodes=tree.levels + 1)
     # a rule that is not lossless is named as soon as one answer has it, then one that judged drafts
@@ -289,7 +288,7 @@ def reached(record: Record, above: int, length: int) -> FloatArray | None:
 
 
 def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """How varied the greedy answers are: vanilla's, or else those of the first greedy row; null without any."""
+    """Distinct 4-grams of vanilla's greedy answers, or else of the first greedy row; null without any."""
     greedy = [members for members in groups if members.first.temperature == 0 and not members.failed]
     for members in sorted(greedy, key=lambda members: members.first.method != VANILLA)[:1]:
         answers = [record.output_ids for record in members.records]

@@ -45,7 +45,7 @@ ENTROPY_THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.7)  # h; the published one is 0.3
 CHECKS = (3, 5, 7)  # depths at which a shallow tree's probability sum is looked at
 SCREENING, FINALISTS = 7, 2  # prompts, rules
 TIMED_PROMPTS, TIMED_REPETITIONS = 6, 2
-WORTH = 1.03  # a rule must be that much faster than a fixed tree: the best of twenty on few prompts flatters itself
+WORTH = 1.03  # how much faster a rule must be than a fixed tree: the best of twenty on few prompts is too good
 
 # twelve trees that somebody would try by hand: (levels, k, nodes); k = 1: a chain
 GRID = [(levels, k, nodes or levels + 1) for k, nodes, depths in (
@@ -197,7 +197,7 @@ class Costs:
 def in_turns(
     decoders: Sequence[SpeculativeDecoder], prompts: Sequence[Tensor], repetitions: int, name: str
 ) -> list[list[Statistics]]:
-    """Greedy answers of each decoder to prompts [1, T], in turn: other work on the machine slows all of them."""
+    """Greedy answers of each decoder to prompts [1, T], in turn: other work slows all of them."""
     for decoder in decoders:
         decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
     settings: dict[str, Any] = {"max_new_tokens": TIMED_TOKENS, "do_sample": False, "timed": True}
@@ -294,7 +294,7 @@ def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, G
 
 
 class HeadTuning:
-    """The search for one head; `choice` is the best that was found so far."""
+    """The search for one head; `choice` is the best so far."""
 
     def __init__(self, target: Target, kind: str, head: str, prompts: Sequence[Tensor], config: TuneConfig) -> None:
         """Replays every fixed tree from greedy answers to prompts [1, T]."""
@@ -330,7 +330,7 @@ class HeadTuning:
         return sorted(predictions, key=lambda one: one.ms_per_token)
 
     def decoded(self, tried: Sequence[tuple[Method, GrownConfig]], prompts: Sequence[Tensor]) -> list[Prediction]:
-        """Decoded trees priced at the costs, not by the clock, the fastest first."""
+        """Decoded trees priced at the costs, the fastest first."""
         predictions, new = [], self.config.prompts.max_new_tokens
         for method, tree in tried:
             decoder = self.decoder(tree)

@@ -138,9 +138,8 @@ def _figure(
 
 def _bars(rows: Rows, key: str, intervals: Sequence[list[float] | None]) -> Figure:
     """tau or speedup with its interval, a band for each row under its label; a failed row has no bar."""
-    bands, xlabel, unit = max(2, len(rows)), "tau (tokens per target forward)", ""
-    if key == "speedup":
-        xlabel, unit = "speedup over vanilla", "×"
+    bands, unit = max(2, len(rows)), "×" if key == "speedup" else ""
+    xlabel = "speedup over vanilla" if unit else "tau (tokens per target forward)"
     figure, (axes,) = _figure({"": ()}, xlabel, height=44.0 * bands)
     ends = [max(getattr(row, key) or 0.0, *(bounds or [0.0])) for row, bounds in zip(rows, intervals, strict=True)]
     limit = 1.25 * max([1.0, *ends])
@@ -398,7 +397,7 @@ def render(facts: Facts, rows: Rows, details: Mapping[str, Any], **parts: Any) -
 
 
 def lossless(rows: Rows, extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of greedy outputs compared, over the drafting rows; state: good, partial, bad or unknown."""
+    """Counts of compared greedy outputs of drafting rows; state: good, partial, bad or unknown."""
     counts = dict.fromkeys(("identical", "compared", "identical_to_generate", "compared_to_generate"), 0)
     for row, extra in zip(rows, extras, strict=True):
         if row.status == "ok" and row.tree is not None and row.temperature == 0 and row.identical is not None:
@@ -425,8 +424,8 @@ def sample_answer(groups: Sequence[Group], rows: Rows) -> dict[str, Any] | None:
     The tint, 0 to TINTS, grows with the draft tokens that the cycle kept.
     """
     drafting = [at for at, row in enumerate(rows) if row.status == "ok" and row.tree and row.temperature == 0]
-    fastest = max(drafting, key=lambda at: (rows[at].speedup or 0.0, at), default=None)
-    usable = [] if fastest is None else [one for one in groups[fastest].records if one.cycle_texts and one.accepted]
+    fastest = sorted(drafting, key=lambda at: (rows[at].speedup or 0.0, at))[-1:]
+    usable = [one for at in fastest for one in groups[at].records if one.cycle_texts and one.accepted]
     if not usable:
         return None
     usable.sort(key=lambda record: statistics.tau([record]) or 0.0)

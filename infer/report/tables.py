@@ -60,16 +60,17 @@ def tree_text(row: SummaryRow) -> str:
 
 
 def is_lossy(row: SummaryRow) -> bool:
-    """Whether verification does not keep the target's law (typical acceptance), even where the row failed."""
+    """Whether typical acceptance does not keep the target's law, even where the row failed."""
     typical = row.tree is not None and "typical" in row.tree.settings and row.temperature > 0
     return typical or "not lossless" in row.verify
 
 
 def sampling_text(row: SummaryRow) -> str:
     """'0', '1', or '0.6, top-p 0.8'."""
-    top_k = f", top-k {row.top_k}" if row.temperature > 0 and row.top_k else ""
-    top_p = f", top-p {row.top_p:g}" if row.temperature > 0 and row.top_p < 1 else ""
-    return f"{row.temperature:g}{top_k}{top_p}"
+    if row.temperature == 0:
+        return "0"
+    top_k = f", top-k {row.top_k}" if row.top_k else ""
+    return f"{row.temperature:g}{top_k}" + (f", top-p {row.top_p:g}" if row.top_p < 1 else "")
 
 
 def label(row: SummaryRow, rows: Rows) -> str:
