@@ -141,9 +141,8 @@ def _stage(
         "prompts": tasks.prompt_inputs(prompts),
         "seed": recipe.seed,
     }
-    paths = pipeline.RunPaths(Path(recipe.run))
     name = "calibration" if arguments.command == "calibrate" else arguments.command
-    stage = storage.Stage(name, getattr(paths, name), inputs)
+    stage = storage.Stage(name, getattr(recipe.paths, name), inputs)
     if stage.is_whole():
         print(f"{arguments.command}: whole, reused ({stage.output})")
         return 0
@@ -157,13 +156,13 @@ def _stage(
         stage.finish(hardware=benches.describe(target), **facts)
         return "done", 0
 
-    return storage.with_status(paths.status, arguments.command, work)
+    return storage.with_status(recipe.paths.status, arguments.command, work)
 
 
 def report(arguments: Namespace, unknown: list[str]) -> int:
     """summary.json and index.html from what was measured"""
     recipe = pipeline.load(arguments, unknown)
-    paths = pipeline.RunPaths(Path(recipe.run))
+    paths = recipe.paths
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
@@ -199,7 +198,7 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.report.tables import names
 
     recipe = pipeline.load(arguments, unknown)
-    records = read_records(pipeline.RunPaths(Path(recipe.run)).bench / RECORDS)
+    records = read_records(recipe.paths.bench / RECORDS)
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]
     difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
@@ -217,7 +216,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     recipe = pipeline.load(arguments, unknown)
     config = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
     section, rows = recipe.bench or recipe.calibrate, recipe.bench.rows if recipe.bench else ()
-    heads = heads_by_kind(arguments.head, pipeline.RunPaths(Path(recipe.run)).heads)
+    heads = heads_by_kind(arguments.head, recipe.paths.heads)
     if not arguments.head:
         heads |= {kind_at(row.head): row.head for row in rows if row.head is not None}
     return lossless.demonstrate(arguments, config, heads, section.prompts if section else None, rows, recipe.threads)
@@ -273,7 +272,6 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[pipeline.Recipe, Any, pipeline.RunPaths]:
-    """The recipe, the command's section, and the run's files."""
     recipe = pipeline.load(arguments, unknown)
     name = arguments.command
     if any(word.startswith("--tree.") for word in unknown) and name in ("bench", "calibrate"):
@@ -281,7 +279,7 @@ def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[pipeline.Recipe, 
     section = getattr(recipe, name)
     if section is None:
         raise UserError(f"{arguments.config}: has no section {name!r}; add one with its prompts")
-    return recipe, section, pipeline.RunPaths(Path(recipe.run))
+    return recipe, section, recipe.paths
 
 
 def _check_given(head: Path | None, asked: MethodConfig) -> None:
@@ -291,16 +289,16 @@ def _check_given(head: Path | None, asked: MethodConfig) -> None:
 
 def _head(arguments: Namespace, recipe: pipeline.Recipe, asked: MethodConfig, place: str) -> str | None:
     """A row's own head, else --head or the recipe's where its kind fits, else the run's."""
-    paths, kinds = pipeline.RunPaths(Path(recipe.run)), METHODS[asked.method].heads
+    kinds = METHODS[asked.method].heads
     if arguments.plan and kinds and asked.head is not None and is_on_hub(asked.head):
         return asked.head
-    of_recipe = paths.head(recipe)
+    of_recipe = recipe.paths.head(recipe)
     given = None if arguments.head == of_recipe else arguments.head
     if asked.head is None and given is None and recipe.head.kind in kinds:
         decode.check_kind(asked.method, kind_at(of_recipe), str(of_recipe))
         head: str | None = str(of_recipe)
     else:
-        head = find_head(asked, paths.heads, recipe.head.kind, given, place)
+        head = find_head(asked, recipe.paths.heads, recipe.head.kind, given, place)
     check_levels(asked.tree, head, place)
     return head
 

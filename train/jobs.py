@@ -10,7 +10,7 @@ import torch
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
-from aerie.configs.schema.recipe import Recipe, RunPaths
+from aerie.configs.schema.recipe import Recipe
 from aerie.configs.schema.target_and_head import DraftLMSection, Eagle3Section
 from aerie.data import tokens
 from aerie.data.batches import Batch, OnlineFeatures, Order, ShardPools, TokenisedRow
@@ -61,7 +61,7 @@ class Job:
 
 def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
     """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
-    section, paths = recipe.head, RunPaths(Path(recipe.run))
+    section, paths = recipe.head, recipe.paths
     settings: Any = recipe.train
     tokenizer = load_tokenizer(recipe.target)
     end_ids, is_online = target_end_ids(recipe.target, tokenizer), needs_target(recipe) and not reads_cache(recipe)
@@ -87,9 +87,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         head = lm.new_causal_lm(section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding))
         objective: Any = lm.LMObjective(head, vocab, settings)
         if settings.on_policy and not is_online:
-            raise UserError(
-                "train.on_policy: a cache has no states of tokens yet to be drawn; set features.mode online"
-            )
+            raise UserError("train.on_policy: a cache has no states of tokens to be drawn; set features.mode online")
         if settings.on_policy and features is not None:
             make = features
             features = lambda batch: make(lm.redrawn(batch, head, objective.num_columns, end_ids))  # noqa: E731
@@ -123,7 +121,7 @@ def _rows(
     if reads_cache(recipe):
         asked = {"data": as_dict(recipe.data), "after_blocks": list(taps), "storage": recipe.features.storage}
         expected = {"target": fingerprint(text_config, vocab), **asked}
-        cache = FeatureCache.open(RunPaths(Path(recipe.run)).features, expected)
+        cache = FeatureCache.open(recipe.paths.features, expected)
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
         # Rows come from some shards at a time, so that reading stays in one place of the disk.
         pools = None if at_once is None else ShardPools(train.shards, at_once)
@@ -159,9 +157,8 @@ def plan(job: Job) -> str:
     """What --plan prints, for the processes that there are now."""
     config, rows, world = job.objective.settings, job.rows, world_size()
     order, steps = job.order(world)
-    trained, frozen = (
-        sum(p.numel() for p in job.objective.parameters() if p.requires_grad == asked) for asked in (True, False)
-    )
+    weights = list(job.objective.parameters())
+    trained, frozen = (sum(p.numel() for p in weights if p.requires_grad == asked) for asked in (True, False))
     # Weights, gradients and Adam's two moments in float32, and the frozen part, without ZeRO.
     memory = (16 * trained + 4 * frozen) / 2**20
     return (

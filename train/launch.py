@@ -25,7 +25,6 @@ def world_size() -> int:
 
 
 def be_quiet() -> None:
-    """Silences the libraries' advice and loading bars."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
     for name in ("accelerate", "torch.distributed", "DeepSpeed"):
@@ -38,7 +37,6 @@ def be_quiet() -> None:
 
 
 def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
-    """UserError when the launcher started processes that do not know each other."""
     is_cpu_process = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if is_cpu_process and uses_deepspeed:

@@ -24,19 +24,16 @@ from aerie.configs.schema.train import TrainConfig
 from aerie.data.batches import Batch, TokenisedRow, collate, prefetched
 from aerie.data.stage import bar
 from aerie.model.storage import Lock, explained, write_text
-from aerie.train import resume
+from aerie.train import launch, resume
 from aerie.train.jobs import Job
-from aerie.train.launch import all_reduce, engine_and_machine, full_weights, raise_together
 from aerie.train.losses import Sums
 from aerie.train.objectives import Objective
-from aerie.train.resume import CODES, StopRequest
 
 Measure = Callable[[Any], dict[str, float]]
 METER = "meter-{}.pt"  # each process's sums since the last log line
 
 
 def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over what is trained, with weight decay on matrices alone."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     parts = (matrices, config.weight_decay), (others, 0.0)
@@ -60,7 +57,7 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
 def means(sums: Sums, device: torch.device) -> dict[str, float]:
     """sum / count of every name over all processes, which must have the same names."""
     pairs = [torch.stack([torch.as_tensor(part).double().to(device) for part in sums[name]]) for name in sorted(sums)]
-    totals = all_reduce(torch.stack(pairs)).tolist() if pairs else []  # [names, 2]
+    totals = launch.all_reduce(torch.stack(pairs)).tolist() if pairs else []  # [names, 2]
     found = dict(zip(sorted(sums), totals, strict=True))
     return {name: found[name][0] / found[name][1] if found[name][1] else 0.0 for name in sums}
 
@@ -133,7 +130,7 @@ class Loop:
         self.sums, self.held_out = Sums(), dict[str, float]()  # sums and clock: since the last log line
         self.clock: Any = Counter()
         made_of = {**made_of, "rows": rows.origin["rows"]}
-        self.progress = self._going_on(resume.Progress(made_of, self.world, *engine_and_machine(accelerator)))
+        self.progress = self._going_on(resume.Progress(made_of, self.world, *launch.engine_and_machine(accelerator)))
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
         # A run that goes on has the same id; tensorboard purges what came after the save, wandb leaves it out.
         if accelerator.log_with:
@@ -175,7 +172,7 @@ class Loop:
         self.accelerator.wait_for_everyone()
         return cast(resume.Progress, progress)
 
-    def run(self, stop: StopRequest) -> str:
+    def run(self, stop: resume.StopRequest) -> str:
         """How the sitting ended: finished, budget, interrupted or requeue."""
         config, accelerator, start, ending = self.config, self.accelerator, self.progress.step, "finished"
         steps = range(start, self.total)
@@ -187,7 +184,7 @@ class Loop:
             for step, (parts, error) in zip(steps, prefetched(self._read, steps), strict=True):
                 waited = time.monotonic() - before
                 counts, tokens, asked = self._agree(parts, stop, error)
-                if asked in CODES:
+                if asked in resume.CODES:
                     ending = asked
                     break
                 for group in self.optimizer.param_groups:
@@ -220,7 +217,7 @@ class Loop:
                     self._save_state()
                 before = time.monotonic()
             step = self.progress.step
-            if ending in CODES:
+            if ending in resume.CODES:
                 # No log line: its sums are saved, and it comes where it does in an unbroken run.
                 if step != self._saved_at:
                     self._save_state()
@@ -251,7 +248,7 @@ class Loop:
         return batch if self.job.features is None else self.job.features(batch)
 
     def _agree(
-        self, parts: list[Batch], stop: StopRequest, error: UserError | None
+        self, parts: list[Batch], stop: resume.StopRequest, error: UserError | None
     ) -> tuple[dict[str, float], float, str]:
         """Counts and tokens of the step over all processes, and the ending that any asks for (a budget: after it)."""
         # Before the first backward: DeepSpeed steps in the last one, after which nothing can be rescaled.
@@ -266,8 +263,8 @@ class Loop:
             *(sum(int(count[name]) for count in counts) for name in counts[0]),
         ]
         device = self.device if self.world > 1 else "cpu"
-        num_errors, tokens, *rest = all_reduce(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
-        raise_together(error, num_errors, self.device)
+        num_errors, tokens, *rest = launch.all_reduce(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
+        launch.raise_together(error, num_errors, self.device)
         endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
         return dict(zip(counts[0], rest[3:], strict=True)), tokens, endings[0] if endings else ""
 
@@ -314,7 +311,7 @@ class Loop:
     def _evaluate(self) -> None:
         """Measures the weights on held-out rows, and makes the best so far the output."""
         # Every process takes part in gathering, and measures a share of the rows.
-        weights = full_weights(self.accelerator, self.module)
+        weights = launch.full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
                 parameter.copy_(weights[name])
@@ -347,8 +344,8 @@ class Loop:
         # Else the others would wait in the sum over all.
         except UserError as raised:
             error = raised
-        failed = all_reduce(torch.tensor(float(error is not None), device=self.device))
-        raise_together(error, float(failed), self.device)
+        failed = launch.all_reduce(torch.tensor(float(error is not None), device=self.device))
+        launch.raise_together(error, float(failed), self.device)
         measured = self.twin.summarise(means(sums, self.device))
         return measured if self.measure is None else measured | self.measure(self.twin.head)
 

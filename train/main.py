@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     arguments, unknown = parser.parse_known_args()
     recipe = pipeline.load(arguments, unknown)
-    paths = pipeline.RunPaths(Path(recipe.run))
+    paths = recipe.paths
     state = paths.state(resume.state_name(recipe))
     try:
         stage = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))

@@ -6,7 +6,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from aerie.configs.errors import Requeued, UserError, warn
 from aerie.configs.read import as_dict
-from aerie.configs.schema.recipe import Recipe, RunPaths
+from aerie.configs.schema.recipe import Recipe
 from aerie.data.stage import COMMAND, changed_since, conversation_inputs, target_inputs
 from aerie.model import storage
 from aerie.model.hub import head_directory
@@ -64,8 +63,8 @@ def stage_inputs(recipe: Recipe) -> dict[str, Any]:
 
 
 def cache_record(recipe: Recipe) -> dict[str, Any]:
-    """The feature cache's provenance, {} without one; UserError where it is damaged."""
-    directory = RunPaths(Path(recipe.run)).features
+    """The feature cache's provenance, {} without one."""
+    directory = recipe.paths.features
     if not reads_cache(recipe) or not (directory / FILE).is_file():
         return {}
     if record := sound_record(directory):
@@ -74,13 +73,13 @@ def cache_record(recipe: Recipe) -> dict[str, Any]:
 
 
 def is_whole(recipe: Recipe, stage: Stage) -> bool:
-    """UserError where a file has changed since the feature cache was made of it."""
     if made_of := cache_record(recipe).get("inputs"):
         if digest(made_of["data"]) != digest(as_dict(recipe.data)):
             return False  # another cache: opening it says so
         if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(recipe.data.conversations)):
-            features = RunPaths(Path(recipe.run)).features
-            raise UserError(f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
+            raise UserError(
+                f"{recipe.paths.features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite"
+            )
     return stage.is_whole()
 
 
@@ -104,10 +103,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 def find(directory: Path, fresh: Progress, overwrite: bool) -> tuple[Progress, Path | None, list[str]]:
-    """(progress, save, warnings) of the newest whole save; without one the fresh progress and None.
-
-    UserError when none is whole, or it is of another run, unless overwrite was asked for.
-    """
+    """(progress, save, warnings) of the newest whole save; without one the fresh progress and None."""
     broken: list[str] = []
     for folder in folders(directory):
         checked = Manifest.check(folder, name=RECORD)
@@ -163,7 +159,6 @@ def clear(directory: Path, keep: list[Path] | None = None) -> None:
 
 
 def training_alone(directory: Path) -> Lock:
-    """A lock on the saves; UserError when another process has it."""
     lock = Lock(directory / ".lock")
     held = lock.acquire(wait=False)
     if not held:
@@ -183,7 +178,6 @@ def publish(source: Path, output: Path) -> None:
 
 
 def require_own_output(stage: Stage, state: Path) -> None:
-    """UserError for a directory with another training's output, or files that this run did not make."""
     output, record = stage.output, sound_record(stage.output)
     is_unfinished = record.get("ended") == "budget" and bool(folders(state))
     if is_unfinished and digest(decisive(record["inputs"])) == digest(decisive(stage.inputs)):
@@ -216,7 +210,7 @@ CODES = {"interrupted": 130, "requeue": 75}
 PATIENCE_SECONDS = 5.0
 
 
-class StopRequest(AbstractContextManager["StopRequest"]):
+class StopRequest:
     """Answers the first signal: between steps by ending at once, while stepping by remembering it."""
 
     def __init__(self) -> None:

@@ -32,6 +32,10 @@ class Recipe(Section):
     threads: int | None = None  # torch threads per process; null: torch's choice
     seed: int = 0
 
+    @property
+    def paths(self) -> "RunPaths":
+        return RunPaths(Path(self.run))
+
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:

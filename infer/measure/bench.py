@@ -49,7 +49,7 @@ PHASES = ("draft", "verify", "commit", "other")
 
 
 def begin_bench(stage: Stage, overwrite: bool) -> None:
-    """Keeps the answers measured under the same inputs; UserError for others, unless overwrite removes them."""
+    """Keeps the answers measured under the same inputs."""
     records = stage.output / results.RECORDS
     if not isinstance(Manifest.check(stage.output, stage.inputs, name=JOB), Whole):
         if records.is_file() and not overwrite:
@@ -61,7 +61,6 @@ def begin_bench(stage: Stage, overwrite: bool) -> None:
 
 
 def load_quietly(config: Any, threads: int | None) -> Target:
-    """The target on a GPU where there is one, without the libraries' chatter."""
     if threads is not None:
         torch.set_num_threads(threads)
     warnings.filterwarnings("ignore")
@@ -83,8 +82,6 @@ def describe(target: Target) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured, and where the records go."""
-
     target: Target
     tokenizer: Any
     decoders: list[SpeculativeDecoder]  # of the suite's rows
@@ -165,7 +162,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
 
 
 def _known(path: Path, prompts: Sequence[Prompt]) -> list[Record]:
-    """Records of an earlier call, a last line that was cut dropped; UserError where a prompt has changed since."""
+    """Records of an earlier call, a last line that was cut dropped."""
     if not path.is_file():
         return []
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -281,22 +281,19 @@ class SampledProver:
     def __init__(self, directory: Path) -> None:
         self.target, self.ids = Target.load(write_miniature(directory)), torch.tensor([PROMPT])
         self._heads, self._drafters = directory / "heads", Drafters(self.target)
-        self._laws: dict[tuple[int, SamplingConfig], dict[Answer, float]] = {}
+        self._law = cache(partial(answer_law, self.target, self.ids))
 
     def decoder(self, asked: MethodConfig, kind: str | None) -> SpeculativeDecoder:
-        """Of the method, or of its form in miniature."""
         return make_decoder(self._drafters, MINIATURES.get(asked.method, asked), kind and str(self._heads / kind))
 
     def prove(self, asked: MethodConfig, kind: str | None, sampling: SamplingConfig, draws: int, seed: int) -> Law:
         length = LONGER.get(asked.method, LENGTH)
-        if (length, sampling) not in self._laws:
-            self._laws[length, sampling] = answer_law(self.target, self.ids, length, sampling)
         decoder, generator = remember(self.decoder(asked, kind)), torch.Generator().manual_seed(seed)
         settings: dict[str, Any] = {**asdict(sampling), "do_sample": True, "max_new_tokens": length}
         drawn = [decoder.generate(self.ids, generator=generator, **settings) for _ in range(draws)]
         seen = Counter(tuple(out.new_ids) for out in drawn)
         accepted = sum(sum(out.statistics.accepted) for out in drawn) / draws
-        return Law(sampling.temperature, sampling.top_p, p_value(self._laws[length, sampling], seen), accepted)
+        return Law(sampling.temperature, sampling.top_p, p_value(self._law(length, sampling), seen), accepted)
 
 
 def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY) -> TargetConfig:

@@ -53,8 +53,6 @@ class Milliseconds:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose answer: a row, a sampling, and the turn of a prompt."""
-
     row: int  # of the suite
     method: str
     temperature: float
@@ -241,7 +239,6 @@ def line_of(record: Record) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """UserError (file:line) for a damaged line or an answer measured twice."""
     records: dict[Key, Record] = {}
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -260,7 +257,6 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_as(path: Path, schema: type[T]) -> T:
-    """A JSON file of the bench as its type; UserError where it holds something else."""
     return validate(read_json(path), schema, str(path), {})
 
 

@@ -56,7 +56,6 @@ class Suite:
 
 
 def suite_of(bench: BenchConfig) -> Suite:
-    """UserError, naming the place, for a key or a value that no row has."""
     rows = list(bench.rows)
     places = [f"bench.rows.{number}" for number in range(len(rows))]
     main = [Cell(row, sampling) for sampling in bench.sampling for row in range(len(rows))]

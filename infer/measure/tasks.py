@@ -86,8 +86,6 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question, and the turns that follow its answer."""
-
     prompt_id: str
     task: str
     text: str  # the first turn
@@ -100,7 +98,7 @@ class Prompt:
 
 
 def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
-    """UserError for a row of something else; one that has `turns` (Spec-Bench) is taken as it is."""
+    """A row that has `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
     published, as_it_is = TASKS.get(task), "turns" in values
     try:
@@ -122,7 +120,6 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
-    """The prompts of the file, or of every task in turn."""
     source = config.path or ", ".join(task.name for task in config.tasks)
     if config.path is not None:
         prompts = _of_file(Path(config.path), config)
@@ -182,7 +179,7 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
 
 
 def check_sources(config: PromptsConfig) -> None:
-    """UserError for a file that is not there; the Hub is not asked."""
+    """Of files alone: the Hub is not asked."""
     for source in [config.path] if config.path else [source_of(task)[0] for task in config.tasks]:
         is_file = config.path or Path(source).suffix in (".jsonl", ".json", ".parquet")
         if is_file and not is_local(source):
@@ -190,7 +187,6 @@ def check_sources(config: PromptsConfig) -> None:
 
 
 def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
-    """A file's digest, or each task's source with digest or revision."""
     if config.path is not None:
         return file_digest(Path(config.path))
     inputs = []
