@@ -17,7 +17,7 @@ from aerie.configs.read import as_dict, load, validate
 from aerie.configs.schema import decode
 from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
-from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
+from aerie.configs.schema.measure import SamplingConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.stage import target_inputs
 from aerie.infer.decode.engine import make_decoder
@@ -35,7 +35,6 @@ from aerie.model.hub import head_directory, is_on_hub
 from aerie.model.target import Target, load_tokenizer
 
 TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches
-Measure = Callable[[Target, Any], dict[str, Any]]  # (target, tokenizer) -> facts for provenance.json
 
 
 def bench(arguments: Namespace, unknown: list[str]) -> int:
@@ -62,15 +61,15 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
         print(f"bench: {len(records)} answers -> {paths.bench}; {len(failed)} failed", *failed[:1])
         return {"answers": len(records), "prompts": tasks.prompt_inputs(asked)}
 
-    inputs = {"bench": as_dict(section), "threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
+    inputs = {"threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
     digests: dict[str, str] = {}
     for row, head in zip(suite.rows, heads, strict=True):
         if head and row.tree and row.tree.calibrated and not arguments.plan:
             path = head_directory(head) / storage.CALIBRATOR
             digests |= {head: storage.file_digest(path)} if path.is_file() else {}  # else the decoder says so
     inputs |= {"calibrators": digests} if digests else {}
-    plan = f"bench: {len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
-    return _stage(arguments, recipe, heads, inputs, section.prompts, plan, measure)
+    plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
+    return _stage(arguments, recipe, heads, inputs, section, plan, measure)
 
 
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
@@ -92,9 +91,8 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
         print("\n".join([*lines, *([rebuilt] if rebuilt else [])]))
         return {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
 
-    plan = f"calibrate: {asked.method}, {as_dict(asked.tree)}, {head} -> {paths.calibration}"
-    inputs = {"calibrate": as_dict(section), **decode.digests([asked.tree])}
-    return _stage(arguments, recipe, [head], inputs, section.prompts, plan, measure)
+    plan = f"{asked.method}, {as_dict(asked.tree)}, {head} -> {paths.calibration}"
+    return _stage(arguments, recipe, [head], decode.digests([asked.tree]), section, plan, measure)
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
@@ -114,9 +112,8 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
         print(f"tune: {paths.tune / tuning.TUNED} (generate --row FILE, bench --row FILE)")
         return {}
 
-    plan = f"tune: {', '.join(heads)} -> {paths.tune / tuning.TUNED}"
-    inputs = {"tune": as_dict(section), "threads": recipe.threads}
-    return _stage(arguments, recipe, list(heads.values()), inputs, section.prompts, plan, measure)
+    plan = f"{', '.join(heads)} -> {paths.tune / tuning.TUNED}"
+    return _stage(arguments, recipe, list(heads.values()), {"threads": recipe.threads}, section, plan, measure)
 
 
 def _stage(
@@ -124,21 +121,22 @@ def _stage(
     recipe: pipeline.Recipe,
     heads: Sequence[str | None],
     inputs: dict[str, Any],
-    prompts: PromptsConfig,
+    section: Any,
     plan: str,
-    measure: Measure,
+    measure: Callable[[Target, Any], dict[str, Any]],  # (target, tokenizer) -> facts
 ) -> int:
-    """Runs a stage that is not done, after all that can be refused before a model is loaded."""
-    tasks.check_sources(prompts)
+    """Runs a stage that is not done; what can be refused is before a model is loaded."""
+    tasks.check_sources(section.prompts)
     _check(recipe.target, heads)
     if arguments.plan:
-        print(plan)
+        print(f"{arguments.command}: {plan}")
         return 0
     inputs = {
         "target": target_inputs(recipe.target),
         "head": [storage.digests(head_directory(head)) for head in dict.fromkeys(heads) if head is not None],
+        arguments.command: as_dict(section),
         **inputs,
-        "prompts": tasks.prompt_inputs(prompts),
+        "prompts": tasks.prompt_inputs(section.prompts),
         "seed": recipe.seed,
     }
     name = "calibration" if arguments.command == "calibrate" else arguments.command

@@ -28,8 +28,6 @@ from aerie.train.resume import needs_target, reads_cache, state_name
 
 @dataclass(frozen=True)
 class Rows:
-    """Both splits, from a feature cache or tokenised just now."""
-
     train: Sequence[TokenisedRow]
     held_out: Sequence[TokenisedRow]
     lengths: Sequence[int]  # of the training rows, in tokens
@@ -84,7 +82,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     if is_online and whole is not None:
         features = OnlineFeatures(whole, taps, getattr(torch, recipe.features.dtype or "", None))
     if isinstance(section, DraftLMSection):
-        head = lm.new_causal_lm(section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding))
+        head: Any = lm.new_causal_lm(section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding))
         objective: Any = lm.LMObjective(head, vocab, settings)
         if settings.on_policy and not is_online:
             raise UserError("train.on_policy: a cache has no states of tokens to be drawn; set features.mode online")
@@ -93,9 +91,19 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             features = lambda batch: make(lm.redrawn(batch, head, objective.num_columns, end_ids))  # noqa: E731
         save: Any = lambda head, directory, facts: lm.save_causal_lm(head, tokenizer, directory)  # noqa: E731
     else:
-        head, counted = _new_head(recipe, rows, tokenizer, end_ids, text_config, vocab, taps)
+        counted: tokens.CountedVocabulary | None = None
+        num_tokens, path = len(vocab.embedding), recipe.target.path
+        if isinstance(section, Eagle3Section) and section.init_from is None:
+            forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
+            counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, section.draft_vocab_size, forced)
+        vocabulary = None if counted is None else counted.vocabulary
+        head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
+        # A warm start keeps its vocabulary, which must be able to end a turn.
+        if isinstance(section, Eagle3Section) and counted is None:
+            head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
+            counted = tokens.draft_vocabulary(rows.tokens, len(head.vocabulary.t2d), rows.origin, given=head.vocabulary)
         objective = OBJECTIVES[section.kind](head, vocab, settings)
-        known: dict[str, Any] = {"target_path": recipe.target.path, "target": fingerprint(text_config, vocab)}
+        known: dict[str, Any] = {"target_path": path, "target": fingerprint(text_config, vocab)}
         known |= {} if counted is None else {"draft_vocabulary": counted.facts}
         save = lambda head, directory, facts: save_head(head, directory, **known, **facts)  # noqa: E731
     # Medusa and Hydra heads have no positions, or none below the last token that is kept.
@@ -123,7 +131,6 @@ def _rows(
         expected = {"target": fingerprint(text_config, vocab), **asked}
         cache = FeatureCache.open(recipe.paths.features, expected)
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
-        # Rows come from some shards at a time, so that reading stays in one place of the disk.
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
         return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
@@ -137,24 +144,7 @@ def _rows(
     return Rows(data.train, data.held_out, [len(row.input_ids) for row in data.train], pairs, origin)
 
 
-def _new_head(
-    recipe: Recipe, rows: Rows, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
-) -> tuple[Any, tokens.CountedVocabulary | None]:
-    section, counted, num_tokens = recipe.head, None, len(vocab.embedding)
-    if isinstance(section, Eagle3Section) and section.init_from is None:
-        forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
-        counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, section.draft_vocab_size, forced)
-    vocabulary, path = None if counted is None else counted.vocabulary, recipe.target.path
-    head: Any = new_head(section, text_config, vocab, recipe.train.seed, path, taps, vocabulary).float()
-    # A warm start keeps its vocabulary, which must be able to end a turn.
-    if isinstance(section, Eagle3Section) and counted is None:
-        head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
-        counted = tokens.draft_vocabulary(rows.tokens, len(head.vocabulary.t2d), rows.origin, given=head.vocabulary)
-    return head, counted
-
-
 def plan(job: Job) -> str:
-    """What --plan prints, for the processes that there are now."""
     config, rows, world = job.objective.settings, job.rows, world_size()
     order, steps = job.order(world)
     weights = list(job.objective.parameters())

@@ -138,7 +138,6 @@ def _special_tokens(tokenizer: Any) -> dict[str, Any]:
 
 
 def save_causal_lm(lm: Any, tokenizer: Any, directory: Path) -> None:
-    """Writes an ordinary Hugging Face directory."""
     lm.generation_config = GenerationConfig(**_special_tokens(tokenizer))
     lm.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

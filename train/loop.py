@@ -63,7 +63,7 @@ def means(sums: Sums, device: torch.device) -> dict[str, float]:
 
 
 def add_sums(totals: Sums, sums: Sums) -> None:
-    # Totals stay tensors, as numbers would wait for the device; float64, for a window of millions of slots.
+    # Tensors, as numbers would wait for the device; float64, for millions of slots.
     for name, (value, count) in sums.items():
         before = totals.get(name, (0.0, 0.0))
         totals[name] = (before[0] + value.double(), before[1] + count.double())
@@ -151,7 +151,6 @@ class Loop:
             answer = [resume.find(self.job.state, fresh, self.job.overwrite)] if self.rank == 0 else answer
         except UserError as error:
             answer = [error]
-        # One process reads every byte of a save and tells the others.
         broadcast_object_list(answer)
         if isinstance(answer[0], UserError):
             raise answer[0]
@@ -292,7 +291,7 @@ class Loop:
         self._record(record, "train")
 
     def _record(self, values: dict[str, Any], section: str) -> None:
-        """A line of metrics and trackers; UserError when the training diverged."""
+        """A line of metrics and trackers."""
         step, best = self.progress.step, self.progress.best_step
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         self.say(" | ".join([f"step {step:,}/{self.total:,}", *shown(numbers)]))
@@ -309,8 +308,7 @@ class Loop:
                 raise UserError(f"{place}; lower train.learning_rate or train.clip_norm")
 
     def _evaluate(self) -> None:
-        """Measures the weights on held-out rows, and makes the best so far the output."""
-        # Every process takes part in gathering, and measures a share of the rows.
+        """Makes the best weights so far the output."""
         weights = launch.full_weights(self.accelerator, self.module)
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
@@ -341,7 +339,6 @@ class Loop:
                 batch = self._load(collate([rows[number] for number in numbers], numbers))
                 with torch.no_grad():
                     add_sums(sums, self.twin.measure(batch))
-        # Else the others would wait in the sum over all.
         except UserError as raised:
             error = raised
         failed = launch.all_reduce(torch.tensor(float(error is not None), device=self.device))

@@ -107,7 +107,7 @@ def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, remade: bool = 
     """A head's outputs [B, T-1, D], step by step, from x [B, T-1, D]; remade: again in the backward pass."""
     width = x.shape[1]
     begin, limit = batch.positions[:, :width], head.config.max_position_embeddings
-    # A slot sees the first step up to itself, and its own keys and values of later steps.
+    # A slot sees the first step up to itself, and its own pairs of later steps.
     memories = [UnrollMemory(batch.documents) for _ in range(head.config.num_hidden_layers)]
     for step in range(num_steps):
         # Positions beyond the head's count for nothing; clamped they can be looked up.
@@ -278,7 +278,6 @@ class KeyedDropout:
     def __call__(self, x: Tensor, place: int) -> Tensor:
         kept = x.new_empty(x.shape)  # [S, W]
         for part, seed in zip(kept.split(self.counts), self.seeds, strict=True):
-            # A generator per row: its neighbours in the batch cannot move its mask.
             keyed = keyed_generator(seed, self.branch, place).initial_seed()
             part.bernoulli_(1.0 - self.rate, generator=torch.Generator(x.device).manual_seed(keyed))
         return x * kept / (1.0 - self.rate)
@@ -351,7 +350,6 @@ class MultiTokenObjective(Objective):
         if self.settings.law_weight:
             loss = losses.LOSSES[self.settings.loss]
             law = torch.stack([loss(q, target.at(at), self.settings).sum() for q, at in zip(laws, which, strict=True)])
-        # Behind the loss: the backward pass does not make it again.
         with torch.no_grad():
             hits = torch.stack([(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)])
             alpha = losses.acceptance(laws[0], target.at(which[0]).whole).sum()

@@ -34,7 +34,6 @@ def state_name(recipe: Recipe) -> str:
 
 
 def needs_target(recipe: Recipe) -> bool:
-    """Whether training needs the target's states."""
     return state_name(recipe) != "draft_lm"
 
 
@@ -77,9 +76,8 @@ def is_whole(recipe: Recipe, stage: Stage) -> bool:
         if digest(made_of["data"]) != digest(as_dict(recipe.data)):
             return False  # another cache: opening it says so
         if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(recipe.data.conversations)):
-            raise UserError(
-                f"{recipe.paths.features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite"
-            )
+            features = recipe.paths.features
+            raise UserError(f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
     return stage.is_whole()
 
 
@@ -147,7 +145,6 @@ def save(
         if rank == 0:
             Manifest.of(temporary, facts=asdict(progress)).write(temporary, RECORD)
     if rank == 0:
-        # Broken saves of later steps go, too.
         clear(state, keep=[place for place in folders(state) if place <= folder][:keep_last])
     wait()
 
@@ -231,6 +228,6 @@ class StopRequest:
             self.state, self._since = STATES[signal.Signals(number)], time.monotonic()
             if not self.is_stepping:
                 raise KeyboardInterrupt if number == signal.SIGINT else Requeued
-        # Launchers repeat a signal, which must not disturb the saving; a person's later second Ctrl-C ends it.
+        # Launchers repeat a signal, which must not disturb the saving; a later Ctrl-C ends it.
         elif number == signal.SIGINT and time.monotonic() - self._since > PATIENCE_SECONDS:
             raise KeyboardInterrupt

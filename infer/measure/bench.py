@@ -223,7 +223,7 @@ def _answer(
 
 
 def clocked(device: torch.device, work: Callable[..., Any], *arguments: Any, **settings: Any) -> tuple[float, Any]:
-    """The milliseconds that a call takes, and what it returns."""
+    """(milliseconds, what the call returns)"""
     clock = Clock({}, device.type == "cuda")
     result = work(*arguments, **settings)
     return clock.lap(None), result

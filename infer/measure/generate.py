@@ -49,7 +49,7 @@ class ColouredStreamer(BaseStreamer):
 def answer(
     target: Target, tokenizer: Any, asked: MethodConfig, head: str | None, arguments: Namespace, **settings: Any
 ) -> None:
-    """Streams the answer to stdout, statistics to stderr. settings: transformers' names; null: the target's own."""
+    """Streams the answer to stdout, statistics to stderr."""
     decoder = make_decoder(Drafters(target), asked, head, "--method")
     plain = tokenizer(arguments.prompt)["input_ids"] if arguments.raw else None
     ids = encode(arguments.prompt, tokenizer, target) if plain is None else torch.tensor([plain], device=target.device)

@@ -35,7 +35,7 @@ from aerie.model.storage import write_json
 from aerie.model.target import Target, load_tokenizer
 
 ALPHA = 1e-3  # chance that a proof fails by bad luck, over all its p-values (Bonferroni)
-MIN_DRAWS = 200  # fewer leave the law hardly a cell to be wrong in
+MIN_DRAWS = 200  # fewer leave the law hardly a cell
 EXPECTED = 5.0  # draws that every cell of the chi-square test must expect
 SETTINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
 LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
@@ -49,7 +49,7 @@ TOPICS = ("the sea", "prime numbers", "a bicycle", "bread")
 VOCABULARY = 8  # of the miniature
 SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each place
 DRAFT_NOISE = 0.08  # of the draft LM's matrices around the target's
-HEAD_NOISE = 0.12  # added to every matrix of a new head, whose laws would be flat, or the target's own
+HEAD_NOISE = 0.12  # of a new head's matrices: its laws would be flat, or the target's own
 LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second level
 LONGER = {"sps-heuristic": 5}  # only its second draft depends on what was accepted
 # every token once, and n-grams that come back
@@ -224,7 +224,7 @@ def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: di
     differences: list[Difference] = []
 
     def run(max_new_tokens: int, end: int | None = None) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """The answer; per cycle the tokens before it, draft tokens taken, and all of it."""
+        """The answer; per cycle the tokens before it, draft tokens taken, and all."""
         cycles: list[tuple[int, int, int]] = []
         drafted: list[tuple[int, int]] = []  # accepted tokens and the deepest drafted node
 
@@ -393,7 +393,7 @@ def _hashable(argument: Any) -> Any:
 
 
 def remember(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """The decoder, whose target and drafter compute nothing twice."""
+    """Its target and drafter compute nothing twice."""
     decoder.lm = Remembered(decoder.lm, ("prefill", "extend", "keep"), ("keep",))  # type: ignore[assignment]
     if isinstance(decoder.proposer, Drafting):
         calls = ("reset", "commit", "start", "step")

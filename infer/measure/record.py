@@ -278,7 +278,7 @@ def tree_shape(row: MethodConfig) -> TreeShape | None:
         value = getattr(tree, key, None)
         if value != getattr(usual, key, None):
             changes[key] = digest(value)[:6] if isinstance(value, tuple) else value
-    sizes: dict[str, Any] = {"shape": tree.shape, "levels": tree.levels, "k": tree.k, "nodes": tree.nodes}
+    sizes: dict[str, Any] = {key: getattr(tree, key) for key in ("shape", "levels", "k", "nodes")}
     settings = {"children": "best"} | {key: value for key, value in as_dict(tree).items() if key not in sizes} | typical
     return TreeShape(**sizes, settings=settings, variant=_words(changes | typical))
 

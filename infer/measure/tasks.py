@@ -30,7 +30,7 @@ def _alpaca(row: Row) -> str:
 
 
 def _multiple_choice(row: Row) -> str:
-    """The answers in an order that the question's text seeds."""
+    """In an order that the question seeds."""
     answers = [str(row[name]).strip() for name in GPQA_ANSWERS]
     random.Random(str(row["Question"])).shuffle(answers)
     listed = "\n".join(f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True))
@@ -170,7 +170,7 @@ def _taking_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def source_of(task: TaskConfig) -> tuple[str, str | None]:
-    """The file, directory or Hub data set of a task, and its revision (null: as it is now)."""
+    """Its file, directory or Hub data set, and the revision (null: as it is now)."""
     if task.path is not None:
         return task.path, task.revision
     if task.name not in TASKS:
