@@ -19,7 +19,7 @@ from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.train import Eagle1Train
 from aerie.model import storage
 from aerie.model.checkpoint import head_facts
-from aerie.train import loop, resume
+from aerie.train import launch, resume
 from aerie.train.loop import Loop
 from aerie.train.resume import RECORD, Progress, folders
 from tests.disks import small_disk  # noqa: F401
@@ -93,7 +93,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "before the directory knows it": (storage, "sync", 40),
     "while older ones go": (storage.shutil, "rmtree", 9),
     "while the best weights become the output": (storage, "write_atomically", 5),
-    "before the last evaluation": (loop, "full_weights", 4),
+    "before the last evaluation": (launch, "full_weights", 4),
 }
 
 
