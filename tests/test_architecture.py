@@ -24,7 +24,7 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TEMPLATES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.jinja"))
-BUDGETS = (95, 15_000, 752, 12_160, 616)  # source files, lines and KiB; lines and KiB of the tests
+BUDGETS = (95, 15_000, 752, 12_400, 630)  # source files, lines and KiB; lines and KiB of the tests
 MAX_SINGLE_IMPORTERS = 12
 MAX_LINES = 450
 
