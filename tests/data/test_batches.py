@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aerie.data.batches import Batch, Order, ShardPools, collate, prefetched
+from aerie.data.batches import Batch, Order, ShardPools, collate, grouped, prefetched
+from aerie.data.cache import pack
 from tests import tiny
 
 
@@ -55,6 +56,16 @@ def test_packed_conversations_supervise_what_each_supervises_alone() -> None:
 LENGTHS = [3 + (7 * row) % 40 for row in range(101)]
 
 
+def test_shards_and_batches_take_every_row_once_within_their_tokens() -> None:
+    lengths = [300, *LENGTHS, 300]
+    everything = list(range(len(lengths)))
+    shards, groups = [everything[rows] for rows in pack(lengths, 256)], grouped(lengths, 256)
+    assert list(itertools.chain(*shards)) == sorted(itertools.chain(*groups)) == everything
+    assert all(len(rows) == 1 or sum(lengths[row] for row in rows) <= 256 for rows in shards)
+    assert all(len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= 256 for rows in groups)
+    assert max(len(shards), len(groups)) < 1.25 * sum(lengths) / 256
+
+
 def test_a_step_takes_the_same_rows_however_it_is_cut_and_an_epoch_takes_each_once() -> None:
     whole = Order(LENGTHS, seed=3, batch_size=1, accumulation=8)
     steps = [whole.rows(step) for step in range(whole.steps_per_epoch)]
@@ -82,6 +93,8 @@ def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each
             assert 2 <= len(set.union(*seen[first : first + 16])) <= 6
     longest = [max(lengths[row] for row in order.rows(step)) for step in range(16)]
     assert longest != sorted(longest, reverse=True)  # long steps do not come first
+    padded = sum(max(lengths[row] for row in rows) * len(rows) for rows in map(order.rows, range(100)))
+    assert padded < 1.1 * sum(lengths)
     assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)
 
 

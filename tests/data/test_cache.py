@@ -109,6 +109,31 @@ def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(
             assert 0 < (found - whole).norm() / whole.norm() < 0.05 and found.shape[-1] == taps * target.hidden_size
 
 
+@pytest.mark.parametrize("form", [None, "bf16", "int8"])
+def test_the_planned_bytes_are_those_of_the_files(form: Form | None, target: Target, tmp_path: Path) -> None:
+    many = TokenisedData(train=caches.rows(200), held_out=[])
+    plan = caches.plan(tmp_path, target, many, after_blocks=(1, 3), storage=form, shard_tokens=3000)
+    caches.write(target, plan)
+    for shard in plan.shards:
+        content = shard.path.read_bytes()
+        header = 8 + int.from_bytes(content[:8], "little")
+        assert len(content) - header == shard.num_tokens * plan.token_bytes
+    planned, size = sum(map(plan.bytes_of, plan.shards)), sum(map(len, caches.contents(tmp_path).values()))
+    assert 0 <= planned - size < 0.01 * size
+
+
+def test_a_cache_that_is_replaced_under_a_reader_is_noticed(
+    cache: FeatureCache, target: Target, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(cache.directory, tmp_path / "features")
+    reader = FeatureCache.open(directory)
+    before = reader[0].last_hidden
+    caches.write(target, caches.plan(directory, target, DATA, after_blocks=(0, 3)), overwrite=True)
+    assert reader[0].last_hidden.equal(before)  # of a file that is open
+    with pytest.raises(UserError, match="does not match its checksum"):
+        list(reader)
+
+
 def test_the_rows_digest_sees_ids_turns_and_borders() -> None:
     sets = ([Row([1, 2], [0, 1], "")], [Row([1, 3], [0, 1], "")], [Row([1, 2], [0, 2], "")])
     assert len({rows_digest(rows) for rows in (*sets, [Row([1], [0], ""), Row([2], [1], "")])}) == 4

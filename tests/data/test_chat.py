@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,16 +116,21 @@ def test_the_borders_of_an_answer(template: str, eos: str, answer: Any, text: st
     assert [reason.startswith(counted or "") for _, reason in tally.counts] == ([True] if counted else [])
 
 
-def test_a_conversation_that_a_template_cannot_carry_is_unusable() -> None:
+def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
+    rewritten = "the template rewrites what stands before an answer"
     for template, reason in (
         (targets.NO_SYSTEM, "the chat template refuses it: System role not supported"),
-        ("{{ messages | length }}" + targets.CHATML, "the template rewrites what stands before an answer"),
+        ("{{ messages | length }}" + targets.CHATML, rewritten),
+        (targets.CHATML.replace("<|im_start|>assistant\\n", "bot: "), rewritten),  # in the generation prompt alone
     ):
         with pytest.raises(UnusableRow) as caught:
             rows_of(template, "<|im_end|>")
         assert caught.value.reason == reason
-    with pytest.raises(UserError, match=r"has no chat template; name one with target\.chat_template"):
-        rows_of(None, "</s>")
+    for broken, said in ((None, r"no chat template; name one with target\.chat_template"), ("{% for %}", "line 1:")):
+        with pytest.raises(UserError, match=said):
+            rows_of(broken, "</s>")
+    with pytest.raises(UserError, match="a slow tokenizer has no character offsets"):
+        Chat(SimpleNamespace(is_fast=False), set(), Tally())
 
 
 @pytest.mark.parametrize("listed", [None, 3, [3, 4]])

@@ -1,11 +1,11 @@
-"""Laws of what a stage counts as its inputs."""
+"""Laws of what a stage counts as its inputs, and of a job's share."""
 
 from pathlib import Path
 from typing import Any
 
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.stage import feature_inputs, sampled_digest, state_inputs, target_inputs
+from aerie.data.stage import Share, feature_inputs, sampled_digest, state_inputs
 from aerie.model.storage import digest
 from tests import tiny
 
@@ -39,5 +39,8 @@ def test_a_change_deep_in_a_large_file_is_seen_without_reading_it_all(tmp_path: 
     before = sampled_digest(weights)
     weights.write_bytes(bytes(2 << 20) + b"x" * (1 << 14) + bytes((1 << 20) - (1 << 14)))
     assert sampled_digest(weights) != before
-    hub = TargetConfig(path="owner/name", revision="v1")
-    assert target_inputs(hub) == {"path": "owner/name", "revision": "v1", "dtype": "auto"}
+
+
+def test_shares_and_their_processes_take_every_item_once() -> None:
+    taken = [number for job in (1, 2, 3) for rank in range(job) for number in Share(job, 3).part(20, rank, job)]
+    assert sorted(taken) == list(range(20))

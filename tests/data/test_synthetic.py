@@ -1,6 +1,8 @@
 """Laws of the embedded corpus and its tokenizer: the same bytes, disjoint questions, right answers, exact masks."""
 
 import hashlib
+import operator
+import re
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -16,6 +18,8 @@ DIGESTS = {
     "prompts.jsonl": "c56d3b887c2c66fa",
     "calibration.jsonl": "24116a86a4f89083",
 }
+EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,19 @@ def test_no_question_is_in_two_files_and_conversations_alternate(corpus: Path) -
     assert {tuple(turn["from"] for turn in turns) for turns in spoken} == {
         (*system, *("human", "gpt") * count) for system in ((), ("system",)) for count in (1, 2, 3)
     }
+
+
+def test_every_family_asks_much_leaves_no_slot_open_and_calculates_correctly() -> None:
+    equations = []
+    for family in FAMILIES:
+        drawn = [draw_task(family, Random(f"{family}/{index}")) for index in range(200)]
+        assert len({opening_key(turns[0].question) for turns in drawn}) > 160
+        for text in (text for turns in drawn for turn in turns for text in turn):
+            assert not re.search(r"\{\w*\}|  [a-z]|\(\)", text.partition("```")[0]), text
+            equations += EQUATION.findall(text)
+    assert len(equations) > 1000
+    for left, sign, right, result in equations:
+        assert OPERATIONS[sign](int(left), int(right)) == int(result), (left, sign, right, result)
 
 
 def test_the_tokenizer_keeps_any_text_and_its_template_masks_exactly_what_the_assistant_writes() -> None:
