@@ -14,12 +14,15 @@ from aerie.model.target import Target
 
 @dataclass(frozen=True)
 class TargetStep:
+    """One forward of the target."""
+
     logits: Tensor  # [N, V], of the N nodes of a tree
     features: Tensor  # the taps [N, L*D] where a drafter asked for some, else last_hidden [N, D]
 
 
 class PreallocatedCache(Cache):
-    # `length` rows are kept; the next forward sees `pending` rows after them too, and writes behind both
+    """`length` rows are kept; the next forward sees `pending` rows after them too, and writes behind both."""
+
     def __init__(self, prefilled: DynamicCache, capacity: int) -> None:
         super().__init__(layers=[])
         self.length, self.pending = prefilled.get_seq_length(), 0
@@ -48,7 +51,8 @@ class PreallocatedCache(Cache):
     def keep(self, path: list[int]) -> None:
         """Keeps the rows at these offsets (ascending) after `length` and forgets the others behind it."""
         count = len(path)
-        if path and path[-1] != count - 1:  # a chain's rows stand where they belong already
+        # a chain's rows stand where they belong already
+        if path and path[-1] != count - 1:
             for store in self._groups:
                 index = torch.tensor(path, device=store.device) + self.length
                 store.narrow(3, self.length, count).copy_(store.index_select(3, index))
@@ -67,6 +71,7 @@ class CachedLM:
         config = target.config
         self._window = int(getattr(config, "sliding_window", None) or 0)
         slides = self._window and getattr(config, "use_sliding_window", True)
+        # without a list of kinds all layers slide, or none
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"]
         self._layer_kinds = sorted(set(kinds))
 
@@ -84,8 +89,10 @@ class CachedLM:
         return self._step(self._forward(tree.tokens, tree.depth, tree.mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
-        """last_hidden [n, D] of tokens [n], which later calls see until `keep`; depth [m + n], mask [n, m + n]."""
-        # m: the rows appended before
+        """last_hidden [n, D] of tokens [n], which later calls see until `keep`; depth [m + n], mask [n, m + n].
+
+        m: the rows appended since the last `keep`.
+        """
         out = self._forward(tokens, depth, mask)
         self.cache.pending += tokens.shape[0]
         last_hidden: Tensor = out.last_hidden_state[0].to(self.target.device)

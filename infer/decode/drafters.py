@@ -25,8 +25,8 @@ from aerie.model.target import Target, load_tokenizer, require_same_token_ids
 
 
 class EagleDrafter(Drafter):
-    # Slot p holds (feature of t_p, token t_{p+1}) at position p; its output stands for the feature of t_{p+1}
-    # slots with the head's own predictions are forgotten at the next commit: no guess outlives its cycle
+    """An EAGLE head. Slot p holds (feature of t_p, token t_{p+1}); its output stands for the feature of t_{p+1}."""
+
     def __init__(self, head: Eagle1Head | Eagle3Head, target: Target) -> None:
         self.head, self._draft = head, EagleDraft(head)
         self._logits: Callable[[Tensor], Tensor] = target.logits
@@ -38,7 +38,8 @@ class EagleDrafter(Drafter):
         self.forwards = tuple((self, name) for name in names)
         self._buffers: list[KeyValueBuffer] = []
         self._length = self._levels = 0  # committed slots; drafted levels
-        self._last = self._hidden = torch.empty(0)  # [1, 1, D] of the last committed slot; [1, rows of last call, D]
+        # the head's states: [1, 1, D] of the last committed slot, and [1, rows of the last call, D]
+        self._last = self._hidden = torch.empty(0)
         self._seen = self._nothing = torch.empty(1, 0)  # additive [rows of the last call, drafted slots]
         self._own: dict[int, Tensor] = {}  # additive [n, n]: slots that see themselves alone
 
@@ -55,7 +56,8 @@ class EagleDrafter(Drafter):
             features = self._fuse(features)
         first, total = self._length, self._length + tokens.shape[0]
         mask = causal(features, first, total)
-        for buffer in self._buffers:  # forgets the drafted slots
+        # forgets slots that were drafted from the head's own states: no guess outlives its cycle
+        for buffer in self._buffers:
             buffer.length = first
         hidden = self._draft(tokens[None], features[None], (first, total), mask, self._buffers)
         self._length = total
@@ -76,7 +78,8 @@ class EagleDrafter(Drafter):
         self._seen = torch.cat([self._seen.index_select(0, parents), self._own[count]], dim=1)
         mask = F.pad(self._seen, (self._length, 0))
         features = self._hidden.index_select(1, parents)
-        at = (position, position + 1)  # all slots of a level have one position
+        # all slots of a level have one position
+        at = (position, position + 1)
         self._hidden = self._draft(tokens[None], features, at, mask[None, None], self._buffers)
         for buffer in self._buffers:
             buffer.length += count
@@ -93,7 +96,8 @@ def causal(features: Tensor, first: int, total: int) -> Tensor:
 
 
 class MedusaDrafter(Drafter):
-    # one forward gives the laws of all levels: row k - 1 of the head is the law of every node of level k
+    """A Medusa head: one forward gives all levels' laws; row k - 1 is the law of every node of level k."""
+
     forwards_per_tree = 1
 
     def __init__(self, head: Any, target: Target | None = None) -> None:
@@ -114,13 +118,15 @@ class MedusaDrafter(Drafter):
 
 
 class HydraDrafter(Drafter):
-    # A node's law sees the state before the root (with Hydra++ a prefix layer's) and the embeddings down to it
+    """A Hydra head: a law sees the state before the root (Hydra++: a prefix layer's) and the embeddings down to it."""
+
     def __init__(self, head: Any, target: Target) -> None:
         self.head, self.max_levels, self.forwards = head, head.config.num_heads, ((head, "step"),)
         if head.config.prefix_layer:
             self.max_positions = head.config.max_position_embeddings
             self.forwards += ((head, "prefix"),)
-        self._embedding = target.vocab.embedding.to(target.device)  # the target may span several devices
+        # the target may span several devices
+        self._embedding = target.vocab.embedding.to(target.device)
         self._buffers: list[KeyValueBuffer] = []
         self._length = self._level = 0  # positions whose features are known
         self._state = self._root = torch.empty(0)  # [1, D]; the root's embedding [1, D]
@@ -156,12 +162,13 @@ class HydraDrafter(Drafter):
 
 
 class DraftLMDrafter(Drafter):
-    # Laws are over the tokens that both vocabularies have; their lengths differ when one of them is padded
-    # `commit` leaves the accepted tokens that drafting has not read to the forward of the next `start`
+    """A small LM. `commit` leaves the accepted tokens that drafting has not read to the forward of the next `start`."""
+
     def __init__(self, draft: Target, target: Target) -> None:
         self.draft, self._lm = draft, CachedLM(draft)
         self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
         self.max_positions = int(getattr(draft.config, "max_position_embeddings", None) or 2**31)
+        # laws are over the tokens that both vocabularies have: one of them may be padded
         self._num_columns = min(int(draft.vocab.lm_head.shape[0]), int(target.vocab.lm_head.shape[0]))
         self._unread = torch.empty(0, dtype=torch.long)  # committed tokens
         self._num_repeated = 0  # tokens of the prompt that the next commit begins with
@@ -213,7 +220,8 @@ class DraftLMDrafter(Drafter):
         return self._log_q(self._lm.append(self._readable(tokens), self._depth, self._seen))
 
     def _readable(self, tokens: Tensor) -> Tensor:
-        return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)  # the target may write a padding row
+        # the target may write a padding row
+        return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)
 
     def _log_q(self, hidden: Tensor) -> Tensor:
         return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)
@@ -233,7 +241,8 @@ Name = Path | int
 
 
 class Trie:
-    # guesses are named by their paths, passengers by numbers
+    """A tree in the making: guesses are named by their paths, passengers by numbers."""
+
     def __init__(self) -> None:
         self._guesses: Counter[Path] = Counter()  # how many pass through each path
         self._nodes: dict[Name, tuple[int, int, Name]] = {(): (0, 0, ())}  # token, depth and parent
@@ -253,9 +262,11 @@ class Trie:
         places = {name: place for place, name in enumerate(order)}
         if len(order) == 1:
             return root_only(root), places
+        # of each node: token, parent, depth, and whether it is a passenger
         columns = [(nodes[n][0], places[nodes[n][2]], nodes[n][1], n not in guesses) for n in order]
         tokens, parents, depth, rides = torch.tensor(columns, device=root.device).unbind(1)  # [N] each
         rides[0] = 0
+        # confidence is the share of the parent's guesses that pass through a node, survival that of all
         counts = [(guesses[n], guesses[nodes[n][2]], guesses[()]) if n in guesses else (1, 1, 1) for n in order]
         shares = [(math.log(through / parent), math.log(through / all_)) for through, parent, all_ in counts]
         confidence, survival = torch.tensor(shares, device=root.device).unbind(1)
@@ -301,9 +312,12 @@ def written(tokens: Tensor, cycle: Cycle | None) -> list[int]:
 
 
 class Lookahead(Proposer):
-    # Lookahead decoding (arXiv 2402.02057, section 3); window, pool and warm-up are those of the published code
-    # The window has N - 1 rows of W tokens: row l, column i stands l + i places after the root, which is 0, 0. A token
-    # continues row 0 up to its column, and then its column. Until it is full, each forward takes the first column away.
+    """Lookahead decoding (arXiv 2402.02057, section 3); window, pool and warm-up are those of the published code.
+
+    The window has N - 1 rows of W tokens: row l, column i stands l + i places after the root, which is 0, 0. A token
+    continues row 0 up to its column, and then its column. Until it is full, each forward takes the first column away.
+    """
+
     def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
         self.config, self._context, self.max_nodes = config, context or 2**31, config.sizes[2]
 
@@ -312,7 +326,8 @@ class Lookahead(Proposer):
         generator = torch.Generator().manual_seed(config.seed)
         chosen = torch.randint(len(self._text), (config.window + config.ngram - 2,), generator=generator)
         self.window: list[list[int]] = [[self._text[place] for place in chosen.tolist()]]
-        self.pool: dict[int, dict[Ngram, None]] = {}  # the last different continuations of each token, oldest first
+        # the last different continuations of each token, oldest first
+        self.pool: dict[int, dict[Ngram, None]] = {}
         self._newest: list[int] = []  # nodes of the last tree that the window's next tokens are read from
         self._read(len(self._text))
 

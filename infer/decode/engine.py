@@ -66,8 +66,6 @@ class SpeculativeDecoder:
 
     def __init__(self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None) -> None:
         """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
-        if typical is not None and proposer is None:
-            raise UserError("typical acceptance needs drafted tokens; give the decoder a head")
         self.target, self.proposer, self.typical = target, proposer, typical
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
@@ -106,7 +104,8 @@ class SpeculativeDecoder:
         decoding = resolve(self.target.generation_config, **settings)
         self._check(input_ids, attention_mask, decoding.max_new_tokens)
         prompt, proposer, limit = input_ids[0].to(self.target.device), self.proposer, decoding.max_new_tokens
-        if generator is None:  # torch.manual_seed decides
+        if generator is None:
+            # torch.manual_seed decides
             generator = torch.Generator(self.target.device).manual_seed(int(torch.randint(2**62, (1,))))
         sampler = Sampler(decoding, generator)
         rule = rule_of(None, sampler, self.typical)
@@ -144,7 +143,8 @@ class SpeculativeDecoder:
             commit_ms = clock.lap("commit")
             if on_cycle is not None:
                 on_cycle(cycle)
-                clock.lap(None)  # the time of whoever watches is nobody's
+                # the watcher's time counts for no phase
+                clock.lap(None)
             # (3) commit; the bonus token, the next root, has no row
             self.lm.keep(verdict.path)
             tokens = torch.tensor([*verdict.tokens, verdict.bonus], device=root.device)

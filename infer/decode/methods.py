@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -55,7 +55,8 @@ def kind_at(head: Path | str) -> str:
         return str(table["aerie_kind"])
     try:
         return kind_of(values, path)
-    except UserError:  # what is no head, and transformers loads as a causal LM, is a draft LM
+    except UserError:
+        # what is no head, and transformers loads as a causal LM, is a draft LM
         causal = any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in table.get("architectures") or [])
         if "aerie_kind" not in table and "draft_vocab_size" not in table and causal:
             return "draft_lm"
@@ -115,6 +116,7 @@ class Drafters:
         self._loaded: dict[str, tuple[str, Any]] = {}
 
     def of(self, head: str) -> Drafter:
+        # a head is loaded once, and each decoder has a drafter of its own
         if head not in self._loaded:
             kind = kind_at(head)
             load = load_draft_lm if kind == "draft_lm" else load_head_for
@@ -159,7 +161,8 @@ def load_head_for(target: Target, head: str) -> Head:
         module.vocabulary.check_ends(sorted(token_ids(target.generation_config.eos_token_id)), head)
     recorded = head_facts(head).get("target")
     known = recorded is None or recorded in fingerprints(target.config, target.vocab)
-    if not known and target.dtype != torch.float32:  # in fewer digits than the head was trained with: look at the files
+    if not known and target.dtype != torch.float32:
+        # the weights have fewer digits than the head was trained with: look at the files
         known = recorded in fingerprints(*load_vocab(target.recipe, torch.float32))
     if not known:
         weights = f"{target.recipe.path} (fingerprint {recorded}, not {target.fingerprint()})"
@@ -171,25 +174,22 @@ class Calibrator(Section):
     """Two monotone fits of acceptance to confidence."""
 
     temperature: PositiveFloat  # of sigmoid(logit(c) / temperature)
-    confidence: Annotated[tuple[schema.Share, ...], Field(min_length=1)]  # the knots' places, ascending
+    confidence: tuple[schema.Share, ...]  # the knots' places, ascending
     acceptance: tuple[schema.Share, ...]  # their heights, never falling
     decoded_at: float = 0.0  # temperature of the decoding that it was fitted on
     head: dict[str, str] = field(default_factory=dict)  # digests of the head's files
     scores: dict[str, Any] = field(default_factory=dict)  # on prompts that it was not fitted on
 
-    def __post_init__(self) -> None:
-        knots = (self.confidence, self.acceptance)
-        if len(knots[0]) != len(knots[1]) or any(list(values) != sorted(values) for values in knots):
-            raise ValueError("confidence and acceptance must have one length and ascend")
-
     def map(self, kind: Fit) -> Calibrate:
         knots = torch.tensor([self.confidence, self.acceptance])  # [2, K]
-        if kind == "temperature":  # of logit(c), which is +inf at c = 1
+        if kind == "temperature":
+            # logit(c) is +inf at c = 1
             return lambda log_q: F.logsigmoid((log_q - torch.log1p(-log_q.exp().clamp(max=1.0))) / self.temperature)
 
         def isotonic(log_q: Tensor) -> Tensor:
             nonlocal knots
             knots = knots.to(log_q.device)
+            # linear between the knots, level outside
             (places, heights), q = knots, log_q.exp()
             right = torch.searchsorted(places, q.contiguous()).clamp(max=places.shape[0] - 1)
             left = (right - 1).clamp(min=0)

@@ -36,6 +36,7 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
         if value is not None and value != off:
             raise UserError(f"generation_config sets {name}={value}, which aerie does not apply; set it to {off}")
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
+    # what was asked, else the model's own setting, else the default
     values: dict[str, Any] = {
         name: next(value for value in (asked.get(name), getattr(config, name, None), default) if value is not None)
         for name, default in (defaults | {"eos_token_id": ()}).items()
@@ -65,6 +66,7 @@ def token_ids(value: Any) -> frozenset[int]:
 class Sampler:
     def __init__(self, decoding: Decoding, generator: torch.Generator) -> None:
         self.decoding, self.generator = decoding, generator
+        # in transformers' order
         steps: tuple[tuple[bool, Any, float], ...] = (
             (decoding.temperature != 1.0, logits_process.TemperatureLogitsWarper, decoding.temperature),
             (decoding.top_k > 0, logits_process.TopKLogitsWarper, decoding.top_k),
@@ -83,7 +85,8 @@ class Sampler:
 
     def _scores(self, logits: Tensor) -> Tensor:
         scores = logits.float()
-        for processor in self._processors:  # calling their list would inspect each one's signature, every time
+        # calling their list would inspect each one's signature, every time
+        for processor in self._processors:
             scores = processor(None, scores)
         return scores
 
@@ -92,7 +95,8 @@ class Sampler:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    # the first largest entry of each row [N]; on a CPU numpy is faster
+    """The first largest entry of each row [N]."""
+    # on a CPU numpy is faster
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)

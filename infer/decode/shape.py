@@ -24,6 +24,8 @@ def unchanged(log_q: Tensor) -> Tensor:
 
 
 class Drafter:
+    """What gives the draft's laws, node by node."""
+
     max_positions: int = 2**31  # of prompt and answer
     max_levels: int = 2**31  # the deepest tree that it has modules for
     after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
@@ -34,7 +36,7 @@ class Drafter:
         """A new prompt [T]; capacity in tokens and nodes given to `step` for one tree."""
 
     def commit(self, tokens: Tensor, features: Tensor) -> None:
-        """What is known now: tokens [n], and the feature of the token before each, [n, D] or [n, L*D]."""
+        """New known tokens [n], and the target's feature of the token before each, [n, D] or with taps [n, L*D]."""
 
     def start(self) -> Tensor:
         """log q [1, Vd] of the root's children; begins a tree anew."""
@@ -50,7 +52,8 @@ class Drafter:
 
 
 class Shape:
-    # calibrate maps log q to confidence; draft_slots: the most nodes that one tree gives to the drafter's `step`
+    """calibrate maps log q to log confidence; draft_slots: the most nodes that one tree gives to `Drafter.step`."""
+
     def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate) -> None:
         self.stop, self.calibrate = stop, calibrate
         self.levels, self.max_nodes, self.draft_slots = levels, max_nodes, draft_slots
@@ -65,6 +68,7 @@ class Shape:
 
 
 def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
+    """The shape of a tree's settings, with its stop rule."""
     stop = STOPS[type(config.stop)](config.stop, config.levels, config.nodes)
     if isinstance(config, DynamicConfig):
         return DynamicTree(stop, config, calibrate)
@@ -73,8 +77,11 @@ def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
 
 
 class StaticTree(Shape):
-    # A node of a known form has the r-th best token, or the r-th drawn: R1, R3 (EAGLE-1) or R4 (SpecInfer)
-    # the stop rule is asked once the tokens of a level stand in the tree: no token that was drawn is ever dropped
+    """A tree of known form, whose nodes have the r-th best token, or the r-th drawn: R1, R3 (EAGLE-1), R4 (SpecInfer).
+
+    The stop rule is asked once the tokens of a level stand in the tree: no token that was drawn is ever dropped.
+    """
+
     def __init__(
         self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate = unchanged
     ) -> None:
@@ -88,7 +95,8 @@ class StaticTree(Shape):
         form, nodes = _form(self.choices, log_q.shape[-1], root.device)
         levels, ended = min(len(form), max_levels), False
         sampled = self.children != "best" and sampler.decoding.do_sample
-        above = zero = torch.zeros(1, device=root.device)  # survival of the expanded nodes
+        certain = torch.zeros(1, device=root.device)  # the root's log q
+        above = certain  # log survival of the expanded nodes
         laws: list[Tensor] = []
         grown: list[Level] = []
         for depth, (expanded, rows, places, inner, width) in enumerate(form[:levels], start=1):
@@ -104,17 +112,17 @@ class StaticTree(Shape):
             tokens = drafter.target_ids(columns.take(places))
             # the frontier: nodes that have children in the form, the best first, for the stop rule
             above = survival.index_select(0, inner)
-            alive, order = above.sort(descending=True, stable=True)
+            best_first, order = above.sort(descending=True, stable=True)
             frontier = inner.index_select(0, order)
-            grown.append(Level(depth, log_q, expanded, rows, tokens, confidence, survival, frontier, alive))
+            grown.append(Level(depth, log_q, expanded, rows, tokens, confidence, survival, frontier, best_first))
             laws.append(law)
             ended = depth < levels and self.stop.ends(grown[-1])
             if depth == levels or ended:
                 break
             log_q = drafter.step(tokens.index_select(0, inner), rows.index_select(0, inner))
         token = torch.cat([root, *(level.tokens for level in grown)])  # [N]
-        confidence = torch.cat([zero, *(level.confidence for level in grown)])
-        survival = torch.cat([zero, *(level.survival for level in grown)])
+        confidence = torch.cat([certain, *(level.confidence for level in grown)])
+        survival = torch.cat([certain, *(level.survival for level in grown)])
         count, proposal = len(token), None
         parents, depths, mask, law_of = (part[:count] for part in nodes)
         mask = mask[:, :count]
@@ -126,7 +134,8 @@ class StaticTree(Shape):
                 kept = (survival > float("-inf")).nonzero()[:, 0]
             q, columns = torch.cat(laws), torch.arange(log_q.shape[-1], device=root.device)
             ids = drafter.target_ids(columns)
-            of = law_of[kept].clamp(max=len(q) - 1)  # a leaf's law is not read
+            # a leaf's law is not read
+            of = law_of[kept].clamp(max=len(q) - 1)
             proposal = Proposal(rule, q[of], None if ids is columns else ids)
             if len(kept) < count:
                 node = torch.zeros_like(parents).scatter_(0, kept, torch.arange(len(kept), device=root.device))
@@ -139,9 +148,12 @@ class StaticTree(Shape):
 
 @lru_cache
 def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> tuple[list[Any], list[Tensor]]:
-    # Of each level of n nodes: the nodes above that have children [rows], which of them each node stands below [n],
-    # row * width + rank [n], which nodes have children [m], and width, the children to be found per row. Of the N
-    # nodes: parents, depth, mask, and which of the laws a node's children come from (0 for a leaf).
+    """By level: expanded [rows], rows [n], places [n], inner [m], width. Of all N nodes: parents, depth, mask, laws.
+
+    expanded: the nodes of the level above that have children; rows: which of these each node stands below;
+    width: how many children are found per row; places: row * width + rank; inner: which nodes have children.
+    laws [N]: the number of the law that a node's children come from, 0 for a leaf.
+    """
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]
     with_children = {node[:-1] for node in nodes[1:]}
     expanded = [node for node in nodes if node in with_children]
@@ -173,8 +185,11 @@ class DynamicTree(Shape):
         k = min(self.k, log_q.shape[-1])
         row_of = torch.arange(k, device=root.device).repeat_interleave(k)  # of a level's candidates
         parents = torch.zeros(1, dtype=torch.long, device=root.device)  # [r] candidate numbers of the expanded nodes
-        zero = above = lowest = torch.zeros(1, device=root.device)  # [r] their survival; their path's least confidence
-        scores, frontiers = [zero], [parents]  # of all candidates, level by level; the root is the first
+        certain = torch.zeros(1, device=root.device)  # the root's log q
+        # [r] of the expanded nodes: log survival, and the least log confidence on their path
+        above = lowest = certain
+        # level by level: the scores of all candidates, and the numbers of those that may be expanded
+        scores, frontiers = [certain], [parents]
         grown: list[Level] = []
         firsts = [1]  # the number of each level's first candidate
         for depth in range(1, levels + 1):
@@ -188,8 +203,8 @@ class DynamicTree(Shape):
                 best = columns.flatten()[:0]  # nothing is left to be ranked level by level
             else:  # the k best of the level are expanded next
                 best = (survival if self.by_survival else confidence).topk(k).indices
-            alive, first, rows = survival.index_select(0, best), firsts[-1], row_of[: token.shape[0]]
-            grown.append(Level(depth, log_q, parents, rows, token, confidence, survival, best, alive))
+            above, first, rows = survival.index_select(0, best), firsts[-1], row_of[: token.shape[0]]
+            grown.append(Level(depth, log_q, parents, rows, token, confidence, survival, best, above))
             scores.append(score)
             frontiers.append(best + first)
             if depth == levels:
@@ -197,12 +212,12 @@ class DynamicTree(Shape):
             ended = self.stop.ends(grown[-1])
             growing = None if ended else self.stop.expands(grown[-1])
             if growing is not None:
-                best, alive = best[growing], alive[growing]
+                best, above = best[growing], above[growing]
                 ended = best.shape[0] == 0
             if ended:
                 break
             log_q = drafter.step(token.index_select(0, best), rows.index_select(0, best))
-            parents, above = best + first, alive
+            parents = best + first
             lowest = above if self.by_survival else score.index_select(0, best)
             firsts.append(first + token.shape[0])
         # reranking (section 4.2): the best are connected, as ties go to the shallower node: the sort is stable
@@ -216,8 +231,8 @@ class DynamicTree(Shape):
         of = torch.searchsorted(kept, number)  # [N]
         depth_of = torch.bucketize(kept, torch.tensor(firsts, device=kept.device), right=True)
         token = torch.cat([root, *(level.tokens for level in grown)]).index_select(0, kept)
-        confidence = torch.cat([zero, *(level.confidence for level in grown)]).index_select(0, kept)
-        survival = torch.cat([zero, *(level.survival for level in grown)]).index_select(0, kept)
+        confidence = torch.cat([certain, *(level.confidence for level in grown)]).index_select(0, kept)
+        survival = torch.cat([certain, *(level.survival for level in grown)]).index_select(0, kept)
         pool = self._pool(grown, kept, drafter, ended, reranked=True) if keep else None
         return Tree(token, of, depth_of, ancestors(of, depth), confidence, survival, depth, depth, pool=pool)
 
@@ -248,7 +263,7 @@ class Proposer:
         raise NotImplementedError
 
     def commit(self, tokens: Tensor, features: Tensor, cycle: Cycle | None) -> None:
-        """See `Drafter.commit`; after the prefill cycle is null, and tokens are prompt[1:] and the answer's first."""
+        """See `Drafter.commit`; of the prefill cycle is null, and tokens are prompt[1:] and the answer's first."""
 
 
 class Drafting(Proposer):

@@ -46,15 +46,17 @@ class Stop:
 
 
 class Confidence(Stop):
-    # Stops when q of the level's best token is below transformers' assistant_confidence_threshold
+    """Stops when q of the level's best token is below transformers' assistant_confidence_threshold."""
+
     def ends(self, level: Level) -> bool:
         return float(level.confidence[level.frontier[:1]].exp()) < self.config.threshold
 
 
 class Entropy(Stop):
-    # Stops when sqrt(c * H(q)) > h (SVIP, arXiv 2411.18462, equations 6 and 7, algorithm 1)
-    # the paper does not say whose entropy counts on a tree
+    """Stops when sqrt(c * H(q)) > h (SVIP, arXiv 2411.18462, equations 6 and 7, algorithm 1)."""
+
     def ends(self, level: Level) -> bool:
+        # the paper does not say whose entropy counts on a tree
         over = self.config.over
         if over == "per_node" and level.frontier.shape[0] > 1:
             return False
@@ -62,7 +64,7 @@ class Entropy(Stop):
             law = level.log_q.index_select(0, level.rows[level.frontier[:1]])  # [1, Vd]
             return float(entropy(law.exp())) > self.config.max_entropy
         entropies = entropy(level.log_q.exp())[level.rows[level.frontier]]  # [f]
-        mean = entropies.min() if over == "minimum" else (entropies * level.alive.softmax(-1)).sum()
+        mean = entropies.min() if over == "minimum" else (entropies * level.frontier_survival.softmax(-1)).sum()
         return float(mean) > self.config.max_entropy
 
     def expands(self, level: Level) -> Tensor | None:
@@ -72,7 +74,8 @@ class Entropy(Stop):
 
 
 class Heuristic(Stop):
-    # Stops at gamma levels, which grow by 2 when all were accepted and shrink by 1 otherwise (transformers)
+    """Stops at gamma levels, by default 2 more when all were accepted and else 1 fewer (transformers)."""
+
     gamma = 0
 
     def reset(self) -> None:
@@ -88,13 +91,15 @@ class Heuristic(Stop):
 
 
 class ProbabilitySum(Stop):
-    # Stops at one of the depths `checks` when S, the frontier's summed survival, is low (DDD, arXiv 2409.00142)
+    """Stops at one of the depths `checks` when S, the frontier's summed survival, is low (DDD, arXiv 2409.00142)."""
+
     def ends(self, level: Level) -> bool:
-        return level.depth in self.config.checks and float(level.alive.exp().sum()) < self.config.threshold
+        return level.depth in self.config.checks and float(level.frontier_survival.exp().sum()) < self.config.threshold
 
 
 class MarginalGain(Stop):
-    # Stops after a level that raised the expected length by no more than the threshold (OPT-Tree, section 3)
+    """Stops after a level that raised the expected length by no more than the threshold (OPT-Tree, section 3)."""
+
     def begin(self) -> None:
         super().begin()
         self._last = 0.0
@@ -106,17 +111,20 @@ class MarginalGain(Stop):
 
 
 class Vote(Stop):
-    # Stops when enough signals agree (DEAGLE, equations 22 to 26, section 3.4)
-    # With S_d the summed survival of the frontier at depth d and S_0 = 1:
-    #   probability: S_d < 0.15      momentum: S_d / S_{d-1} < 0.6, for the second time
-    #   expectation: d >= ceil(E_d), E_d = bonus + S_1 + ... + S_d; without a bonus E_d never exceeds d: always on
+    """Stops when enough signals agree (DEAGLE, equations 22 to 26, section 3.4).
+
+    With S_d the summed survival of the frontier at depth d and S_0 = 1:
+      probability: S_d < 0.15      momentum: S_d / S_{d-1} < 0.6, for the second time
+      expectation: d >= ceil(E_d), E_d = bonus + S_1 + ... + S_d; without a bonus E_d never exceeds d: always on
+    """
+
     def begin(self) -> None:
         super().begin()
         self._mass, self._tail = 1.0, 0.0  # S of the level above; S_1 + ... + S_d
         self._declines = 0
 
     def ends(self, level: Level) -> bool:
-        config, mass = self.config, level.alive.exp().sum()
+        config, mass = self.config, level.frontier_survival.exp().sum()
         if config.over == "selected":  # one synchronisation for both; rounding must not exceed 1 and the depth
             both = torch.stack([mass, self.expected_length(level)]).tolist()
             new, tail = min(both[0], 1.0), min(both[1], float(level.depth))

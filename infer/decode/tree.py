@@ -13,7 +13,10 @@ Path = tuple[int, ...]  # the target's ids below the root
 
 @dataclass(frozen=True)
 class Proposal:
-    rule: Rule  # R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement
+    """The laws q that a tree's children were drawn from."""
+
+    # R1: a chain, each token from q. R3: siblings without replacement, in node order. R4: with replacement
+    rule: Rule
     laws: Tensor  # q [N, Vd] that each node's children were drawn from, processors applied; rows of leaves are not read
     ids: Tensor | None = None  # [Vd] the target's ids of the laws' columns; null: they are the target's own
 
@@ -27,33 +30,37 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Level:
-    depth: int  # 1 for the root's children; n candidates stand below r expanded nodes, before reranking
+    """A level before reranking: n candidates below r expanded nodes. Confidence and survival are logarithms."""
+
+    depth: int  # 1 for the root's children
     log_q: Tensor  # [r, Vd] the laws that the candidates come from, before any processor
     parents: Tensor  # [r] the expanded nodes, numbered through all candidates of the tree; the root is 0
     rows: Tensor  # [n] which expanded node each candidate stands below
     tokens: Tensor  # [n] target ids
     confidence: Tensor  # [n] log q, calibrated where the tree is
-    survival: Tensor  # [n] log survival
+    survival: Tensor  # [n]
     frontier: Tensor  # [f] which candidates may be expanded next, the best first
-    alive: Tensor  # [f] their log survival
+    frontier_survival: Tensor  # [f]
 
 
 @dataclass(frozen=True)
 class Pool:
+    """All candidates of a tree, those that reranking left out too."""
+
     levels: list[Level]
     kept: Tensor  # [N] the candidate that each node of the tree is, ascending; the root is 0
     ids: Tensor  # [Vd] the target's ids of the laws' columns
-    reranked: bool  # what stands in the frontiers need not be in the tree, nor the other way round
+    reranked: bool  # the tree's nodes were chosen by score: a frontier's node may be missing from it
     stopped_by: str | None  # the stop rule; null: the last level was reached
 
-    def laws(self) -> dict[int, Tensor]:
+    def log_laws(self) -> dict[int, Tensor]:
         """log q [Vd] of the children of each node that was expanded and is in the tree."""
         node_of = {candidate: node for node, candidate in enumerate(self.kept.tolist())}
         laws = [pair for level in self.levels for pair in zip(level.parents.tolist(), level.log_q, strict=True)]
         return {node_of[candidate]: law for candidate, law in sorted(laws, key=lambda p: p[0]) if candidate in node_of}
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
-        """Per level the paths and log survivals [f] of a dynamic tree's frontier, else of all nodes: DEAGLE's S_d."""
+        """By level: paths and log survivals [f], summed in DEAGLE's S_d. Static trees: of all nodes of the level."""
         paths: list[Path] = [()]  # the tokens down to each candidate, the root's own token left out
         frontiers = []
         for level in self.levels:
@@ -66,12 +73,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Tree:
+    """Confidence and survival are natural logarithms."""
+
     tokens: Tensor  # [N] target ids; the root is the last known token
     parents: Tensor  # [N] node indices; the root is its own parent
     depth: Tensor  # [N] 0 for the root
     mask: Tensor  # [N, N] boolean: row i is True at i and at its ancestors
     confidence: Tensor  # [N] log q of the node under its parent; 0 for the root
-    survival: Tensor  # [N] sum of confidence along the path (EAGLE-2's log value)
+    survival: Tensor  # [N] sum of confidence along the path, the logarithm of EAGLE-2's value
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int
     proposal: Proposal | None = None  # null: children were picked deterministically (R0, R2)
@@ -103,7 +112,8 @@ def ancestors(parents: Tensor, levels: int) -> Tensor:
 
 
 def describe(tree: Tree, names: list[str]) -> str:
-    lines = []  # as in EAGLE-2, figure 7
+    # as in EAGLE-2, figure 7: a node stands behind its ancestors
+    lines = []
     for node in sorted(range(len(tree)), key=lambda node: tree.mask[node].nonzero()[:, 0].tolist()):
         chances = f"q {float(tree.confidence[node].exp()):.3f}  survival {float(tree.survival[node].exp()):.3f}"
         lines.append(f"{'  ' * int(tree.depth[node])}{names[node]!r}  {chances}")

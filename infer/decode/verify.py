@@ -73,7 +73,8 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
     for rank, nodes in enumerate(children):
         refused[nodes] = chosen[: nodes.shape[0]] != rank
     last = torch.where(_reached(tree, refused), tree.depth, -1).argmax()  # the deepest
-    law = p.index_copy(0, inner, left)[last]  # [V]: a leaf has refused nothing
+    # [V]: a leaf has refused nothing
+    law = p.index_copy(0, inner, left)[last]
     return _ending_at(tree, last, draw(law[None], generator))
 
 
@@ -133,9 +134,9 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
     # of equally long paths the most probable; the bonus token is the target's argmax
     p_node = p[tree.parents, tree.tokens]  # [N] p of each node under its parent
     threshold = (config.delta * (-entropy(p)).exp()).clamp_(max=config.epsilon)
-    alive = _reached(tree, p_node <= threshold[tree.parents])
-    depth = torch.where(alive, tree.depth, -1)
-    log_p = torch.where(alive, p_node.log(), 0.0)
+    accepted = _reached(tree, p_node <= threshold[tree.parents])
+    depth = torch.where(accepted, tree.depth, -1)
+    log_p = torch.where(accepted, p_node.log(), 0.0)
     log_p[0] = 0.0
     score = tree.mask.to(log_p.dtype) @ log_p  # [N] log p of the path
     last = torch.where(depth == depth.max(), score, float("-inf")).argmax()
@@ -143,7 +144,7 @@ def accept_typical(tree: Tree, p: Tensor, config: TypicalConfig) -> Verdict:
 
 
 def _reached(tree: Tree, refused: Tensor) -> Tensor:
-    # the nodes [N] on a path without a refused node
+    """Which nodes [N] are on a path without a refused node."""
     refused = refused.clone()
     refused[0] = False
     if tree.passengers is not None:

@@ -117,7 +117,7 @@ def _node_columns(cycle: Cycle) -> Record:
     drafted = torch.arange(len(tree), device=tree.tokens.device) > 0
     if tree.passengers is not None:
         drafted &= ~tree.passengers
-    laws = {} if tree.pool is None else tree.pool.laws()
+    laws = {} if tree.pool is None else tree.pool.log_laws()
     entropies = dict(zip(laws, entropy(torch.stack(list(laws.values())).exp()).tolist(), strict=True)) if laws else {}
     parents = tree.parents.tolist()
 
@@ -151,7 +151,7 @@ def _law_columns(cycle: Cycle) -> Record | None:
     nodes = [node for node in path if children[node]]
     if not nodes:
         return None
-    laws, ids = tree.pool.laws(), tree.pool.ids
+    laws, ids = tree.pool.log_laws(), tree.pool.ids
     raw = torch.stack([laws[node] for node in nodes])  # [M, Vd]
     log_q = (raw if tree.proposal is None else cycle.sampler.log_law(raw)).double().log_softmax(-1)
     log_p = cycle.sampler.log_law(cycle.step.logits[nodes]).double().log_softmax(-1)  # [M, V]

@@ -2,11 +2,13 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.measure import PromptsConfig, TaskConfig
@@ -19,69 +21,24 @@ if TYPE_CHECKING:
     from aerie.model.target import Target
 
 Row = Mapping[str, Any]
+TASKS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text(encoding="utf-8"))
 GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-REASONED = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
 
-def _alpaca(row: Row) -> str:
-    """As EAGLE's file has them."""
+def _alpaca(row: Row) -> Row:
     given = str(row.get("input") or "").strip()
-    return f"{row['instruction']}\n\n{given}" if given else str(row["instruction"])
+    return {**row, "given": given and f"\n\n{given}"}
 
 
-def _multiple_choice(row: Row) -> str:
-    """In an order that the question seeds."""
+def _multiple_choice(row: Row) -> Row:
+    """With the answers in an order that the question seeds."""
     answers = [str(row[name]).strip() for name in GPQA_ANSWERS]
     random.Random(str(row["Question"])).shuffle(answers)
     listed = "\n".join(f"{letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True))
-    return (
-        "Answer the following multiple choice question. Think step by step, and end with a line of the form "
-        f"'Answer: $LETTER', where $LETTER is one of ABCD.\n\n{str(row['Question']).strip()}\n\n{listed}"
-    )
+    return {"question": str(row["Question"]).strip(), "listed": listed}
 
 
-@dataclass(frozen=True)
-class PublishedSet:
-    """source: owner/name:subset:split of the Hub."""
-
-    source: str
-    revision: str
-    text: str | Callable[[Row], Any]  # a template of the columns, or a function that returns one turn or several
-    identity: str | None = None  # the column that names a row; null: its number
-    level: str | None = None  # the column that splits the set into tasks
-
-
-TASKS = {
-    "mt_bench": PublishedSet(
-        "HuggingFaceH4/mt_bench_prompts:train",
-        "e3a795c5e9a82ee40611c416b8a7786c73198991",
-        lambda row: row["prompt"],
-        "prompt_id",
-    ),
-    "humaneval": PublishedSet(
-        "openai/openai_humaneval:test",
-        "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
-        "Complete the code I provided.\n\n{prompt}",
-        "task_id",
-    ),
-    "gsm8k": PublishedSet("openai/gsm8k:main:test", "740312add88f781978c0658806c59bc2815b9866", "{question}"),
-    "alpaca": PublishedSet("tatsu-lab/alpaca:train", "dce01c9b08f87459cf36a430d809084718273017", _alpaca),
-    "cnn_dm": PublishedSet(
-        "abisee/cnn_dailymail:3.0.0:test", "96df5e686bee6baa90b8bee7c28b81fa3fa6223d", "Summarize: {article}", "id"
-    ),
-    "natural_questions": PublishedSet(
-        "google-research-datasets/nq_open:validation", "5dd9790a83002ad084ddeb7c420dc716852c6f28", "{question}"
-    ),
-    "math500": PublishedSet(
-        "HuggingFaceH4/MATH-500:test", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", REASONED, "unique_id", "level"
-    ),
-    "aime": PublishedSet(
-        "AI-MO/aimo-validation-aime:train", "13f9e12f613e720c2a2b2f345dd04b998a29494d", REASONED, "id"
-    ),
-    "gpqa_diamond": PublishedSet(
-        "Idavidrein/gpqa:gpqa_diamond:train", "633f5ee89ab8ad4522a9f850766b73f62147ffdd", _multiple_choice, "Record ID"
-    ),
-}
+COLUMNS_OF = {"alpaca": _alpaca, "gpqa_diamond": _multiple_choice}  # what their templates are filled from
 
 
 @dataclass(frozen=True)
@@ -100,15 +57,16 @@ class Prompt:
 def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
     """A row that has `turns` (Spec-Bench) is taken as it is."""
     values: Row = row if isinstance(row, Mapping) else {}
-    published, as_it_is = TASKS.get(task), "turns" in values
+    published, as_it_is = TASKS.get(task, {}), "turns" in values
     try:
-        if as_it_is or published is None:
+        if as_it_is or not published:
             turns, column = values["turns"], "question_id"
         else:
-            make = published.text.format_map if isinstance(published.text, str) else published.text
-            turns, column = make(values), published.identity or ""
-        if published is not None and published.level and (not as_it_is or published.level in values):
-            task = f"{task}-level{str(values[published.level]).split()[-1]}"  # 3 or 'Level 3'
+            columns = COLUMNS_OF.get(task, dict)(values)
+            turns = columns[published["turns"]] if "turns" in published else published["text"].format_map(columns)
+            column = published.get("identity", "")
+        if (level := published.get("level")) and (not as_it_is or level in values):
+            task = f"{task}-level{str(values[level]).split()[-1]}"  # 3 or 'Level 3'
     except KeyError as error:
         raise UserError(f"{place}: a question of {task} needs {error}; this row has {', '.join(values)}") from error
     texts = [turns] if isinstance(turns, str) else turns
@@ -153,7 +111,7 @@ def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:
     count = config.num_prompts if task.num_prompts is None else task.num_prompts
     rows = read_rows(*source_of(task))
     questions = (prompt_of(task.name, row.value, row.number, row.place, config) for row in rows)
-    if task.seed is None and (task.name not in TASKS or TASKS[task.name].level is None):
+    if task.seed is None and "level" not in TASKS.get(task.name, {}):
         return list(islice(questions, count))
     prompts = list(questions)
     if task.seed is not None:
@@ -175,7 +133,7 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
         return task.path, task.revision
     if task.name not in TASKS:
         raise UserError(f"task {task.name!r}: is none of {', '.join(TASKS)}; give the path of its questions")
-    return TASKS[task.name].source, task.revision or TASKS[task.name].revision
+    return TASKS[task.name]["source"], task.revision or TASKS[task.name]["revision"]
 
 
 def check_sources(config: PromptsConfig) -> None:

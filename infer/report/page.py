@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -31,7 +32,8 @@ try:
 except ImportError as error:
     raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
 
-INK, MUTED, GRID, BAD, QUIET = "#1c2127", "#626a75", "#e3e0d8", "#b3261e", "#98a1ae"
+RC: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("pictures.yaml").read_text(encoding="utf-8"))
+INK, MUTED, BAD, QUIET = RC["text.color"], RC["axes.labelcolor"], "#b3261e", "#98a1ae"
 SERIES = ("#c2570c", "#0f766e", "#5b4fc4", "#b7931a", "#b03a73", "#2f6fb5")
 WIDTH, POINTS = 332.0, 72.0  # of a picture, in points, and points per inch
 MAX_ROWS = 4  # in the pictures by depth
@@ -39,25 +41,6 @@ MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
 DASHED = (0, (3, 3))
 SHARES: dict[str, Any] = {"ylim": (-0.03, 1.05), "yticks": [0, 0.5, 1]}  # a vertical axis of them
 Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (null: no point), colour, line style
-RC = {
-    "font.size": 10.5,
-    "svg.fonttype": "none",  # text stays text: selectable, and in the page's own font
-    "svg.hashsalt": "aerie",  # same data, same bytes
-    "text.color": INK,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "lines.linewidth": 2.0,
-    "lines.markersize": 4,
-    "legend.frameon": False,
-    "figure.constrained_layout.h_pad": 0.08,
-    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), MUTED),
-    **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
-    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size"), 0),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
-}
 
 
 def pictures(

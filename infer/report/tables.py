@@ -20,26 +20,17 @@ from aerie.model.storage import digest
 
 Rows = Sequence[SummaryRow]
 NOTHING = "–"
-CONSOLE_COLUMNS = ("method", "tree", "T", "tau", "speedup", "95 % interval", "identical")
-MARKDOWN_COLUMNS = (
-    "method", "tree", "task", "T", "prompts", "tau", "tau (macro)", "speedup", "95 % interval", "tokens/s",
-    "identical", "accept rate",
-)  # fmt: skip
-CSV_COLUMNS = (
-    "method", "tree", "levels", "k", "nodes", "head", "head_path", "task", "temperature", "top_k", "top_p",
-    "verify", "prompts", "status",
-    "new_tokens", "tau", "tau_macro", "tokens_per_s", "speedup", "speedup_low", "speedup_high",
-    "speedup_mean_per_prompt", "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted",
-    "draft_nodes", "accept_rate", "identical", "mismatch", "peak_memory_gib", "ms_prefill", "ms_draft", "ms_verify",
-    "ms_commit", "ms_other", "ms_wall", "message",
-)  # fmt: skip
 LEVELS = "tree.levels"  # the key of a sweep over depths or lengths
 # at most this share of the fixed tree's wasted forwards, at least these of its best tau and the vote's own best speed
 LIMITS = {"waste": 0.5, "tau": 0.97, "modelled": 0.97}
-TASKS = {
-    "mean": "mean", "mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "alpaca": "Alpaca",
-    "cnn_dm": "CNN/DM", "natural_questions": "NQ",
-}  # fmt: skip
+
+
+def _table(name: str) -> Any:
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+COLUMNS: dict[str, list[str]] = _table("columns")
+TASKS: dict[str, str] = _table("published")["tasks"]
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -122,8 +113,8 @@ def cells_of(row: SummaryRow) -> dict[str, str]:
 
 
 def console_table(rows: Rows) -> str:
-    lines = [dict(zip(CONSOLE_COLUMNS, CONSOLE_COLUMNS, strict=True)), *map(cells_of, rows)]
-    widths = {name: max(len(line.get(name, "")) for line in lines) for name in CONSOLE_COLUMNS}
+    lines = [{name: name for name in COLUMNS["console"]}, *map(cells_of, rows)]
+    widths = {name: max(len(line.get(name, "")) for line in lines) for name in lines[0]}
     text, right = [], ("tau", "speedup", "identical")
     for line in lines:
         padded = [f"{line.get(name, ''):{'>' if name in right else '<'}{width}}" for name, width in widths.items()]
@@ -133,10 +124,11 @@ def console_table(rows: Rows) -> str:
 
 
 def markdown_table(rows: Rows) -> str:
-    text = f"| {' | '.join(MARKDOWN_COLUMNS)} |\n|{'---|' * len(MARKDOWN_COLUMNS)}\n"
+    columns = COLUMNS["markdown"]
+    text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
     for line in map(cells_of, rows):
         cells = {"tau": line.get("error", NOTHING), **line}
-        texts = (cells.get(name, NOTHING).replace("|", "\\|").replace("\n", " ") for name in MARKDOWN_COLUMNS)
+        texts = (cells.get(name, NOTHING).replace("|", "\\|").replace("\n", " ") for name in columns)
         text += f"| {' | '.join(texts)} |\n"
     return text
 
@@ -150,7 +142,7 @@ def csv_table(rows: Rows, sweeps: bool = False) -> str:
         low, high = row.speedup_ci95 or (None, None)
         tree = {"tree": None} if row.tree is None else {**row.tree.as_dict(), "tree": tree_text(row)}
         lines.append({**values, **tree, **times, "speedup_low": low, "speedup_high": high})
-    columns = [*(("sweep", "key", "value", "span") if sweeps else ()), *CSV_COLUMNS]
+    columns = [*(("sweep", "key", "value", "span") if sweeps else ()), *COLUMNS["csv"]]
     return pd.DataFrame(lines, columns=columns, dtype=object).to_csv(index=False, lineterminator="\n")
 
 
@@ -188,7 +180,7 @@ class Grid:
 
 
 def published(name: str) -> Grid:
-    table = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))[name]
+    table = _table("published")[name]
     lines = (Line(text, _published(table["values"], cells)) for text, cells in table["lines"].items())
     return Grid(name, tuple(lines), tuple(table["values"]))
 

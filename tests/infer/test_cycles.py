@@ -112,7 +112,7 @@ def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
         if cycle.tree.pool is None:
             continue
         drafted, node, law = cycle.tree, record["node"], record["law"]
-        raw, p = drafted.pool.laws(), cycle.sampler.law(cycle.step.logits).double()
+        raw, p = drafted.pool.log_laws(), cycle.sampler.law(cycle.step.logits).double()
         q_of = torch.zeros_like(p)
         for parent, own in raw.items():
             seen = own if drafted.proposal is None else cycle.sampler.log_law(own[None])[0]

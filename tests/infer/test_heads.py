@@ -87,7 +87,7 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
     def watch(cycle: Cycle) -> None:
         nodes.append(cycle.tree.num_drafted)
         grown = cycle.tree
-        laws = {} if grown.pool is None else grown.pool.laws()
+        laws = {} if grown.pool is None else grown.pool.log_laws()
         for node in range(1, len(grown)):
             law = laws[int(grown.parents[node])]
             column = proposer.drafter.target_ids(torch.arange(len(law))).tolist().index(int(grown.tokens[node]))

@@ -96,7 +96,7 @@ def test_a_kept_pool_holds_the_laws_and_frontiers_of_the_same_tree(name: str, te
     assert plain.pool is None and tree.tokens.equal(plain.tokens) and tree.mask.equal(plain.mask)
     pool, names = tree.pool, node_paths(tree)
     assert pool is not None and len(pool.levels) == tree.levels
-    laws = pool.laws()
+    laws = pool.log_laws()
     assert list(laws) == sorted(laws) and {*tree.parents.tolist()} <= laws.keys()
     assert all(law.equal(drafter.law(names[node])) for node, law in laws.items())
     assert pool.stopped_by == ("probability_sum" if name == "chain" else None)

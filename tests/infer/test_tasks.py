@@ -128,13 +128,13 @@ def test_a_data_set_is_read_by_its_subset_and_split(tmp_path: Path, monkeypatch:
 
 
 def test_published_sets_are_read_at_pinned_commits_others_at_the_hubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(re.fullmatch("[0-9a-f]{40}", task.revision) for task in TASKS.values())
-    gsm8k = TASKS["gsm8k"]
-    named = (TaskConfig("gsm8k"), TaskConfig("mine", gsm8k.source), TaskConfig("alpaca", revision="v1"))
+    assert all(re.fullmatch("[0-9a-f]{40}", task["revision"]) for task in TASKS.values())
+    gsm8k = TASKS["gsm8k"]["source"]
+    named = (TaskConfig("gsm8k"), TaskConfig("mine", gsm8k), TaskConfig("alpaca", revision="v1"))
     asked = PromptsConfig(tasks=named)
     sources = [(each["source"], each["revision"]) for each in prompt_inputs(asked)]  # type: ignore[index]
-    assert sources == [(gsm8k.source, gsm8k.revision), (gsm8k.source, None), (TASKS["alpaca"].source, "v1")]
-    known = {gsm8k.source: "2" * 40}  # alpaca cannot be asked: it stays as it was
+    assert sources == [(gsm8k, TASKS["gsm8k"]["revision"]), (gsm8k, None), (TASKS["alpaca"]["source"], "v1")]
+    known = {gsm8k: "2" * 40}  # alpaca cannot be asked: it stays as it was
     monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
     assert [task.revision for task in pinned(asked).tasks] == ["2" * 40, "2" * 40, "v1"]
     for task, message in ((TaskConfig("mt-bench"), "give the path"), (TaskConfig("x", "gone.jsonl"), "no such file")):
