@@ -21,6 +21,8 @@ class Steered:
 
     def __init__(self, drafter: Any, known: Sequence[Reference], right: bool) -> None:
         self._drafter, self._right = drafter, right
+        vocabulary = getattr(getattr(drafter, "head", None), "vocabulary", None)
+        self._ids = None if vocabulary is None else vocabulary.t2d.nonzero()[:, 0]  # known without d2t
         self._answers = {tuple(each.ids[0].tolist()): each.answer for each in known}
         self._answer: list[int] = []
         self._place = self._level = 0
@@ -48,7 +50,7 @@ class Steered:
         place = self._place + self._level
         if place >= len(self._answer):
             return log_q
-        ids = self._drafter.target_ids(torch.arange(log_q.shape[-1]))
+        ids = torch.arange(log_q.shape[-1]) if self._ids is None else self._ids
         told = torch.where(ids == self._answer[place], SURE if self._right else -SURE, 0.0)
         return (log_q + told).log_softmax(-1)
 

@@ -10,19 +10,20 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import DRAFTERS, drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
+from aerie.infer.measure.lossless import Reference
 from aerie.model.checkpoint import save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.target import Target
 from tests import tiny
 from tests.infer.draws import TREES, greedy, make_head, make_target, prompts
+from tests.infer.steered import steered
 
 LOADED = [  # kind, options
     ("eagle1", {}),
-    ("eagle3", {"num_hidden_layers": 2}),
+    ("eagle3", {"num_hidden_layers": 2, "qk_norm": True, "fc_norm": True, "norm_output": True}),
     ("medusa", {}),
     ("hydra", {}),
     ("hydra", {"prefix_layer": True}),
@@ -104,56 +105,21 @@ def test_every_verified_node_was_drafted_and_is_counted(kind: str, options: dict
     assert found.sequences.tolist() == greedy(target, ids, 12)
 
 
-class Knowing(EagleDrafter):
-    """A head whose law is the known answer's next token, as a draft id; everything around the law is the real thing."""
-
-    def __init__(self, head: Eagle3Head, target: Target, text: list[int]) -> None:
-        super().__init__(head, target)
-        inside = head.vocabulary.t2d
-        self.answer = torch.where(inside, inside.cumsum(0) - 1, -1)[torch.tensor(text)]  # draft ids
-
-    def _log_q(self) -> Tensor:
-        laws = torch.full((self._hidden.shape[1], self.head.config.draft_vocab_size), -30.0)
-        place = self._length + self._levels + 1
-        return laws.index_fill_(1, self.answer[place], 0.0) if place < len(self.answer) else laws
-
-
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "hydra"])
-def test_the_drafter_sees_true_features_of_accepted_tokens_only(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "options"), LOADED)
+def test_the_drafter_sees_true_features_of_accepted_tokens_only(kind: str, options: dict[str, Any]) -> None:
     """After any number of cycles its law equals that of a drafter that was handed the whole text at once."""
     target, ids, paths = make_target(), prompts(3)[-1], []
-    options = {"hydra": {"prefix_layer": True}, "eagle3": {"ids": torch.arange(320)}}.get(kind, {})
-    head = make_head(target, kind, **options)
-    text = greedy(target, ids, 40)[0]
-    own = Knowing(head, target, text) if kind == "eagle3" else DRAFTERS[kind](head, target)
-    found = SpeculativeDecoder(target, drafting(own, TREES["small"])).generate(
+    head = make_head(target, kind, **options, **({"ids": torch.arange(320)} if kind == "eagle3" else {}))
+    drafter, text = DRAFTERS[kind](head, target), greedy(target, ids, 24)[0]
+    decoder = SpeculativeDecoder(target, drafting(drafter, TREES["small"]))
+    found = steered(decoder, [Reference(ids, text[ids.shape[1] :])], right=True).generate(
         ids, do_sample=False, max_new_tokens=24, on_cycle=lambda cycle: paths.append(cycle.verdict.path)
     )
-    # where the draft is right, the accepted rows are not the first ones
-    assert kind != "eagle3" or any(path[-1] > len(path) for path in paths)
+    assert found.sequences[0].tolist() == text
+    assert any(path[-1] > len(path) for path in paths)  # the accepted rows are not the first ones
     with torch.inference_mode():
-        kept = own._length  # type: ignore[attr-defined]
-        assert kept > ids.shape[1]
-        fresh = ready(DRAFTERS[kind](head, target), target, found.sequences[0, : kept + 1])
-        own.start()
-        fresh.start()
-        state = "_state" if kind == "hydra" else "_hidden"
-        torch.testing.assert_close(getattr(own, state), getattr(fresh, state), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("tree", [*TREES])
-def test_draft_ids_reach_the_target_through_d2t_and_a_lost_offset_shows(tree: str) -> None:
-    target, ids = make_target(), prompts(3)[-1]
-    text = greedy(target, ids, 40)[0]
-    head = make_head(target, "eagle3", ids=torch.tensor(sorted({*text, 0, 100, 200, 300, 319})))
-    knowing = Knowing(head, target, text)
-    decoder = SpeculativeDecoder(target, drafting(knowing, TREES[tree]))
-    found = decoder.generate(ids, do_sample=False, max_new_tokens=37)
-    assert found.sequences[0].tolist() == text[: len(ids[0]) + 37]
-    assert all(tokens == TREES[tree].levels + 1 for tokens in found.statistics.cycle_tokens[:-1])
-    knowing.target_ids = lambda columns: columns  # type: ignore[method-assign] # the mutation: columns taken for ids
-    lost = decoder.generate(ids, do_sample=False, max_new_tokens=37)
-    assert lost.new_ids == found.new_ids and lost.statistics.tau < 1.5
+        fresh = ready(DRAFTERS[kind](head, target), target, found.sequences[0])
+        torch.testing.assert_close(drafter.start(), fresh.start(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
