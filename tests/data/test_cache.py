@@ -154,15 +154,12 @@ def change(name: str, value: int) -> Callable[[Path], None]:
 SHARD = "shard-00001.safetensors"
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "torn shard": (SHARD, lambda path: path.write_bytes(path.read_bytes()[:-100])),
-    "deleted shard": (SHARD, Path.unlink),
     "flipped state": (SHARD, change("last_hidden", 99)),
     "flipped token id": (SHARD, change("input_ids", 99)),
-    "flipped turn": (SHARD, change("turns", 5)),
     "flipped header": (SHARD, lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"I32", 1))),
     "another shard in its place": (SHARD, lambda path: shutil.copy(path.with_name("shard-00000.safetensors"), path)),
     "changed index": ("index.json", lambda path: path.write_text(path.read_text().replace("   11\n", "   12\n"))),
     "no record": ("shard-00001.json", Path.unlink),
-    "torn record": ("shard-00001.json", lambda path: path.write_bytes(path.read_bytes()[:-9])),
 }
 
 
@@ -181,9 +178,6 @@ def test_each_damage_is_named_never_read_and_mended_alone(
     assert f"{directory / name}: " in out and "features --config RECIPE --verify" in out
     with pytest.raises(UserError, match=rf"{name}.*: python data/main.py features"):
         list(FeatureCache.open(directory))
-    if "token" in name or "turn" in name:
-        with pytest.raises(UserError, match="does not match its checksum"):
-            list(FeatureCache.open(directory).tokens())
     caches.write(target, caches.plan(directory, target, DATA, after_blocks=(1, 3)))
     assert caches.contents(directory) == caches.contents(cache.directory) and check(directory) == 0
     mended = {"index.json", "shard-00001.safetensors", "shard-00001.json"}

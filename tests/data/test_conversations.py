@@ -38,8 +38,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text, encoding="utf-8")
     for name in ("a.parquet", "a.json", "lines.json", "mark.jsonl", "gap.jsonl", "folder"):
         assert [row.value for row in read_rows(str(tmp_path / name))] == ROWS
-    places = [row.place for row in read_rows(str(tmp_path / "gap.jsonl"))]
-    assert places == [f"{tmp_path / 'gap.jsonl'}: row 1", f"{tmp_path / 'gap.jsonl'}: row 3"]
+    assert [row.place[-5:] for row in read_rows(str(tmp_path / "gap.jsonl"))] == ["row 1", "row 3"]
 
 
 @pytest.mark.parametrize(
@@ -48,14 +47,11 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl:2: not JSON"),
         ("a.json", '[{"a": 1},\n{"a": 2}', r"a\.json:2: not JSON \(Expecting ',' delimiter"),
         ("a.parquet", "no parquet at all", r"a\.parquet: cannot be read \(Parquet"),
-        ("a.jsonl", b'{"a": "\xe9"}', r"a\.jsonl: cannot be read \('utf-8' codec"),
         ("a.csv", "a,b", r"a\.csv: cannot be read; expected"),
-        ("nowhere.jsonl", None, "nowhere.jsonl: no such file or directory"),  # and no name of the Hub
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str | bytes | None, message: str) -> None:
-    if text is not None:
-        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         list(read_rows(str(tmp_path / name)))
 
@@ -65,10 +61,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str | byt
     [
         {"conversations": turns("human=hello|gpt=fine")},
         {"messages": [HELLO[0], {"role": "assistant", "content": [{"type": "text", "text": "fine"}]}]},
-        {"prompt": "hello", "completion": "fine"},
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
         {"instruction": "hello", "input": "", "output": "fine"},
-        {"problem": "hello", "solution": "fine", "id": 7},
         {"question": "no", "answer": "no", "ask": "hello", "say": "fine"},
     ],
 )
@@ -80,19 +74,18 @@ def test_every_shape_gives_the_same_conversation(tmp_path: Path, row: dict[str, 
 
 def test_what_a_row_carries_besides_turns_is_kept(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    turns = [{"content": None, "tool_calls": [call]}, {"content": "1"}, {"content": ""}]
+    asking = {"role": "assistant", "content": None, "tool_calls": [call]}
     answer = {"role": "assistant", "content": "one", "reasoning_content": "easy"}
-    roles = ("assistant", "tool", "tool")
-    messages = [HELLO[0], *({"role": role, **turn} for role, turn in zip(roles, turns, strict=True)), answer]
+    messages = [HELLO[0], asking, {"role": "tool", "content": "1"}, {"role": "tool", "content": ""}, answer]
     tools = [{"type": "function", "function": {"name": "add"}}]
     sort = {"instruction": "Sort.", "input": "3 1", "output": "1 3", "system": "be short"}
     tokens = {"input_ids": [1, 2, 3], "loss_mask": [0, True, 1]}
     rows, tally = load(tmp_path, {"messages": messages, "tools": json.dumps(tools)}, sort, tokens, system_prompt="ours")
-    assert [message["role"] for message in rows[0].messages] == ["system", "user", *roles, "assistant"]
-    assert rows[0].tools == tools and not tally.counts and rows[0].messages[0]["content"] == "ours"
-    assert rows[0].messages[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and rows[0].messages[5] == answer
+    system, hello, calling, *rest = rows[0].messages
+    assert (system, hello) == ({"role": "system", "content": "ours"}, HELLO[0]) and rest == messages[2:]
+    assert calling["tool_calls"][0]["function"]["arguments"] == {"a": 1} and rows[0].tools == tools
     assert [message["content"] for message in rows[1].messages] == ["be short", "Sort.\n\n3 1", "1 3"]
-    assert rows[2].tokens == ([1, 2, 3], [0, 1, 1])
+    assert rows[2].tokens == ([1, 2, 3], [0, 1, 1]) and not tally.counts
 
 
 @pytest.mark.parametrize(
@@ -110,24 +103,20 @@ def test_odd_conversations_are_mended_and_counted(tmp_path: Path, text: str, kep
     assert list(tally.counts) == [("mended", reason)]
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"conversations": turns("human=hello|gtp=fine")}, "unknown role"),
-        ({"conversations": turns("human=hello|gpt=")}, "no answer to a user's turn"),
-        ({"conversations": None}, "no assistant turn"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]}, "turn is not text"),
-        ({"messages": HELLO, "tools": {"name": "add"}}, "tools are no list"),
-        ({"stranger": 1}, "keys of no known shape"),
-        (["hello"], "row is no object"),
-        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "token ids and their mask do not fit"),
-    ],
-)
-def test_unusable_rows_are_skipped_and_counted(tmp_path: Path, row: Any, reason: str) -> None:
-    kept, tally = load(tmp_path, {"messages": HELLO}, row)
-    assert len(kept) == tally.kept == 1 and tally.rows == 2
-    ((key, example),) = tally.examples.items()
-    assert key == ("skipped", reason) and "rows.jsonl: row 2: " in example
+def test_unusable_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+    reasons: dict[str, Any] = {
+        "unknown role": {"conversations": turns("human=hello|gtp=fine")},
+        "no answer to a user's turn": {"conversations": turns("human=hello|gpt=")},
+        "turn is not text": {"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]},
+        "tools are no list": {"messages": HELLO, "tools": {"name": "add"}},
+        "keys of no known shape": {"stranger": 1},
+        "row is no object": ["hello"],
+        "token ids and their mask do not fit": {"input_ids": [1, 2], "loss_mask": [1, 2]},
+    }
+    kept, tally = load(tmp_path, {"messages": HELLO}, *reasons.values())
+    assert len(kept) == tally.kept == 1 and list(tally.counts) == [("skipped", reason) for reason in reasons]
+    for number, example in enumerate(tally.examples.values(), start=2):
+        assert f"rows.jsonl: row {number}: " in example
 
 
 def test_a_file_without_usable_rows_is_an_error(tmp_path: Path) -> None:
@@ -145,4 +134,3 @@ def test_a_conversation_is_held_out_by_its_content_alone(tmp_path: Path) -> None
     out = {row.messages[0]["content"] for row in forward if row.is_held_out}
     assert out == {row.messages[1]["content"] for row in backward if row.is_held_out}
     assert 20 <= len(out) <= 60  # 40 expected, standard deviation 6
-    assert not any(row.is_held_out for row in load(tmp_path, *rows, held_out=0.0)[0])

@@ -148,30 +148,35 @@ PROSE = (
     "He adds the columns in the morning, checks them twice, and sends a copy to the harbour by the mail boat."
 )
 CHINESE = "灯塔看守人每晚数经过的船只并把数字写进一本书里，冬天很少，春天很多。"
+RUSSIAN = "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."
 SOUND = Answer(PROSE, "stop", 9)
+FLAWS: dict[str, list[str]] = {
+    "": [
+        *(PROSE, "Four.", f"{PROSE}\n{'=' * 100}", f"The number is 1{'0' * 100}"),
+        *(PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"),  # five times and forty words are a loop
+        *(f"{PROSE} In Chinese: 灯塔。", "Ω and Σ are Greek letters, like α and β."),
+        *("I can help with that.", "He cannot help it.", PROSE + " I cannot help with that."),
+    ],
+    "empty": [" \n"],
+    "loop": [
+        *(PROSE + " and so on" * 20, (PROSE + " ") * 5, PROSE + " again" * 40),
+        *(f"{PROSE} {part * 500}" for part in ("!", "?!", "🙂", "ha", "—\n")),
+    ],
+    "language": [CHINESE, RUSSIAN],
+    "refusal": [
+        *("I'm sorry, but I can't help with that request.", "I am sorry, I cannot share this."),
+        *("I cannot assist with this.", "As an AI language model, I have no opinion."),
+    ],
+}
 
 
 def row(*answers: Answer, question: str = "What does he count?") -> Outcome:
     return Outcome("0:1", "done", "x", None, None, (question,) * len(answers), answers)
 
 
-@pytest.mark.parametrize(
-    ("name", "texts"),
-    [
-        ("", [PROSE, "Four.", "$x^2 + 1 = 5$, so $x = 2$.", f"{PROSE}\n{'=' * 100}", f"The number is 1{'0' * 100}"]),
-        ("", [PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"]),  # five times and forty words
-        ("", [f"{PROSE} In Chinese: 灯塔。", "Ω and Σ are Greek letters, like α and β."]),
-        ("", ["I can help with that.", "He cannot help it.", PROSE + " I cannot help with that."]),
-        ("empty", [" \n"]),
-        ("loop", [PROSE + " and so on" * 20, (PROSE + " ") * 5, PROSE + " again" * 40]),
-        ("loop", [f"{PROSE} {part * 500}" for part in ("!", "?!", "🙂", "_", "0", "ha", "—\n")]),
-        ("language", [CHINESE, "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."]),
-        ("refusal", ["I'm sorry, but I can't help with that request.", "I am sorry, I cannot share this."]),
-        ("refusal", ["I cannot assist with this.", "As an AI language model, I have no opinion."]),
-    ],
-)
-def test_flaws_are_found_where_they_are(name: str, texts: list[str]) -> None:
-    for text in texts:
+@pytest.mark.parametrize("name", FLAWS)
+def test_flaws_are_found_where_they_are(name: str) -> None:
+    for text in FLAWS[name]:
         assert flaws(row(Answer(text, "stop", 9))) == ([name] if name else []), text
 
 
@@ -181,40 +186,32 @@ def test_thinking_and_every_turn_are_looked_at() -> None:
     assert flaws(row(replace(SOUND, reasoning="wait " * 60))) == ["loop"]
     assert flaws(row(replace(SOUND, reasoning=CHINESE))) == ["language"]
     assert flaws(row(Answer(CHINESE, "stop", 9), question="他数什么？")) == []
-    assert flaws(row(Answer("我们再想一想" * 200, "stop", 9), question="灯塔看守人数什么？")) == ["loop"]
 
 
 def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_all(tmp_path: Path) -> None:
     good, problem = row(SOUND), Answer("Problem: 2 + 2?", "stop", 5)
     made = [
-        good,
-        row(Answer("", "length", 9)),
-        row(Answer("I cannot help with that.", "stop", 9)),
+        *(good, row(Answer("", "length", 9)), row(Answer("I cannot help with that.", "stop", 9))),
         *(replace(good, invented=problem, turns=(turn,)) for turn in ("2 + 2?", "2  + 2?", "2 - 2?")),
-        row(Answer("<script>alert(1)</script> no", "stop", 9)),
-        Outcome("", "skipped", "x", "an empty question"),
-        Outcome("", "failed", "x", "HTTP 500"),
+        *(Outcome("", "skipped", "x", "an empty question"), Outcome("", "failed", "x", "HTTP 500")),
     ]
     rows = [replace(outcome, id=f"0:{place}") for place, outcome in enumerate(made)]
-    (tmp_path / "journal").mkdir()
     write_rows(tmp_path / JOURNAL, [answering.OUTCOME.dump_python(end, exclude_defaults=True) for end in rows])
 
-    def kept(**gate: Any) -> tuple[dict[str, Any], list[str]]:
+    def kept(**gate: Any) -> tuple[dict[str, Any], str]:
         asked = [Prompt(end.id, end.place) for end in rows]
         summary = job(tmp_path, gate=GateConfig(**gate)).merge(asked, thinking())
-        return summary, [row["id"] for row in read_rows(tmp_path / "conversations.jsonl")]
+        return summary, "".join(row["id"][-1] for row in read_rows(tmp_path / "conversations.jsonl"))
 
-    other = {"cut": "keep", "empty": "keep", "refusal": "drop", "repeated": "keep"}
-    assert kept(**other)[1] == ["0:0", "0:1", "0:3", "0:4", "0:5", "0:6"]
+    assert kept(cut="keep", empty="keep", refusal="drop", repeated="keep")[1] == "01345"
     summary, ids = kept()
-    assert ids == ["0:0", "0:2", "0:3", "0:5", "0:6"] and len(read_rows(tmp_path / "outcomes.jsonl")) == 9
+    assert ids == "0235" and len(read_rows(tmp_path / "outcomes.jsonl")) == 8
     assert summary["flaws"] == {"cut": 1, "empty": 1, "refusal": 1, "repeated": 1}
-    assert [summary[name] for name in ("rows", "kept", "dropped", "training_rows", "answers")] == [9, 5, 2, 5, 5]
-    assert summary["status"] == {"done": 7, "skipped": 1, "failed": 1}
+    assert [summary[name] for name in ("rows", "kept", "dropped", "training_rows", "answers")] == [8, 4, 2, 4, 4]
+    assert summary["status"] == {"done": 6, "skipped": 1, "failed": 1}
     assert summary["why"] == {"skipped: an empty question": 1, "failed: HTTP 500": 1}
     page = (tmp_path / "summary.html").read_text()
-    assert "5 of 9 input rows are kept" in page and "failed: HTTP 500" in page and "a &lt;target&gt;" in page
-    assert "<td>refusal</td><td>1</td><td>keep</td>" in page
+    assert all(text in page for text in ("4 of 8 input rows are kept", "failed: HTTP 500", "a &lt;target&gt;"))
 
 
 @pytest.fixture(scope="module")
@@ -239,31 +236,30 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     assert "6 of 6 rows kept" in capsys.readouterr().out
     before, answers = (run / "outcomes.jsonl").read_bytes(), (run / JOURNAL).read_bytes()
     assert distill(recipe) == 0 and capsys.readouterr().out == f"distill: whole, reused ({run})\n"
-    assert distill(recipe, "--distill.gate.cut", "drop") == 2
-    kept = (run / "conversations.jsonl").read_bytes()
-    assert distill(recipe, "--distill.gate.cut", "drop", "--overwrite") == 2  # all are cut: nothing is left
+    kept, dropping = (run / "conversations.jsonl").read_bytes(), ("--distill.gate.cut", "drop")
+    assert distill(recipe, *dropping) == 2 and distill(recipe, *dropping, "--overwrite") == 2
     assert "no row is left to train on: 6 cut" in capsys.readouterr().err
     assert (run / "conversations.jsonl").read_bytes() == kept
     assert (run / JOURNAL).read_bytes() == answers  # asked nothing again
-    assert distill(recipe, "--distill.sampling.max_tokens", "5") == 2
-    assert "sampling.max_tokens: 12 there, 5 asked" in capsys.readouterr().err
-    assert distill(recipe, "--distill.sampling.max_tokens", "5", "--overwrite") == 0
+    shorter = ("--distill.sampling.max_tokens", "5")
+    assert distill(recipe, *shorter) == 2 and "max_tokens: 12 there, 5 asked" in capsys.readouterr().err
+    assert distill(recipe, *shorter, "--overwrite") == 0
     assert max(row.answers[0].num_tokens for row in outcomes(tmp_path / "run")) == 5
     assert distill(recipe, "--overwrite") == 0 and (run / "outcomes.jsonl").read_bytes() == before
 
 
 def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(recipe: Path, tmp_path: Path) -> None:
-    def question(number: int) -> str:
-        row = {"question_id": number, "category": "a", "turns": [f"Please count {number} boats."]}
-        return str(write_rows(tmp_path / f"{number}.jsonl", [row]))
+    def measured(name: str, *numbers: int) -> dict[str, Any]:
+        rows = [{"question_id": n, "category": "a", "turns": [f"Please count {n} boats."]} for n in numbers]
+        return {"path": str(write_rows(tmp_path / f"{name}.jsonl", rows)), "num_prompts": 1}
 
     values = yaml.safe_load(recipe.read_text())
-    values["bench"] = {"prompts": {"path": question(3), "num_prompts": 1}, "rows": [{"method": "vanilla"}]}
-    values["tune"] = {name: {"path": question(n), "num_prompts": 1} for n, name in ((1, "prompts"), (2, "measure"))}
-    values["distill"]["exclude"] = [{"name": "ours", "path": question(4)}]
+    values["bench"] = {"prompts": measured("bench", 1, 2), "rows": [{"method": "vanilla"}]}
+    values["tune"] = {"prompts": measured("tune", 3), "measure": measured("measure", 4)}
+    values["distill"]["exclude"] = [{"name": "ours", "path": measured("ours", 5)["path"]}]
     path = tiny.recipe(tmp_path / "measured.yaml", values)
     assert distill(path, "--plan") == 0 and not (tmp_path / "run").exists()
     assert distill(path) == 0
-    assert [row.status for row in outcomes(tmp_path / "run")] == ["done", *["skipped"] * 4, "done"]
-    write_rows(tmp_path / "3.jsonl", [{"question_id": 3, "category": "a", "turns": ["Please count 5 boats."]}])
+    assert [row.status for row in outcomes(tmp_path / "run")] == ["done", *["skipped"] * 5]
+    measured("bench", 1)
     assert distill(path, "--is-whole") == 1 and distill(path) == 2  # other questions are held out now
