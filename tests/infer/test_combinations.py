@@ -21,9 +21,9 @@ from aerie.configs.schema.decode import (
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters
-from aerie.infer.decode.shape import Cycle
+from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.lossless import ALPHA, VOCABULARY, SampledProver
-from tests.infer.test_engine import greedy
+from tests.infer.draws import greedy
 
 RULES: dict[str, StopConfig] = {
     "constant": ConstantConfig(),
@@ -40,25 +40,15 @@ SHAPES: dict[str, tuple[Method, str, dict[str, Any]]] = {  # method, kind of hea
     "draft LM, static, replaced": ("sps", "draft_lm", {"shape": "static", "choices": "eagle1", "children": "replaced"}),
     "EAGLE-3, static": ("eagle", "eagle3", {}),
     "EAGLE-3, chain": ("eagle-chain", "eagle3", {}),
-    "EAGLE-1, static": ("eagle", "eagle1", {"choices": "medusa63"}),
     "Medusa": ("medusa", "medusa", {}),
     "Hydra": ("hydra", "hydra", {}),
     "Medusa, dynamic": ("medusa", "medusa", {"shape": "dynamic", "levels": 4, "k": 3, "nodes": 10}),
     "Hydra, chain": ("hydra", "hydra", {"shape": "chain", "levels": 4}),
 }
-SAMPLED = [
-    ("draft LM, dynamic", "entropy"),
-    ("draft LM, static", "vote"),
-    ("draft LM, static, replaced", "heuristic"),
-    ("EAGLE-3, static", "confidence"),
-    ("EAGLE-3, chain", "marginal_gain"),
-    ("Medusa", "entropy"),
-    ("Hydra", "heuristic"),
-    ("Medusa, dynamic", "vote"),
-    ("Hydra, chain", "entropy"),
-]
+DRAWN = "entropy vote heuristic confidence marginal_gain probability_sum heuristic vote entropy".split()
+SAMPLED = dict(zip(SHAPES, DRAWN, strict=True))  # the rule that each is sampled with
 ALL = [
-    pytest.param(shape, rule, marks=() if (shape, rule) in SAMPLED else pytest.mark.slow)
+    pytest.param(shape, rule, marks=() if SAMPLED[shape] == rule else pytest.mark.slow)
     for shape in SHAPES
     for rule in RULES
 ]
@@ -86,27 +76,20 @@ def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCABULARY, (1, 3 + 2 * n), generator=generator) for n in range(3)]
     decoder = make_decoder(Drafters(sampled.target), asked(shape, rule), str(directory / "heads" / SHAPES[shape][1]))
-    levels: list[int] = []
-    forwards: list[int] = []
-
-    def watch(cycle: Cycle) -> None:
-        levels.append(cycle.tree.levels)
-        forwards.append(cycle.tree.draft_forwards)
-
+    trees: list[Tree] = []
     for ids in prompts:
-        written = decoder.generate(ids, do_sample=False, max_new_tokens=16, on_cycle=watch).sequences
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
+        written = decoder.generate(ids, on_cycle=lambda cycle: trees.append(cycle.tree), **settings).sequences
         assert written.tolist() == greedy(sampled.target, ids, 16)
     deepest = decoder.proposer.shape.levels  # type: ignore[union-attr]
-    early = [level for level in levels if 0 < level < deepest]
-    assert len(early) > 2 if rule != "constant" else max(levels) == deepest
-    if shape.startswith("Medusa"):  # its one forward has all laws: a rule saves it nodes to verify, and no forward
-        assert set(forwards) <= {0, 1}
-    else:
-        assert forwards == levels
+    levels = [tree.levels for tree in trees]
+    assert sum(0 < level < deepest for level in levels) > 2 if rule != "constant" else max(levels) == deepest
+    for tree in trees:  # Medusa's one forward has all laws: a rule saves it nodes to verify, and no forward
+        assert tree.draft_forwards == (min(tree.levels, 1) if shape.startswith("Medusa") else tree.levels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "rule"), SAMPLED)
+@pytest.mark.parametrize(("shape", "rule"), SAMPLED.items())
 def test_sampled_answers_have_the_targets_law(shape: str, rule: str, sampled: SampledProver) -> None:
     found = sampled.prove(asked(shape, rule), SHAPES[shape][1], SamplingConfig(1.0), 1500, seed=0)
     assert found.accepted_per_answer > 0.1

@@ -1,4 +1,4 @@
-"""Laws of drafting with a small LM: whatever was accepted, every law is the one of a plain forward on the same text."""
+"""Drafting with a small LM: whatever was accepted, every law is the one of a plain forward on the same text."""
 
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,10 @@ def ready(drafter: DraftLMDrafter, first: int = 50) -> list[int]:
     return [*PROMPT.tolist(), first]
 
 
-def plain(draft: Target, text: list[int]) -> Tensor:
-    """log q [V] after the text, by the model's own forward without a cache."""
-    law: Tensor = draft.model(torch.tensor([text])).logits[0, -1].float().log_softmax(-1)
-    return law
-
-
 def assert_law(law: Tensor, draft: Target, text: list[int]) -> None:
-    torch.testing.assert_close(law, plain(draft, text), rtol=0, atol=1e-5)
+    """It is log q [Vd] after the text by the model's own forward without a cache."""
+    logits = draft.model(torch.tensor([text])).logits[0, -1, : len(law)]
+    torch.testing.assert_close(law, logits.log_softmax(-1), rtol=0, atol=1e-5)
 
 
 @pytest.fixture(autouse=True)
@@ -62,25 +58,7 @@ def _no_gradient() -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_the_laws_of_a_chain_are_plain_ones_after_any_number_of_accepted_tokens(family: str) -> None:
-    draft = draft_of(family)
-    drafter = drafter_of(draft)
-    text = ready(drafter)
-    zero, gamma = torch.zeros(1, dtype=torch.long), 4
-    for cycle, accepted in enumerate((2, 0, 4, 4, 1, 3)):
-        drafted = [(60 + 7 * cycle + 11 * at) % 320 for at in range(gamma)]
-        assert_law(drafter.start()[0], draft, text)
-        for at in range(gamma - 1):  # the last token's law is nobody's: the drafter never reads it
-            law = drafter.step(torch.tensor(drafted[at : at + 1]), zero)
-            assert_law(law[0], draft, text + drafted[: at + 1])
-        yielded = [*drafted[:accepted], 200 + cycle]
-        drafter.commit(torch.tensor(yielded))
-        text += yielded
-    assert_law(drafter.start()[0], draft, text)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-@pytest.mark.parametrize("path", [[], [2], [1, 3], [1, 3, 4], [0, 0, 0]])
+@pytest.mark.parametrize("path", [[], [2], [1, 3], [1, 3, 4], [0, 0, 0]])  # the rows of each level
 def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accepted(
     family: str, path: list[int]
 ) -> None:
@@ -94,21 +72,16 @@ def test_the_laws_of_a_tree_are_plain_ones_also_after_a_part_of_a_path_was_accep
     ]
     for first in (0, 100):  # a second tree, after the first one's rows were gathered
         paths: list[list[int]] = [[]]
-        rows_to: list[list[int]] = [[]]
         assert_law(drafter.start()[0], draft, text)
-        kept: list[int] = []
-        for depth, (parents, tokens) in enumerate(levels):
+        for parents, tokens in levels:
             laws = drafter.step(torch.tensor(tokens) + first, torch.tensor(parents))
             paths = [[*paths[parent], token + first] for parent, token in zip(parents, tokens, strict=True)]
-            rows_to = [[*rows_to[parent], row] for row, parent in enumerate(parents)]
             for law, below in zip(laws, paths, strict=True):
                 assert_law(law, draft, text + below)
-            if depth < len(path) and path[: depth + 1] in rows_to:
-                kept = paths[rows_to.index(path[: depth + 1])]
-        assert len(kept) == len(path)
-        yielded = [*kept, 300]
-        drafter.commit(torch.tensor(yielded))
-        text += yielded
+        kept = [tokens[row] + first for row, (_, tokens) in zip(path, levels, strict=False)]
+        unread = [250] if len(path) == len(levels) else []  # a leaf, whose law nobody asked for
+        drafter.commit(torch.tensor([*kept, *unread, 300]))
+        text += [*kept, *unread, 300]
     assert_law(drafter.start()[0], draft, text)
 
 
@@ -136,10 +109,9 @@ def test_the_logits_of_padded_vocabularies_are_cut_before_the_softmax(vocab_size
     draft = draft_of("llama")
     drafter = drafter_of(draft, vocab_size)
     text = ready(drafter)
-    law, common = drafter.start()[0], min(320, vocab_size)
-    logits = draft.model(torch.tensor([text])).logits[0, -1]
-    assert law.shape == (common,)
-    torch.testing.assert_close(law, logits[:common].log_softmax(-1), rtol=0, atol=1e-5)
+    law = drafter.start()[0]
+    assert law.shape == (min(320, vocab_size),)
+    assert_law(law, draft, text)
     drafter.commit(torch.tensor([vocab_size - 1]))  # a padding row of the target, where it has more
     assert drafter.start().isfinite().all()
 

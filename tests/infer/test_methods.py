@@ -16,11 +16,9 @@ from aerie.configs.schema.decode import (
     Choice,
     DynamicConfig,
     EntropyConfig,
-    HeuristicConfig,
     MethodConfig,
     StaticConfig,
     VoteConfig,
-    check_kind,
 )
 from aerie.configs.schema.measure import SamplingConfig
 from aerie.infer.decode.methods import find_head, kind_at
@@ -58,9 +56,7 @@ def test_the_published_trees() -> None:
     ("words", "tree"),
     [
         ("method=deagle tree.levels=12", DynamicConfig(levels=12, stop=VoteConfig())),
-        ("method=deagle tree.stop.bonus=0.5", DynamicConfig(levels=8, stop=VoteConfig(bonus=0.5))),
         ("method=sps-svip tree.stop.h=0.5", ChainConfig(levels=40, stop=EntropyConfig(h=0.5))),
-        ("method=eagle2 tree.stop.rule=heuristic", DynamicConfig(levels=6, stop=HeuristicConfig())),
         ("method=deagle tree.stop.rule=entropy", DynamicConfig(levels=8, stop=EntropyConfig())),
         ("method=eagle2 tree.levels=null", DynamicConfig(levels=6)),
         ("method=eagle-chain tree.shape=chain tree.levels=4", ChainConfig(levels=4)),
@@ -90,8 +86,6 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
     [
         ("method=eagel2", "--method: input should be 'vanilla', .*not 'eagel2'"),
         ("method=eagle tree.levels=5", "--tree.levels: unknown key; it belongs to another kind of tree"),
-        ("method=sps tree.nodes=5", "--tree.nodes: unknown key"),
-        ("method=eagle2 tree.children=sampled", "--tree.children: unknown key"),
         ("method=sps tree.shape=static", "tree.choices: required"),
         ("method=eagle2 tree.shape=square", "unknown shape 'square'"),
         ("method=eagle-chain tree.children=replaced", "--tree.children: input should be 'best' or 'sampled'"),
@@ -100,7 +94,6 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
         ("method=pld tree.levels=3", "tree: pld grows no tree"),
         ("method=eagle2 lookup.length=3", "lookup: eagle2 does not read it"),
         ("method=vanilla typical.delta=0.1", "vanilla drafts none"),
-        ("method=deagle tree.stop.c=1", "--tree.stop.c: unknown key"),
         ("method=deagle tree.stop.rule=entropi", "unknown rule 'entropi'; did you mean 'entropy'"),
         ("method=svip tree.stop.h=inf", "--tree.stop.h: "),
         ("method=deagle tree.stop.votes=4", "votes is at most their number"),
@@ -148,15 +141,6 @@ def test_a_file_and_a_list_say_the_same(tmp_path: Path) -> None:
 def test_what_is_no_tree_is_named(choices: tuple[Choice, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StaticConfig(choices=choices)
-
-
-def test_a_method_of_another_head_is_refused() -> None:
-    for kind in METHODS["deagle"].heads:
-        check_kind("deagle", kind, "x")
-    with pytest.raises(UserError, match="x: eagle2 drafts with eagle1, and this head is of kind eagle3"):
-        check_kind("eagle2", "eagle3", "x")
-    with pytest.raises(UserError, match="x: pld needs no head"):
-        check_kind("pld", "eagle1", "x")
 
 
 def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
