@@ -47,7 +47,7 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
         asked = tasks.pinned(section.prompts)
         prompts = tasks.load_prompts(asked)
-        decoders = benches.make_decoders(target, suite.rows, heads, suite.places)
+        decoders = benches.make_decoders(target, suite.rows, heads)
         kinds = [head and kind_at(head) for head in heads]
         made = benches.Bench(target, tokenizer, decoders, kinds, section, paths.bench)
         storage.write_json(paths.bench / SUITE, as_dict(asked_of(section, prompts, target)))
@@ -84,7 +84,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
         prompts = tasks.load_prompts(section.prompts)
         questions = [(tasks.encode(prompt.text, tokenizer, target), prompt.task) for prompt in prompts]
-        decoder = make_decoder(Drafters(target), asked, head, "calibrate")
+        decoder = make_decoder(Drafters(target), asked, head)
         recording = calibration.record(decoder, asked.tree, questions, section, recipe.seed)
         lines = calibration.write_calibration(paths.calibration, recording, section.bins, head)
         rebuilt = calibration.rebuild(target, asked, head, questions, section, paths.calibration)
@@ -164,7 +164,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
-    from aerie.infer.report.page import Facts, write_report
+    from aerie.infer.report.page import write_report
     from aerie.infer.report.tables import console_table
 
     head, again = arguments.head or paths.head(recipe), f"--config {arguments.config}"
@@ -178,14 +178,14 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         commands.append(f"{launch} {shlex.join(words)}")
     trained, measured = made.get(head, {}), made[paths.bench]
     training = {name: trained[name] for name in ("training_tokens", "steps", "seconds") if name in trained}
-    facts = Facts(
-        run=str(recipe.run),
-        commit=measured.get("commit"),
-        target={"name": recipe.target.path, "dtype": recipe.target.dtype},
-        head={"kind": recipe.head.kind, "name": str(head)} | training,
-        hardware=measured.get("hardware", {}),
-        commands=(*commands, f"python infer/main.py report {again}"),
-    )
+    facts = {
+        "run": str(recipe.run),
+        "commit": measured.get("commit"),
+        "target": {"name": recipe.target.path, "dtype": recipe.target.dtype},
+        "head": {"kind": recipe.head.kind, "name": str(head)} | training,
+        "hardware": measured.get("hardware", {}),
+        "commands": [*commands, f"python infer/main.py report {again}"],
+    }
     print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, seed=recipe.seed)))
     print(f"\nreport: {paths.report / 'index.html'}")
     return 0
@@ -228,8 +228,7 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
             raise UserError("generate needs --config RECIPE, or --target with --head or --method")
         usual, of_method = "vanilla" if given is None else USUAL[kind_at(given)], pairs
         words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
-        given_words = [f"{key}={word}" for key, word in words.items() if word]
-        target = validate({}, TargetConfig, "command line", {}, given_words)
+        target = validate({key: word for key, word in words.items() if word}, TargetConfig, "command line", {})
     else:
         of_method = [pair for pair in pairs if pair.startswith(("tree.", "typical.", "lookup.", "lookahead."))]
         others = [f"--{pair}" for pair in pairs if pair not in of_method]
@@ -265,7 +264,7 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
         print(f"generate: {target.path}, {asked.method} with {head or 'no head'}, {tree}{law}")
         return 0
     loaded = benches.load_quietly(target, None if recipe is None else recipe.threads)
-    answer(loaded, load_tokenizer(target), asked, head, arguments, max_new_tokens=arguments.max_new_tokens, **sampling)
+    answer(loaded, load_tokenizer(target), asked, head, arguments)
     return 0
 
 

@@ -31,11 +31,11 @@ class EagleDrafter(Drafter):
         self.head, self._draft = head, EagleDraft(head)
         self._logits: Callable[[Tensor], Tensor] = target.logits
         self.max_positions = head.config.max_position_embeddings
+        self.forwards = ((self, "_draft"), (self, "_logits"))
         if isinstance(head, Eagle3Head):
             self.after_blocks = head.config.after_blocks
             self._logits, self._fuse = head.logits, head.fuse
-        names = ("_draft", "_logits", "_fuse") if self.after_blocks else ("_draft", "_logits")
-        self.forwards = tuple((self, name) for name in names)
+            self.forwards += ((self, "_fuse"),)
         self._buffers: list[KeyValueBuffer] = []
         self._length = self._levels = 0  # committed slots; drafted levels
         # the head's states: [1, 1, D] of the last committed slot, and [1, rows of the last call, D]
@@ -71,7 +71,7 @@ class EagleDrafter(Drafter):
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         count, position = tokens.shape[0], self._length + self._levels
-        if count not in self._own or self._own[count].device != self._nothing.device:
+        if count not in self._own:
             eye = torch.eye(count, dtype=torch.bool, device=self._nothing.device)
             self._own[count] = self._nothing.new_full((count, count), float("-inf")).masked_fill_(eye, 0.0)
         # a drafted slot sees the drafted slots that its parent saw, and itself

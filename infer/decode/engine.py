@@ -205,7 +205,5 @@ class Clock:
         return ms
 
 
-def make_decoder(
-    drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method"
-) -> SpeculativeDecoder:
-    return SpeculativeDecoder(drafters.target, make_proposer(drafters, asked, head, place), asked.typical)
+def make_decoder(drafters: Drafters, asked: MethodConfig, head: str | None) -> SpeculativeDecoder:
+    return SpeculativeDecoder(drafters.target, make_proposer(drafters, asked, head), asked.typical)

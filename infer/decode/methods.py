@@ -105,8 +105,8 @@ def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
         if kind in named:
             raise UserError(f"--head {head}: is of kind {kind}, as {named[kind]} is; give one of a kind")
         named[kind] = str(head)
-    kinds = [] if heads is None else dict.fromkeys(kind for method in METHODS.values() for kind in method.heads)
-    there = {kind: str(heads / kind) for kind in kinds if heads is not None and (heads / kind / CONFIG).is_file()}
+    kinds = dict.fromkeys(kind for method in METHODS.values() for kind in method.heads)
+    there = {kind: str(heads / kind) for kind in kinds if heads and (heads / kind / CONFIG).is_file()}
     return {**there, **named}
 
 
@@ -130,8 +130,8 @@ def drafting(drafter: Drafter, tree: TreeConfig, calibrate: Calibrate = unchange
     return Drafting(drafter, make_shape(tree, calibrate))
 
 
-def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None, place: str = "method") -> Proposer | None:
-    """null: vanilla; place: the method's in a recipe."""
+def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> Proposer | None:
+    """null: vanilla; the head was found by `find_head`."""
     options, tree = asked.options, asked.tree
     if isinstance(options, schema.LookaheadConfig):
         return Lookahead(options, getattr(drafters.target.config, "max_position_embeddings", None))
@@ -139,9 +139,7 @@ def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None, pla
         return PromptLookup(options)
     if tree is None:
         return None
-    if head is None:
-        raise UserError(f"{place}: {asked.method} needs a head; give --head")
-    check_kind(asked.method, kind_at(head), place)
+    assert head is not None
     return drafting(drafters.of(head), tree, calibrate_of(tree.calibrated, head))
 
 

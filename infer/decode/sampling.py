@@ -1,6 +1,7 @@
 """The target's law at a node, by transformers' own processors, and draws from it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,13 +10,10 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import read_yaml
 
 # settings that no draft tree honours, with the value that switches them off
-OFF: dict[str, Any] = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1}
-OFF |= dict.fromkeys(("no_repeat_ngram_size", "min_length", "epsilon_cutoff", "eta_cutoff"), 0)
-OFF |= dict.fromkeys(("min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids", "sequence_bias"))
-OFF |= dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "stop_strings"))
-OFF |= dict.fromkeys(("guidance_scale", "penalty_alpha", "max_time", "watermarking_config"))
+OFF = read_yaml(Path(__file__).with_name("settings_off.yaml"))[0]
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ def resolve(config: GenerationConfig, **asked: Any) -> Decoding:
         if not is_right:
             raise UserError(f"{name} must be {range_}, not {value:g}")
     if not do_sample:
-        return Decoding(False, 0.0, 0, 1.0, 0.0, max_new_tokens, ends)
-    return Decoding(True, float(temperature), int(top_k), float(top_p), float(min_p), max_new_tokens, ends)
+        temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
+    return Decoding(do_sample, float(temperature), int(top_k), float(top_p), float(min_p), max_new_tokens, ends)
 
 
 def token_ids(value: Any) -> frozenset[int]:

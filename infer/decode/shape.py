@@ -1,6 +1,6 @@
 """Where to draft: a static tree (a chain is one) or a dynamic one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -95,8 +95,7 @@ class StaticTree(Shape):
         form, nodes = _form(self.choices, log_q.shape[-1], root.device)
         levels, ended = min(len(form), max_levels), False
         sampled = self.children != "best" and sampler.decoding.do_sample
-        certain = torch.zeros(1, device=root.device)  # the root's log q
-        above = certain  # log survival of the expanded nodes
+        above = torch.zeros(1, device=root.device)  # log survival of the expanded nodes
         laws: list[Tensor] = []
         grown: list[Level] = []
         for depth, (expanded, rows, places, inner, width) in enumerate(form[:levels], start=1):
@@ -120,9 +119,7 @@ class StaticTree(Shape):
             if depth == levels or ended:
                 break
             log_q = drafter.step(tokens.index_select(0, inner), rows.index_select(0, inner))
-        token = torch.cat([root, *(level.tokens for level in grown)])  # [N]
-        confidence = torch.cat([certain, *(level.confidence for level in grown)])
-        survival = torch.cat([certain, *(level.survival for level in grown)])
+        token, confidence, survival = _joined(root, grown)  # [N]
         count, proposal = len(token), None
         parents, depths, mask, law_of = (part[:count] for part in nodes)
         mask = mask[:, :count]
@@ -144,6 +141,14 @@ class StaticTree(Shape):
         pool = self._pool(grown, kept, drafter, ended, reranked=False) if keep else None
         depth = len(grown)
         return Tree(token, parents, depths, mask, confidence, survival, depth, depth, proposal, pool=pool)
+
+
+def _joined(root: Tensor, grown: Sequence[Level]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, confidence and survival of the root and all candidates."""
+    certain = torch.zeros(1, device=root.device)
+    tokens = torch.cat([root, *(level.tokens for level in grown)])
+    confidence = torch.cat([certain, *(level.confidence for level in grown)])
+    return tokens, confidence, torch.cat([certain, *(level.survival for level in grown)])
 
 
 @lru_cache
@@ -185,11 +190,10 @@ class DynamicTree(Shape):
         k = min(self.k, log_q.shape[-1])
         row_of = torch.arange(k, device=root.device).repeat_interleave(k)  # of a level's candidates
         parents = torch.zeros(1, dtype=torch.long, device=root.device)  # [r] candidate numbers of the expanded nodes
-        certain = torch.zeros(1, device=root.device)  # the root's log q
         # [r] of the expanded nodes: log survival, and the least log confidence on their path
-        above = lowest = certain
+        above = lowest = torch.zeros(1, device=root.device)
         # level by level: the scores of all candidates, and the numbers of those that may be expanded
-        scores, frontiers = [certain], [parents]
+        scores, frontiers = [above], [parents]
         grown: list[Level] = []
         firsts = [1]  # the number of each level's first candidate
         for depth in range(1, levels + 1):
@@ -230,9 +234,7 @@ class DynamicTree(Shape):
         number = expanded.index_select(0, (kept - 1).clamp_(min=0).floor_divide_(k))
         of = torch.searchsorted(kept, number)  # [N]
         depth_of = torch.bucketize(kept, torch.tensor(firsts, device=kept.device), right=True)
-        token = torch.cat([root, *(level.tokens for level in grown)]).index_select(0, kept)
-        confidence = torch.cat([certain, *(level.confidence for level in grown)]).index_select(0, kept)
-        survival = torch.cat([certain, *(level.survival for level in grown)]).index_select(0, kept)
+        token, confidence, survival = (column.index_select(0, kept) for column in _joined(root, grown))
         pool = self._pool(grown, kept, drafter, ended, reranked=True) if keep else None
         return Tree(token, of, depth_of, ancestors(of, depth), confidence, survival, depth, depth, pool=pool)
 
@@ -252,8 +254,8 @@ class Cycle:
 
 class Proposer:
     max_nodes: int = 1  # of a tree, root and passengers included
-    max_positions: int = 2**31  # of prompt and answer
-    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
+    max_positions: int = 2**31  # as of Drafter
+    after_blocks: tuple[int, ...] = ()
 
     def reset(self, prompt: Tensor, capacity: int, sampler: Sampler) -> None:
         """A new prompt [T]; capacity in tokens and nodes of one tree."""

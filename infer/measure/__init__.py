@@ -1,1 +1,0 @@
-"""Measure a method: bench, calibrate, tune, and prove that it is lossless."""

@@ -107,12 +107,11 @@ class Bench:
 
 
 def make_decoders(
-    target: Target, rows: Sequence[MethodConfig], heads: Sequence[str | None], places: Sequence[str] | None = None
+    target: Target, rows: Sequence[MethodConfig], heads: Sequence[str | None]
 ) -> list[SpeculativeDecoder]:
     """One decoder per row with its head's directory; those that read the same target states share a cache."""
     drafters, shared = Drafters(target), dict[tuple[int, ...], CachedLM]()
-    named = zip(rows, heads, places or ["bench.rows"] * len(rows), strict=True)
-    decoders = [make_decoder(drafters, *each) for each in named]
+    decoders = [make_decoder(drafters, *named) for named in zip(rows, heads, strict=True)]
     for decoder in decoders:
         decoder.lm = shared.setdefault(decoder.lm.after_blocks, decoder.lm)
     return decoders
@@ -196,9 +195,9 @@ def _answer(
     if bench.config.cycles:
         keep_pools(decoder)
     # nothing is left to the target's generation_config
-    settings = {**bench.settings(ids), "do_sample": origin.temperature > 0, "temperature": origin.temperature}
-    settings |= {"top_k": origin.top_k, "top_p": origin.top_p, "min_p": 0.0}
-    settings |= {"timed": True, "on_cycle": recorder if bench.config.cycles else None}
+    settings = {**bench.settings(ids), "do_sample": origin.temperature > 0, "min_p": 0.0, "timed": True}
+    settings |= {name: getattr(origin, name) for name in ("temperature", "top_k", "top_p")}
+    settings["on_cycle"] = recorder if bench.config.cycles else None
     generator = torch.Generator(bench.target.device).manual_seed(seed)
     try:
         generation = decoder.generate(ids, generator=generator, **settings)

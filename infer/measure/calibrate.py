@@ -32,6 +32,7 @@ from aerie.model.target import Target
 SCHEMA, EDGE = 1, 1e-7  # of analysis.json; confidence 0 or 1 in single precision is not certainty
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
 CHOICES = "choices.yaml"
+SPLIT = 0  # seed of the halves of the prompts
 REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
 SLACK = 1e-9  # rounding of sums over a vocabulary in float64
 PAPER_CS = (0.15, 0.18)  # SVIP's released code; its figure 4
@@ -60,8 +61,8 @@ def record(
     drafts, oracle, tables = keep_pools(decoder), None, []
     if section.oracle_levels is not None and drafts and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
-    settings: dict[str, Any] = {"do_sample": section.temperature > 0, "temperature": section.temperature, "top_k": 0}
-    settings |= {"top_p": 1.0, "max_new_tokens": section.prompts.max_new_tokens}
+    settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
+    settings["max_new_tokens"] = section.prompts.max_new_tokens
     with bar(len(questions), "prompts", "calibrate") as progress:
         for number, (ids, _) in enumerate(questions):
             recorder, generator = Recorder(), torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
@@ -127,15 +128,13 @@ def reliability(nodes: pd.DataFrame, bins: int = 20) -> dict[str, Any]:
     return {"nodes": len(nodes), "ece": ece, "brier": brier, "bins": table}
 
 
-def held_out(prompts: pd.Series, seed: int = 0) -> NDArray[np.bool_]:
+def held_out(prompts: pd.Series) -> NDArray[np.bool_]:
     """Rows [n] of the half of the prompts, chosen by hash, that fits are scored on."""
-    chosen = [n for n in prompts.unique() if hashlib.sha256(f"{seed}:{n}".encode()).digest()[0] % 2 == 1]
+    chosen = [n for n in prompts.unique() if hashlib.sha256(f"{SPLIT}:{n}".encode()).digest()[0] % 2 == 1]
     return np.asarray(prompts.isin(chosen), dtype=bool)
 
 
-def summarise(
-    nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20, seed: int = 0
-) -> dict[str, Any]:
+def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bins: int = 20) -> dict[str, Any]:
     """calibration.json. At depth d `survived` is P(accepted >= d), `conditional` the same given accepted >= d - 1."""
     deepest = int(max([0, *nodes.depth, *cycles.accepted]))
     reached = [int((cycles.accepted >= depth).sum()) for depth in range(deepest + 1)]
@@ -146,13 +145,13 @@ def summarise(
         row |= {"acceptance": mean(here.acceptance), "cycles": before}
         row |= {"survived": reached[depth] / len(cycles) if len(cycles) else None}
         by_depth.append(row | {"conditional": reached[depth] / before if before else None})
-    chosen = held_out(nodes.prompt, seed)
+    chosen = held_out(nodes.prompt)
     whole, fitted, other = (
         {"prompts": part.prompt.nunique(), **reliability(part, bins)} for part in (nodes, nodes[~chosen], nodes[chosen])
     )
     is_split = bool(fitted["nodes"] and other["nodes"])
     difference = {name: other[name] - fitted[name] if is_split else None for name in ("ece", "brier")}
-    halves = {"seed": seed, "fit": fitted, "held_out": other, "difference": difference}
+    halves = {"seed": SPLIT, "fit": fitted, "held_out": other, "difference": difference}
     return {"temperature": temperature, **whole, "cycles": len(cycles), "by_depth": by_depth, "halves": halves}
 
 
@@ -320,10 +319,10 @@ def fit(confidence: FloatArray, acceptance: FloatArray) -> Calibrator:
     return Calibrator(temperature, tuple(knots.X_thresholds_.tolist()), tuple(knots.y_thresholds_.tolist()))
 
 
-def fit_and_score(recording: Recording, bins: int, seed: int = 0) -> tuple[Calibrator, dict[str, Any]] | None:
+def fit_and_score(recording: Recording, bins: int) -> tuple[Calibrator, dict[str, Any]] | None:
     """A calibrator fitted on half of the prompts, with its scores on the other; null where a half has no nodes."""
     nodes = recording.tables["nodes"]
-    chosen = held_out(nodes.prompt, seed)
+    chosen = held_out(nodes.prompt)
     if chosen.all() or not chosen.any():
         return None
     mine, other = nodes[~chosen], nodes[chosen]
@@ -363,7 +362,7 @@ def rebuild(
             if sum(path) <= REACH:
                 wide |= {(*path, rank) for rank in range(ranks)}
     probe = replace(asked, tree=replace(tree, choices=in_order(wide)), typical=None)
-    decoder = make_decoder(Drafters(target), probe, head, "calibrate")
+    decoder = make_decoder(Drafters(target), probe, head)
     recording = record(decoder, None, questions, replace(section, temperature=0.0))
     choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)
     about = f"# {len(choices)} drafted nodes for {asked.method}, rebuilt from how often each rank was accepted"

@@ -46,11 +46,9 @@ class ColouredStreamer(BaseStreamer):
         print(flush=True)
 
 
-def answer(
-    target: Target, tokenizer: Any, asked: MethodConfig, head: str | None, arguments: Namespace, **settings: Any
-) -> None:
+def answer(target: Target, tokenizer: Any, asked: MethodConfig, head: str | None, arguments: Namespace) -> None:
     """Streams the answer to stdout, statistics to stderr."""
-    decoder = make_decoder(Drafters(target), asked, head, "--method")
+    decoder = make_decoder(Drafters(target), asked, head)
     plain = tokenizer(arguments.prompt)["input_ids"] if arguments.raw else None
     ids = encode(arguments.prompt, tokenizer, target) if plain is None else torch.tensor([plain], device=target.device)
     streamer, trees = ColouredStreamer(tokenizer), list[Tree]()
@@ -61,6 +59,7 @@ def answer(
             trees.append(cycle.tree)
 
     generator = torch.Generator(target.device).manual_seed(arguments.seed)
+    settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     generation = decoder.generate(ids, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings)
     counted = generation.statistics
     for tree in trees if arguments.show_tree else ():

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import validate
-from aerie.configs.schema import decode as methods
+from aerie.configs.read import read_yaml, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
 from aerie.configs.schema.target_and_head import Eagle1Section, Eagle3Section, HydraSection, MedusaSection, TargetConfig
@@ -42,9 +41,6 @@ LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
 # all drafts refused; all accepted to their deepest node; an end token, or max_new_tokens, inside an accepted path
 EDGES = ("rejected", "accepted", "ended", "cut")
 ROUNDING = 4.0  # in units of eps times the largest logit
-TASKS = ("Explain what you know about", "List three facts about", "Write a Python function that has to do with",
-         "Count to ten, and then say something about", "Name five words that go with")  # fmt: skip
-TOPICS = ("the sea", "prime numbers", "a bicycle", "bread")
 
 VOCABULARY = 8  # of the miniature
 SPREAD = 0.38  # standard deviation of its matrices: three or four likely tokens at each place
@@ -54,28 +50,13 @@ LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second le
 LONGER = {"sps-heuristic": 5}  # only its second draft depends on what was accepted
 # every token once, and n-grams that come back
 PROMPT = (1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4)
-# published trees would hold nearly all 8 tokens; these rules end trees of two levels now and then
-SMALL: dict[str, Any] = {"k": 2, "nodes": 5}
-RULES: dict[str, methods.StopConfig] = {
-    "deagle": methods.VoteConfig(probability_threshold=0.7, momentum_threshold=0.7, declines=1),
-    "ddd": methods.ProbabilitySumConfig(checks=(1, 2), threshold=0.7),
-    "opt-tree": methods.MarginalGainConfig(threshold=0.7),
-}
+# the prompts, and the miniatures' methods
+GIVEN = read_yaml(Path(__file__).with_name("lossless.yaml"))[0]
 MINIATURES = {
-    "sps-heuristic": MethodConfig.of("sps-heuristic", stop=methods.HeuristicConfig(start=2)),
-    "lookahead": MethodConfig("lookahead", lookahead=methods.LookaheadConfig(3, 5, 7, pool_from_text=True)),  # N, W, G
-    **{method: MethodConfig.of(method, **SMALL) for method in ("eagle2", "eagle3", "svip")},
-    **{method: MethodConfig.of(method, **SMALL, stop=rule) for method, rule in RULES.items()},
+    method: validate({"method": method, **keys}, MethodConfig, method, {}) for method, keys in GIVEN["methods"].items()
 }
 Answer = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A prompt [1, T] and the target's longest greedy answer; shorter ones are its beginnings."""
-
-    ids: Tensor
-    answer: list[int]
+Reference = tuple[Tensor, list[int]]  # a prompt [1, T] and its longest greedy answer; shorter ones are its beginnings
 
 
 @dataclass(frozen=True)
@@ -158,7 +139,7 @@ def demonstrate(
         print(f"verify: {config.path} in {config.dtype}: {', '.join(row.asked.method for row in rows)}")
         return 0
     target, tokenizer = load_quietly(config, threads), load_tokenizer(config)
-    texts = [f"{task} {topic}." for topic in TOPICS for task in TASKS]
+    texts = [f"{task} {topic}." for topic in GIVEN["topics"] for task in GIVEN["tasks"]]
     if prompts is not None:
         texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))]
     references = []
@@ -208,7 +189,7 @@ def reference(target: Target, ids: Tensor) -> Reference:
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max(LENGTHS)}
     with torch.inference_mode():
         out = target.model.generate(ids, **settings)
-    return Reference(ids, out[0, ids.shape[1] :].tolist())
+    return ids, out[0, ids.shape[1] :].tolist()
 
 
 def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference]) -> GreedyResult:
@@ -220,7 +201,7 @@ def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference])
 
 def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: dict[str, int]) -> list[Difference]:
     """The first difference of each answer to one prompt; counts the edge cases."""
-    ends = token_ids(decoder.target.generation_config.eos_token_id)
+    (ids, answer), ends = known, token_ids(decoder.target.generation_config.eos_token_id)
     differences: list[Difference] = []
 
     def run(max_new_tokens: int, end: int | None = None) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -232,17 +213,17 @@ def _tries(decoder: SpeculativeDecoder, known: Reference, number: int, edges: di
             tree, accepted = cycle.tree, cycle.verdict.accepted
             depth = int((tree.depth if tree.passengers is None else tree.depth[~tree.passengers]).max())
             drafted.extend([(accepted, depth)] if depth else [])
-            before = cycle.position + 1 - known.ids.shape[1]
+            before = cycle.position + 1 - ids.shape[1]
             cycles.append((before, min(accepted, cycle.new_tokens), cycle.new_tokens))
 
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
         settings |= {} if end is None else {"eos_token_id": [end, *ends]}
-        ours = decoder.generate(known.ids, on_cycle=watch, **settings).new_ids
-        wanted = known.answer[:max_new_tokens]
+        ours = decoder.generate(ids, on_cycle=watch, **settings).new_ids
+        wanted = answer[:max_new_tokens]
         if end in wanted:
             wanted = wanted[: wanted.index(end) + 1]
         if ours != wanted:
-            differences.append(_difference(decoder.target, known.ids, number, ours, wanted))
+            differences.append(_difference(decoder.target, ids, number, ours, wanted))
         edges["rejected"] += bool(drafted) and not any(took for took, _ in drafted)
         edges["accepted"] += bool(drafted) and all(took == depth for took, depth in drafted)
         return ours, cycles
@@ -289,8 +270,8 @@ class SampledProver:
     def prove(self, asked: MethodConfig, kind: str | None, sampling: SamplingConfig, draws: int, seed: int) -> Law:
         length = LONGER.get(asked.method, LENGTH)
         decoder, generator = remember(self.decoder(asked, kind)), torch.Generator().manual_seed(seed)
-        settings: dict[str, Any] = {**asdict(sampling), "do_sample": True, "max_new_tokens": length}
-        drawn = [decoder.generate(self.ids, generator=generator, **settings) for _ in range(draws)]
+        settings: dict[str, Any] = {**asdict(sampling), "max_new_tokens": length, "generator": generator}
+        drawn = [decoder.generate(self.ids, **settings) for _ in range(draws)]
         seen = Counter(tuple(out.new_ids) for out in drawn)
         accepted = sum(sum(out.statistics.accepted) for out in drawn) / draws
         return Law(sampling.temperature, sampling.top_p, p_value(self._law(length, sampling), seen), accepted)
@@ -299,9 +280,7 @@ class SampledProver:
 def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY) -> TargetConfig:
     """Writes directory/target, a Llama that never ends, and directory/heads/KIND; EAGLE-3 lacks every third token."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"vocab_size": vocabulary, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **GIVEN["model"])).eval()
     letters = Tokenizer(models.WordLevel({chr(97 + token): token for token in range(vocabulary)}, unk_token="a"))
     letters.pre_tokenizer = pre_tokenizers.Whitespace()
 
@@ -331,7 +310,7 @@ def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY
 
 def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfig) -> dict[Answer, float]:
     """The chance of every possible answer of `length` tokens to ids [1, T], by plain forwards over all prefixes."""
-    sampler = Sampler(resolve(target.generation_config, do_sample=True, **asdict(sampling)), torch.Generator())
+    sampler = Sampler(resolve(target.generation_config, **asdict(sampling)), torch.Generator())
     law: dict[Answer, float] = {(): 1.0}
     for _ in range(length):
         prefixes = list(law)

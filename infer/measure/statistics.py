@@ -66,10 +66,10 @@ def group(records: Iterable[Record]) -> list[Group]:
     return groups
 
 
-def main_groups(records: Records, asked: Asked | None) -> list[Group]:
-    """The groups of the bench's own rows; without suite.json: of all."""
-    cells = {(cell.row, cell.sampling) for cell in asked.main} if asked else set()
-    return group(record for record in records if asked is None or (record.row, record.sampling) in cells)
+def main_groups(records: Records, asked: Asked) -> list[Group]:
+    """The groups of the bench's own rows."""
+    cells = {(cell.row, cell.sampling) for cell in asked.main}
+    return group(record for record in records if (record.row, record.sampling) in cells)
 
 
 def summary_row(members: Group, seed: int = 0) -> SummaryRow:
@@ -104,10 +104,8 @@ def summary_row(members: Group, seed: int = 0) -> SummaryRow:
 
 def identity(members: Group) -> SummaryRow:
     """A row without figures."""
-    first, tree = members.first, members.first.tree
+    first = members.first
     tasks = {record.task for record in members.records}
-    if tree is not None and tree.shape == "chain":  # one child per node, whatever k the recipe leaves standing
-        tree = replace(tree, k=1, nodes=tree.levels + 1)
     # a rule that is not lossless is named as soon as one answer has it, then one that judged drafts
     good = members.good
     rules = [record.verify for record in good if "not lossless" in record.verify]
@@ -116,8 +114,10 @@ def identity(members: Group) -> SummaryRow:
         task=first.task if len(tasks) == 1 else ALL_TASKS,
         prompts=len({record.prompt for record in members.records}),
         verify=(rules or [first.verify])[0],
-        tree=tree,
-        **{name: getattr(first, name) for name in ("method", "head", "head_path", "temperature", "top_k", "top_p")},
+        **{
+            name: getattr(first, name)
+            for name in ("method", "head", "head_path", "tree", "temperature", "top_k", "top_p")
+        },
     )
 
 
@@ -143,10 +143,8 @@ def members_of(records: Records, point: AskedPoint) -> tuple[Record, ...]:
     return tuple(r for r in records if r.row == point.row and r.sampling == point.sampling and r.prompt in prompts)
 
 
-def sweep_rows(records: Records, asked: Asked | None, seed: int = 0) -> list[SummaryRow]:
+def sweep_rows(records: Records, asked: Asked, seed: int = 0) -> list[SummaryRow]:
     """`sweeps` of summary.json."""
-    if asked is None:
-        return []
     baselines, rows = baselines_of(records), []
     for point in asked.points:
         if answers := members_of(records, point):

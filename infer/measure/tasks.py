@@ -6,22 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import yaml
+import torch
+from torch import Tensor
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import read_yaml
 from aerie.configs.schema.measure import PromptsConfig, TaskConfig
 from aerie.data.conversations import hub_commit, is_local, read_rows
 from aerie.model.storage import file_digest
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from aerie.model.target import Target
+from aerie.model.target import Target
 
 Row = Mapping[str, Any]
-TASKS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text(encoding="utf-8"))
+TASKS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("tasks.yaml"))[0]
 GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
@@ -165,15 +163,13 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
     return replace(config, tasks=tuple(tasks))
 
 
-def encode(text: str, tokenizer: Any, target: "Target") -> "Tensor":
+def encode(text: str, tokenizer: Any, target: Target) -> Tensor:
     """Token ids [1, T] of one user turn in the chat template, the assistant's opened."""
     return encode_turn(Prompt("", "", text), (), tokenizer, target)
 
 
-def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: "Target") -> "Tensor":
+def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
     """Token ids [1, T] of the turn after these answers, with what came before."""
-    import torch
-
     if getattr(tokenizer, "chat_template", None) is None:
         raise UserError(f"{target.recipe.path}: has no chat template; give --target.chat_template FILE.jinja")
     messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]

@@ -1,1 +1,0 @@
-"""The report: statistics, figures and the page."""

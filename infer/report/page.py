@@ -4,16 +4,16 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import read_yaml
 from aerie.infer.measure import record as bench_files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import SummaryRow
@@ -32,7 +32,7 @@ try:
 except ImportError as error:
     raise UserError(f"report: matplotlib cannot be imported ({error}); pip install aerie[report]") from error
 
-RC: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("pictures.yaml").read_text(encoding="utf-8"))
+RC = read_yaml(Path(__file__).with_name("pictures.yaml"))[0]
 INK, MUTED, BAD, QUIET = RC["text.color"], RC["axes.labelcolor"], "#b3261e", "#98a1ae"
 SERIES = ("#c2570c", "#0f766e", "#5b4fc4", "#b7931a", "#b03a73", "#2f6fb5")
 WIDTH, POINTS = 332.0, 72.0  # of a picture, in points, and points per inch
@@ -269,37 +269,33 @@ SCHEMA, TINTS = 1, 4
 CALIBRATION_CONTRACT = ("temperature", "ece", "brier", "bins")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the records cannot say; the mappings are JSON-ready."""
-
-    run: str
-    commit: str | None
-    target: dict[str, Any]  # "name" is used in the title
-    head: dict[str, Any]  # "kind" is used in the title
-    hardware: dict[str, Any]  # device, threads, dtype, ...
-    commands: tuple[str, ...] = ()  # that made the run, shown at the end of the page
-
-
-def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, seed: int = 0) -> list[SummaryRow]:
+def write_report(
+    bench: Path, calibration: Path, output: Path, facts: Mapping[str, Any], seed: int = 0
+) -> list[SummaryRow]:
     """Writes every file of the report from two stages' directories; returns the rows over all tasks.
 
-    Where the suite asks for rows by task, summary.json and the text tables have these, the page the pooled ones.
+    facts: run, commit, target (with `name`), head (with `kind`), hardware and the commands that made the run. Where the
+    suite asks for rows by task, summary.json and the text tables have these, the page the pooled ones.
     """
     records = bench_files.read_records(bench / bench_files.RECORDS)
     if not records:
         raise UserError(f"{bench / bench_files.RECORDS}: holds no whole record; run: python infer/main.py bench")
+    # without suite.json all rows are the bench's own
     asked = _read(bench / bench_files.SUITE, bench_files.Asked)
+    asked = asked or bench_files.Asked(tuple(bench_files.AskedCell(one.row, *one.sampling) for one in records))
     groups = statistics.main_groups(records, asked)
     rows = told_apart([summary_row(members, seed) for members in groups])
     by_task = [members.by_task() for members in groups]
-    parts = [(at, summary_row(one, seed)) for at, each in enumerate(by_task) if len(each) > 1 for one in each]
+    parts = {
+        at: [replace(summary_row(one, seed), value=one.first.task) for one in each]
+        for at, each in enumerate(by_task)
+        if len(each) > 1
+    }
     sweeps = statistics.sweep_rows(records, asked, seed)
     curve, analysis = _read(calibration / "calibration.json"), _read(calibration / "analysis.json")
-    for value, keys in ((curve, {*CALIBRATION_CONTRACT, "nodes"}), (analysis, {"schema", "calibrator", "oracle"})):
-        if value is not None and (not keys <= value.keys() or value.get("schema", SCHEMA) != SCHEMA):
-            fix = "of another version; make it again: python infer/main.py calibrate --overwrite"
-            raise UserError(f"{calibration / ('calibration.json' if value is curve else 'analysis.json')}: {fix}")
+    if analysis is not None and analysis["schema"] != SCHEMA:
+        fix = "is of another version; make it again: python infer/main.py calibrate --overwrite"
+        raise UserError(f"{calibration / 'analysis.json'}: {fix}")
     tuning = _read(bench.parent / "tune" / "tune.json")
     if tuning is not None:
         tuning["measured"] = _read(bench.parent / "tune" / "measured.json")
@@ -316,7 +312,8 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     details: dict[str, Any] = {
         "schema": SCHEMA,
         "rows": extras,
-        "by_task": [{"row": at, **part.as_dict()} for at, part in parts],  # row: the position over all tasks
+        # row: the position over all tasks
+        "by_task": [{"row": at, **part.as_dict()} for at, of_row in parts.items() for part in of_row],
         "diversity": statistics.diversity(groups),
         "reference": None if reference is None else asdict(reference),
         "calibration": curve,
@@ -328,19 +325,19 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     grids, contexts = tables.sweep_grids(sweeps), tables.context_grids(sweeps)
     drawn = pictures(rows, details, grids, contexts)
     suite: dict[str, Any] = {"sweeps": grids, "contexts": contexts, "tasks": tables.task_grid(rows, parts)}
-    prompts = {point.sweep: frozenset(point.prompts) for point in asked.points} if asked else {}
+    prompts = {point.sweep: frozenset(point.prompts) for point in asked.points}
     suite["lengths"] = tables.lengths([*rows, *sweeps], {None: frozenset(one.prompt for one in records), **prompts})
     suite["beside"] = tables.beside(rows, parts)
     suite["published"] = {name: tables.published(name) for name in ("ablation", "depths", "contexts")}
     texts = {f"{name}.svg": standalone(svg) for name, svg in drawn.items()}
     texts["index.html"] = render(facts, rows, details, suite=suite, drawn=drawn, sample=sample_answer(groups, rows))
     shown = rows
-    if asked is not None and asked.by_task:
+    if asked.by_task:
         shown = told_apart([summary_row(one, seed) for each in by_task for one in each])
         details["pooled"] = [row.as_dict() for row in rows]
     summary = {
         "schema": SCHEMA,
-        **{name: value for name, value in asdict(facts).items() if name != "commands"},
+        **{name: value for name, value in facts.items() if name != "commands"},
         "rows": [row.as_dict() for row in shown],
         "sweeps": [point.as_dict() for point in sweeps],
         "calibration": curve and {name: curve[name] for name in CALIBRATION_CONTRACT},
@@ -356,7 +353,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: Facts, see
     return rows
 
 
-def render(facts: Facts, rows: Rows, details: Mapping[str, Any], **parts: Any) -> str:
+def render(facts: Mapping[str, Any], rows: Rows, details: Mapping[str, Any], **parts: Any) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(trim_blocks=True, lstrip_blocks=True, loader=loader, autoescape=True)
     environment.undefined = StrictUndefined
@@ -367,7 +364,7 @@ def render(facts: Facts, rows: Rows, details: Mapping[str, Any], **parts: Any) -
         tables=tables,
         nothing=tables.NOTHING,
         facts=facts,
-        heads=f"{len(kinds)} draft heads" if len(kinds) > 1 else f"{facts.head.get('kind', 'draft')} head",
+        heads=f"{len(kinds)} draft heads" if len(kinds) > 1 else f"{facts['head'].get('kind', 'draft')} head",
         rows=rows,
         details=details,
         pictures={name: Markup(svg) for name, svg in parts.pop("drawn").items()},  # noqa: S704

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
+from aerie.configs.read import read_yaml
 from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
@@ -23,14 +23,9 @@ NOTHING = "–"
 LEVELS = "tree.levels"  # the key of a sweep over depths or lengths
 # at most this share of the fixed tree's wasted forwards, at least these of its best tau and the vote's own best speed
 LIMITS = {"waste": 0.5, "tau": 0.97, "modelled": 0.97}
-
-
-def _table(name: str) -> Any:
-    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
-
-
-COLUMNS: dict[str, list[str]] = _table("columns")
-TASKS: dict[str, str] = _table("published")["tasks"]
+COLUMNS: dict[str, list[str]] = read_yaml(Path(__file__).with_name("columns.yaml"))[0]
+PUBLISHED = read_yaml(Path(__file__).with_name("published.yaml"))[0]
+TASKS: dict[str, str] = PUBLISHED["tasks"]
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -180,7 +175,7 @@ class Grid:
 
 
 def published(name: str) -> Grid:
-    table = _table("published")[name]
+    table = PUBLISHED[name]
     lines = (Line(text, _published(table["values"], cells)) for text, cells in table["lines"].items())
     return Grid(name, tuple(lines), tuple(table["values"]))
 
@@ -258,18 +253,17 @@ def context_grids(sweeps: Rows) -> dict[str, Grid]:
     return grids
 
 
-def task_grid(rows: Rows, parts: Sequence[tuple[int, SummaryRow]]) -> Grid | None:
-    """Drafting rows by task; parts: (position in rows, the row on one task)."""
-    tasks, lines = tuple(dict.fromkeys(part.task for _, part in parts)), []
+def task_grid(rows: Rows, parts: Mapping[int, Rows]) -> Grid | None:
+    """Drafting rows by task; parts: by position in rows the row on each task, which is its value."""
+    tasks, lines = tuple(dict.fromkeys(part.task for of_row in parts.values() for part in of_row)), []
     for position, row in enumerate(rows):
         if row.tree is not None and row.status == "ok":
             sampling = "" if sampling_text(row) == "0" else f", T {sampling_text(row)}"
-            points = tuple(replace(part, value=part.task) for at, part in parts if at == position)
-            lines.append(Line(row.method, points, tree_text(row) + sampling))
+            lines.append(Line(row.method, tuple(parts.get(position, ())), tree_text(row) + sampling))
     return Grid("By task", tuple(lines), tasks) if tasks and lines else None
 
 
-def beside(rows: Rows, parts: Sequence[tuple[int, SummaryRow]]) -> list[tuple[str, float, Line]]:
+def beside(rows: Rows, parts: Mapping[int, Rows]) -> list[tuple[str, float, Line]]:
     """(method, temperature, line): measured lines, each method's followed by the published ones of the same."""
     known = published_methods()
     shown: dict[tuple[str, float], list[Line]] = {}
@@ -277,7 +271,7 @@ def beside(rows: Rows, parts: Sequence[tuple[int, SummaryRow]]) -> list[tuple[st
         key = row.method, row.temperature
         if row.status == "ok" and key in known:
             whole = replace(row, value="mean" if row.task == ALL_TASKS else row.task)
-            by_task = [replace(part, value=part.task) for at, part in parts if at == position and part.status == "ok"]
+            by_task = [part for part in parts.get(position, ()) if part.status == "ok"]
             shown.setdefault(key, []).append(Line(tree_text(row), (whole, *by_task)))
     return [(*key, line) for key, lines in shown.items() for line in (*lines, *known[key])]
 
@@ -313,14 +307,14 @@ def rule_of(tree: TreeShape) -> str:
     return "fixed" if stop["rule"] == "constant" else str(stop["rule"])
 
 
-def claims(records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def claims(records: Sequence[Record], asked: Asked, tuning: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """DEAGLE's claim, wherever fixed and voting trees were measured at the same depths on the same prompts.
 
     At the largest depth: the vote's `waste` against the fixed tree's, its `tau` against the fixed tree's best over the
     depths, its `modelled` speedup against its own best (null without costs in tune.json).
     """
     trees: dict[tuple[Any, ...], dict[tuple[str, int], tuple[Record, ...]]] = {}
-    for point in asked.points if asked else ():
+    for point in asked.points:
         answers = statistics.members_of(records, point) if point.key == LEVELS else ()
         tree = answers[0].tree if answers else None
         if tree is None or tree.shape != "dynamic" or any(record.status != "ok" for record in answers):
@@ -338,12 +332,9 @@ def claims(records: Sequence[Record], asked: Asked | None, tuning: Mapping[str, 
         spent: dict[str, list[dict[str, Any]]] = {"fixed": [], "vote": []}
         for depth, rule in product(depths, spent):
             answers = by_rule[rule, depth]
-            sums: dict[str, Any] = {"depth": depth, "tau": statistics.tau(answers)}
-            sums["modelled"] = modelled(answers, tuning)
-            for name in ("draft_forwards", "draft_forwards_wasted"):
-                sums[name] = sum(getattr(record, name) for record in answers)
-            pairs = Group(answers, baselines.get(sampling, {})).pairs
-            spent[rule].append({**sums, "speedup": statistics.speedups(pairs)["speedup"]})
+            row = statistics.summary_row(Group(answers, baselines.get(sampling, {})))
+            figures = {name: getattr(row, name) for name in ("draft_forwards", "draft_forwards_wasted", "speedup")}
+            spent[rule].append({"depth": depth, "tau": row.tau, "modelled": modelled(answers, tuning), **figures})
         fixed, vote = spent["fixed"], spent["vote"]
         best_tau = max(fixed, key=lambda one: one["tau"] or 0.0)
         best_speed = max(vote, key=lambda one: one["modelled"] or 0.0)

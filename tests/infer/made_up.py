@@ -15,7 +15,7 @@ TREES = {
     "vanilla": None,
     "eagle2": TreeShape("dynamic", 6, 8, 16),
     "eagle2-wide": TreeShape("dynamic", 8, 8, 48),
-    "eagle-chain": TreeShape("chain", 5, 10, 6),
+    "eagle-chain": TreeShape("chain", 5, 1, 6),
 }
 WORDS = "Each crate holds 12 jars , so 7 crates hold 84 . <b>Bold</b> & then she gives away 9 of them ; 75 stay".split()
 

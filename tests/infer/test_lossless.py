@@ -153,8 +153,8 @@ def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkey
     monkeypatch.setattr(engine, "verify", SECOND_BEST)
     result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(2))
     assert result.identical == 0
-    known, first = terse.first(1)[0], result.differences[0]
-    best = terse.target.model(torch.cat([known.ids, torch.tensor([known.answer[:1]])], dim=1)).logits[0, -1].topk(2)
+    (ids, answer), first = terse.first(1)[0], result.differences[0]
+    best = terse.target.model(torch.cat([ids, torch.tensor([answer[:1]])], dim=1)).logits[0, -1].topk(2)
     assert first.position == 1 and best.indices.tolist() == [first.theirs, first.ours]
     assert first.gap == pytest.approx(float(best.values[0] - best.values[1]), rel=1e-4) and first.rounding < 1e-4
 
@@ -198,7 +198,7 @@ def test_p_is_that_of_pearsons_test_with_rare_answers_pooled() -> None:
 
 @pytest.mark.parametrize("method", ["sps", "eagle", "hydra", "lookahead"])
 def test_a_decoder_that_remembers_writes_the_same_and_runs_no_model_twice(terse: Prompts, method: Method) -> None:
-    ids, kind = terse.first(5)[4].ids, dict(ROWS)[method]
+    ids, kind = terse.first(5)[4][0], dict(ROWS)[method]
 
     def answers(decoder: SpeculativeDecoder) -> list[list[int]]:
         generator = torch.Generator().manual_seed(1)
