@@ -5,12 +5,12 @@ python tests/golden.py compare ONE.json OTHER.json              prints every dif
 python tests/golden.py against COMMIT                           a commit and this checkout, run and compared
 
 Processors round differently, so no digests are kept in the repository. A checkout is driven by its commands alone.
-Training's numbers may differ by 1e-6 of their size, recorded cycles by 2e-4 (they are rounded in the file), other
-fractions by 1e-9. Times are left out, and what follows from them (speeds, costs, the tree that `tune` chooses),
-memory, commits, hardware and paths; of trees and cycles what every version of the files has is compared.
+Training's numbers may differ by 1e-6 of their size, recorded cycles by 2e-4 (the file rounds them), other fractions by
+1e-9. Times, and what follows from them (speeds, costs, the tree that `tune` chooses), memory, commits, hardware and
+paths are left out; of trees and cycles we compare what every version of the files has.
 
-A step reads what the steps before it left in WORKDIR, and removes its own files before it begins. `heads` also removes
-what `calibrate` put beside the heads, so that `calibrate` has to follow it.
+A step reads what earlier steps left in WORKDIR, and removes its own files before it begins; `calibrate` must follow
+`heads`, which removes the calibrators.
 """
 
 import argparse
@@ -34,25 +34,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 LIBRARIES = ("accelerate", "datasets", "transformers.models.llama", "transformers.generation", "matplotlib")
-TIMED = re.compile(
-    r"^t_|_ms|ms_|^ms$|seconds|speed|tokens_per_s|memory|commit|hardware|^reference$|^overhead$|^tuning$"
-)
+TIMED = re.compile("^t_|_ms|ms_|^ms$|seconds|speed|tokens_per_s|memory|commit|hardware|^reference$|^overhead$|^tuning$")
 MEASURED = re.compile(r"/(loss|grad_norm|held_out)[^/]*$")
 ROUNDED = re.compile(r"^decode/cycles/")
-TREE = ("shape", "levels", "k", "nodes", "stop", "children", "rule")  # `timeless` keeps these of a tree
-CYCLE = ("pos_start", "verify", "draft_forwards", "drafted", "depth", "nodes", "accepted", "bonus_id", "new_tokens")
-NODE = ("token", "parent", "depth", "q", "survival", "entropy", "p", "accepted", "passenger")
+TREE = "shape levels k nodes stop children rule".split()  # `timeless` keeps these of a tree
+CYCLE = "pos_start verify draft_forwards drafted depth nodes accepted bonus_id new_tokens".split()
+NODE = "token parent depth q survival entropy p accepted passenger".split()
+COUNTS = "verify target_forwards draft_forwards draft_forwards_wasted draft_nodes accepted".split()
+COUNTS += "cycle_tokens cycle_nodes identical identical_to_generate prompt_ids".split()
 DIGESTS = re.compile(r'("(?:key|seal|config\.json)": )"[0-9a-f]{16}"')
 RECORDS = r"provenance|recipe|status"  # files that tell where others came from
-COUNTS: tuple[str, ...] = (
-    "verify",
-    "target_forwards",
-    "draft_forwards",
-    "draft_forwards_wasted",
-    "draft_nodes",
-    "accepted",
-)
-COUNTS += ("cycle_tokens", "cycle_nodes", "identical", "identical_to_generate", "prompt_ids")
 
 TARGET = "configs/draft_lm/embedded.yaml"
 RECIPES = {  # of each kind of head
@@ -118,15 +109,11 @@ class Net:
         return self.bare(command, *words, **fixed | data | sizes | options)
 
     def bare(self, command: str, *words: str, **options: Any) -> str:
-        """What a command prints, without local paths.
-
-        It runs as `python SCRIPT/main.py ...` would, but the process has the libraries loaded: half of the time.
-        """
+        """What `python SCRIPT/main.py ...` prints, without local paths; in a fork, which has the libraries loaded."""
         script, *first = command.split()
-        texts = {
-            key: json.dumps(value) if isinstance(value, dict | list) else str(value) for key, value in options.items()
-        }
-        call = [f"{script}/main.py", *first, *words, *(f"--{key}={text}" for key, text in texts.items())]
+        call = [f"{script}/main.py", *first, *words]
+        for key, value in options.items():
+            call.append(f"--{key}={json.dumps(value) if isinstance(value, dict | list) else value}")
         child = os.fork()
         if child == 0:
             become(self.checkout, call, self.work)
@@ -140,34 +127,35 @@ class Net:
         return text.replace(str(self.work), "WORK").replace(str(self.checkout), "CHECKOUT")
 
     def prompts(self, file: str, count: int, tokens: int, **more: Any) -> dict[str, Any]:
-        path = str(self.main / "conversations" / f"{file}.jsonl")
-        return {"path": path, "num_prompts": count, "max_new_tokens": tokens, **more}
+        path = self.main / "conversations" / f"{file}.jsonl"
+        return {"path": str(path), "num_prompts": count, "max_new_tokens": tokens, **more}
 
     def remove(self, *names: str) -> None:
-        for name in names:
-            shutil.rmtree(self.work / name, ignore_errors=True)
+        for path in (self.work / name for name in names):
+            shutil.rmtree(path, ignore_errors=True)
+            if path.is_file():
+                path.unlink()
 
     def take_files(self, name: str, directory: Path) -> None:
         """The sha256 of every file below a directory."""
         for path in sorted(directory.rglob("*")):
             if path.is_file() and not re.match(RECORDS, path.name):
-                self.found[f"{name}/{path.relative_to(directory)}"] = hashlib.sha256(self.content(path)).hexdigest()
-
-    def content(self, path: Path) -> bytes:
-        if path.suffix in (".bin", ".npz"):  # torch names its archive after a temporary file, zlib has versions
-            with zipfile.ZipFile(path) as archive:
-                return b"".join(archive.read(name) for name in archive.namelist())
-        return self.read(path).encode() if path.suffix in (".json", ".jsonl", ".yaml") else path.read_bytes()
+                content = self.read(path).encode() if path.suffix in (".json", ".jsonl", ".yaml") else path.read_bytes()
+                if path.suffix in (".bin", ".npz"):  # torch names its archive after a temporary file, zlib has versions
+                    with zipfile.ZipFile(path) as archive:
+                        content = b"".join(archive.read(member) for member in archive.namelist())
+                self.found[f"{name}/{path.relative_to(directory)}"] = hashlib.sha256(content).hexdigest()
 
     def take_states(self, name: str, cache: Path) -> None:
         """The sha256 of each large tensor of a feature cache: the states; tokens and offsets may lie elsewhere."""
+        import torch
+        from safetensors.torch import load_file
+
         for shard in sorted(cache.glob("shard-*.safetensors")):
-            content = shard.read_bytes()
-            size = int.from_bytes(content[:8], "little")
-            for tensor, entry in json.loads(content[8 : 8 + size]).items():
-                if tensor != "__metadata__" and len(entry["shape"]) == 2:
-                    first, last = (8 + size + place for place in entry["data_offsets"])
-                    self.found[f"{name}/{shard.name}/{tensor}"] = hashlib.sha256(content[first:last]).hexdigest()
+            for tensor, states in load_file(shard).items():
+                if states.ndim == 2:
+                    digest = hashlib.sha256(states.view(torch.uint8).numpy())
+                    self.found[f"{name}/{shard.name}/{tensor}"] = digest.hexdigest()
 
     def take_table(self, name: str, path: Path, depth: int = 3) -> None:
         """A JSON file without times, by the keys that lead to its values; what lies deeper is one value."""
@@ -178,11 +166,11 @@ class Net:
         records = [record for record in lines(metrics) if record["kind"] == kind]
         for record in records:
             if record["step"] in (1, 2, 3, 4, 5, records[-1]["step"]):
-                found = {f"{name}/{record['step']}/{key}": value for key, value in record.items()}
+                found = flat(record, f"{name}/{record['step']}", 1)
                 self.found |= {place: value for place, value in found.items() if MEASURED.search(place)}
 
     def take_answers(self, name: str, records: Path) -> None:
-        """The token ids and the counts of every answer of a bench."""
+        """Of every answer of a bench."""
         for one in lines(records):
             if one["status"] != "ok":
                 raise SystemExit(f"{records}: {one['method']}: {one['message']}")
@@ -194,19 +182,18 @@ class Net:
         """The cycles of every answer: their trees, what was accepted, and why each draft ended."""
         for one in lines(cycles):
             place = f"{name}/{one['row']} {one['method']}/T {one['temperature']:g}/{one['prompt_id']}"
-            values = {key: one[key] for key in CYCLE} | {key: one["node"][key] for key in NODE} | one["level"]
-            self.found.setdefault(place, []).append(values)
+            cycle = {key: one[key] for key in CYCLE} | {key: one["node"][key] for key in NODE} | one["level"]
+            self.found.setdefault(place, []).append(cycle)
             self.found.setdefault(f"{place}/stop_reason", []).append(one["stop_reason"])
 
     def take_tuning(self, name: str, directory: Path) -> None:
         """The tau of every tree that was replayed, and of those that were timed but for the second, the choice."""
         for head in json.loads(self.read(directory / "tune.json"))["heads"]:
             for one in (head["published"], *head["trees"]):
-                size = [one["tree"][key] for key in ("levels", "k", "nodes")]
-                self.found[f"{name}/{size}"] = one["tau"]
+                self.found[f"{name}/{[one['tree'][key] for key in ('levels', 'k', 'nodes')]}"] = one["tau"]
         measured = json.loads(self.read(directory / "measured.json"))
-        taus = [(row, one["tau"]) for row, one in zip(measured["names"], measured["rows"], strict=True)]
-        self.found |= {f"{name}/{row}": tau for row, tau in (*taus[:1], *taus[2:])}
+        for number, (row, one) in enumerate(zip(measured["names"], measured["rows"], strict=True)):
+            self.found |= {f"{name}/{row}": one["tau"]} if number != 1 else {}
 
 
 def corpus(net: Net) -> None:
@@ -240,9 +227,7 @@ def features(net: Net) -> None:
 
 
 def heads(net: Net) -> None:
-    net.remove("run/heads", "run/state", "taps/state", "variants")
-    for run in (net.main, net.work / "taps"):
-        (run / "metrics.jsonl").unlink(missing_ok=True)
+    net.remove("run/heads", "run/state", "taps/state", "variants", "run/metrics.jsonl", "taps/metrics.jsonl")
     for kind in RECIPES:
         run = net.work / "taps" if kind == "eagle3" else net.main
         more = {"features.mode": "cached", "train.max_steps": 100, "train.warmup_steps": 5}
@@ -276,12 +261,12 @@ def calibrate(net: Net) -> None:
 
 def decode(net: Net) -> None:
     net.remove("run/bench", "cycles")
-    kinds = {"sps": "draft_lm", "medusa": "medusa", "hydra": "hydra", "eagle3": "eagle3"}
     rows = []
     for row in ROWS:
-        kind = row.get("head") or kinds.get(row["method"].split("-")[0], "eagle1")
-        needs_none = row["method"] in ("vanilla", "pld", "lookahead")
-        rows.append(row if needs_none else {**row, "head": str(net.main / "heads" / kind)})
+        first = row["method"].split("-")[0]
+        kind = row.get("head") or {"sps": "draft_lm"}.get(first, first if first in RECIPES else "eagle1")
+        has_none = first in ("vanilla", "pld", "lookahead")
+        rows.append(row if has_none else {**row, "head": str(net.main / "heads" / kind)})
     sweeps = [{**SWEEP, "rows": [row for row in rows if row["method"] == "eagle3"]}]
     asked = {"bench.rows": rows, "bench.warmup_prompts": 1, "bench.prompts": net.prompts("prompts", 3, 28)}
     more = {"bench.sampling": [GREEDY, SAMPLED, CUT], "bench.contexts": [64, 96], "bench.sweeps": sweeps}
@@ -368,22 +353,21 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> int:
 
 
 def alike(name: str, one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        if ROUNDED.search(name):
-            return math.isclose(one, other, rel_tol=2e-4, abs_tol=2e-4)
-        return math.isclose(one, other, rel_tol=1e-6 if MEASURED.search(name) else 1e-9)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(alike(name, one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(alike(name, *pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
+        return len(one) == len(other) and all(map(alike, [name] * len(one), one, other))
+    if not (isinstance(one, float) and isinstance(other, float)):
+        return bool(one == other)
+    size, of_nothing = (2e-4, 2e-4) if ROUNDED.search(name) else (1e-6 if MEASURED.search(name) else 1e-9, 0.0)
+    return math.isclose(one, other, rel_tol=size, abs_tol=of_nothing)
 
 
 def timeless(value: Any) -> Any:
     """A JSON value without the keys that hold times, or what else is of the machine and not of the code."""
     if isinstance(value, dict):
         if "shape" in value and "levels" in value:  # a tree
-            value = {key: item if key != "stop" else item["rule"] for key, item in value.items() if key in TREE}
+            value = {key: item["rule"] if key == "stop" else item for key, item in value.items() if key in TREE}
         return {key: timeless(item) for key, item in value.items() if not TIMED.search(key)}
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
@@ -404,19 +388,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Two checkouts compared on one machine.")
     commands = parser.add_subparsers(dest="command", required=True)
     jobs = commands.add_parser("run", help="do the jobs")
-    jobs.add_argument("checkout", type=Path)
-    jobs.add_argument("work", type=Path)
+    for name in ("checkout", "work"):
+        jobs.add_argument(name, type=Path)
     jobs.add_argument("--only", nargs="+", choices=STEPS)
     commands.add_parser("compare", help="print what differs").add_argument("files", type=Path, nargs=2)
     commands.add_parser("against", help="a commit and this checkout").add_argument("commit")
     arguments = parser.parse_args()
+    if arguments.command == "run":
+        return 0 if run(arguments.checkout, arguments.work, arguments.only) else 1
     if arguments.command == "against":
         return against(arguments.commit)
-    if arguments.command == "compare":
-        one, other = (json.loads(path.read_text(encoding="utf-8")) for path in arguments.files)
-        return compare(one, other)
-    run(arguments.checkout, arguments.work, arguments.only)
-    return 0
+    one, other = (json.loads(path.read_text(encoding="utf-8")) for path in arguments.files)
+    return compare(one, other)
 
 
 if __name__ == "__main__":

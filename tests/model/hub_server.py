@@ -14,8 +14,15 @@ from typing import Any
 Files = dict[str, bytes]
 
 
+class Refused(Exception):
+    def __init__(self, status: int, code: str = "", url: str = "") -> None:
+        self.status, self.code, self.url = status, code, url
+
+
 @dataclass
 class Hub:
+    """Its methods answer requests with JSON values, or with a file's content and headers."""
+
     repositories: dict[str, dict[str, Files]] = field(default_factory=dict)  # name -> branch -> files
     private: set[str] = field(default_factory=set)
     blobs: dict[str, bytes] = field(default_factory=dict)  # uploaded large files by SHA-256
@@ -27,102 +34,45 @@ class Hub:
     def count(self, pattern: str) -> int:
         return sum(bool(re.search(pattern, request)) for request in self.requests)
 
-
-@contextmanager
-def served() -> Iterator[Hub]:
-    hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield hub
-    server.shutdown()
-    server.server_close()
-
-
-def commit_of(files: Files) -> str:
-    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:40]
-
-
-class Refused(Exception):
-    def __init__(self, status: int, code: str = "", url: str = "") -> None:
-        self.status, self.code, self.url = status, code, url
-
-
-class _Handler(BaseHTTPRequestHandler):
-    hub: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        """Silent."""
-
-    def do_GET(self) -> None:
-        hub, request, token = self.hub, f"{self.command} {self.path.split('?')[0]}", self.headers.get("Authorization")
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.requests.append(request)
-        hub.tokens |= {token} if token else set()
-        status, headers, value = 200, {}, None
-        try:
-            for (method, pattern), statuses in hub.failures.items():
-                if method == self.command and re.search(pattern, self.path) and statuses:
-                    raise Refused(statuses.pop(0))
-            act, found = next((act, found) for start, act in ROUTES if (found := re.fullmatch(start, request)))
-            value = act(self, body, *found.groups())
-            if isinstance(value, tuple):
-                value, headers = value
-        except Refused as refused:
-            status, headers = refused.status, {"X-Error-Code": refused.code}
-            value = {"error": f"planted, or no such thing; you sent {token}", "url": refused.url}
-        content = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.send_response(status)
-        for name, text in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    do_HEAD = do_POST = do_PUT = do_GET
-
-    def files(self, repo: str, revision: str = "main") -> Files:
-        if repo not in self.hub.repositories:
+    def files(self, repo: str, revision: str | None = "main") -> Files:
+        if repo not in self.repositories:
             raise Refused(404, "RepoNotFound")
-        branches = self.hub.repositories[repo].items()
-        for files in (files for name, files in branches if revision in (name, commit_of(files))):
-            return files
+        for name, files in self.repositories[repo].items():
+            if revision in (name, commit_of(files)):
+                return files
         raise Refused(404, "RevisionNotFound")
 
     def create(self, body: bytes) -> Any:
         asked = json.loads(body)
         name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-        if name in self.hub.repositories:
-            raise Refused(409, url=f"{self.hub.address}/{name}")
-        self.hub.repositories[name] = {"main": {}}
-        self.hub.private |= {name} if asked.get("private") or asked.get("visibility") == "private" else set()
-        return {"url": f"{self.hub.address}/{name}", "name": name}
+        if name in self.repositories:
+            raise Refused(409, url=f"{self.address}/{name}")
+        self.repositories[name] = {"main": {}}
+        self.private |= {name} if asked.get("private") or asked.get("visibility") == "private" else set()
+        return {"url": f"{self.address}/{name}", "name": name}
 
     def branch(self, body: bytes, repo: str, name: str) -> Any:
-        if name in self.hub.repositories[repo]:
+        if name in self.repositories[repo]:
             raise Refused(409)
-        self.hub.repositories[repo][name] = dict(self.files(repo))
+        self.repositories[repo][name] = dict(self.files(repo))
         return {}
 
     def preupload(self, body: bytes, repo: str, revision: str) -> Any:
-        self.files(repo, revision)
-        answers = []
-        for file in json.loads(body)["files"]:
-            mode = "lfs" if file["path"].endswith((".safetensors", ".bin")) else "regular"
-            answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None})
-        return {"files": answers}
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        modes = ["lfs" if path.endswith((".safetensors", ".bin")) else "regular" for path in paths]
+        answer = {"shouldIgnore": False, "oid": None}
+        return {
+            "files": [{"path": path, "uploadMode": mode, **answer} for path, mode in zip(paths, modes, strict=True)]
+        }
 
     def batch(self, body: bytes, repo: str) -> Any:
         objects = json.loads(body)["objects"]
-        for wanted in (found for found in objects if found["oid"] not in self.hub.blobs):
-            wanted["actions"] = {"upload": {"href": f"{self.hub.address}/upload/{wanted['oid']}", "header": {}}}
+        for wanted in (found for found in objects if found["oid"] not in self.blobs):
+            wanted["actions"] = {"upload": {"href": f"{self.address}/upload/{wanted['oid']}", "header": {}}}
         return {"transfer": "basic", "objects": objects}
 
     def put(self, body: bytes, oid: str) -> Any:
-        if hashlib.sha256(body).hexdigest() != oid:
-            raise Refused(400)
-        self.hub.blobs[oid] = body
+        self.blobs[oid] = body
         return {}
 
     def commit(self, body: bytes, repo: str, revision: str) -> Any:
@@ -132,16 +82,16 @@ class _Handler(BaseHTTPRequestHandler):
             if entry["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.hub.blobs[value["oid"]]
+                files[value["path"]] = self.blobs[value["oid"]]
             elif entry["key"] == "deletedFile":
                 del files[value["path"]]
-        self.hub.repositories[repo][revision] = files
+        self.repositories[repo][revision] = files
         name = commit_of(files)
-        return {"commitOid": name, "commitUrl": f"{self.hub.address}/{repo}/commit/{name}", "success": True}
+        return {"commitOid": name, "commitUrl": f"{self.address}/{repo}/commit/{name}", "success": True}
 
     def information(self, body: bytes, repo: str, revision: str | None) -> Any:
         files = self.files(repo, revision or "main")
-        about = {"id": repo, "modelId": repo, "sha": commit_of(files), "private": repo in self.hub.private}
+        about = {"id": repo, "modelId": repo, "sha": commit_of(files), "private": repo in self.private}
         return {**about, "siblings": [{"rfilename": name} for name in files]}
 
     def tree(self, body: bytes, repo: str, revision: str) -> Any:
@@ -156,16 +106,65 @@ class _Handler(BaseHTTPRequestHandler):
         return files[name], {"ETag": f'"{tag}"', "X-Repo-Commit": commit_of(files)}
 
 
+def commit_of(files: Files) -> str:
+    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:40]
+
+
 REPO = r"([\w.-]+/[\w.-]+)"
 ROUTES: tuple[tuple[str, Any], ...] = (
-    (r"POST /api/repos/create", _Handler.create),
-    (r"POST /api/validate-yaml", lambda self, body: {"errors": [], "warnings": []}),
-    (rf"POST /api/models/{REPO}/branch/(.+)", _Handler.branch),
-    (rf"POST /api/models/{REPO}/preupload/(.+)", _Handler.preupload),
-    (rf"POST /{REPO}\.git/info/lfs/objects/batch", _Handler.batch),
-    (r"PUT /upload/(\w+)", _Handler.put),
-    (rf"POST /api/models/{REPO}/commit/(.+)", _Handler.commit),
-    (rf"GET /api/models/{REPO}(?:/revision/(.+))?", _Handler.information),
-    (rf"GET /api/models/{REPO}/tree/(.+)", _Handler.tree),
-    (rf"(?:HEAD|GET) /{REPO}/resolve/([\w.-]+)/(.+)", _Handler.resolve),
+    (r"POST /api/repos/create", Hub.create),
+    (r"POST /api/validate-yaml", lambda hub, body: {"errors": [], "warnings": []}),
+    (rf"POST /api/models/{REPO}/branch/(.+)", Hub.branch),
+    (rf"POST /api/models/{REPO}/preupload/(.+)", Hub.preupload),
+    (rf"POST /{REPO}\.git/info/lfs/objects/batch", Hub.batch),
+    (r"PUT /upload/(\w+)", Hub.put),
+    (rf"POST /api/models/{REPO}/commit/(.+)", Hub.commit),
+    (rf"GET /api/models/{REPO}(?:/revision/(.+))?", Hub.information),
+    (rf"GET /api/models/{REPO}/tree/(.+)", Hub.tree),
+    (rf"(?:HEAD|GET) /{REPO}/resolve/([\w.-]+)/(.+)", Hub.resolve),
 )
+
+
+@contextmanager
+def served() -> Iterator[Hub]:
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield hub
+    server.shutdown()
+    server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+    def do_GET(self) -> None:
+        hub, request, token = self.hub, f"{self.command} {self.path.split('?')[0]}", self.headers.get("Authorization")
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.requests.append(request)
+        hub.tokens |= {token} if token else set()
+        status, headers = 200, {}
+        try:
+            for (method, pattern), statuses in hub.failures.items():
+                if method == self.command and re.search(pattern, self.path) and statuses:
+                    raise Refused(statuses.pop(0))
+            act, found = next((act, found) for route, act in ROUTES if (found := re.fullmatch(route, request)))
+            value = act(hub, body, *found.groups())
+            value, headers = value if isinstance(value, tuple) else (value, {})
+        except Refused as refused:
+            status, headers = refused.status, {"X-Error-Code": refused.code}
+            value = {"error": f"planted, or no such thing; you sent {token}", "url": refused.url}
+        content = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        for name, text in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_HEAD = do_POST = do_PUT = do_GET

@@ -14,7 +14,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.tree import Tree, ancestors
-from aerie.model.storage import SHIPPED_TEMPLATE, template_path
+from aerie.model.storage import SHIPPED_TEMPLATE
 from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, require_same_token_ids
 from tests import tiny
 
@@ -84,9 +84,8 @@ def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool
     assert fingerprint(text, vocab) == whole.fingerprint() != other.fingerprint()
 
 
-@pytest.mark.parametrize("name", ["granite", "gemma2"])
-def test_a_final_transform_that_is_not_known_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = family(name)
+def test_a_final_transform_that_is_not_known_is_refused(monkeypatch: Any) -> None:
+    target = family("granite")
     monkeypatch.setattr("aerie.model.target.final_transform", lambda config: (1.0, None))
     with pytest.raises(UserError, match="would not be lossless"):
         Target(target.model, target.recipe)
@@ -106,26 +105,20 @@ def test_the_states_of_a_target_that_spans_two_devices_meet_at_its_lm_head() -> 
 
 
 def test_the_shipped_template_is_found_from_any_directory_and_an_own_file_goes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     tiny.tokenizer(chat_template=None).save_pretrained(tmp_path / "target")
     monkeypatch.chdir(tmp_path)
     config = TargetConfig(path=str(tmp_path / "target"), chat_template=SHIPPED_TEMPLATE)
-    shipped = load_tokenizer(config).chat_template
-    assert "USER: " in shipped and "ASSISTANT:" in shipped
+    assert "USER: " in load_tokenizer(config).chat_template
     own = tmp_path / SHIPPED_TEMPLATE
     own.parent.mkdir(parents=True)
     own.write_text("mine", encoding="utf-8")
-    assert template_path(SHIPPED_TEMPLATE).samefile(own) and load_tokenizer(config).chat_template == "mine"
+    assert load_tokenizer(config).chat_template == "mine"
 
 
-def test_an_id_with_two_meanings_and_a_token_without_a_row_are_refused() -> None:
+def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:
     draft = {"a": 0, "b": 1, "c": 2}
-    require_same_token_ids({"a": 0, "b": 1, "<tool>": 3}, draft, 3, "draft", "target")
-    for tokens, num_rows, said in (
-        ({"a": 0, "b": 2, "c": 1}, 3, "token 'b' has id 2, in target another"),
-        ({"a": 0, "x": 1, "c": 2}, 3, "token 'x' has id 1, in target another"),
-        (draft, 2, "has 2 token embeddings"),
-    ):
-        with pytest.raises(UserError, match=said):
-            require_same_token_ids(tokens, draft, num_rows, "draft", "target")
+    require_same_token_ids({**draft, "<tool>": 3}, draft, 3, "draft", "target")
+    with pytest.raises(UserError, match="token 'b' has id 2, in target another"):
+        require_same_token_ids({"a": 0, "b": 2, "c": 1}, draft, 3, "draft", "target")

@@ -14,6 +14,7 @@ from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from tests import tiny
 
 WIDTH, MLP, VOCABULARY, DRAFT = 32, 64, 320, 107
+PICKLE = "pytorch_model.bin"
 TAPS = (2, 4, 5)  # the default ones of 8 blocks
 PROJECTIONS = {"mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH), "mlp.down_proj": (WIDTH, MLP)}
 LAYER = {
@@ -52,16 +53,14 @@ SPECFORGE_CONFIG: dict[str, Any] = {  # what SpecForge exports: RoPE in both spe
 SPECULATORS_CONFIG: dict[str, Any] = {
     **{"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0"},
     **{"draft_vocab_size": DRAFT, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None},
-    **{"norm_before_residual": True, "norm_before_fc": False},  # as RedHatAI's heads have it
-    **{"embed_requires_grad": False, "tie_word_embeddings": False},
+    **{"norm_before_residual": True, "norm_before_fc": False, "tie_word_embeddings": False},  # as RedHatAI's heads
     "speculators_config": {
-        **{"algorithm": "eagle3", "default_proposal_method": "greedy"},
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
         "verifier": {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct", "architectures": ["LlamaForCausalLM"]},
     },
     "transformer_layer_config": {
         **{**SIZES, "model_type": "llama", "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048},
-        **{"rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False, "rope_theta": 5e5, "rope_scaling": None},
+        **{"rms_norm_eps": 1e-5, "attention_bias": False, "rope_theta": 5e5, "rope_scaling": None},
     },
 }
 
@@ -82,11 +81,11 @@ def tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float
     return made
 
 
-def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pickled: bool | str = False) -> Path:
-    """A head's directory of these files; pickled: the pickle's name, or the usual one."""
+def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pickled: str = "") -> Path:
+    """A head's directory of these files; pickled: the pickle's name."""
     directory.mkdir(parents=True, exist_ok=True)
     if pickled:
-        torch.save(state, directory / (pickled if isinstance(pickled, str) else "pytorch_model.bin"))
+        torch.save(state, directory / pickled)
     else:
         save_file(state, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
@@ -94,11 +93,11 @@ def write(directory: Path, config: dict[str, Any], state: dict[str, Tensor], pic
 
 
 def safeailab_eagle1(directory: Path, changes: dict[str, Any] | None = None) -> Path:
-    return write(directory, {**EAGLE1_CONFIG, **(changes or {})}, tensors(EAGLE1), pickled=True)
+    return write(directory, {**EAGLE1_CONFIG, **(changes or {})}, tensors(EAGLE1), PICKLE)
 
 
 def safeailab_eagle3(directory: Path, changes: dict[str, Any] | None = None, pickled: bool = True) -> Path:
-    return write(directory, {**EAGLE3_CONFIG, **(changes or {})}, tensors(EAGLE3), pickled)
+    return write(directory, {**EAGLE3_CONFIG, **(changes or {})}, tensors(EAGLE3), PICKLE if pickled else "")
 
 
 def specforge(directory: Path, changes: dict[str, Any] | None = None) -> Path:
@@ -108,7 +107,7 @@ def specforge(directory: Path, changes: dict[str, Any] | None = None) -> Path:
 def angelslim(directory: Path) -> Path:
     """AngelSlim's: vLLM's architecture, `tie_word_embeddings` true although there is an LM head, a pickle."""
     changes = {"architectures": ["Eagle3LlamaForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1000000}
-    return write(directory, {**SPECFORGE_CONFIG, **changes}, tensors(EAGLE3, torch.bfloat16), pickled=True)
+    return write(directory, {**SPECFORGE_CONFIG, **changes}, tensors(EAGLE3, torch.bfloat16), PICKLE)
 
 
 def speculators(directory: Path, changes: dict[str, Any] | None = None) -> Path:
@@ -132,9 +131,14 @@ def sharded(directory: Path, state: dict[str, Tensor], pickled: bool = False) ->
 
 def same(one: Any, two: Any) -> None:
     """Two heads of one configuration with the same tensors, bit for bit."""
-    assert one.config == two.config and one.state_dict().keys() == two.state_dict().keys()
-    for name, value in one.state_dict().items():
-        assert value.dtype == two.state_dict()[name].dtype and torch.equal(value, two.state_dict()[name]), name
+    assert one.config == two.config
+    same_tensors(one.state_dict(), two.state_dict())
+
+
+def same_tensors(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert value.dtype == two[name].dtype and torch.equal(value, two[name]), name
 
 
 def target_facts(num_blocks: int = 8, max_positions: int = 256, **changes: Any) -> TargetFacts:
@@ -169,15 +173,15 @@ def hydra(directory: Path, **changes: Any) -> tuple[HydraHead, Path]:
     head: Any = tiny.multi_token_head("hydra", tiny.vocab(), noise=0.2, num_layers=2, prefix_layer=True)
     state = {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(320, 32)}
     for name, value in head.state_dict().items():
-        pieces = name.split(".")
-        if pieces[0] == "branches":
-            part = {"linear": "linear", "projection": "res_connection"}[pieces[4]]
-            state[f"hydra_mlp.{pieces[1]}.{1 + 2 * int(pieces[3])}.{part}.{pieces[5]}"] = value
-        elif pieces[0] == "laws":
-            state[f"hydra_lm_head.{pieces[2]}.1.{pieces[3]}"] = value
+        first, *rest = name.split(".")
+        if first == "branches":
+            part = {"linear": "linear", "projection": "res_connection"}[rest[3]]
+            state[f"hydra_mlp.{rest[0]}.{1 + 2 * int(rest[2])}.{part}.{rest[4]}"] = value
+        elif first == "laws":
+            state[f"hydra_lm_head.{rest[1]}.1.{rest[2]}"] = value
         else:
-            rest = ".".join(pieces[1:])
-            state[f"prefix_embeding_layer.{rest if rest == 'norm.weight' else f'layers.0.{rest}'}"] = value
+            layer = [] if rest[0] == "norm" else ["layers.0"]
+            state[".".join(["prefix_embeding_layer", *layer, *rest])] = value
     config = {
         **{"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "grounded_heads": True, "hidden_state_offset": 0},
         **{"hydra_head_arch": "prefix-mlp", "hydra_num_heads": 4, "hydra_num_layers": 2},

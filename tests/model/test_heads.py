@@ -1,0 +1,183 @@
+"""Heads against plain formulas: EAGLE-3 and its switches, the draft vocabulary, Medusa and Hydra."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from aerie.configs.errors import UserError
+from aerie.configs.schema.target_and_head import Eagle3Section, HeadKind
+from aerie.model.checkpoint import load_head, new_head, save_head
+from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
+from tests import tiny
+from tests.model.formats.published import TAPS, eagle3
+
+
+def test_an_embedding_is_saved_only_where_it_is_the_heads_own(tmp_path: Path) -> None:
+    save_head(eagle3(), tmp_path / "head")
+    weights = tmp_path / "head/model.safetensors"
+    state = load_file(weights)
+    for own, kept in ((tiny.vocab().embedding.clone(), False), (tiny.vocab(seed=1).embedding, True)):
+        save_file({**state, "embed_tokens.weight": own}, weights)
+        loaded: Any = load_head(tmp_path / "head", vocab=tiny.vocab())
+        assert torch.equal(loaded.embed_tokens.weight, own) and loaded.saves_embedding == kept
+        save_head(loaded, tmp_path / "again")
+        assert ("embed_tokens.weight" in load_file(tmp_path / "again/model.safetensors")) == kept
+
+
+def test_a_head_of_another_width_trains_its_own_embedding() -> None:
+    one = tiny.eagle3_head(tiny.vocab(hidden_size=48).embedding, hidden_size=32, head_dim=8)
+    assert one.embed_tokens.weight.requires_grad and one.fc.weight.shape == (32, 2 * 48)
+
+
+def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+    """(output before the final norm [T, D], logits [T, Vd]) from the definition of the layer."""
+    eps, layer = made.config.rms_norm_eps, made.midlayer
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+    h = taps @ made.fc.weight.T
+    e = made.embed_tokens.weight[tokens]
+    x = torch.cat([normed(e, layer.input_layernorm.weight), normed(h, layer.hidden_norm.weight)], dim=-1)
+    h = h + layer.self_attn(x[None], made.rotary.between(0, len(tokens), x))[0]  # as Llama's: test_layers
+    x = normed(h, layer.post_attention_layernorm.weight)
+    gate, up, down = (getattr(layer.mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
+    h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return h, normed(h, made.norm.weight) @ made.lm_head.weight.T
+
+
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def slots() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 320, (1, 7), generator=generator)
+    return tokens, torch.randn(1, 7, 3 * 32, generator=generator), torch.arange(7)[None]
+
+
+@torch.no_grad()
+def test_the_forward_is_the_definition() -> None:
+    """Forwards over a buffer and in the unroll are this one: infer/test_heads.py, train/test_objectives.py."""
+    made, (tokens, taps, positions) = eagle3(), slots()
+    whole = made(tokens, made.fuse(taps), positions)
+    hidden, logits = expected_output(made, tokens[0], taps[0])
+    torch.testing.assert_close(whole[0], hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.logits(whole)[0], logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_norm_output_feeds_back_the_normed_state_and_fc_norm_norms_each_fused_feature_alone() -> None:
+    plain, normed, made = eagle3(), eagle3(norm_output=True), eagle3(fc_norm=True)
+    normed.load_state_dict(plain.state_dict())
+    tokens, taps, positions = slots()
+    before, after = (one(tokens, one.fuse(taps), positions) for one in (plain, normed))
+    torch.testing.assert_close(after, plain.norm(before))
+    torch.testing.assert_close(normed.logits(after), plain.logits(before))
+    assert not torch.allclose(after, before, atol=1e-2)
+    weights = [made.state_dict()[f"fc_norm.{i}.weight"] for i in range(3)]
+    pieces = [F.rms_norm(taps[..., 32 * i : 32 * i + 32], (32,), weights[i], 1e-6) for i in range(3)]
+    torch.testing.assert_close(made.fuse(taps), torch.cat(pieces, dim=-1) @ made.fc.weight.T)
+    assert {f"fc_norm.{i}.weight" for i in range(3)} == made.state_dict().keys() - plain.state_dict().keys()
+
+
+def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary() -> None:
+    target, vocab, vocabulary = tiny.llama().config, tiny.vocab(), DraftVocabulary.of_ids(torch.arange(5, 320, 2), 320)
+    taken, own = (
+        new_head(Eagle3Section(lm_head_init=start), target, vocab, 1, after_blocks=TAPS, vocabulary=vocabulary)
+        for start in ("target", "random")
+    )
+    assert torch.equal(taken.state_dict()["lm_head.weight"], vocab.lm_head[5::2])
+    assert torch.equal(taken.state_dict()["fc.weight"], own.state_dict()["fc.weight"])  # nothing else moved
+
+
+def test_a_head_with_one_of_its_two_tables_is_refused(tmp_path: Path) -> None:
+    save_head(eagle3(ids=torch.arange(320)), tmp_path)  # without either it has the whole vocabulary
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({name: state[name] for name in state if name != "d2t"}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="one of d2t and t2d"):
+        load_head(tmp_path, vocab=tiny.vocab())
+
+
+def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:
+    counts = np.array([0, 5, 2, 9, 2, 2, 0])
+    for forced, expected in ((set(), [1, 2, 3]), ({6, 0}, [0, 3, 6])):  # ties go to the smaller id
+        vocabulary = DraftVocabulary.most_frequent(counts, 3, forced)
+        assert vocabulary.ids.tolist() == expected
+        assert vocabulary.coverage(counts) == counts[expected].sum() / counts.sum()
+
+
+def test_d2t_holds_offsets_t2d_marks_the_same_tokens() -> None:
+    some = DraftVocabulary.of_ids(torch.tensor([9, 2, 5]), 12)
+    assert some.d2t.tolist() == [2, 4, 7] and some.t2d.nonzero().flatten().tolist() == [2, 5, 9]
+    assert some.target_ids(torch.tensor([[2, 0], [1, 1]])).tolist() == [[9, 2], [5, 5]]
+    assert DraftVocabulary.of_tables(some.d2t, some.t2d, "file").ids.equal(some.ids)
+
+
+# Medusa and Hydra: how they begin, what they compute.
+
+CAPPED = replace(tiny.vocab(), bias=torch.linspace(-1, 1, 320), scale=0.5, softcap=6.0)
+SHAPES: list[tuple[HeadKind, dict[str, Any]]] = [
+    ("medusa", {"num_heads": 3, "num_layers": 2, "lm_head": "target"}),
+    ("hydra", {"num_heads": 3, "num_layers": 3, "lm_head": "target"}),
+    ("hydra", {"num_heads": 2, "num_layers": 2, "prefix_layer": True}),
+]
+
+
+def _features(*shape: int) -> Tensor:
+    return torch.randn(*shape, 32, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("keys", [{"num_layers": 3}, {"lm_head": "target"}], ids=str)
+def test_a_new_medusa_head_has_the_targets_own_law_for_every_token(keys: dict[str, Any], tmp_path: Path) -> None:
+    features, own = _features(2, 5), CAPPED.logits(_features(2, 5))
+    new, moved = (tiny.multi_token_head("medusa", CAPPED, noise, **keys) for noise in (0.0, 0.01))
+    save_head(new, tmp_path)
+    again = load_head(tmp_path, vocab=CAPPED)
+    new.laws.vocab = moved.laws.vocab = CAPPED
+    for head, expected in ((new, True), (again, True), (moved, False)):
+        assert {row.equal(own) for row in head(features)} == {expected} and len(head(features)) == 4
+
+
+def test_a_new_hydra_head_begins_with_the_targets_lm_heads_and_its_blocks_as_their_projections() -> None:
+    head = tiny.multi_token_head("hydra", CAPPED, num_layers=2)
+    state, embeddings = _features(6), torch.cat([_features(6), 2 * _features(6)], dim=-1)
+    projection = head.branches[1].blocks[0].projection
+    expected = CAPPED.logits(projection(torch.cat([state, embeddings], dim=-1)))
+    assert head.step(1, state, embeddings).equal(expected)
+    bound = (3 * 32) ** -0.5
+    assert 0.95 * bound < projection.weight.abs().max() <= bound
+
+
+def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor) -> Tensor:
+    """Logits of one branch, from the names of its weights alone."""
+    for layer in range(head.config.num_layers):
+        prefix = f"branches.{index}.blocks.{layer}"
+        kept = x
+        if f"{prefix}.projection.weight" in weights:
+            kept = x @ weights[f"{prefix}.projection.weight"].T + weights[f"{prefix}.projection.bias"]
+        added = x @ weights[f"{prefix}.linear.weight"].T + weights[f"{prefix}.linear.bias"]
+        x = kept + added * torch.sigmoid(added)
+    weight, bias = CAPPED.lm_head, CAPPED.bias
+    if head.config.lm_head == "own":
+        weight, bias = (weights[f"laws.lm_heads.{index}.{name}"] for name in ("weight", "bias"))
+    return 6.0 * torch.tanh(0.5 * (x @ weight.T + bias) / 6.0)
+
+
+@pytest.mark.parametrize(("kind", "keys"), SHAPES)
+def test_every_law_is_what_its_weights_say(kind: HeadKind, keys: dict[str, Any]) -> None:
+    head = tiny.multi_token_head(kind, CAPPED, noise=0.2, **keys)
+    head.laws.vocab, weights, features = CAPPED, dict(head.state_dict()), _features(5)
+    embeddings = torch.randn(5, head.config.num_heads * 32, generator=torch.Generator().manual_seed(4))
+    for index in range(head.config.num_heads):
+        known = embeddings[:, : (index + 1) * 32]
+        given = features if kind == "medusa" else torch.cat([features, known], dim=-1)
+        found = head(features)[index] if kind == "medusa" else head.step(index, features, known)
+        expected = _by_hand(weights, head, index, given)
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
