@@ -9,9 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
-from aerie.configs.read import load
 from aerie.infer import SpeculativeDecoder
-from aerie.model.target import template_path
+from aerie.model.storage import template_path
 assert template_path("configs/templates/vicuna.jinja").is_file()
 import aerie, aerie.data.main, aerie.train.main, aerie.model.main, aerie.infer.main
 print(aerie.__file__, SpeculativeDecoder.__name__)

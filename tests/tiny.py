@@ -36,11 +36,9 @@ def _tokenizer_json(vocab_size: int) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     texts = [turn["value"] for row in conversations(64, seed=0) for turn in row["conversations"]]
     tokenizer.train_from_iterator(texts, trainer)
@@ -49,19 +47,15 @@ def _tokenizer_json(vocab_size: int) -> str:
 
 def tokenizer(vocab_size: int = 320, chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with eos <|end|>, pad <|pad|> and, unless None is given, a chat template."""
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_tokenizer_json(vocab_size)),
-        eos_token="<|end|>",  # noqa: S106
-        pad_token="<|pad|>",  # noqa: S106
-    )
+    rules = Tokenizer.from_str(_tokenizer_json(vocab_size))
+    made = PreTrainedTokenizerFast(tokenizer_object=rules, eos_token="<|end|>", pad_token="<|pad|>")
     made.chat_template = chat_template
     return made
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """ShareGPT rows of one to three turns."""
-    chance = random.Random(seed)  # noqa: S311
-    rows = []
+    chance, rows = random.Random(seed), []
     for number in range(count):
         turns = []
         for _ in range(chance.randint(1, 3)):

@@ -1,6 +1,5 @@
 """Commands killed at any moment, by time or by changes to files, go on and leave the bytes of an undisturbed run."""
 
-import json
 import random
 import re
 import shutil
@@ -45,13 +44,10 @@ class World:
             shutil.copytree(self.root / "undisturbed" / name, run / name)
         return run
 
-    def compare(self, run: Path, code: int) -> None:
-        assert code == 0, log_of(run).read_text(errors="replace")[-2000:]
-        assert self.differences(run) == []
-        shutil.rmtree(run)
-        log_of(run).unlink()
-
-    def differences(self, run: Path) -> list[str]:
+    def differences(self, run: Path, code: int = 0) -> list[str]:
+        """The files that are not the undisturbed run's; where the last start failed, the end of its log."""
+        if code != 0:
+            return [log_of(run).read_text(errors="replace")[-2000:]]
         wrong = [str(path) for path in (run / "state").glob("*/step-*")] if self.stage == "train" else []
         for output in OUTPUTS[self.stage]:
             old, new = (content_of(place / output, place) for place in (self.root / "undisturbed", run))
@@ -68,7 +64,7 @@ def content_of(output: Path, run: Path) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for path in [output] if output.is_file() else sorted(output.rglob("*")):
         if path.suffix == ".jsonl":
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            lines = tiny.read_rows(path)
             made[str(path.relative_to(run))] = [{k: v for k, v in line.items() if k not in CLOCKS} for line in lines]
         elif path.is_file() and path.name not in RECORDS:
             made[str(path.relative_to(run))] = path.read_bytes()
@@ -79,15 +75,14 @@ def write_recipe(root: Path) -> None:
     tiny.target(root / "target")
     tiny.write_conversations(root / "train.jsonl", 1400)
     rows = [{"question_id": n, "category": "count", "turns": [f"Please count {n + 2} boats."]} for n in range(PROMPTS)]
-    (root / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    tiny.write_rows(root / "questions.jsonl", rows)
     tree = {"levels": 3, "k": 3, "nodes": 8}
     train: dict[str, Any] = {"max_steps": STEPS, "batch_size": 4, "accumulation": 2, "learning_rate": 1e-3}
     train |= {"warmup_steps": 8, "log_every": 1, "save_every": 6, "eval_every": 18, "eval_conversations": 24}
     prompts = {"path": str(root / "questions.jsonl"), "num_prompts": PROMPTS, "max_new_tokens": 20}
-    measured: list[dict[str, Any]] = [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}]
-    measured.append({"method": "eagle-chain", "tree": {"levels": 3}})
+    measured = [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}, {"method": "eagle-chain"}]
     sampling = [{"temperature": 0.0}, {"temperature": 1.0}]
-    values: dict[str, Any] = {
+    values = {
         "run": str(root / "undisturbed"),
         "threads": 1,
         "target": {"path": str(root / "target"), "dtype": "float32"},
@@ -123,7 +118,7 @@ def test_a_stage_that_is_killed_goes_on_to_the_same_bytes(name: str, worlds: dic
     assert world.differences(run)  # the comparison finds what is missing
     assert world.start(run, fatal=chance.randrange(2, world.changes // 3)) == -9
     world.start(run, seconds=chance.random() * world.seconds)
-    world.compare(run, world.start(run))
+    assert world.differences(run, world.start(run)) == []
 
 
 @pytest.mark.slow
@@ -138,7 +133,8 @@ def test_kills_at_random_moments_leave_no_trace(name: str, worlds: dict[str, Wor
             limit = {} if kills >= SOAK[name] else {"seconds": chance.random() * world.seconds}
             code = world.start(run, **limit)
             kills += code < 0 and not (run / whole).exists() and (run / "status.json").exists()
-        world.compare(run, code)
+        assert world.differences(run, code) == []
+        shutil.rmtree(run)
 
 
 @pytest.mark.slow
@@ -151,9 +147,9 @@ def test_a_stage_that_dies_before_any_change_to_a_file_goes_on_to_the_same_bytes
     run, fatal = world.fresh(tmp_path / "start"), 1
     while (code := world.start(run, fatal=fatal)) < 0:  # its n-th start dies before its n-th change
         fatal += 1
-    world.compare(run, code)
-    assert fatal > 12
+    assert world.differences(run, code) == [] and fatal > 12
     for change in range(max(1, world.changes - 24), world.changes + 1):  # near the end, one by one
-        run = world.fresh(tmp_path / "end")
+        run = world.fresh(tmp_path / f"end-{change}")
         world.start(run, fatal=change)
-        world.compare(run, world.start(run))
+        assert world.differences(run, world.start(run)) == []
+        shutil.rmtree(run)

@@ -44,7 +44,9 @@ def test_a_published_head_is_inspected_and_converted_to_every_layout(
 ) -> None:
     head = published.safeailab_eagle3(tmp_path / "head")
     assert call("inspect", head, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["layout"] == "safeailab"
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["layout"], shown["taps"], shown["left_out"]) == ("safeailab", None, ["embed_tokens.weight"])
+    assert shown["vocabulary"] == {"draft": 107, "target": 320, "coverage": None} and shown["problems"] == []
     for to in ("safeailab", "sglang", "speculators"):
         assert call("convert", head, "--to", to, "--target", target, "--out", tmp_path / to) == 0
         out = capsys.readouterr().out

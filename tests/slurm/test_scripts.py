@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,10 +49,9 @@ def test_a_signal_before_the_script_waits_reaches_the_step(
     name = 'a "big" one\\of\tfive'
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": name, "SLURM_JOB_NODELIST": "n1", "AERIE_LOGS": str(tmp_path)}
     environment = {**os.environ, **variables, "AERIE_VENV": str(tmp_path)}  # goes to the front of the path
-    script = SIGNALLED.replace("RECIPE", str(tmp_path / "recipe.yaml")).replace("SIGNAL", signals)
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    command = ["bash", "-c", SIGNALLED.replace("RECIPE", str(tmp_path / "recipe.yaml")).replace("SIGNAL", signals)]
+    options: Any = {"cwd": CHECKOUT, "env": environment, "timeout": 60}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert (done.returncode, done.stdout.splitlines()) == (code, said), done.stderr
     status = json.loads(next(tmp_path.glob("*-7.json")).read_text())
     assert (status["state"], status["name"]) == (state, name.replace("\t", " "))

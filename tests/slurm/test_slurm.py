@@ -67,19 +67,14 @@ def recipe_for(root: Path) -> Path:
     tree = {"levels": 3, "k": 2, "nodes": 6}
     train = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 2, "learning_rate": 2e-3}
     train |= {"eval_every": 0, "log_every": 5, "save_every": 10 * STEPS}
-    sections = {
+    keep = dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep")
+    distill = {"sources": [{"path": rows, "num_rows": 8}], "gate": keep, "max_turns": 1}
+    prompts = {"path": str(root / "questions.jsonl"), "num_prompts": 1, "max_new_tokens": 8, "turns": 1}
+    sections: dict[str, Any] = {
         "features": {"shard_tokens": 512, "batch_tokens": 512},
         "tree": tree,
-        "distill": {
-            "sources": [{"path": rows, "num_rows": 8}],
-            "sampling": {"temperature": 0.0, "max_tokens": 8},
-            "gate": dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep"),
-            "max_turns": 1,
-        },
-        "bench": {
-            "prompts": {"path": str(root / "questions.jsonl"), "num_prompts": 1, "max_new_tokens": 8, "turns": 1},
-            "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}],
-        },
+        "distill": {**distill, "sampling": {"temperature": 0.0, "max_tokens": 8}},
+        "bench": {"prompts": prompts, "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}]},
     }
     return write_recipe(root / "recipe.yaml", root, train, **sections)
 

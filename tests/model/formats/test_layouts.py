@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import Eagle3Section
 from aerie.model import export as exporting
-from aerie.model.checkpoint import head_facts, load_head, new_head, save_head
+from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.export import export, inspect_head, screen
 from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle import CHECKED, sglang_numbers
@@ -284,20 +283,6 @@ def test_what_an_export_adds_leaves_out_or_guesses_is_said(tmp_path: Path) -> No
     ):
         notes = " | ".join(export(head, to, tmp_path / "out", target_facts(max_positions=8192))[1])
         assert all(note in notes for note in said)
-
-
-def test_a_published_head_is_shown_as_it_is_and_a_warm_start_keeps_its_rope(tmp_path: Path) -> None:
-    place = published.safeailab_eagle3(tmp_path / "head")
-    head = inspect_head(place)
-    assert head["kind"] == "eagle3" and head["taps"] is None
-    assert head["left_out"] == [EMBEDDING] and head["problems"] == []
-    assert head["vocabulary"] == {"draft": 107, "target": 320, "coverage": None}
-    section = Eagle3Section(init_from=str(place))
-    started: Any = new_head(section, tiny.llama().config, tiny.vocab(), 0, after_blocks=TAPS)
-    assert started.config.rope_theta == 10000.0
-    place = published.specforge(tmp_path / "one", {"eagle_config": {NUMBERED: [3, 4, 6]}})
-    assert inspect_head(place)["taps_open"] == "ambiguous" and "give it with --target" in screen(inspect_head(place))
-    assert inspect_head(place, target_facts())["taps"] == inspect_head(place, None, (4, 5, 7))["taps"] == [4, 5, 7]
 
 
 # Tensors on disk: whole or sharded, safetensors or pickles of tensors alone; anything else is refused.
