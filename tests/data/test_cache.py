@@ -98,8 +98,6 @@ def test_a_batch_holds_the_states_as_they_are_used_once_it_has_moved(
     form: Form, cache: FeatureCache, target: Target, tmp_path: Path
 ) -> None:
     stored = caches.cache(tmp_path, target, DATA, after_blocks=(1, 3), storage=form)
-    sizes = [sum(path.stat().st_size for path in view.directory.glob("*.safetensors")) for view in (cache, stored)]
-    assert sizes[1] < (0.75 if form == "bf16" else 0.65) * sizes[0]
     for packed in (False, True):
         exact, read = (collate([view[at] for at in (0, 4, 2)], (0, 4, 2), packed).to("cpu") for view in (cache, stored))
         assert read.scales is None and read.dtype is None

@@ -53,11 +53,10 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
     ("template", "eos", "before"),
     [
         (tiny.TEMPLATE, "<|end|>", ""),
-        (targets.TRIMMING, "<|eot_id|>", ""),
-        (targets.DATED, "<|im_end|>", ""),
+        (targets.TRIMMING, "<|im_end|>", ""),
         (template_path("configs/templates/vicuna.jinja").read_text(encoding="utf-8"), "</s>", " "),
     ],
-    ids=["markers", "trimming", "dated", "vicuna"],
+    ids=["markers", "trimming", "vicuna"],
 )
 def test_supervised_tokens_decode_to_the_answers_and_their_end(template: str, eos: str, before: str) -> None:
     tokenizer, (row,), tally = rows_of(template, eos)
@@ -103,7 +102,7 @@ STRADDLING = (
         (targets.THINK_OPENING, "<|im_end|>", ("a thought", "Fine."), "a thought\n</think>\n\nFine.<|im_end|>", None),
         (targets.THINK_OPENING, "<|im_end|>", "Fine.", "Fine.<|im_end|>", "the generation prompt's last part"),
         # the prompt's last blank joins the answer's first word
-        (STRADDLING, "</s>", "answer is fine", " is fine</s>", "a token straddles prompt and answer"),
+        (STRADDLING, "</s>", "boats are fine", " are fine</s>", "a token straddles prompt and answer"),
         (targets.CHATML, "<|im_end|>", "Fine.<|im_end|> And more.", "Fine.<|im_end|>", None),
         # base models' EOS: up to the answer's last special token
         (targets.CHATML, "</s>", "Fine.", "Fine.<|im_end|>", "the answer's end is none of the target's"),
@@ -119,7 +118,7 @@ def test_the_borders_of_an_answer(template: str, eos: str, answer: Any, text: st
 def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
     rewritten = "the template rewrites what stands before an answer"
     for template, reason in (
-        (targets.NO_SYSTEM, "the chat template refuses it: System role not supported"),
+        (targets.NO_SYSTEM, "the chat template refuses it: No system role"),
         ("{{ messages | length }}" + targets.CHATML, rewritten),
         (targets.CHATML.replace("<|im_start|>assistant\\n", "bot: "), rewritten),  # in the generation prompt alone
     ):

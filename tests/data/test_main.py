@@ -93,14 +93,6 @@ def test_plan_and_estimate_read_no_more_than_they_need_and_write_nothing(
     assert not (tmp_path / "other").exists()
 
 
-def test_an_eagle3_head_has_default_taps_and_the_cache_says_which(recipe: Path, tmp_path: Path) -> None:
-    deep = ("--target", tiny.target(tmp_path / "deep", num_blocks=8), "--head.kind", "eagle3")
-    words = ("features", "--config", recipe, "--run", tmp_path / "other", *deep)
-    assert call(main, *words) == 0 and call(main, *words, "--is-whole") == 0
-    taps = FeatureCache.open(tmp_path / "other/features", {"after_blocks": [2, 4, 5]})[0].taps
-    assert taps is not None and taps.shape[1] == 3 * 32
-
-
 MISTAKES = [
     ("features --data.conversations [gone.jsonl]", "gone.jsonl: no such file"),
     ("features --features.after_blocks [2,1]", "after_blocks must ascend"),
@@ -109,7 +101,6 @@ MISTAKES = [
     ("features --head.kind eagle3", "the default taps (2, n//2, n-3) need at least 7; name its taps"),
     ("features --target BARE", "target.chat_template"),
     ("distill --merge --retry-failed", "leave --retry-failed and --shard out"),
-    ("distill --distill.gate.cut maybe", "distill.gate.cut: input should be 'keep' or 'drop'"),
     ('distill --distill.sources [{"path":"x","ask":"problem"}]', "ask to personas"),
 ]
 
@@ -150,9 +141,7 @@ def test_damage_is_named_by_check_and_training_and_mended_by_verify(recipe: Path
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     assert call(main, "check", "--config", recipe) == 1
     assert f"{shard}: is not what was written" in capsys.readouterr().out
-    assert call(train, "--config", recipe) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert str(shard) in error and "features --config RECIPE --verify" in error
+    assert call(train, "--config", recipe) == 2 and f"{shard}: row " in capsys.readouterr().err
     assert call(main, *words, "--verify", "--plan") == 0 and contents(features) != whole
     assert call(main, *words, "--verify") == 0 and contents(features) == whole
     shard.unlink()  # a missing one is noticed without --verify

@@ -70,8 +70,8 @@ def test_the_tokenizer_keeps_any_text_and_its_template_masks_exactly_what_the_as
     odd = ("for i in x:\n\n        y += 1\n", "  two  spaces ", "Grüße, 3.5 °C, 日本 🦅", "a\tb\r\n")
     for text in (*odd, *texts[:50]):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    turns = [("system", "Be brief."), ("user", "4 times 12?"), ("assistant", "It is 48.\n\n  More?"), ("user", "No.")]
-    chat = [{"role": role, "content": text} for role, text in (*turns, ("assistant", "Bye!"))]
+    turns = (("system", "Be brief."), ("user", "4 * 12?"), ("assistant", "48.\n\n  More?"), ("assistant", "Bye!"))
+    chat = [{"role": role, "content": text} for role, text in turns]
     encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     written = [t for t, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if own]
-    assert tokenizer.decode(written) == "It is 48.\n\n  More?<|end|>Bye!<|end|>"
+    assert tokenizer.decode(written) == "48.\n\n  More?<|end|>Bye!<|end|>"

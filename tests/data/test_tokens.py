@@ -45,9 +45,9 @@ def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_tra
 def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt(tmp_path: Path) -> None:
     rows = [talk(6, "user", "assistant")]
     (whole,) = tokenised(tmp_path, rows)[0].train
-    data, tally = tokenised(tmp_path, rows, max_length=30)
+    data, tally = tokenised(tmp_path, rows, max_length=100)
     (cut,) = data.train
-    assert len(whole.input_ids) > 30 and (cut.input_ids, cut.turns) == (whole.input_ids[:30], whole.turns[:30])
+    assert len(whole.input_ids) > 100 and (cut.input_ids, cut.turns) == (whole.input_ids[:100], whole.turns[:100])
     assert tally.counts["left out", "tokens behind max_length cut"] == 1
     masks = [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 18 + [1] * 2]
     rows = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks]
@@ -60,12 +60,10 @@ def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt
 
 
 def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Path) -> None:
-    rows = [
-        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]},
-        {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]},
-    ]
+    masks = ([0, 1, 1, 0, 1], [1, 1, 1])
+    rows = [{"input_ids": [5, 6, 7, 8, 9][: len(mask)], "loss_mask": mask} for mask in masks]
     data, _ = tokenised(tmp_path, rows, template=None)
-    assert (list(data.train[0].input_ids), list(data.train[0].turns)) == (rows[0]["input_ids"], [0, 1, 1, 0, 2])
+    assert (list(data.train[0].input_ids), list(data.train[0].turns)) == ([5, 6, 7, 8, 9], [0, 1, 1, 0, 2])
     # (6, 7) of each row is a slot: one needs a token before
     assert statistics(data.train) == "2 rows | 8 tokens | 6 supervised (75.0%) | 2 slots | 3 turns | longest 5"
 
@@ -76,7 +74,7 @@ def test_a_conversation_counts_once_whether_it_fans_out_or_is_refused(tmp_path: 
     rows = [talk(1, "system", "user", "assistant"), *questions(3)]
     data, tally = tokenised(tmp_path, rows, targets.NO_SYSTEM)
     assert len(data.train) == tally.kept == 3
-    assert "the chat template refuses it: System role not supported" in tally.table()
+    assert "the chat template refuses it: No system role" in tally.table()
 
 
 def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> None:
@@ -87,7 +85,7 @@ def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -> None:
-    refusals: list[tuple[list[Any], dict[str, float], str]] = [
+    refusals: list[tuple[list[Any], dict[str, Any], str]] = [
         (questions(20), {"min_supervised_share": 0.95}, r"only \d+\.\d+% of .*show command"),
         ([{"input_ids": [65, 66], "loss_mask": [0, 0]}], {}, r"no conversation to train on; .*two tokens"),
         (questions(3), {"held_out": 0.999999}, "3 rows are held out"),
@@ -125,10 +123,8 @@ def test_supervised_tokens_are_counted_and_the_key_follows_what_was_counted(kind
     counted = draft_vocabulary(rows, 10, ORIGIN, 1)
     assert counted.vocabulary.ids.tolist() == [3]
     assert counted.facts == {"key": counted.facts["key"], "size": 1, "coverage": 0.75, "counted_tokens": 4}
-    assert "1 of 10 tokens cover 75.00% of 4 supervised tokens" in counted.line
     given = draft_vocabulary(rows, 10, ORIGIN, given=counted.vocabulary).facts
     assert given == {**counted.facts, "key": given["key"]}
     others = [(4, [1], ORIGIN), (5, [1], ORIGIN), (4, [2], ORIGIN), (4, [1], {**ORIGIN, "rows": "c"})]
     assert len({draft_vocabulary(rows, 10, origin, size, forced).facts["key"] for size, forced, origin in others}) == 4
-    assert draft_vocabulary(rows, 10, ORIGIN, 4, {1}).facts == draft_vocabulary(rows, 10, ORIGIN, 4, [1]).facts
     assert [draft_vocabulary(rows, size, ORIGIN).vocabulary.size for size in (10, 40_000)] == [10, 32_000]

@@ -25,28 +25,29 @@ def skips(path: Path, texts: list[Any], questions: tuple[str, ...] = ()) -> list
     return [prompt.skip for prompt in made(path, rows, questions, kind="prompts")]
 
 
+def said(*turns: tuple[str, str | None]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
 def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_reason(tmp_path: Path) -> None:
-    turns = [("system", "Be brief."), ("human", "First?"), ("gpt", "An old answer."), ("human", "Second?")]
-    row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
-    joined = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b \ud83d"}]}
-    place = f"{tmp_path}/rows.jsonl: row"
+    row = said(("system", "Be brief."), ("human", "First?"), ("gpt", "An old answer."), ("human", "Second?"))
+    joined, place = said(("user", "a"), ("user", "b \ud83d")), f"{tmp_path}/rows.jsonl: row"
     assert made(tmp_path, [row, joined]) == [
         Prompt("0:1", f"{place} 1", ("First?", "Second?"), system="Be brief."),
         Prompt("0:2", f"{place} 2", ("a\n\nb \ufffd",)),  # no tokenizer takes half of a surrogate pair
     ]
     rows = {
-        None: {"messages": [{"role": "user", "content": "Why?"}]},
-        "no user turn": {"messages": [{"role": "assistant", "content": "Because."}]},
-        "the same prompt as an earlier row": {"messages": [{"role": "user", "content": " WHY? "}]},
-        "the conversation calls tools": {"messages": [{"role": "user", "content": "x"}, {"role": "tool"}]},
-        "unknown role": {"messages": [{"role": "narrator", "content": "x"}]},
+        None: said(("user", "Why?")),
+        "no user turn": said(("assistant", "Because.")),
+        "the same prompt as an earlier row": said(("user", " WHY? ")),
+        "the conversation calls tools": said(("user", "x"), ("tool", None)),
         "row is no object": "text",
     }
     prompts = made(tmp_path, list(rows.values()))
     assert [prompt.skip for prompt in prompts] == list(rows)
-    assert plan_line(prompts).startswith("6 rows, 1 to ask; 1 skipped: ")
-    usable: list[Any] = ["Why?", {"turns": None, "question": "a?"}]
+    assert plan_line(prompts).startswith("5 rows, 1 to ask; 1 skipped: ")
     empty = [{"prompt": None}, {"turns": []}, {"prompt": 5}, {"turns": ["a", None]}, {"prompt": "Why?", "system": 5}]
+    usable = ["Why?", {"turns": None, "question": "a?"}]
     assert skips(tmp_path, usable + empty) == [None] * 2 + ["an empty question, or no text"] * 5
 
 
@@ -60,8 +61,8 @@ def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_re
         ((LONG,) * 6, [f"Prove it. {LONG}", "Why?"], [NEAR, None]),  # named often, one question
         (
             ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？"),  # each character is a word
-            ["请回答：一列火车以每小时六十公里的速度行驶，", "一列火车每天行驶", "天空为什么是蓝的", "为什么"],
-            [NEAR, None, None, NEAR],
+            ["请回答：一列火车以每小时六十公里的速度行驶，", "一列火车每天行驶", "为什么"],
+            [NEAR, None, NEAR],
         ),
     ],
 )  # fmt: skip

@@ -80,11 +80,17 @@ def own(server: TargetServer, tmp_path_factory: pytest.TempPathFactory) -> list[
     return texts(place)
 
 
-def test_no_row_is_lost_or_doubled_by_broken_answers_and_a_killed_job_goes_on(
+def test_no_row_is_lost_or_doubled_by_broken_answers_or_a_killed_job_or_server(
     server: TargetServer, own: list[tuple[str, tuple[str, ...]]], tmp_path: Path
 ) -> None:
+    def crash() -> None:
+        wait_for(12, tmp_path)
+        server.kill()
+        time.sleep(0.5)
+        server.start()
+
     chance, kinds = random.Random(3), ["429", "500", "cut", "half", "slow"]
-    first = iter(kinds)  # each at least once
+    first, crashing = iter(kinds), threading.Thread(target=crash, daemon=True)  # each fault at least once
     faults = lambda *_: next(first, "") or chance.choice([""] * 5 + kinds[:4])  # noqa: E731
     with Proxy(faults, port=server.port, slow_s=5.0) as proxy:
         path = recipe(tmp_path, server, proxy.url, retries=20)
@@ -93,21 +99,7 @@ def test_no_row_is_lost_or_doubled_by_broken_answers_and_a_killed_job_goes_on(
         wait_for(6, tmp_path)
         running.kill()
         assert running.wait(30) == -signal.SIGKILL
+        crashing.start()
         assert distill(path) == 0
-    assert texts(tmp_path) == own and next(first, None) is None
-
-
-def test_a_server_that_is_killed_and_started_again_costs_no_row(
-    own: list[tuple[str, tuple[str, ...]]], server: TargetServer, tmp_path: Path
-) -> None:
-    def crash() -> None:
-        wait_for(4, tmp_path)
-        server.kill()
-        time.sleep(0.5)
-        server.start()
-
-    crashing = threading.Thread(target=crash, daemon=True)
-    crashing.start()
-    assert distill(recipe(tmp_path, server, f"http://127.0.0.1:{server.port}/v1")) == 0
-    crashing.join(120)
-    assert not crashing.is_alive() and texts(tmp_path) == own
+        crashing.join(120)
+    assert not crashing.is_alive() and texts(tmp_path) == own and next(first, None) is None

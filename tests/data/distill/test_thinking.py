@@ -9,18 +9,16 @@ from aerie.configs.schema.data import DataConfig
 from aerie.data.conversations import Tally
 from aerie.data.distill.answer import Answer, Outcome, Thinking
 from aerie.data.tokens import tokenize
-from tests.data import chat_targets
+from tests.data.chat_targets import CHATML, THINK_DROPPING, THINK_OPENING, TRIMMING, build_tokenizer
 from tests.data.distill.answering import thinking
 from tests.tiny import write_rows
 
 # As QwQ's and DeepSeek's: what stands before </think> is left out of every answer.
-THINK_LESS = chat_targets.CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
-IN_TAGS, OPENING, DROPPING = chat_targets.CHATML, chat_targets.THINK_OPENING, chat_targets.THINK_DROPPING
+THINK_LESS = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
 
 
 def of(template: str) -> Thinking:
-    end = "<|eot_id|>" if template is chat_targets.TRIMMING else "<|im_end|>"
-    tokenizer = chat_targets.build_tokenizer(template, end)
+    tokenizer = build_tokenizer(template, "<|im_end|>")
     return Thinking(tokenizer, {tokenizer.eos_token_id})
 
 
@@ -38,11 +36,11 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
 @pytest.mark.parametrize(
     ("template", "text", "is_text"),
     [
-        (OPENING, "2 + 2\n</think>\n\nfour", True),
-        (OPENING, "2 + 2</think>four", False),
-        (DROPPING, "<think>\n2 + 2\n</think>\n\nfour", True),
-        (DROPPING, "<think>\n\n2 + 2\n</think>\nfour", False),
-        (IN_TAGS, "<think>2 + 2</think>four", True),
+        (THINK_OPENING, "2 + 2\n</think>\n\nfour", True),
+        (THINK_OPENING, "2 + 2</think>four", False),
+        (THINK_DROPPING, "<think>\n2 + 2\n</think>\n\nfour", True),
+        (THINK_DROPPING, "<think>\n\n2 + 2\n</think>\nfour", False),
+        (CHATML, "<think>2 + 2</think>four", True),
         (THINK_LESS, "<think>2 + 2</think>four", False),
     ],
 )
@@ -54,14 +52,15 @@ def test_what_is_learnt_is_what_the_target_wrote(template: str, text: str, is_te
     assert ("messages" in rows[0]) == is_text
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
     # told apart by a server, it goes where the template looks for it
-    fields = {"content": "four", "reasoning_content": "2 + 2"}
-    in_tags = {"content": "<think>\n2 + 2\n</think>\n\nfour"}
     told_apart = reader.message(reader.read(Answer("four", "stop", 3, reasoning="2 + 2")))
-    assert told_apart == {"role": "assistant", **(fields if template in (OPENING, DROPPING) else in_tags)}
+    if template in (THINK_OPENING, THINK_DROPPING):
+        assert told_apart == {"role": "assistant", "content": "four", "reasoning_content": "2 + 2"}
+    else:
+        assert told_apart == {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nfour"}
 
 
 def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
-    opened, plain = of(OPENING), of(IN_TAGS)
+    opened, plain = of(THINK_OPENING), of(CHATML)
     cut = opened.read(Answer("2 +", "length", 3))
     assert (cut.reasoning, cut.content, opened.written(cut)) == ("2 +", "", "2 +")
     for answer in (Answer("2 + 2", "length", 3), Answer("DeepSeek ends its thoughts with </think>.", "stop", 9)):
@@ -88,13 +87,13 @@ def test_ids_that_came_with_the_answers_are_what_is_trained_on() -> None:
 
 
 def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(tmp_path: Path) -> None:
-    reader, trimming, less = thinking(), of(chat_targets.TRIMMING), of(THINK_LESS)
+    reader, trimming, less = thinking(), of(TRIMMING), of(THINK_LESS)
     rows = rows_of(reader, Answer("one.", "stop", 2), Answer("½ “two”", "stop", 2))
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
     assert learnt(rows, reader, tmp_path) == ["one.<|end|>½ “two”<|end|>"]
     cut = rows_of(reader, Answer("one.", "stop", 2), Answer("and tw", "length", 2))
     assert learnt(cut, reader, tmp_path) == ["one.<|end|>and tw"]
-    assert learnt(rows_of(trimming, Answer(" four\n", "stop", 3)), trimming, tmp_path) == [" four\n<|eot_id|>"]
+    assert learnt(rows_of(trimming, Answer(" four\n", "stop", 3)), trimming, tmp_path) == [" four\n<|im_end|>"]
     answers = (Answer("four", "stop", 3, reasoning="2 + 2"), Answer("six", "stop", 3, reasoning="3 + 3"))
     rows = rows_of(less, *map(less.read, answers))  # thinking that the template leaves out is learnt, and no history
     texts = [f"<think>\n{n} + {n}\n</think>\n\n{text}<|im_end|>" for n, text in ((2, "four"), (3, "six"))]
