@@ -52,7 +52,7 @@ class Drafter:
 
 
 class Shape:
-    """calibrate maps log q to log confidence; draft_slots: the most nodes that one tree gives to `Drafter.step`."""
+    """draft_slots: the most nodes that one tree gives to `Drafter.step`."""
 
     def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int, calibrate: Calibrate) -> None:
         self.stop, self.calibrate = stop, calibrate
@@ -68,7 +68,7 @@ class Shape:
 
 
 def make_shape(config: TreeConfig, calibrate: Calibrate = unchanged) -> Shape:
-    """The shape of a tree's settings, with its stop rule."""
+    """A tree's shape with its stop rule; calibrate maps log q to log confidence."""
     stop = STOPS[type(config.stop)](config.stop, config.levels, config.nodes)
     if isinstance(config, DynamicConfig):
         return DynamicTree(stop, config, calibrate)

@@ -299,7 +299,7 @@ class Stopwatch(BaseStreamer):
 
 
 def measure_overhead(bench: Bench, prompts: Sequence[Prompt]) -> list[Overhead]:
-    """Decodes the first prompts as ever, then with forwards timed; writes overhead.json, or reads it if there."""
+    """Decodes the first prompts, then again with forwards timed; writes overhead.json, or reads it if there."""
     path, used = bench.directory / results.OVERHEAD, prompts[:NUM_PROMPTS]
     if path.is_file():
         return results.read_as(path, list[Overhead])

@@ -76,7 +76,7 @@ def record(
 
 
 def write_calibration(output: Path, recording: Recording, bins: int, head: str | None) -> list[str]:
-    """Writes every file but choices.yaml (calibrator.json beside the head too); returns lines for the user."""
+    """Writes all files but choices.yaml (calibrator.json beside the head too); returns lines for the user."""
     nodes, cycles = recording.tables["nodes"], recording.tables["cycles"]
     for table, rows in recording.tables.items():
         write_atomically(output / f"{table}.parquet", partial(rows.to_parquet, index=False))

@@ -49,8 +49,8 @@ class ColouredStreamer(BaseStreamer):
 def answer(target: Target, tokenizer: Any, asked: MethodConfig, head: str | None, arguments: Namespace) -> None:
     """Streams the answer to stdout, statistics to stderr."""
     decoder = make_decoder(Drafters(target), asked, head)
-    plain = tokenizer(arguments.prompt)["input_ids"] if arguments.raw else None
-    ids = encode(arguments.prompt, tokenizer, target) if plain is None else torch.tensor([plain], device=target.device)
+    plain = tokenizer(arguments.prompt, return_tensors="pt")["input_ids"] if arguments.raw else None
+    ids = encode(arguments.prompt, tokenizer, target) if plain is None else plain
     streamer, trees = ColouredStreamer(tokenizer), list[Tree]()
 
     def watch(cycle: Cycle) -> None:

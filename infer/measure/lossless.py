@@ -50,7 +50,6 @@ LENGTH = 4  # new tokens of a sampled answer; with fewer no tree has a second le
 LONGER = {"sps-heuristic": 5}  # only its second draft depends on what was accepted
 # every token once, and n-grams that come back
 PROMPT = (1, 5, 3, 4, 1, 6, 3, 2, 7, 0, 5, 4, 2, 6, 1, 7, 3, 0, 4)
-# the prompts, and the miniatures' methods
 GIVEN = read_yaml(Path(__file__).with_name("lossless.yaml"))[0]
 MINIATURES = {
     method: validate({"method": method, **keys}, MethodConfig, method, {}) for method, keys in GIVEN["methods"].items()
@@ -339,7 +338,7 @@ def p_value(law: dict[Answer, float], seen: Counter[Answer]) -> float:
 
 
 class Remembered:
-    """An object whose answers depend on the calls since the first of `calls` alone: keeps them. silent: no answer."""
+    """Keeps an object's answers, which depend on the calls since the first of `calls` alone; silent: no answer."""
 
     def __init__(self, inner: Any, calls: tuple[str, ...], silent: tuple[str, ...]) -> None:
         self._inner, self._calls, self._silent = inner, calls, silent

@@ -286,9 +286,9 @@ def reached(record: Record, above: int, length: int) -> FloatArray | None:
 
 
 def diversity(groups: Sequence[Group]) -> dict[str, Any] | None:
-    """Distinct 4-grams of vanilla's greedy answers, or else of the first greedy row; null without any."""
-    greedy = [members for members in groups if members.first.temperature == 0 and not members.failed]
-    for members in sorted(greedy, key=lambda members: members.first.method != VANILLA)[:1]:
+    """Distinct 4-grams of vanilla's greedy answers; null without any."""
+    greedy = [one for one in groups if one.first.temperature == 0 and not one.failed and one.first.method == VANILLA]
+    for members in greedy[:1]:
         answers = [record.output_ids for record in members.records]
         ngrams = [tuple(ids[at : at + NGRAM]) for ids in answers for at in range(len(ids) - NGRAM + 1)]
         counts = {"distinct_4grams": len(set(ngrams)), "total_4grams": len(ngrams)}

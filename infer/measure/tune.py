@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import as_dict
+from aerie.configs.read import as_dict, read_yaml
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import USUAL, ChainConfig, DynamicConfig, Method, MethodConfig, StopConfig
 from aerie.configs.schema.measure import BenchConfig, TuneConfig
@@ -32,25 +32,7 @@ from aerie.model.target import Target
 Integers = NDArray[np.int64]
 GrownConfig = ChainConfig | DynamicConfig  # trees whose depth can be searched
 TUNED = "tuned.yaml"
-NODES = (3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 60)  # of the trees that are replayed
-SHOWN = 20  # of them in tune.json
-COST_PROMPTS, COST_REPETITIONS = 2, 3
-TIMED_TOKENS = 48  # new tokens of one timed answer
-# k -> nodes of a tree of 2 and of one of 8 levels: two depths give the first level's cost and that of each further one
-TIMED_TREES = {1: (2, 4), 2: (6, 8), 4: (12, 16), 8: (24, 32), 10: (48, 60)}
-
-# stop rules: every one is tried on a few prompts, the finalists on all of them and then timed
-THRESHOLDS = (0.1, 0.2, 0.3, 0.45, 0.6)
-ENTROPY_THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.7)  # h; the published one is 0.3
-CHECKS = (3, 5, 7)  # depths at which a shallow tree's probability sum is looked at
-SCREENING, FINALISTS = 7, 2  # prompts, rules
-TIMED_PROMPTS, TIMED_REPETITIONS = 6, 2
-WORTH = 1.03  # how much faster a rule must be than a fixed tree: the best of twenty on few prompts is too good
-
-# twelve trees that somebody would try by hand: (levels, k, nodes); k = 1: a chain
-GRID = [(levels, k, nodes or levels + 1) for k, nodes, depths in (
-    (1, None, (3, 5, 8)), (2, 12, (4, 6, 8)), (4, 24, (4, 6, 8)), (8, 60, (5, 7, 9)),
-) for levels in depths]  # fmt: skip
+SEARCH = read_yaml(Path(__file__).with_name("tune.yaml"))[0]
 
 
 @dataclass(frozen=True)
@@ -200,7 +182,7 @@ def in_turns(
     """Greedy answers of each decoder to prompts [1, T], in turn: other work slows all of them."""
     for decoder in decoders:
         decoder.generate(prompts[0], max_new_tokens=12, do_sample=False)
-    settings: dict[str, Any] = {"max_new_tokens": TIMED_TOKENS, "do_sample": False, "timed": True}
+    settings: dict[str, Any] = {"max_new_tokens": SEARCH["timed_tokens"], "do_sample": False, "timed": True}
     turns: list[list[Statistics]] = [[] for _ in decoders]
     with bar(repetitions * len(prompts), "turns", name) as progress:
         for repetition, prompt in product(range(repetitions), prompts):
@@ -222,10 +204,9 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Tensor]) -
     def per_cycle(answers: Sequence[Statistics], *phases: str) -> float:
         return statistics.median(sum(one.ms[phase] for phase in phases) / one.target_forwards for one in answers)
 
-    pairs = [(k, levels, nodes) for k, pair in TIMED_TREES.items() for levels, nodes in zip((2, 8), pair, strict=True)]
-    trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for k, levels, nodes in pairs]
+    trees = [DynamicConfig(levels=levels, k=k, nodes=nodes) for levels, k, nodes in SEARCH["timed_trees"]]
     decoders = [SpeculativeDecoder(target), *(SpeculativeDecoder(target, drafting(drafter, tree)) for tree in trees)]
-    plain, *others = in_turns(decoders, prompts[:COST_PROMPTS], COST_REPETITIONS, "costs")
+    plain, *others = in_turns(decoders, prompts[: SEARCH["cost_prompts"]], SEARCH["cost_repetitions"], "costs")
     draft = {}
     for at in range(0, len(trees), 2):  # a width's shallow and deep tree
         pair = others[at : at + 2]
@@ -273,20 +254,20 @@ def trees_up_to(levels: int, k: int) -> Iterator[GrownConfig]:
         yield ChainConfig(levels=depth)
         for width in range(2, k + 1):
             most = 1 + width + (depth - 1) * width * width
-            yield from (DynamicConfig(levels=depth, k=width, nodes=nodes) for nodes in NODES if nodes <= most)
+            yield from (DynamicConfig(levels=depth, k=width, nodes=nodes) for nodes in SEARCH["nodes"] if nodes <= most)
 
 
 def rules_for(kind: str, tree: GrownConfig, levels: int) -> list[tuple[Method, GrownConfig]]:
     """Every stop rule at every threshold for a fixed tree with room to grow to `levels`."""
-    checks = tuple(depth for depth in CHECKS if depth < levels)
+    thresholds, checks = SEARCH["thresholds"], tuple(depth for depth in SEARCH["checks"] if depth < levels)
     rules: dict[Method, list[StopConfig]] = {
-        "svip": [schema.EntropyConfig(h=h) for h in ENTROPY_THRESHOLDS],
-        "deagle": [schema.VoteConfig(probability_threshold=value) for value in THRESHOLDS],
-        "ddd": [schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in THRESHOLDS if checks],
-        "opt-tree": [schema.MarginalGainConfig(threshold=value) for value in THRESHOLDS],
+        "svip": [schema.EntropyConfig(h=h) for h in SEARCH["entropy_thresholds"]],
+        "deagle": [schema.VoteConfig(probability_threshold=value) for value in thresholds],
+        "ddd": [schema.ProbabilitySumConfig(checks=checks, threshold=value) for value in thresholds if checks],
+        "opt-tree": [schema.MarginalGainConfig(threshold=value) for value in thresholds],
     }
     if kind == "draft_lm":
-        confidences = [schema.ConfidenceConfig(threshold=value) for value in THRESHOLDS]
+        confidences = [schema.ConfidenceConfig(threshold=value) for value in thresholds]
         rules = {"sps-svip": rules["svip"], "sps-confidence": [*confidences]}
     elif tree.shape == "chain":
         rules = {"eagle-chain": rules["svip"] + rules["deagle"]}
@@ -303,7 +284,7 @@ class HeadTuning:
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
         self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
         self.costs = measure_costs(target, self.drafter, prompts)
-        self.trees = self.replay(trees_up_to(config.levels, k))[:SHOWN]
+        self.trees = self.replay(trees_up_to(config.levels, k))[: SEARCH["shown"]]
         usual = schema.published_tree(USUAL[kind])
         narrower = {"k": min(usual.k, k)} if isinstance(usual, DynamicConfig) else {}
         (self.published,) = self.replay([replace(usual, levels=min(usual.levels, config.levels), **narrower)])
@@ -344,18 +325,20 @@ class HeadTuning:
         tried = rules_for(self.kind, best.tree, self.config.levels)
         if (head_directory(self.head) / CALIBRATOR).is_file():
             tried += [(method, replace(tree, calibrated="isotonic")) for method, tree in tried]
-        screened = self.decoded(tried, self.prompts[:SCREENING])
-        finalists = self.decoded([(one.method, one.tree) for one in screened[:FINALISTS]], self.prompts)
+        screened = self.decoded(tried, self.prompts[: SEARCH["screening_prompts"]])
+        finalists = self.decoded([(one.method, one.tree) for one in screened[: SEARCH["finalists"]]], self.prompts)
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
         predictions, timed = [best, self.published, *finalists], []
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
-        plain, *others = in_turns(decoders, self.prompts[:TIMED_PROMPTS], TIMED_REPETITIONS, "finalists")
+        plain, *others = in_turns(
+            decoders, self.prompts[: SEARCH["timed_prompts"]], SEARCH["timed_repetitions"], "finalists"
+        )
         for one, answers in zip(predictions, others, strict=True):
             ms = cycle_ms(answers) / one.tau  # tau comes from more prompts
             timed.append(replace(one, ms_per_token=ms, speedup=cycle_ms(plain) / ms))
         self.fixed, self.published, *finalists = timed
         self.rules = sorted(finalists, key=lambda one: one.ms_per_token)
-        has_rule = self.rules and self.rules[0].ms_per_token * WORTH < self.fixed.ms_per_token
+        has_rule = self.rules and self.rules[0].ms_per_token * SEARCH["worth"] < self.fixed.ms_per_token
         self.choice = self.rules[0] if has_rule else self.fixed
 
     def facts(self) -> dict[str, Any]:
@@ -390,7 +373,7 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
 
 
 def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodConfig]:
-    trees = [tree_with(*sizes) for sizes in GRID if grid and (sizes[1] == 1 or kind != "draft_lm")]
+    trees = [tree_with(*sizes) for sizes in SEARCH["grid"] if grid and (sizes[1] == 1 or kind != "draft_lm")]
     searched = [MethodConfig(method_of(kind, tree), tree) for tree in trees]
     return [MethodConfig("vanilla"), choice, MethodConfig(USUAL[kind]), *searched]
 

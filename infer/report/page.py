@@ -189,7 +189,6 @@ def _nodes(analysis: Mapping[str, Any]) -> dict[str, Figure]:
         curves = {f"depth {one['depth']}, ECE {one['ece']:.3f}": one["bins"] for one in depths}
         figures["calibration-by-depth"], _ = _confidence("acceptance", curves)
     if places := analysis["positions"]:
-        # a box per place over the prompts' own acceptance rates, as EAGLE-2's figure 5 has points
         figures["calibration-places"], (axes,) = _figure({"acceptance rate of each prompt": ()}, "", height=170.0)
         names, at = ("whislo", "q1", "med", "q3", "whishi"), range(len(places))
         boxes = [dict(zip(names, one["quartiles"], strict=True)) for one in places]
@@ -306,7 +305,7 @@ def write_report(
     for members in groups:
         good = [] if members.failed else members.records
         compared = [one.identical_to_generate for one in good if one.identical_to_generate is not None]
-        extra: dict[str, Any] = {"tau_ci95": statistics.tau_interval(good, seed) if good else None}
+        extra: dict[str, Any] = {"tau_ci95": statistics.tau_interval(good, seed)}
         extra |= {"identical_to_generate": sum(compared) if compared else None}
         extras.append(extra | {"compared_to_generate": len(compared) or None})
     details: dict[str, Any] = {

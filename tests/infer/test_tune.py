@@ -71,7 +71,7 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
 def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str) -> None:
     chain, tree = tune.tree_with(4, 1, 5), tune.tree_with(4, 2, 9)
     rows = tune.measured_rows(kind, MethodConfig(tune.method_of(kind, chain), chain), grid=True)
-    assert len(rows) == 3 + (3 if kind == "draft_lm" else len(tune.GRID))
+    assert len(rows) == 3 + (3 if kind == "draft_lm" else len(tune.SEARCH["grid"]))
     for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
         rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
     for row in rows:
