@@ -57,7 +57,7 @@ def record(
     section: CalibrateConfig,
     seed: int = 0,
 ) -> Recording:
-    """Decodes prompts [1, T], each with its task; with oracle_levels, `cycles` has the columns oracle and cap too."""
+    """Decodes prompts [1, T] with their tasks; with oracle_levels, `cycles` has the columns oracle and cap too."""
     drafts, oracle, tables = keep_pools(decoder), None, []
     if section.oracle_levels is not None and drafts and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)

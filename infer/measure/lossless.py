@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.stats import chi2
@@ -55,7 +55,13 @@ MINIATURES = {
     method: validate({"method": method, **keys}, MethodConfig, method, {}) for method, keys in GIVEN["methods"].items()
 }
 Answer = tuple[int, ...]
-Reference = tuple[Tensor, list[int]]  # a prompt [1, T] and its longest greedy answer; shorter ones are its beginnings
+
+
+class Reference(NamedTuple):
+    """A prompt [1, T] and the target's longest greedy answer; shorter ones are its beginnings."""
+
+    ids: Tensor
+    answer: list[int]
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ def reference(target: Target, ids: Tensor) -> Reference:
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max(LENGTHS)}
     with torch.inference_mode():
         out = target.model.generate(ids, **settings)
-    return ids, out[0, ids.shape[1] :].tolist()
+    return Reference(ids, out[0, ids.shape[1] :].tolist())
 
 
 def compare_greedy(decoder: SpeculativeDecoder, references: Sequence[Reference]) -> GreedyResult:
