@@ -118,7 +118,7 @@ def make_decoders(
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
-    """Measures what records.jsonl lacks, returns all; the rows take turns, and later turns follow vanilla."""
+    """Measures what records.jsonl lacks, returns all; rows take turns, and later turns follow vanilla."""
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     for number, sweep in enumerate(bench.config.sweeps):
         if foreign := [task for task in sweep.tasks if task not in tasks]:

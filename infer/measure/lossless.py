@@ -314,7 +314,7 @@ def write_miniature(directory: Path, seed: int = 4, vocabulary: int = VOCABULARY
 
 
 def answer_law(target: Target, ids: Tensor, length: int, sampling: SamplingConfig) -> dict[Answer, float]:
-    """The chance of every possible answer of `length` tokens to ids [1, T], by plain forwards over all prefixes."""
+    """The chance of every answer of `length` tokens to ids [1, T], by plain forwards over all prefixes."""
     sampler = Sampler(resolve(target.generation_config, **asdict(sampling)), torch.Generator())
     law: dict[Answer, float] = {(): 1.0}
     for _ in range(length):

@@ -264,7 +264,7 @@ def task_grid(rows: Rows, parts: Mapping[int, Rows]) -> Grid | None:
 
 
 def beside(rows: Rows, parts: Mapping[int, Rows]) -> list[tuple[str, float, Line]]:
-    """(method, temperature, line): the measured lines of each method, then the published ones."""
+    """(method, temperature, line): each method's measured lines, then the published ones."""
     known = published_methods()
     shown: dict[tuple[str, float], list[Line]] = {}
     for position, row in enumerate(rows):
