@@ -1,1 +1,0 @@
-"""Recipes (YAML), their schema, and the reader."""

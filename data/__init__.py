@@ -1,1 +1,0 @@
-"""Text to tokens, loss mask and features."""

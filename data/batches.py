@@ -97,11 +97,6 @@ def collate(rows: Sequence[TokenisedRow], numbers: Sequence[int], packed: bool =
     return Batch(**joined, lengths=torch.tensor(lengths), rows=tuple(numbers), documents=documents, dtype=dtype)
 
 
-def empty_like(batch: Batch, width: int, dtype: torch.dtype, num_taps: int = 0) -> Batch:
-    features = torch.zeros(*batch.input_ids.shape, width, dtype=dtype)
-    return replace(batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None)
-
-
 def keyed_generator(*key: int) -> torch.Generator:
     seed = hashlib.sha256(",".join(str(part) for part in key).encode()).digest()[:8]
     return torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)

@@ -113,17 +113,20 @@ class Shard:
         return self.path.with_suffix(".json")
 
     @property
+    def lengths(self) -> list[int]:
+        return [len(row.input_ids) for row in self.rows]
+
+    @property
     def num_tokens(self) -> int:
-        return sum(len(row.input_ids) for row in self.rows)
+        return sum(self.lengths)
 
     def is_whole(self, content: bool = False) -> bool:
         return isinstance(Manifest.check(self.path.parent, self.inputs, content, self.record.name), Whole)
 
     def save(self, tensors: dict[str, Tensor]) -> None:
-        lengths = [len(row.input_ids) for row in self.rows]
-        facts: dict[str, Any] = {"lengths": lengths}
+        facts: dict[str, Any] = {"lengths": self.lengths}
         for sums, names in ((TOKEN_SUMS, TOKENS), (STATE_SUMS, STATES)):
-            parts = [tensors[name].split(lengths) for name in names if name in tensors]
+            parts = [tensors[name].split(self.lengths) for name in names if name in tensors]
             facts[sums] = "".join(map(checksum, zip(*parts, strict=True)))
         write_atomically(self.path, lambda temporary: save_file(tensors, temporary))
         files = {self.path.name: (self.path.stat().st_size, file_digest(self.path))}

@@ -9,7 +9,6 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
@@ -19,8 +18,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.conversations import Conversation, Tally, UnusableRow
+from aerie.data.conversations import Conversation, Message, Tally, UnusableRow
 from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 
 # A row's text, its answers as ascending (start, end) in characters (end exclusive), and its source.
@@ -31,7 +29,7 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 @dataclass(frozen=True)
 class Row:
     input_ids: Sequence[int]
-    turns: Sequence[int]  # ascending: j in the j-th answer with its end-of-turn token, 0 in what is not learnt
+    turns: Sequence[int]  # of each token: j in the j-th answer and its end-of-turn token, 0 in what is not learnt
     source: str  # 'file: row n'
 
     @property
@@ -45,18 +43,22 @@ class Row:
 
 
 def shared_start(first: str, second: str) -> int:
+    """How many characters two texts share from their start on."""
     return len(first) if second.startswith(first) else len(commonprefix([first, second]))  # noqa: RUF071
 
 
-def target_end_ids(config: TargetConfig, tokenizer: Any) -> set[int]:
-    """EOS of the tokenizer and of the generation config, which is optional."""
-    from transformers import GenerationConfig
-
-    ids: set[int | None] = {tokenizer.eos_token_id}
-    with suppress(OSError):
-        stops = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
-        ids.update(stops if isinstance(stops, list) else [stops])
-    return {number for number in ids if number is not None}
+def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any) -> str:
+    """The messages as the tokenizer's chat template renders them; UnusableRow where it refuses them."""
+    name = tokenizer.name_or_path or "the tokenizer"
+    if not tokenizer.chat_template:
+        fix = f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
+        raise UserError(f"{name}: the tokenizer has no chat template; {fix}")
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
+    except TemplateSyntaxError as error:
+        raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
 
 
 class Chat:
@@ -64,9 +66,9 @@ class Chat:
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int], tally: Tally) -> None:
         self.tokenizer, self.end_ids, self.tally = tokenizer, frozenset(end_ids), tally
-        self.name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         if not getattr(tokenizer, "is_fast", False):
-            raise UserError(f"{self.name}: a slow tokenizer has no character offsets; use one with tokenizer.json")
+            fault = "a slow tokenizer has no character offsets; use one with tokenizer.json"
+            raise UserError(f"{tokenizer.name_or_path}: {fault}")
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         # Without the last step, which adds special tokens and trims blanks off the offsets.
@@ -76,10 +78,7 @@ class Chat:
         self.backend.no_padding()
 
     def render(self, conversation: Conversation, supervise_all: bool = False) -> list[Rendered]:
-        """One row, or one per answer when the template rewrites earlier text."""
-        if not self.tokenizer.chat_template:
-            fix = f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
-            raise UserError(f"{self.name}: the tokenizer has no chat template; {fix}")
+        """One text with its answers in characters, or one per answer when the template rewrites earlier text."""
         messages, source = conversation.messages, conversation.place
         if supervise_all:
             whole = self._text(conversation, len(messages), False)
@@ -92,7 +91,7 @@ class Chat:
             start = shared_start(prompt, text)
             if start < len(prompt):
                 if start <= len(self._text(conversation, index, False)):
-                    raise UnusableRow("the template rewrites what stands before an answer", f"turn {index + 1}")
+                    raise UnusableRow("the template rewrites what stands before an answer", f"message {index + 1}")
                 self.tally.add("left out", "the generation prompt's last part is not in the answer's render", source)
             spans.append((start, len(text)))
         if all(texts[-1].startswith(text) for text in texts):
@@ -101,6 +100,7 @@ class Chat:
         return [(text, [span], f"{source}, answer {number}") for number, (text, span) in rows]
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Row]:
+        """Each text as token ids [T] and turns [T]."""
         rows = []
         # Half of a UTF-16 pair: no tokenizer takes it.
         texts = [LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text) for text, _, _ in rendered]
@@ -124,10 +124,5 @@ class Chat:
         return rows
 
     def _text(self, conversation: Conversation, end: int, add_generation_prompt: bool) -> str:
-        try:
-            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": conversation.tools}
-            return str(self.tokenizer.apply_chat_template(list(conversation.messages[:end]), **options))
-        except TemplateSyntaxError as error:
-            raise UserError(f"{self.name}: chat template: line {error.lineno}: {error.message}") from error
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
+        options = {"add_generation_prompt": add_generation_prompt, "tools": conversation.tools}
+        return apply_template(self.tokenizer, conversation.messages[:end], **options)

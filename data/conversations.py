@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DataConfig
 from aerie.data.stage import ROW_SUFFIXES, row_files
 from aerie.model.hub import readable_errors
@@ -22,17 +23,10 @@ Kind = Literal["skipped", "mended", "left out"]  # 'left out': turns or tokens
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 MAX_REASONS = 40  # a template may put the text into its refusals
 UNKNOWN_KEYS = "keys of no known shape"
-ROLES = {
-    **dict.fromkeys("human user prompter".split(), "user"),
-    **dict.fromkeys("gpt assistant chatgpt gpt4 gpt-4 bing bard claude model bot ai".split(), "assistant"),
-    **dict.fromkeys("system developer".split(), "system"),
-    **dict.fromkeys("tool observation function function_response tool_response".split(), "tool"),
-}
+SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
+ROLES = {name: role for role, names in SHAPES["roles"].items() for name in names.split()}
 LISTS = ("conversations", "messages", "conversation")
-PAIRS = (
-    ("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("instruction", "output"),
-    ("instruction", "response"), ("problem", "solution"), ("query", "response"), ("input", "output"),
-)  # fmt: skip
+
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # a turn with one of them needs no text
 
 
@@ -95,7 +89,7 @@ def is_local(name: str) -> bool:
     return Path(name).expanduser().exists()
 
 
-def hub_commit(name: str, revision: str | None = None) -> str | None:
+def hub_commit(name: str, revision: str | None) -> str | None:
     """The commit of a Hub data set's revision (None: main), if the Hub can be asked."""
     from huggingface_hub import HfApi
 
@@ -211,7 +205,7 @@ def _is_held_out(content: Any, config: DataConfig) -> bool:
 
 def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:
     """The row's messages as they stand; fields are the recipe's prompt and completion."""
-    pairs = [pair for pair in (fields, *PAIRS) if pair and all(row.get(name) is not None for name in pair)]
+    pairs = [pair for pair in (fields, *SHAPES["pairs"]) if pair and all(row.get(name) is not None for name in pair)]
     turns = next((row[name] for name in LISTS if isinstance(row.get(name), list)), None)
     if pairs and (turns is None or pairs[0] == fields):
         prompt, completion = (row[name] for name in pairs[0])
@@ -222,8 +216,8 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = [*prompt, *completion]
     if turns is None and not any(name in row for name in LISTS):
-        known = "conversations, messages or a pair like prompt and completion; or set data.prompt_field"
-        expected = " and ".join(fields) or f"{known} and data.completion_field"
+        known = "conversations, messages or a pair that data.prompt_field and data.completion_field name"
+        expected = " and ".join(fields) or known
         raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; expected {expected}")
     messages = [_message(turn, number) for number, turn in enumerate(turns or [], start=1)]
     values = (row.get(name) for name in ("system", "system_prompt"))

@@ -23,7 +23,7 @@ from aerie.data.chat import Row
 from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.heads.eagle import check_size
-from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries
+from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries, remove_tree
 from aerie.model.target import Target, TargetOutput, check_taps, load_config, taps_of
 
 WRITING = ".writing"  # the directory of locks
@@ -96,7 +96,7 @@ def extract(
             return None, writer
         index = plan.write_index({**fingerprint, "target": target.fingerprint()})
         if lock.acquire(wait=False) is True:  # nobody else is at work
-            shutil.rmtree(plan.directory / WRITING, ignore_errors=True)
+            remove_tree(plan.directory / WRITING)
     return index, writer
 
 
@@ -167,7 +167,7 @@ class Writer:
         return output, mask.to(device)
 
     def _tensors(self, shard: Shard, progress: Any) -> dict[str, Tensor]:
-        rows, storage, lengths = shard.rows, self.plan.storage, [len(row.input_ids) for row in shard.rows]
+        rows, storage, lengths = shard.rows, self.plan.storage, shard.lengths
         starts = [0, *accumulate(lengths)]
         tensors: dict[str, Tensor] = {}
         for name in TOKENS:
@@ -205,7 +205,7 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
     """(plan, tokenizer, facts) after all checks without weights."""
     hf_config = load_config(recipe.target)
     text, path = hf_config.get_text_config(), recipe.target.path
-    taps = taps_of(recipe.head.kind, recipe.features.after_blocks, text.num_hidden_layers, path)
+    taps = taps_of(recipe, text.num_hidden_layers)
     check_size(getattr(recipe.head, "draft_vocab_size", None), text.vocab_size)
     data, tokenizer, tally = tokenised(recipe.target, recipe.data, speaks=rank == 0)
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
@@ -258,23 +258,23 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
 
 def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[Row]]:
     for shard in shards:
-        for positions in grouped([len(row.input_ids) for row in shard.rows], plan.batch_tokens):
+        for positions in grouped(shard.lengths, plan.batch_tokens):
             yield [shard.rows[position] for position in positions]
 
 
-def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str, seconds: float = 10.0) -> None:
+def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) -> None:
     """Prints the hours that missing shards take, from some seconds of forwards."""
     part = plan.missing(share)
     batches, writer = _batches(plan, part), Writer(Target.load(recipe.target, device), plan)
     writer.forward(next(batches))  # warms up
     writer.num_tokens, writer.forward_seconds = 0, 0.0
-    while writer.forward_seconds < seconds and (rows := next(batches, None)):
+    while writer.forward_seconds < 10.0 and (rows := next(batches, None)):
         writer.forward(rows)
     if not writer.num_tokens:
         raise UserError(f"{plan.directory}: too few rows to time")
     tokens, speed = sum(shard.num_tokens for shard in part), writer.num_tokens / writer.forward_seconds
-    hours = f"{tokens / speed / 3600:,.2f} h; n equal processes or jobs (--shard i/n) take an n-th of it"
-    print(f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now, one process) take {hours}", flush=True)
+    hours = f"{tokens / speed / 3600:,.2f} h; n jobs (--shard i/n) take an n-th of it"
+    print(f"features: {tokens:,} tokens at {speed:,.0f} tok/s (measured now) take {hours}", flush=True)
 
 
 def check(directory: Path) -> int:

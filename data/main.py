@@ -15,12 +15,14 @@ import json
 import os
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from aerie.configs.errors import UserError, exit_code, stop_on_signals
 from aerie.configs.read import as_dict
-from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load
+from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.data.stage import INDEX, Share, feature_inputs, target_inputs
+from aerie.model.hub import quieten
 from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, with_status, write_status
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
@@ -33,7 +35,7 @@ def main() -> int:
     def add(command: Any, summary: str) -> argparse.ArgumentParser:
         options = commands.add_parser(command.__name__, help=summary, description=summary, allow_abbrev=False)
         add_arguments(options)
-        options.set_defaults(run_command=command)
+        options.set_defaults(run_command=command, is_whole=False, estimate=False)
         return options
 
     add(synthetic, "write the embedded corpus and train its tokenizer")
@@ -58,30 +60,30 @@ def main() -> int:
     try:
         return int(arguments.run_command(arguments, recipe))
     except UserError:
-        if getattr(arguments, "is_whole", False):
+        if arguments.is_whole:
             return 1  # an earlier stage has not written what this one reads
         raise
 
 
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    config, paths = recipe.synthetic, RunPaths(Path(recipe.run))
+    config, paths = recipe.synthetic, recipe.paths
     if config is None:
         raise UserError(f"{arguments.config}: no section 'synthetic'; see configs/embedded.yaml for one")
     stages = {"corpus": paths.conversations, "tokenizer": paths.root / "tokenizer"}
     corpus, tokenizer = (Stage(name, path, {"synthetic": as_dict(config)}) for name, path in stages.items())
     if corpus.is_whole() and tokenizer.is_whole():
-        return _reuse("synthetic", corpus, None if arguments.plan else paths.status)
+        return _reuse(arguments, corpus, paths.status)
     for stage in (corpus, tokenizer):
         stage.require_own_directory(arguments.overwrite)
         is_used = stage.output.is_dir() and any(stage.output.iterdir())
         if is_used and not arguments.overwrite and not stage.is_whole():
-            raise UserError(f"{stage.output}: holds files of others; choose another --run, or use --overwrite")
+            raise UserError(f"{stage.output}: holds files of others; choose another --run or --overwrite")
     if arguments.plan:
         print(f"synthetic: {config.num_conversations:,} conversations to {corpus.output}")
         return 0
 
     def write() -> tuple[str, int]:
-        _be_quiet()
+        quieten()
         from aerie.data.synthetic import train_tokenizer, write_corpus
 
         with directory_atomically(corpus.output) as conversations, directory_atomically(tokenizer.output) as directory:
@@ -108,7 +110,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     from aerie.infer.measure.tasks import load_prompts
 
     share = Share.of(arguments.shard)
-    _be_quiet()
+    quieten()
     status = _status(recipe, "distill", share)
     # What recipes measure with is never asked: whole sets.
     excluded = tuple(TaskConfig(task.name, task.path, task.revision) for task in recipe.distill.exclude)
@@ -120,16 +122,16 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
         whole_sets = load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None))
         questions += [turn for prompt in whole_sets for turn in prompt.turns]
-    job = Job.of(RunPaths(Path(recipe.run)).distilled, recipe.distill, target, questions)
+    job = Job.of(recipe.paths.distilled, recipe.distill, target, questions)
     if job.stage.is_whole() and not arguments.retry_failed:
-        return 0 if arguments.is_whole else _reuse("distill", job.stage, None if arguments.plan else status)
+        return _reuse(arguments, job.stage, status)
     if arguments.is_whole:
         return 1
     if arguments.plan:
         print(f"distill: {plan_line(make_prompts(recipe.distill, questions))} to {job.directory}")
         return 0
     name = f"distill {share}" if share.count > 1 else "distill"
-    make_local = lambda thinking: _local_target(recipe, thinking)  # noqa: E731
+    make_local = partial(_local_target, recipe)
     return with_status(status, name, lambda: ("done", distilled(job, arguments, recipe.target, make_local)))
 
 
@@ -142,10 +144,10 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
 
     assert recipe.distill is not None
     sampling = recipe.distill.sampling
-    target, head = Target.load(recipe.target, _device(recipe)), RunPaths(Path(recipe.run)).head(recipe)
+    target, head = Target.load(recipe.target, _device(recipe)), recipe.paths.head(recipe)
     drafts = (head / "config.json").is_file()
     decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)
-    print(f"distill: {recipe.target.path} answers here {f'with {head}' if drafts else 'alone'}", flush=True)
+    print(f"distill: {recipe.target.path} answers {f'with {head}' if drafts else 'alone'}", flush=True)
 
     def decode(prompt: list[int], seed: int) -> list[int]:
         generation = decoder.generate(
@@ -171,7 +173,7 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.plan:
         print(f"show: {arguments.limit:,} rows")
         return 0
-    _be_quiet()
+    quieten()
     from aerie.data import tokens
 
     limit = arguments.limit if recipe.data.limit is None else min(arguments.limit, recipe.data.limit)
@@ -191,22 +193,21 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if recipe.features.after_blocks is None and recipe.head.kind != "eagle3":
         recipe = replace(recipe, features=replace(recipe.features, after_blocks=()))
     inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
-    stage = Stage("features", RunPaths(Path(recipe.run)).features, inputs)
+    stage = Stage("features", recipe.paths.features, inputs)
     # By the sizes of the shards; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
-    only_plan = arguments.plan or arguments.estimate
     if is_there and stage.is_whole() and not arguments.verify:
-        return 0 if arguments.is_whole else _reuse("features", stage, None if only_plan else status)
+        return _reuse(arguments, stage, status)
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
-    _be_quiet()
+    quieten()
     from aerie.data.features import prepare, time_forwards, write
 
-    if not only_plan:
-        make = lambda: write(recipe, stage, share, arguments.overwrite, _processes(recipe))  # noqa: E731
-        return with_status(status, "features", make)
-    plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
+    overwrite = arguments.overwrite
+    if not (arguments.plan or arguments.estimate):
+        return with_status(status, "features", lambda: write(recipe, stage, share, overwrite, _processes(recipe)))
+    plan, _, _ = prepare(recipe, stage, share, overwrite)
     if arguments.estimate:
         time_forwards(recipe, plan, share, _device(recipe))
     return 0
@@ -229,32 +230,25 @@ def _processes(recipe: Recipe) -> Any:
 
 
 def check(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    directory = RunPaths(Path(recipe.run)).features
     if arguments.plan:
-        print(f"check: {directory}")
+        print(f"check: {recipe.paths.features}")
         return 0
     from aerie.data.features import check as check_cache
 
-    return check_cache(directory)
+    return check_cache(recipe.paths.features)
 
 
 def _status(recipe: Recipe, stage: str, share: Share) -> Path:
-    name = "status" if share.count == 1 else f"status-{stage}-{share.index}-of-{share.count}"
-    return Path(recipe.run) / f"{name}.json"
+    name = f"status-{stage}-{share.index}-of-{share.count}.json"
+    return recipe.paths.root / name if share.count > 1 else recipe.paths.status
 
 
-def _reuse(name: str, stage: Stage, status: Path | None) -> int:
-    print(f"{name}: whole, reused ({stage.output})", flush=True)
-    if status is not None:
-        write_status(status, name, "done")
+def _reuse(arguments: argparse.Namespace, stage: Stage, status: Path) -> int:
+    if not arguments.is_whole:
+        print(f"{arguments.command}: whole, reused ({stage.output})", flush=True)
+        if not (arguments.plan or arguments.estimate):
+            write_status(status, arguments.command, "done")
     return 0
-
-
-def _be_quiet() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def _device(recipe: Recipe) -> str:

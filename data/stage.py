@@ -1,6 +1,7 @@
 """What a stage is made from, a job's share of it, and its progress bar; nothing imports torch."""
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.model.hub import require_target
 from aerie.model.storage import FILE, file_digest, template_path
 
 COMMAND = "python data/main.py features --config RECIPE"  # builds and mends a feature cache
@@ -32,12 +34,12 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     """With digests of a local target's files; a Hub id is its own identity."""
     inputs: dict[str, Any] = {"path": config.path, "revision": config.revision, "dtype": config.dtype}
     directory = Path(config.path)
+    require_target(config.path)
     if directory.is_dir():
         patterns = dict.fromkeys(OTHER_FILES, _content) | dict.fromkeys(("*.safetensors", "*.bin"), sampled_digest)
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
         inputs["files"] = {path.name: read(path) for path, read in found if path.is_file()}
-    elif directory.exists() or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise UserError(f"{config.path}: no such target directory; name a local one or a Hub id")
+
     if config.chat_template is not None:
         inputs["chat_template"] = file_digest(template_path(config.chat_template))
     return inputs
@@ -74,8 +76,8 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     target = {key: value for key, value in inputs["target"].items() if key != "chat_template"}
     if "files" in target:
         del target["path"]
-        is_deciding = lambda name: name == "config.json" or name.endswith((".safetensors", ".bin", ".py"))  # noqa: E731
-        target["files"] = {name: value for name, value in target["files"].items() if is_deciding(name)}
+        decisive = re.compile(r"config\.json|.*\.(safetensors|bin|py)")
+        target["files"] = {name: value for name, value in target["files"].items() if decisive.fullmatch(name)}
     return {"target": target, **{key: inputs["features"][key] for key in ("after_blocks", "dtype", "storage")}}
 
 

@@ -1,6 +1,7 @@
 """The embedded corpus (ShareGPT conversations, Spec-Bench questions) and its tokenizer.
 
-A family of tasks is a YAML file in data/corpus: `draw` is drawn in this order, `turns` are the conversation's texts.
+A family of tasks is a YAML file in data/corpus: `draw` is drawn in this order, `turns` are the conversation's texts
+(around them: frame.yaml).
 Rules and slots are Jinja expressions over what was drawn; moving a rule changes every conversation.
 """
 
@@ -13,30 +14,20 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import yaml
 from jinja2 import Environment, StrictUndefined
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import SyntheticConfig
 from aerie.model.storage import write_text
 
 # in the order of the measuring questions, whose categories they are
 FAMILIES = ("arithmetic", "conversion", "code", "table", "passage", "letter", "schedule")
-# How often the opening asks two questions at once; follow-ups of the others need an answer first.
-MERGED_SHARE = {"arithmetic": 0.5, "conversion": 0.4, "code": 0.4, "table": 0.6, "passage": 1.0}
-SYSTEM_PROMPTS = (  # what the system turn asks for and how the first answer then begins
-    ("You are a helpful assistant.", ""),
-    ("You are a cheerful helper who starts every answer with a friendly word.", "With pleasure! "),
-    ("Be polite and formal.", "Certainly. "),
-    ("You support busy people. Begin by saying that you have understood.", "Understood. "),
-    ("You are a patient teacher.", "Good question. "),
-)
 SYSTEM_SHARE = 0.2  # of the conversations
 NUM_TURNS = (1, 1, 2, 2, 3)  # drawn uniformly
 ATTEMPTS = 100  # draws of one row before the families count as exhausted
-SMALL_NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 SHE, HE = {"he": "she", "his": "her", "him": "her"}, {"he": "he", "his": "his", "him": "him"}
 
 
@@ -56,7 +47,7 @@ ENVIRONMENT = Environment(  # noqa: S701 (plain text, no HTML)
     variable_start_string="{", variable_end_string="}", undefined=StrictUndefined
 )
 ENVIRONMENT.filters |= {
-    "in_words": lambda number: SMALL_NUMBERS[number] if number < len(SMALL_NUMBERS) else str(number),
+    "in_words": lambda number: dict(enumerate(FRAME["numbers"])).get(number, str(number)),
     "listing": lambda parts: " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts),
     "clock": lambda minutes: f"{minutes // 60}:{minutes % 60:02d}",  # 545 minutes after midnight: 9:05
 }
@@ -66,9 +57,11 @@ template_of = cache(ENVIRONMENT.from_string)
 
 @cache
 def _book(name: str) -> dict[str, Any]:
-    path = Path(__file__).with_name("corpus") / f"{name}.yaml"
-    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = read_yaml(Path(__file__).with_name("corpus") / f"{name}.yaml")[0]
     return {**content, **{key: words.split() for key, words in content.pop("words", {}).items()}}
+
+
+FRAME: dict[str, Any] = _book("frame")
 
 
 def draw_task(family: str, generator: Random) -> list[Turn]:
@@ -128,7 +121,7 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
         raise UserError(f"synthetic: num_prompts: no new {category} question in {ATTEMPTS} draws; ask for fewer")
 
     def merged(generator: Random, category: str, turns: list[Turn]) -> list[Turn]:
-        if generator.random() >= MERGED_SHARE.get(category, 0.0):
+        if generator.random() >= FRAME["merged_share"].get(category, 0.0):
             return turns
         first, second, *rest = turns
         gap = "\n\n" if "\n" in first.question else " "
@@ -153,7 +146,7 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
             turns = [*turns, fresh(generator, generator.choice(FAMILIES))[0]]
         messages, opening = [], ""
         if generator.random() < SYSTEM_SHARE:
-            prompt, opening = generator.choice(SYSTEM_PROMPTS)
+            prompt, opening = generator.choice(FRAME["system_prompts"])
             messages.append({"from": "system", "value": prompt})
         for question, answer in turns[:num_turns]:
             messages += [{"from": "human", "value": question}, {"from": "gpt", "value": opening + answer}]
@@ -167,18 +160,6 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
 USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>")
 # A word or a digit with the space before it, signs, white space; single digits make sums learnable.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'assistant' -%}"
-    "{{- '<|assistant|>' -}}{%- generation -%}{{- message['content'] + '<|end|>' -}}{%- endgeneration -%}"
-    "{%- elif message['role'] in ('user', 'system') -%}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
-    "{%- else -%}"
-    "{{- raise_exception('role must be system, user or assistant, not ' + message['role']) -}}"
-    "{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -201,5 +182,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         pad_token=PAD,
         additional_special_tokens=[USER, ASSISTANT, SYSTEM],
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template="".join(FRAME["chat_template"]),
     )

@@ -14,11 +14,11 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.chat import Chat, Rendered, Row, shared_start, target_end_ids
+from aerie.data.chat import Chat, Rendered, Row, shared_start
 from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import digest
-from aerie.model.target import load_tokenizer
+from aerie.model.target import load_tokenizer, target_end_ids
 
 BATCH = 256  # conversations of one tokenizer call
 GREEN, RESET = "\x1b[32m", "\x1b[0m"

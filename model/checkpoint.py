@@ -15,14 +15,14 @@ from aerie.model.heads import HEADS, AnyConfig, Head
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, DraftVocabulary, Eagle3Config, Eagle3Head, EagleHead
 from aerie.model.hub import head_directory
 from aerie.model.layers import Rotary
-from aerie.model.storage import CONFIG, WEIGHTS, read_json, write_json
+from aerie.model.storage import CONFIG, read_json, write_json
 from aerie.model.target import VocabWeights
 
 TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BEGINNINGS = ("kind", "init_from", "lm_head_init", "initializer_range")  # no sizes
 POSITIONS = ("rope_theta", "max_position_embeddings")  # an EAGLE head may change them
-LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+LAYER = "intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps".split()
 
 
 def new_head(
@@ -141,17 +141,13 @@ def position_warnings(config: Any, text_config: Any, place: str) -> list[str]:
     return warnings
 
 
-def save_head(head: Head, directory: Path, weights: dict[str, Tensor] | None = None, **facts: Any) -> None:
-    """facts go under "aerie" in config.json; weights: gathered ones."""
-    state, optional = dict(weights or head.state_dict()), set[str]()
-    values = {"architectures": [HEADS[head.kind].architecture], "aerie_kind": head.kind}
+def save_head(head: Head, directory: Path, **facts: Any) -> None:
+    """facts go under "aerie" in config.json."""
+    state, values = head.state_dict(), {"architectures": [HEADS[head.kind].architecture], "aerie_kind": head.kind}
     if isinstance(head, Eagle3Head):
         values |= {"model_type": "qwen3" if head.config.qk_norm else "llama", "tap_convention": TAP_CONVENTION}
-        if head.shares_embedding:
-            optional = {EMBEDDING}
-            if not head.saves_embedding:
-                state.pop(EMBEDDING, None)
-    check_state(state, head.config, directory / WEIGHTS, optional)
+        if not head.saves_embedding:
+            del state[EMBEDDING]
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory, state)
     write_json(directory / CONFIG, {**values, **dataclasses.asdict(head.config), "aerie": facts})
@@ -216,25 +212,20 @@ def optional_of(content: HeadContent) -> set[str]:
     return names
 
 
-def check_state(state: dict[str, Tensor], config: AnyConfig, place: Path, optional: set[str]) -> None:
-    """UserError for missing, unexpected and misshapen tensors."""
+def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
+    """The draft vocabulary; UserError for missing, unexpected, misshapen and broken tensors."""
+    tensors = content.tensors
     with torch.device("meta"):  # names and shapes without memory for them
-        head = empty_head(config)
+        head = empty_head(content.config)
     expected = head.state_dict()
-    for name in state.keys() & expected.keys() - {*TABLES}:
-        if state[name].dtype not in FLOATS:
-            raise UserError(f"{place}: {name} holds {state[name].dtype}: quantised heads are not read")
+    for name in tensors.keys() & expected.keys() - {*TABLES}:
+        if tensors[name].dtype not in FLOATS:
+            raise UserError(f"{place}: {name} holds {tensors[name].dtype}: quantised heads are not read")
     try:
-        head.load_state_dict({**{name: expected[name] for name in optional}, **state}, assign=True)
+        head.load_state_dict({**{name: expected[name] for name in optional_of(content)}, **tensors}, assign=True)
     except RuntimeError as error:  # its first lines name the tensors
         lines = (line.strip()[:200] for line in str(error).splitlines()[1:4])
         raise UserError(f"{place}: {'; '.join(lines)}") from error
-
-
-def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
-    """The draft vocabulary; UserError for a head that does not load."""
-    tensors = content.tensors
-    check_state(tensors, content.config, place, optional_of(content))
     for name, tensor in tensors.items():
         wrong = tensor.numel() - int(tensor.isfinite().sum())  # no answer would show it
         if wrong:

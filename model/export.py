@@ -26,11 +26,10 @@ from aerie.model.formats.eagle import SERVER, ZERO_BIAS, write_eagle
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
-from aerie.model.hub import head_directory, is_on_hub
+from aerie.model.hub import RECORDS, head_directory, is_on_hub
 from aerie.model.storage import CONFIG, digests, directory_atomically, read_json, write_json
 from aerie.model.target import fingerprint, fingerprints
 
-BESIDE = ("recipe.yaml", "provenance.json")
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
 BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
     r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range|transformers_version|use_cache"
@@ -63,7 +62,7 @@ def export(
     with directory_atomically(output) as place:
         write_tensors(place, written.tensors, pickled=to == "safeailab")
         write_json(place / CONFIG, {**written.values, "aerie": facts, "dtype": dtype, "torch_dtype": dtype})
-        for name in BESIDE:
+        for name in RECORDS[:2]:
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, place / name)
         _, files_again, again = read_content(place)
@@ -136,8 +135,10 @@ OPEN = {
     "ambiguous": "only the target tells how its taps are numbered; give it with --target",
 }
 SCORES = ("step", "predicted_tau", "tau", "loss")
-SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-SIZES += ("head_dim", "num_hidden_layers", "num_heads", "num_layers")
+SIZES = (
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers num_heads "
+    "num_layers"
+).split()
 
 
 def inspect_head(

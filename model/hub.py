@@ -9,7 +9,7 @@ from aerie.configs.errors import UserError
 from aerie.model.storage import CALIBRATOR, CONFIG, find_weights, first_line
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-SMALL = (CONFIG, "recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "README.md")
+RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR)
 SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
 
@@ -23,12 +23,29 @@ def head_directory(path: Path | str) -> Path:
     repo, revision = found["repo"], found["revision"]
     with readable_errors(str(path)):  # a pickle only where there is nothing better
         for weights in (SAFE, PICKLED):
-            place = Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL, *weights]))
+            place = Path(
+                snapshot_download(repo, revision=revision, allow_patterns=[CONFIG, *RECORDS, "README.md", *weights])
+            )
             if find_weights(place) is not None:
                 break
     if not (place / CONFIG).is_file():
         raise UserError(f"{path}: the repository has no {CONFIG}; name one that holds a head")
     return place
+
+
+def require_target(path: str) -> None:
+    """UserError for a local path without a directory."""
+    place = Path(path)
+    if not place.is_dir() and (place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise UserError(f"{path}: no such target directory; name a local one or a Hub id")
+
+
+def quieten() -> None:
+    """Silences transformers' log and progress bars."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def is_on_hub(path: Path | str) -> bool:

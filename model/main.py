@@ -10,7 +10,7 @@ import argparse
 import json
 
 from aerie.configs.errors import UserError, exit_code
-from aerie.model.hub import HUB_ID
+from aerie.model.hub import HUB_ID, quieten
 from aerie.model.storage import CONFIG, read_json
 
 
@@ -50,13 +50,10 @@ def main() -> int:
     import warnings
 
     arguments = parser().parse_args()
-    from transformers.utils import logging
-
     from aerie.model.formats.content import TargetFacts
 
     warnings.filterwarnings("ignore")  # of libraries, between the lines
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     if arguments.target is not None:
         arguments.target = TargetFacts.load(arguments.target, getattr(arguments, "target_name", None))
     return {"inspect": inspect, "convert": convert, "push": push}[arguments.command](arguments)

@@ -12,14 +12,14 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.model.formats.content import table
 from aerie.model.formats.eagle import CHECKED, LOST, SPECULATIVE_TOKENS
-from aerie.model.hub import head_directory, is_on_hub, readable_errors
+from aerie.model.hub import RECORDS, head_directory, is_on_hub, readable_errors
 from aerie.model.storage import CALIBRATOR, CONFIG, content_digest, digests, is_dirty, read_json
 
 Files = dict[str, Path | bytes]  # name in the repository -> local file or content
 TAG = "aerie"  # of every card
 MEASURE = "run aerie bench --overwrite and aerie report, or ship --without-results"
 FILES = (".json", ".jsonl", ".parquet")
-RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR, "summary.json")
+
 ANY_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json")
 OUR_WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt")
 
@@ -190,7 +190,7 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
     if theirs and not is_ours:
         held = ", ".join(sorted(theirs)[:4])
         raise UserError(f"{repo}: is somebody else's: it holds {held}, but no card of {TAG}; name another repository")
-    earlier = [name for name in there if OUR_WEIGHTS.fullmatch(name) or name in RECORDS]
+    earlier = [name for name in there if OUR_WEIGHTS.fullmatch(name) or name in (*RECORDS, "summary.json")]
     return sorted(name for name in earlier if name not in files) if is_ours else []
 
 

@@ -89,7 +89,7 @@ def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = l
     try:
         with explained(path):
             if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                remove_tree(temporary)
                 temporary.mkdir(parents=True)
             wait()
             yield temporary
@@ -97,30 +97,34 @@ def directory_atomically(path: Path, rank: int = 0, wait: Callable[[], None] = l
             if rank == 0:
                 for inside in [*temporary.rglob("*"), temporary]:
                     sync(inside)
-                shutil.rmtree(old, ignore_errors=True)
+                remove_tree(old)
                 if path.is_dir():
                     path.rename(old)
                 temporary.rename(path)
                 sync(path.parent)
-                shutil.rmtree(old, ignore_errors=True)
+                remove_tree(old)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_tree(temporary)
         raise
     wait()
 
 
+def remove_tree(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def remove_directory(path: Path) -> None:
     old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
     if path.is_dir():
-        shutil.rmtree(path.rename(old), ignore_errors=True)
+        remove_tree(path.rename(old))
 
 
 def remove_temporaries(directory: Path) -> None:
     """What killed processes left; nobody else may be writing there."""
     for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
         if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
         elif TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
 

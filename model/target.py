@@ -1,7 +1,7 @@
 """The target: any stock `AutoModelForCausalLM`, asked for features and logits."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import cached_file
 
 from aerie.configs.errors import UserError
+from aerie.configs.schema.recipe import Recipe
 from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.model.hub import require_target
 from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template_path
 
 
@@ -134,6 +136,15 @@ def load_tokenizer(config: TargetConfig) -> Any:
     return tokenizer
 
 
+def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
+    """EOS of the tokenizer, if given, and of the generation config, which is optional."""
+    ids: set[int | None] = {getattr(tokenizer, "eos_token_id", None)}
+    with suppress(OSError):
+        stops = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+        ids.update(stops if isinstance(stops, list) else [stops])
+    return {number for number in ids if number is not None}
+
+
 def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[Any, VocabWeights]:
     """Read without the trunk."""
     hf_config = load_config(config)
@@ -193,14 +204,15 @@ def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
     return (2, num_blocks // 2, num_blocks - 3)
 
 
-def taps_of(kind: str, after_blocks: tuple[int, ...] | None, num_blocks: int, path: str) -> tuple[int, ...]:
-    """null: EAGLE-3's default ones, none for other kinds."""
-    if after_blocks is None:
-        after_blocks = default_taps(num_blocks, path) if kind == "eagle3" else ()
-    if kind == "eagle3" and not after_blocks:
+def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
+    """The recipe's; null: EAGLE-3's default ones, none for other kinds."""
+    path, taps, is_eagle3 = recipe.target.path, recipe.features.after_blocks, recipe.head.kind == "eagle3"
+    if taps is None:
+        taps = default_taps(num_blocks, path) if is_eagle3 else ()
+    if is_eagle3 and not taps:
         raise UserError("features.after_blocks: an eagle3 head needs at least one tap; leave the key out")
-    check_taps(after_blocks, num_blocks, path)
-    return after_blocks
+    check_taps(taps, num_blocks, path)
+    return taps
 
 
 def check_taps(after_blocks: tuple[int, ...], num_blocks: int, path: str) -> None:
@@ -235,9 +247,7 @@ def _source(config: TargetConfig) -> dict[str, Any]:
 
 @contextmanager
 def _readable(config: TargetConfig, what: str) -> Iterator[None]:
-    path = Path(config.path)
-    if not path.exists() and (path.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1):
-        raise UserError(f"{config.path}: no such target directory")
+    require_target(config.path)
     try:
         yield
     except (OSError, ValueError, ImportError) as error:

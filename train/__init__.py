@@ -1,1 +1,0 @@
-"""Objectives, the training loop and its resume."""

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from aerie.configs.schema.target_and_head import DraftLMSection, Eagle3Section
 from aerie.data import tokens
 from aerie.data.batches import Batch, OnlineFeatures, Order, ShardPools, TokenisedRow
 from aerie.data.cache import FeatureCache, rows_digest
-from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows
 from aerie.model.checkpoint import new_head, position_warnings, save_head
-from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of
+from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of, target_end_ids
 from aerie.train import lm
 from aerie.train.launch import rank, world_size
 from aerie.train.objectives import OBJECTIVES, Objective
@@ -33,7 +33,7 @@ class Rows:
     lengths: Sequence[int]  # of the training rows, in tokens
     tokens: Iterable[tuple[Any, Any]]  # (input_ids, turns) of the training rows
     origin: dict[str, Any]  # "rows": a digest of the training rows' ids
-    pools: ShardPools | None = None  # None: rows are drawn from the whole cache
+    pools: ShardPools | None = None  # None: one, the whole cache
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Job:
     output: Path
     state: Path
     metrics: Path
-    save: Callable[..., None]  # (head with whole weights, directory, facts)
+    save: Callable[..., None]  # (head with whole weights, directory, **facts)
     features: Callable[[Batch], Batch] | None = None  # adds the target's states; None: cached
     target: Target | None = None  # where it is loaded whole
     overwrite: bool = False
@@ -76,8 +76,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
             whole = None if is_plan else Target.load(recipe.target, device)
         text_config, vocab = load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
-        asked, num_blocks = recipe.features.after_blocks, text_config.num_hidden_layers
-        taps = taps_of(section.kind, asked, num_blocks, recipe.target.path)
+        taps = taps_of(recipe, text_config.num_hidden_layers)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
     if is_online and whole is not None:
         features = OnlineFeatures(whole, taps, getattr(torch, recipe.features.dtype or "", None))
@@ -89,7 +88,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         if settings.on_policy and features is not None:
             make = features
             features = lambda batch: make(lm.redrawn(batch, head, objective.num_columns, end_ids))  # noqa: E731
-        save: Any = lambda head, directory, facts: lm.save_causal_lm(head, tokenizer, directory)  # noqa: E731
+        save: Any = partial(lm.save_causal_lm, tokenizer)
     else:
         counted: tokens.CountedVocabulary | None = None
         num_tokens, path = len(vocab.embedding), recipe.target.path
@@ -105,7 +104,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         objective = OBJECTIVES[section.kind](head, vocab, settings)
         known: dict[str, Any] = {"target_path": path, "target": fingerprint(text_config, vocab)}
         known |= {} if counted is None else {"draft_vocabulary": counted.facts}
-        save = lambda head, directory, facts: save_head(head, directory, **known, **facts)  # noqa: E731
+        save = partial(save_head, **known)
     # Medusa and Hydra heads have no positions, or none below the last token that is kept.
     drafted, length = 0, recipe.data.max_length
     if section.kind in ("eagle1", "eagle3") and recipe.tree is not None:
@@ -153,8 +152,8 @@ def plan(job: Job) -> str:
     memory = (16 * trained + 4 * frozen) / 2**20
     return (
         f"data: {len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch; {len(rows.held_out):,} held out\n"
-        f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} process"
-        f"{'es' if world > 1 else ''}: {steps / order.steps_per_epoch:.2f} epochs\n"
+        f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} processes: "
+        f"{steps / order.steps_per_epoch:.2f} epochs\n"
         f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam\n"
         f"output: {job.output}"
     )

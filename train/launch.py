@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.train import TrainConfig
+from aerie.model.hub import quieten
 
 
 def rank() -> int:
@@ -30,10 +31,7 @@ def be_quiet() -> None:
     for name in ("accelerate", "torch.distributed", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quieten()
 
 
 def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:

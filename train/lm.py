@@ -18,7 +18,7 @@ from aerie.data.batches import Batch, keyed_generator
 from aerie.model import target as targets
 from aerie.model.target import Target, VocabWeights, load_tokenizer
 from aerie.train import losses
-from aerie.train.losses import Sums, chain_sums, likeliest
+from aerie.train.losses import SumsAndCounts, Totals, chain_sums, likeliest
 from aerie.train.objectives import Objective, StepOutput, shifted, target_choices
 
 KEY = 7001  # tells the draws of on-policy rows from others of the same (seed, epoch, row)
@@ -54,13 +54,12 @@ class LMObjective(Objective):
         if self.target is not None and batch.features is not None:
             columns.append(batch.features[:, :-1][slots])
         pieces = losses.in_chunks(columns, self.settings.loss_chunk_slots)
-        sums = losses.remade(self._sums, pieces)
-        found, count = losses.added([sums(*piece) for piece in pieces]), slots.sum()
+        found, count = losses.summed([*losses.by_piece(self._sums, pieces)]), slots.sum()
         names = [*self.weights, "token_accuracy", "alpha", "greedy_agreement"]
         named = {name: (value, count) for name, value in zip(names, found, strict=False)}
         return StepOutput({name: named.pop(name) for name in self.weights}, named)
 
-    def _sums(self, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _sums(self, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor | None = None) -> Totals:
         """Of S slots: the LM's states [S, D], tokens, whether they are learnt, the target's states [S, Dt]."""
         log_q = losses.log_law(self.logits(states))  # [S, num_columns]
         drafted = log_q.detach().argmax(-1)
@@ -87,7 +86,8 @@ class LMObjective(Objective):
         transform = targets.final_transform(self.head.config.get_text_config())
         return targets.transformed(self.head.get_output_embeddings()(states), *transform)[:, : self.num_columns]
 
-    def measure(self, batch: Batch) -> Sums:
+    def measure(self, batch: Batch) -> SumsAndCounts:
+
         if self.target is None:
             return self(batch).sums()
         # Along the conversation's own tokens depth k is depth one k tokens on: one forward answers for all depths.
@@ -137,7 +137,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, Any]:
     return {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
 
 
-def save_causal_lm(lm: Any, tokenizer: Any, directory: Path) -> None:
+def save_causal_lm(tokenizer: Any, lm: Any, directory: Path, **_: Any) -> None:
     lm.generation_config = GenerationConfig(**_special_tokens(tokenizer))
     lm.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

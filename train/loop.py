@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import resource
-import shutil
 import sys
 import time
 from collections import Counter
@@ -23,10 +22,10 @@ from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.train import TrainConfig
 from aerie.data.batches import Batch, TokenisedRow, collate, prefetched
 from aerie.data.stage import bar
-from aerie.model.storage import Lock, explained, write_text
+from aerie.model.storage import Lock, explained, remove_tree, write_text
 from aerie.train import launch, resume
 from aerie.train.jobs import Job
-from aerie.train.losses import Sums
+from aerie.train.losses import SumsAndCounts
 from aerie.train.objectives import Objective
 
 Measure = Callable[[Any], dict[str, float]]
@@ -54,7 +53,7 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     return config.learning_rate * (config.final_rate + (1.0 - config.final_rate) * left)
 
 
-def means(sums: Sums, device: torch.device) -> dict[str, float]:
+def means(sums: SumsAndCounts, device: torch.device) -> dict[str, float]:
     """sum / count of every name over all processes, which must have the same names."""
     pairs = [torch.stack([torch.as_tensor(part).double().to(device) for part in sums[name]]) for name in sorted(sums)]
     totals = launch.all_reduce(torch.stack(pairs)).tolist() if pairs else []  # [names, 2]
@@ -62,7 +61,7 @@ def means(sums: Sums, device: torch.device) -> dict[str, float]:
     return {name: found[name][0] / found[name][1] if found[name][1] else 0.0 for name in sums}
 
 
-def add_sums(totals: Sums, sums: Sums) -> None:
+def add_sums(totals: SumsAndCounts, sums: SumsAndCounts) -> None:
     # Tensors, as numbers would wait for the device; float64, for millions of slots.
     for name, (value, count) in sums.items():
         before = totals.get(name, (0.0, 0.0))
@@ -127,7 +126,7 @@ class Loop:
         # From here on parameters may be sharded: the loop calls self.module, never the objective itself.
         self.module, self.optimizer = accelerator.prepare(objective, build_optimizer(objective, config))
         self.module.train()
-        self.sums, self.held_out = Sums(), dict[str, float]()  # sums and clock: since the last log line
+        self.sums, self.held_out = SumsAndCounts(), dict[str, float]()  # sums and clock: since the last log line
         self.clock: Any = Counter()
         made_of = {**made_of, "rows": rows.origin["rows"]}
         self.progress = self._going_on(resume.Progress(made_of, self.world, *launch.engine_and_machine(accelerator)))
@@ -135,8 +134,8 @@ class Loop:
         # A run that goes on has the same id; tensorboard purges what came after the save, wandb leaves it out.
         if accelerator.log_with:
             config = {"made_of": json.dumps(self.progress.made_of)} if self.progress.step == 0 else None
-            resumed = {"name": f"{job.kind}-{self.progress.run_id}", "resume": "allow"}
-            options: dict[str, dict[str, Any]] = {"wandb": {"id": resumed["name"], **resumed}, "trackio": resumed}
+            resumed: dict[str, Any] = {"name": f"{job.kind}-{self.progress.run_id}", "resume": "allow"}
+            options = {"wandb": {"id": resumed["name"], **resumed}, "trackio": resumed}
             options["tensorboard"] = {"purge_step": self.progress.step + 1}
             accelerator.init_trackers("aerie", config=config, init_kwargs=options)
         self.say: Callable[[str], None] = lambda text: None  # prints a line above the bar, on the first process
@@ -323,16 +322,16 @@ class Loop:
             self.progress = replace(self.progress, best_score=score, best_step=step)
             if self.rank == 0:
                 fresh = self.job.state / ".best.tmp"
-                shutil.rmtree(fresh, ignore_errors=True)
+                remove_tree(fresh)
                 with explained(self.job.output):
                     fresh.mkdir(parents=True)
-                    self.job.save(self.twin.head, fresh, {"step": step, **self.held_out})
+                    self.job.save(self.twin.head, fresh, step=step, **self.held_out)
                 resume.publish(fresh, self.job.output)
-                shutil.rmtree(fresh)
+                remove_tree(fresh)
         self.accelerator.wait_for_everyone()
 
     def _measured(self, rows: Sequence[TokenisedRow]) -> dict[str, float]:
-        sums, error, size = Sums(), None, self.config.batch_size
+        sums, error, size = SumsAndCounts(), None, self.config.batch_size
         own = range(self.rank, len(rows), self.world) if len(rows) >= self.world else range(len(rows))
         try:
             for numbers in (own[first : first + size] for first in range(0, len(own), size)):

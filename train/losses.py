@@ -1,9 +1,10 @@
 """Losses and measures of S slots, in float32 and nats: log q [S, Vd] is the draft's law, log p the target's."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from aerie.configs.schema.train import LossName, TrainConfig
 from aerie.model.target import VocabWeights
 from aerie.train.launch import are_many
 
-Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count)
+SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # by name: the two parts of a mean
+Totals = tuple[Tensor, ...]
+Pieces = Sequence[tuple[Any, ...]]  # a call's arguments for some of the slots each
 
 
 @dataclass(frozen=True)
@@ -129,17 +132,13 @@ def drafted_law(states: Tensor, target: VocabWeights, ids: Tensor, chunk: int = 
     return TargetLaw.of_logits(drafted, normaliser), choice
 
 
-Sum = Callable[..., tuple[Tensor, ...]]
-Pieces = Sequence[tuple[Any, ...]]
+def by_piece(totals: Callable[..., Totals], pieces: Pieces) -> Iterator[Totals]:
+    """totals(*piece) of each piece; of several, the backward pass computes each again."""
+    return starmap(totals if len(pieces) == 1 else partial(checkpoint, totals, use_reentrant=False), pieces)
 
 
-def remade(sums: Sum, pieces: Pieces) -> Sum:
-    """sums, computed again in the backward pass where there are several pieces."""
-    return sums if len(pieces) <= 1 else partial(checkpoint, sums, use_reentrant=False)
-
-
-def added(sums: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return sums[0] if len(sums) == 1 else tuple(torch.stack(column).sum(0) for column in zip(*sums, strict=True))
+def summed(parts: Sequence[Totals]) -> Totals:
+    return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
 
 
 def _calls(count: int, device: torch.device) -> int:
@@ -152,13 +151,14 @@ def _calls(count: int, device: torch.device) -> int:
 
 
 def in_chunks(columns: Sequence[Tensor], chunk: int) -> Pieces:
+    """Columns [S, ...] in pieces of at most `chunk` slots, as many in every process."""
     pieces = list(zip(*(column.split(chunk) for column in columns), strict=True))
     missing = _calls(len(pieces), columns[0].device) - len(pieces)
     return pieces + [tuple(column[:0] for column in columns)] * missing
 
 
 def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tensor]], at_once: int) -> Pieces:
-    """Pieces with at most `at_once` of the target's states [S0, D], and each head's which and columns [S_k] of them."""
+    """Pieces with at most `at_once` target states [S0, D], and each head's `which` and columns [S_k] of these."""
     groups = _calls(-(-states.shape[0] // at_once), states.device)
     if groups <= 1:
         return [(states, which, *columns)]
@@ -178,7 +178,7 @@ def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) ->
     return torch.cat([logits(some).argmax(-1) for some in states.split(chunk)])
 
 
-def chain_sums(hits: Tensor, alive: Tensor) -> Sums:
+def chain_sums(hits: Tensor, alive: Tensor) -> SumsAndCounts:
     """Predicted tau - 1 (per start sum_k prod_{j<=k} hit_j) and accuracies from hits [depths, B, T-1] where alive."""
     accuracies = {f"accuracy_at_{depth + 1}": (hits[depth].sum(), alive[depth].sum()) for depth in range(len(hits))}
     return {"chain": (hits.cumprod(0).sum(), alive[0].sum()), **accuracies}

@@ -18,10 +18,9 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from aerie.configs import read as yaml_recipe
 from aerie.configs.errors import UserError, exit_code
-from aerie.configs.schema import recipe as pipeline
-from aerie.configs.schema.recipe import Recipe
+from aerie.configs.read import dump
+from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import Stage, with_status, write_text
 from aerie.train import resume
 
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a draft head, or a small LM.", allow_abbrev=False)
-    pipeline.add_arguments(parser)
+    add_arguments(parser)
     parser.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     arguments, unknown = parser.parse_known_args()
-    recipe = pipeline.load(arguments, unknown)
+    recipe = load(arguments, unknown)
     paths = recipe.paths
     state = paths.state(resume.state_name(recipe))
     try:
@@ -79,7 +78,7 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
     # Before the Accelerator: under ZeRO-3 what is loaded later comes in shards.
     job = jobs.build(recipe, stage.output, overwrite)
     measure = measured_tau(recipe, job) if getattr(recipe.train, "measure_prompts", 0) else None
-    accelerator = launch.build_accelerator(recipe.train, Path(recipe.run) / "trackers" / job.kind)
+    accelerator = launch.build_accelerator(recipe.train, recipe.paths.root / "trackers" / job.kind)
     is_first = accelerator.is_main_process
     with resume.training_alone(job.state) if is_first else nullcontext():
         if job.objective.target is not None:
@@ -90,7 +89,8 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
         ending = loop.run(stop)
         if is_first and ending not in resume.CODES:
             progress = loop.progress
-            write_text(stage.output / "recipe.yaml", yaml_recipe.dump(recipe))
+            write_text(stage.output / "recipe.yaml", dump(recipe))
+
             facts = {"steps": progress.step, "total_steps": loop.total, "best_step": progress.best_step}
             facts |= {"tokens": progress.tokens, "processes": loop.world}
             stage.finish(**facts, train_seconds=round(progress.seconds, 1), ended=ending, held_out=loop.held_out)

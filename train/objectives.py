@@ -14,28 +14,27 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.schema.train import Eagle1Train, Eagle3Train, MultiTokenTrain
-from aerie.data.batches import Batch, empty_like, keyed_generator
+from aerie.data.batches import Batch, keyed_generator
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.layers import UnrollMemory
 from aerie.model.target import VocabWeights
 from aerie.train import losses
-from aerie.train.losses import Sums, chain_sums, likeliest
+from aerie.train.losses import SumsAndCounts, Totals, chain_sums, likeliest
 
 Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
-Totals = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    terms: Sums
-    metrics: Sums
+    terms: SumsAndCounts
+    metrics: SumsAndCounts
 
     def total(self, weights: dict[str, float], scales: dict[str, float] | None = None) -> Tensor:
         parts = [weights[name] * value * (scales[name] if scales else 1.0) for name, (value, _) in self.terms.items()]
         return sum(parts[1:], parts[0])
 
-    def sums(self) -> Sums:
+    def sums(self) -> SumsAndCounts:
         return {name: (value.detach(), count) for name, (value, count) in {**self.terms, **self.metrics}.items()}
 
 
@@ -59,15 +58,21 @@ class Objective(nn.Module):
         """What training adds to a batch, in the prefetching thread."""
         # A process without rows must call the module, too; padding adds nothing to the sums.
         if batch.features is None and batch.num_tokens == 0 and self.target is not None:
-            vocabulary, num_taps = self.target.embedding, len(getattr(self.head.config, "after_blocks", ()))
-            return empty_like(batch, vocabulary.shape[1], vocabulary.dtype, num_taps)
+            embedding, num_taps = self.target.embedding, len(getattr(self.head.config, "after_blocks", ()))
+            features = torch.zeros(*batch.input_ids.shape, embedding.shape[1], dtype=embedding.dtype)  # [1, 2, D]
+            return replace(batch, features=features, taps=features.repeat(1, 1, num_taps) if num_taps else None)
         return batch
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """The batch's share of each term's divisor, from the token ids alone."""
         return dict.fromkeys(self.weights, batch.supervised().sum())
 
-    def measure(self, batch: Batch) -> Sums:
+    def features(self, batch: Batch) -> Tensor:
+        """[B, T-1, D] of all tokens but the last, in the head's dtype."""
+        assert batch.features is not None
+        return batch.features[:, :-1].to(next(self.head.parameters()).dtype)
+
+    def measure(self, batch: Batch) -> SumsAndCounts:
         """Held-out sums."""
         raise NotImplementedError
 
@@ -103,8 +108,8 @@ def target_choices(batch: Batch, choose: Choose) -> Tensor:
     return choices
 
 
-def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, remade: bool = False) -> Iterator[Tensor]:
-    """A head's outputs [B, T-1, D], step by step, from x [B, T-1, D]; remade: again in the backward pass."""
+def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, recomputes: bool = False) -> Iterator[Tensor]:
+    """A head's outputs [B, T-1, D], step by step, from x [B, T-1, D]; recomputes: again in the backward pass."""
     width = x.shape[1]
     begin, limit = batch.positions[:, :width], head.config.max_position_embeddings
     # A slot sees the first step up to itself, and its own pairs of later steps.
@@ -112,20 +117,20 @@ def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, remade: bool = 
     for step in range(num_steps):
         # Positions beyond the head's count for nothing; clamped they can be looked up.
         given = shifted(batch.input_ids, 1 + step)[:, :width], (begin + step).clamp(max=limit - 1)  # t_{p+1+k}
-        x = _remade_step(head, x, memories, *given) if remade else head.unroll(given[0], x, given[1], memories)
+        x = _checkpointed(head, x, memories, *given) if recomputes else head(given[0], x, given[1], memories)
         yield x
 
 
-def _remade_step(head: Any, x: Tensor, memories: list[UnrollMemory], tokens: Tensor, positions: Tensor) -> Tensor:
+def _checkpointed(head: Any, x: Tensor, memories: list[UnrollMemory], tokens: Tensor, positions: Tensor) -> Tensor:
     # Copies of the lists: the memories will have grown by the backward pass.
     before = [(list(memory.keys), list(memory.values)) for memory in memories]
 
-    def made(given: Tensor) -> Totals:
+    def step(x: Tensor) -> Totals:
         seen = [replace(memory, keys=[*k], values=[*v]) for memory, (k, v) in zip(memories, before, strict=True)]
-        out = head.unroll(tokens, given, positions, seen)
+        out = head(tokens, x, positions, seen)
         return out, *(tensor for memory in seen for tensor in (memory.keys[-1], memory.values[-1]))
 
-    out, *pairs = checkpoint(made, x, use_reentrant=False)
+    out, *pairs = checkpoint(step, x, use_reentrant=False)
     for memory, key, value in zip(memories, pairs[::2], pairs[1::2], strict=True):
         memory.keys.append(key)
         memory.values.append(value)
@@ -165,22 +170,17 @@ class Eagle1Objective(Objective):
         return replace(batch, noise=noise)
 
     def forward(self, batch: Batch) -> StepOutput:
-        assert batch.features is not None
-        dtype = next(self.head.parameters()).dtype
-        tokens = batch.input_ids[:, 1:]  # [B, T-1]
-        given = batch.features[:, :-1].to(dtype)  # [B, T-1, D]
+        given, slots = self.features(batch), batch.supervised()[:, :-1]  # [B, T-1, D], [B, T-1]
         if batch.noise is not None:
-            given = given + batch.noise[:, :-1].to(dtype)
-        slots = batch.supervised()[:, :-1]  # [B, T-1]
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T-1]
+            given = given + batch.noise[:, :-1].to(given.dtype)
         # All slots are computed: later ones attend to them.
-        predicted = self.head(tokens, given, positions)[slots].float()  # [S, D]
+        predicted = self.head(batch.input_ids[:, 1:], given, batch.positions[:, :-1])[slots].float()  # [S, D]
+        assert batch.features is not None
         true = batch.features[:, 1:][slots]  # [S, D]
         # The target's LM head stays in its own dtype, as in decoding.
         with torch.autocast(predicted.device.type, enabled=False):
             pieces = losses.in_chunks([predicted, true], self.settings.loss_chunk_slots)
-            sums = losses.remade(self._sums, pieces)
-            classification, alpha, agreement = losses.added([sums(*piece) for piece in pieces])
+            classification, alpha, agreement = losses.summed([*losses.by_piece(self._sums, pieces)])
         feature, count = losses.smooth_l1(predicted, true).sum(), slots.sum()
         return StepOutput(
             {"feature": (feature, count), "classification": (classification, count)},
@@ -197,11 +197,9 @@ class Eagle1Objective(Objective):
             agreement = log_q.argmax(-1) == law.whole.argmax(-1)
             return loss, losses.acceptance(log_q, law.whole).sum(), agreement.sum()
 
-    def measure(self, batch: Batch) -> Sums:
-        assert batch.features is not None
+    def measure(self, batch: Batch) -> SumsAndCounts:
         choose = partial(likeliest, self.target.logits, chunk=self.settings.loss_chunk_slots)
-        start = batch.features[:, :-1].to(next(self.head.parameters()).dtype)
-        hits = unrolled_hits(self.head, batch, start, choose, choose, self.settings.eval_depths)
+        hits = unrolled_hits(self.head, batch, self.features(batch), choose, choose, self.settings.eval_depths)
         return {**chain_sums(*hits), **self(batch).sums()}
 
 
@@ -216,14 +214,13 @@ class Eagle3Objective(Objective):
         assert batch.taps is not None
         num_steps, chunk = self.settings.unroll_steps, self.settings.loss_chunk_slots
         slots, states, which = target_states(batch, num_steps)
-        remade = self.settings.gradient_checkpointing and torch.is_grad_enabled()
-        steps = unrolled(self.head, batch, self.head.fuse(batch.taps[:, :-1]), num_steps, remade)
+        recomputes = self.settings.gradient_checkpointing and torch.is_grad_enabled()
+        steps = unrolled(self.head, batch, self.head.fuse(batch.taps[:, :-1]), num_steps, recomputes)
         outputs = torch.cat([x[asked] for x, asked in zip(steps, slots, strict=True)])  # [S, D]
         step_of = torch.cat([torch.full_like(places, k) for k, places in enumerate(which)])  # [S]
         columns = [[outputs], [step_of]]
         pieces = losses.by_target_state(states, [torch.cat(which)], columns, max(1, chunk // num_steps))
-        sums = losses.remade(self._sums, pieces)
-        loss, hits, alpha, inside = losses.added([sums(*piece) for piece in pieces])
+        loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces)])
         counts = [batch.supervised(k).sum() for k in range(num_steps)]
         return StepOutput(
             {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)},
@@ -253,7 +250,7 @@ class Eagle3Objective(Objective):
             alpha = losses.acceptance(log_q[first], law.at(slots[first]).whole).sum()
             return total, (steps_of * hits).sum(-1), alpha, (first * inside).sum()
 
-    def measure(self, batch: Batch) -> Sums:
+    def measure(self, batch: Batch) -> SumsAndCounts:
         assert batch.taps is not None
         head, chunk = self.head, self.settings.loss_chunk_slots
         target_choice = partial(likeliest, self.target.logits, chunk=max(1, chunk // self.settings.unroll_steps))
@@ -312,8 +309,7 @@ class MultiTokenObjective(Objective):
         tokens = [shifted(batch.input_ids, 2 + k)[:, : slots.shape[-1]][asked] for k, asked in enumerate(slots)]
         at_once = max(1, self.settings.loss_chunk_slots // self.num_heads)
         pieces = losses.by_target_state(states, which, [outputs, tokens], at_once)
-        sums = losses.remade(self._sums, pieces)
-        label, law, hits, alpha = losses.added([sums(*piece) for piece in pieces])
+        label, law, hits, alpha = losses.summed([*losses.by_piece(self._sums, pieces)])
         counts, totals = [batch.supervised(k).sum() for k in range(self.num_heads)], {"label": label, "law": law}
         accuracies = {f"accuracy_at_{k + 1}": (hits[k], count) for k, count in enumerate(counts)}
         terms = {name: (totals[part][k], counts[k]) for name, (part, k) in self.terms.items()}
@@ -321,9 +317,7 @@ class MultiTokenObjective(Objective):
 
     def _outputs(self, batch: Batch, slots: Tensor) -> list[Tensor]:
         """[S_k, D] of each of H heads, before its LM head."""
-        assert batch.features is not None
-        width, outputs, drop = slots.shape[-1], [], None
-        features = batch.features[:, :-1].to(next(self.head.parameters()).dtype)  # [B, T-1, D]
+        width, outputs, drop, features = slots.shape[-1], [], None, self.features(batch)
         if isinstance(self.head, HydraHead):
             features = self.head.prefix(features, (0, width))
         for k, asked in enumerate(slots):
@@ -355,7 +349,7 @@ class MultiTokenObjective(Objective):
             alpha = losses.acceptance(laws[0], target.at(which[0]).whole).sum()
         return label, law, hits, alpha
 
-    def measure(self, batch: Batch) -> Sums:
+    def measure(self, batch: Batch) -> SumsAndCounts:
         """A greedy chain of at most num_heads drafted tokens."""
         chunk, slots = self.settings.loss_chunk_slots, target_states(batch, self.num_heads)[0]
         choices = target_choices(batch, partial(likeliest, self.target.logits, chunk=chunk))  # [B, T]

@@ -1,1 +1,0 @@
-"""Every section of a recipe as a frozen dataclass that pydantic validates."""

@@ -109,12 +109,13 @@ class GateConfig(Section):
     repeated: Action = "drop"  # an invented problem that an earlier row has
 
 
-class EvaluationConfig(Section):
-    """Questions that no prompt may overlap."""
+class QuestionsConfig(Section):
+    """A set of questions."""
 
-    name: str  # of a published task (mt_bench, gsm8k, math500, ...), or your own
-    path: str | None = None  # null: the published one
-    revision: str | None = None
+    # a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the questions at `path`
+    name: Annotated[str, Field(min_length=1)]
+    path: str | None = None  # a file, a directory or a Hub data set (owner/name:subset:split); null: the published one
+    revision: str | None = None  # null: the published one's pinned commit
 
 
 class DistillConfig(Section):
@@ -124,7 +125,7 @@ class DistillConfig(Section):
     server: ServerConfig | None = None  # null: this process, with the run's draft head if any
     sampling: SamplingConfig = SamplingConfig()
     max_turns: PositiveInt | None = None  # questions of a conversation at most
-    exclude: tuple[EvaluationConfig, ...] = ()  # beside the recipe's own prompts
+    exclude: tuple[QuestionsConfig, ...] = ()  # that no prompt may overlap, beside the recipe's own prompts
     ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
     gate: GateConfig = GateConfig()
     seed: int = 0

@@ -291,27 +291,32 @@ class Published:
     options: str | None = None  # its section, where it grows no tree
 
 
-EAGLE = ("eagle1", "eagle3")
+def _tree(shape: str, levels: int, rule: str = "constant", **more: Any) -> dict[str, Any]:
+    return {"shape": shape, "levels": levels, "stop": {"rule": rule}, **more}
+
+
+EAGLE, DRAFT_LM = ("eagle1", "eagle3"), ("draft_lm",)
+MEDUSA = {"shape": "static", "choices": "medusa63", "children": "best"}
 METHODS: dict[str, Published] = {
     "vanilla": Published(),
     # a constant of 5 and caps of 40 are SVIP's (arXiv 2411.18462), 20 is transformers'
-    "sps": Published(("draft_lm",), {"shape": "chain", "levels": 5}),
-    "sps-heuristic": Published(("draft_lm",), {"shape": "chain", "levels": 40, "stop": {"rule": "heuristic"}}),
-    "sps-svip": Published(("draft_lm",), {"shape": "chain", "levels": 40, "stop": {"rule": "entropy"}}),
-    "sps-confidence": Published(("draft_lm",), {"shape": "chain", "levels": 20, "stop": {"rule": "confidence"}}),
+    "sps": Published(DRAFT_LM, _tree("chain", 5)),
+    "sps-heuristic": Published(DRAFT_LM, _tree("chain", 40, "heuristic")),
+    "sps-svip": Published(DRAFT_LM, _tree("chain", 40, "entropy")),
+    "sps-confidence": Published(DRAFT_LM, _tree("chain", 20, "confidence")),
     "pld": Published(options="lookup"),
     "lookahead": Published(options="lookahead"),
-    "medusa": Published(("medusa",), {"shape": "static", "choices": "medusa63", "children": "best"}),
-    "hydra": Published(("hydra",), {"shape": "static", "choices": "medusa63", "children": "best"}),
+    "medusa": Published(("medusa",), MEDUSA),
+    "hydra": Published(("hydra",), MEDUSA),
     "eagle": Published(EAGLE, {"shape": "static", "choices": "eagle1"}),
-    "eagle2": Published(("eagle1",), {"shape": "dynamic", "levels": 6}),
-    "eagle3": Published(("eagle3",), {"shape": "dynamic", "levels": 8}),
-    "eagle-chain": Published(EAGLE, {"shape": "chain", "levels": 5}),
+    "eagle2": Published(("eagle1",), _tree("dynamic", 6)),
+    "eagle3": Published(("eagle3",), _tree("dynamic", 8)),
+    "eagle-chain": Published(EAGLE, _tree("chain", 5)),
     # rules that end the tree of EAGLE-2 or EAGLE-3: DEAGLE (section 4.1), SVIP (table 2), DDD (max 11), OPT-Tree
-    "deagle": Published(EAGLE, {"shape": "dynamic", "levels": 8, "stop": {"rule": "vote"}}),
-    "svip": Published(EAGLE, {"shape": "dynamic", "levels": 8, "stop": {"rule": "entropy"}}),
-    "ddd": Published(EAGLE, {"shape": "dynamic", "levels": 11, "stop": {"rule": "probability_sum"}}),
-    "opt-tree": Published(EAGLE, {"shape": "dynamic", "levels": 9, "k": 59, "stop": {"rule": "marginal_gain"}}),
+    "deagle": Published(EAGLE, _tree("dynamic", 8, "vote")),
+    "svip": Published(EAGLE, _tree("dynamic", 8, "entropy")),
+    "ddd": Published(EAGLE, _tree("dynamic", 11, "probability_sum")),
+    "opt-tree": Published(EAGLE, _tree("dynamic", 9, "marginal_gain", k=59)),
 }
 # how a head of each kind usually decodes
 USUAL = {"eagle1": "eagle2", "eagle3": "eagle3", "medusa": "medusa", "hydra": "hydra", "draft_lm": "sps"}

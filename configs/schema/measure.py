@@ -5,16 +5,13 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from aerie.configs.read import Section
+from aerie.configs.schema.data import QuestionsConfig
 from aerie.configs.schema.decode import Finite, Method, MethodConfig, TreeConfig
 
 
-class TaskConfig(Section):
+class TaskConfig(QuestionsConfig):
     """One task; a row with `turns` (Spec-Bench) is a question as it stands."""
 
-    # a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the questions at `path`
-    name: Annotated[str, Field(min_length=1)]
-    path: str | None = None  # a file, a directory or a Hub data set (owner/name:subset:split); null: the published one
-    revision: str | None = None  # null: the published one's pinned commit
     num_prompts: PositiveInt | None = None  # null: the section's
     seed: int | None = None  # draws the prompts from the whole set; null: the first ones
 

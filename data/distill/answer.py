@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
-from aerie.data.conversations import Message, UnusableRow
+from aerie.data.chat import apply_template
+from aerie.data.conversations import Message
 from aerie.model.storage import first_line
 
 TOO_LONG = "too long for the target's context"
@@ -62,9 +61,6 @@ class Thinking:
     """Reads and places thinking as one tokenizer's chat template does."""
 
     def __init__(self, tokenizer: Any, end_ids: set[int], template_arguments: Mapping[str, Any] | None = None) -> None:
-        if not tokenizer.chat_template:
-            name = tokenizer.name_or_path or "the tokenizer"
-            raise UserError(f"{name}: the tokenizer has no chat template; name one with target.chat_template")
         self.tokenizer, self.end_ids, self.template_arguments = tokenizer, end_ids, dict(template_arguments or {})
         self.is_opened = self.prompt(QUESTION).rstrip().endswith(OPEN)  # by the generation prompt
         self.has_field = "reasoning_content" in str(tokenizer.chat_template)  # otherwise thinking is in the content
@@ -105,12 +101,8 @@ class Thinking:
 
     def prompt(self, messages: Sequence[Message], is_whole: bool = False) -> str:
         """What the target reads before it answers; is_whole: the conversation as training renders it."""
-        arguments = {} if is_whole else self.template_arguments
-        settings = {**arguments, "tokenize": False, "add_generation_prompt": not is_whole}
-        try:
-            return str(self.tokenizer.apply_chat_template(list(messages), **settings))
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
+        settings = {} if is_whole else self.template_arguments
+        return apply_template(self.tokenizer, messages, **{**settings, "add_generation_prompt": not is_whole})
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -8,26 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b, sha256
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.chat import LONE_SURROGATE
 from aerie.data.conversations import UNKNOWN_KEYS, RawRow, UnusableRow, read_rows, to_messages
 from aerie.model.storage import digest
 
-QUESTION_FIELDS = ("prompt", "question", "problem", "instruction", "query", "input", "text")
-PERSONA_FIELDS = {  # of PersonaHub, by what is asked
-    "problem": ("input persona", "persona", "input_persona"),
-    "solution": ("synthesized text", "synthesized_text", "problem"),
-}
-INVENT = (
-    "Invent one demanding mathematics problem that this person could meet at work or in daily life.\n\n"
-    "Person: {persona}\n\n"
-    "Give every number that the solution needs and ask for at most two results. "
-    "Begin with 'Problem:' and do not solve it."
-)
-SOLVE = "{problem}\n\nSolve this step by step, check the result, and state it at the end."
+TEXTS = read_yaml(Path(__file__).with_name("prompts.yaml"))[0]
 MARKER = re.compile(r"^[\s*#_]*(?:math(?:ematics)?\s+)?problem[\s*_]*:[\s*_]*", re.IGNORECASE | re.MULTILINE)
 
 
@@ -89,14 +80,15 @@ def _questions(row: Any, source: SourceConfig) -> tuple[str | None, list[str], s
     if not isinstance(row, Mapping):
         raise UnusableRow("row is no object", "")
     if source.kind == "personas":
-        text = next((str(row[name]).strip() for name in PERSONA_FIELDS[source.ask] if row.get(name)), "")
+        names = TEXTS["persona_fields"][source.ask]
+        text = next((str(row[name]).strip() for name in names if row.get(name)), "")
         if not text:
             raise UnusableRow(f"row has no {'persona' if source.ask == 'problem' else 'problem'}", "")
         if source.ask == "problem":
-            return None, [], INVENT.format(persona=text)
-        return None, [SOLVE.format(problem=problem_in(text))], ""
+            return None, [], TEXTS["invent"].format(persona=text)
+        return None, [TEXTS["solve"].format(problem=problem_in(text))], ""
     if source.kind == "prompts":
-        names = (source.field,) if source.field else ("turns", *QUESTION_FIELDS)
+        names = [source.field] if source.field else ["turns", *TEXTS["question_fields"]]
         if not row.keys() & set(names):
             fix = f"a prompt stands under {' or '.join(names)}"
             raise UnusableRow(UNKNOWN_KEYS, f"has keys {', '.join(map(str, row))}; {fix}")

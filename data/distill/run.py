@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import unicodedata
 from argparse import Namespace
 from collections import Counter
@@ -23,14 +22,13 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DistillConfig
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.chat import target_end_ids
 from aerie.data.conversations import Message, UnusableRow
 from aerie.data.distill.answer import Answer, Ask, Outcome, ServedTarget, Thinking, Unanswered
-from aerie.data.distill.prompts import SOLVE, Overlap, Prompt, asked_key, make_prompts, plan_line, problem_in, words
+from aerie.data.distill.prompts import TEXTS, Overlap, Prompt, asked_key, make_prompts, plan_line, problem_in, words
 from aerie.data.stage import Share, bar, conversation_inputs
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
-from aerie.model.target import load_tokenizer
+from aerie.model.target import load_tokenizer, target_end_ids
 
 LINE = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n')  # of a row in a journal
 OUTCOME, PROMPTS = TypeAdapter(Outcome), TypeAdapter(list[Prompt])
@@ -135,7 +133,7 @@ class Job:
                 if not overwrite:
                     fault = f"{self.directory}: holds prompts and answers of another recipe ({found.differences})"
                     raise UserError(f"{fault}; choose another --run, or replace them with --overwrite")
-                shutil.rmtree(self.directory / "journal", ignore_errors=True)
+                storage.remove_tree(self.directory / "journal")
             if not isinstance(found, storage.Whole):
                 prompts = PROMPTS.dump_python(make_prompts(self.config, self.questions), exclude_defaults=True)
                 storage.write_text(path, "".join(json.dumps(row) + "\n" for row in prompts))
@@ -198,7 +196,7 @@ class Job:
                 flaw = "is cut or empty" if invented.is_cut or not problem else self.overlap.reason(problem)
                 if flaw:
                     raise Unanswered("skipped", f"the invented problem {flaw}")
-                turns = (SOLVE.format(problem=problem),)
+                turns = (TEXTS["solve"].format(problem=problem),)
             for turn in turns:
                 messages.append({"role": "user", "content": turn})
                 answers.append(await draw(messages, str(len(answers))))

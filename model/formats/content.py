@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
-from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import validate
@@ -18,7 +17,7 @@ from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 from aerie.model.layers import Rotary
 from aerie.model.storage import first_line
-from aerie.model.target import VocabWeights, default_taps, load_config, load_vocab
+from aerie.model.target import VocabWeights, default_taps, load_config, load_vocab, target_end_ids
 
 T = TypeVar("T", bound=AnyConfig)
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # of re.sub
@@ -64,12 +63,7 @@ class TargetFacts:
         config = TargetConfig(path)
         architectures = tuple(load_config(config).architectures or ())
         text_config, vocab = load_vocab(config)
-        try:
-            stops = GenerationConfig.from_pretrained(path).eos_token_id
-        except OSError:  # the file is optional
-            stops = None
-        end_ids = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
-        return cls(path, text_config, vocab, name or path, architectures, end_ids)
+        return cls(path, text_config, vocab, name or path, architectures, tuple(target_end_ids(config)))
 
     @property
     def num_blocks(self) -> int:
@@ -111,10 +105,10 @@ def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> d
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's architecture
 SIZES = (  # of Llama's, those that EAGLE heads have
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
-)
-PREFIX_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
+    "hidden_act rms_norm_eps max_position_embeddings rope_theta"
+).split()
+PREFIX_SIZES = "intermediate_size num_attention_heads num_key_value_heads head_dim rope_theta".split()
 DEPTHS = ("num_hidden_layers", "num_heads", "num_layers")  # a limit: they are built one by one
 ANY_LENGTH = (None, "linear", "llama3")  # RoPE that ignores max_position_embeddings
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from aerie.configs.errors import UserError
+from aerie.configs.read import read_yaml
 from aerie.model.formats.content import (
     NUMBERED,
     Export,
@@ -45,16 +46,7 @@ LOST: dict[str, tuple[str, ...]] = {  # options that readers would drop in silen
     "speculators": (),
 }
 CHECKED = "0.5.10 to 0.5.23"  # versions of SGLang
-ADDS_ONE = (
-    *("ApertusForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Glm4MoeForCausalLM"),
-    *("GptOssForCausalLM", "InternLM3ForCausalLM", "LlamaForCausalLM", "MiniMaxM2ForCausalLM", "MistralForCausalLM"),
-    *("Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-    "Qwen3NextForCausalLM",
-)
-BY_THE_FIRST = (
-    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM"),
-    "KimiK25ForConditionalGeneration",
-)
+TAP_RULES = read_yaml(Path(__file__).with_name("sglang.yaml"))[0]
 
 
 def read_eagle1(files: HeadFiles, layout: str) -> HeadContent:
@@ -202,19 +194,18 @@ def sglang_numbers(
 ) -> tuple[list[int] | None, str]:
     """config.json's numbers for these taps, and the versions of SGLang that read them so.
 
-    Without numbers SGLang reads (2, n // 2, n - 3). Most models add one to every number; those in BY_THE_FIRST do so
-    up to 0.5.12, and later only to numbers that begin with 1. Source: set_eagle3_layers_to_capture, 0.5.10 to 0.5.23.
+    Without numbers SGLang reads (2, n // 2, n - 3); the other rules are in sglang.yaml.
     """
     if after_blocks == default:
         return None, CHECKED
     first, less_one = after_blocks[0], [k - 1 for k in after_blocks]
     if first == 2:  # written as 1: every rule adds one
         return less_one, CHECKED
-    if any(name in BY_THE_FIRST for name in architectures):
+    if any(name in TAP_RULES["by_the_first"].split() for name in architectures):
         if first != 1:
             return list(after_blocks), "0.5.13 to 0.5.23"
         why = "one is added to what begins with 1"
-    elif not any(name in ADDS_ONE for name in architectures):
+    elif not any(name in TAP_RULES["adds_one"].split() for name in architectures):
         why = f"no rule known for {', '.join(architectures) or 'its target'}"
     elif first:
         return less_one, CHECKED

@@ -167,26 +167,21 @@ class EagleHead(nn.Module):
         tokens: Tensor,
         features: Tensor,
         positions: Tensor,
-        mask: Tensor | None = None,
         memories: Sequence[Memory] | None = None,
     ) -> Tensor:
         """Outputs [B, T, D] of tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
 
-        mask None is causal, else boolean [B, 1, T, T]; memories are those of the parallel unroll.
+        With memories: one step of the parallel unroll, in which each slot's chain takes its next token.
         """
         x, embedded = self.enter(tokens, features)
         length = tokens.shape[1] if memories is None else self.config.max_position_embeddings
         rope = self.rotary.at(positions, length, x)
         for layer, memory in zip(self.blocks, memories or [None] * len(self.blocks), strict=True):
             if self.gradient_checkpointing and self.training and memory is None:
-                x = checkpoint(layer, x, embedded, rope, mask, use_reentrant=False)
+                x = checkpoint(layer, x, embedded, rope, use_reentrant=False)
             else:
-                x = layer(x, embedded, rope, mask, memory)
+                x = layer(x, embedded, rope, memory=memory)
         return self.leave(x)
-
-    def unroll(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory]) -> Tensor:
-        """One step of the parallel unroll: each slot's chain takes its next token."""
-        return EagleHead.forward(self, tokens, features, positions, None, memories)
 
 
 class EagleDraft:

@@ -10,9 +10,10 @@ from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
-from aerie.data.chat import Chat, Row, target_end_ids
+from aerie.data.chat import Chat, Row
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.storage import template_path
+from aerie.model.target import target_end_ids
 from tests import tiny
 from tests.data import chat_targets as targets
 
@@ -129,7 +130,7 @@ def test_tokenizers_and_templates_that_cannot_make_a_mask_are_refused() -> None:
         with pytest.raises(UserError, match=said):
             rows_of(broken, "</s>")
     with pytest.raises(UserError, match="a slow tokenizer has no character offsets"):
-        Chat(SimpleNamespace(is_fast=False), set(), Tally())
+        Chat(SimpleNamespace(is_fast=False, name_or_path="slow"), set(), Tally())
 
 
 @pytest.mark.parametrize("listed", [None, 3, [3, 4]])

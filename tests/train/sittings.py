@@ -60,7 +60,7 @@ def job(
         "output": directory / "head",
         "state": directory / "state",
         "metrics": directory / "metrics.jsonl",
-        "save": lambda head, place, facts: save_head(head, place, **facts),
+        "save": save_head,
         **changes,
     }
     return Job(**values)

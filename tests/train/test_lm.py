@@ -54,7 +54,7 @@ def test_a_new_lm_is_saved_as_an_ordinary_directory_and_goes_on_from_one(tmp_pat
     lm, again = (new_causal_lm(config, tokenizer, 0).eval() for _ in range(2))
     weight = lm.get_input_embeddings().weight
     assert weight is lm.get_output_embeddings().weight and weight.equal(again.get_input_embeddings().weight)
-    save_causal_lm(lm, tokenizer, tmp_path / "lm")
+    save_causal_lm(tokenizer, lm, tmp_path / "lm")
     loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "lm"), torch.arange(5, 15)[None]
     assert loaded(ids).logits.equal(lm(ids).logits)
     assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id

@@ -55,8 +55,8 @@ def call(module: Any, *words: object) -> int:
 
 def recipe_of(path: Path) -> Any:
     parser = train_main.argparse.ArgumentParser()
-    train_main.pipeline.add_arguments(parser)
-    return train_main.pipeline.load(*parser.parse_known_args(["--config", str(path)]))
+    train_main.add_arguments(parser)
+    return train_main.load(*parser.parse_known_args(["--config", str(path)]))
 
 
 def write_recipe(path: Path, root: Path, train: dict[str, Any], **sections: Any) -> Path:

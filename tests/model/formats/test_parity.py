@@ -38,7 +38,7 @@ def _drafted(head: Eagle3Head, taps: torch.Tensor, ids: torch.Tensor) -> list[to
     memories = [UnrollMemory() for _ in range(head.config.num_hidden_layers)]
     features, tokens, drafted = head.fuse(taps), ids, []
     for step in range(STEPS):
-        features = head.unroll(tokens, features, torch.arange(LENGTH)[None] + step, memories)
+        features = head(tokens, features, torch.arange(LENGTH)[None] + step, memories)
         drafted.append(head.logits(features).argmax(-1))
         tokens = torch.cat([tokens[:, 1:], tokens.new_zeros(1, 1)], dim=1)
     return drafted
