@@ -23,7 +23,7 @@ class Steered:
         self._drafter, self._right = drafter, right
         vocabulary = getattr(getattr(drafter, "head", None), "vocabulary", None)
         self._ids = None if vocabulary is None else vocabulary.t2d.nonzero()[:, 0]  # known without d2t
-        self._answers = {tuple(each.ids[0].tolist()): each.answer for each in known}
+        self._answers = {tuple(ids[0].tolist()): answer for ids, answer in known}
         self._answer: list[int] = []
         self._place = self._level = 0
 

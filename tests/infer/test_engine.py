@@ -12,7 +12,6 @@ from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import DRAFTERS
 from aerie.infer.decode.shape import Drafting, make_shape
-from aerie.infer.measure.lossless import Reference
 from aerie.model.target import Target
 from tests.infer.draws import TREES, greedy, make_head, make_target, prompts
 from tests.infer.steered import steered
@@ -42,7 +41,7 @@ def test_a_perfect_draft_is_accepted_whole_up_to_the_end_and_costs_what_its_head
     answer = greedy(target, ids, 41)[0][ids.shape[1] :]
     options = {"ids": torch.tensor(sorted({*answer, 0, 100, 200, 319}))} if kind == "eagle3" else {}
     settings = {"do_sample": False, "max_new_tokens": new, **({} if end is None else {"eos_token_id": answer[end]})}
-    perfect = steered(decoder(target, tree, kind, **options), [Reference(ids, answer)], right=True)
+    perfect = steered(decoder(target, tree, kind, **options), [(ids, answer)], right=True)
     generation = perfect.generate(ids, **settings, on_cycle=lambda cycle: trees.append(cycle.tree))
     written, statistics = new if end is None else answer.index(answer[end]) + 1, generation.statistics
     assert generation.new_ids == answer[:written] and statistics.new_tokens == written

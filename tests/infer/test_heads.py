@@ -13,7 +13,6 @@ from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import DRAFTERS, drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
-from aerie.infer.measure.lossless import Reference
 from aerie.model.checkpoint import save_head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.target import Target
@@ -112,7 +111,7 @@ def test_the_drafter_sees_true_features_of_accepted_tokens_only(kind: str, optio
     head = make_head(target, kind, **options, **({"ids": torch.arange(320)} if kind == "eagle3" else {}))
     drafter, text = DRAFTERS[kind](head, target), greedy(target, ids, 24)[0]
     decoder = SpeculativeDecoder(target, drafting(drafter, TREES["small"]))
-    found = steered(decoder, [Reference(ids, text[ids.shape[1] :])], right=True).generate(
+    found = steered(decoder, [(ids, text[ids.shape[1] :])], right=True).generate(
         ids, do_sample=False, max_new_tokens=24, on_cycle=lambda cycle: paths.append(cycle.verdict.path)
     )
     assert found.sequences[0].tolist() == text
