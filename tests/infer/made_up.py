@@ -1,13 +1,11 @@
-"""Made-up answers, reference times and calibration nodes for the tests of aggregation and report."""
+"""Made-up answers and reference times for the tests of aggregation and report."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from aerie.infer.measure.calibrate import summarise
 from aerie.infer.measure.record import Milliseconds, Record, TreeShape, line_of
 from aerie.model.storage import write_json, write_text
 
@@ -17,14 +15,16 @@ TREES = {
     "eagle2-wide": TreeShape("dynamic", 8, 8, 48),
     "eagle-chain": TreeShape("chain", 5, 1, 6),
 }
+GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+FAILED: dict[str, Any] = {"status": "error", "message": "no memory", "ms": None}
 WORDS = "Each crate holds 12 jars , so 7 crates hold 84 . <b>Bold</b> & then she gives away 9 of them ; 75 stay".split()
 
 
-def record(**changes: Any) -> Record:
-    """A greedy answer of one vanilla prompt: 5 new tokens in 4 forwards, 10 ms of prefill and 40 of decoding."""
-    values = {"row": 0, "method": "vanilla", "tree": None, "verify": "R0", "temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    values |= {"task": "sums", "prompt_id": "0", "new_tokens": 5, "accepted": (0,) * 4, "cycle_tokens": (1,) * 4}
-    values |= {"target_forwards": 4, "ms": milliseconds(prefill=10.0, wall=50.0)}
+def record(cycles: int = 4, **changes: Any) -> Record:
+    """A greedy answer of one vanilla prompt: one token of prefill in 10 ms, and one a cycle in 40 ms for all."""
+    values = {"row": 0, "method": "vanilla", "tree": None, "verify": "R0", **GREEDY, "task": "sums", "prompt_id": "0"}
+    values |= {"new_tokens": 1 + cycles, "accepted": (0,) * cycles, "cycle_tokens": (1,) * cycles}
+    values |= {"target_forwards": cycles, "ms": milliseconds(prefill=10.0, wall=50.0)}
     return Record(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -41,49 +41,26 @@ def drafted(tokens: tuple[int, ...], **changes: Any) -> Record:
     return record(**{**values, **counts, **forwards, **changes})
 
 
-def write_run(root: Path, temperatures: tuple[float, ...] = (0.0,), failing: bool = False) -> tuple[Path, Path]:
-    """A made-up run of 12 prompts in three tasks: the bench and the calibration directory."""
-    generator = np.random.default_rng(0)
-    lines = []
-    for temperature in temperatures:
-        for prompt in range(12):
-            output = generator.integers(0, 400, size=64).tolist()
-            for row, method in enumerate(TREES):
-                lines.append(line_of(_answer(generator, row, method, temperature, prompt, output)))
-            if failing:  # prompt 7 of this row did not fit
-                wide: dict[str, Any] = {"row": len(TREES), "tree": TreeShape("dynamic", 12, 10, 96)}
-                if prompt == 7:
-                    message = "needs 530 positions; the target has 512 <max_position_embeddings>"
-                    wide |= {"status": "error", "message": message, "ms": None}
-                lines.append(line_of(drafted((3, 1), prompt_id=str(prompt), temperature=temperature, **wide)))
-    bench, calibration = root / "bench", root / "calibration"
-    write_text(bench / "records.jsonl", "".join(lines))
+def write_run(root: Path) -> None:
+    """Writes the bench of a made-up run at two temperatures, of 12 prompts in three tasks; its last row fails once."""
+    generator, lines = np.random.default_rng(0), list[str]()
+    for temperature, prompt in product((0.0, 1.0), range(12)):
+        output = generator.integers(0, 400, size=64).tolist()
+        answers = [_answer(generator, row, temperature, prompt, output) for row in range(len(TREES))]
+        wide: dict[str, Any] = {"row": len(TREES), "tree": TreeShape("dynamic", 12, 10, 96)}
+        if prompt == 7:
+            message = "needs 530 positions; the target has 512 <max_position_embeddings>"
+            wide |= {"status": "error", "message": message, "ms": None}
+        answers.append(drafted((3, 1), prompt_id=str(prompt), temperature=temperature, **wide))
+        lines += map(line_of, answers)
+    write_text(root / "bench" / "records.jsonl", "".join(lines))
     reference = {"generate_static_ms_per_token": 7.9, "generate_dynamic_ms_per_token": 6.4, "prompts": 12}
     reference |= {"bare_forward_ms_per_token": 4.8, "vanilla_ms_per_token": 5.0, "identical_to_generate": 12}
-    write_json(bench / "reference.json", reference)
-    write_json(calibration / "calibration.json", summarise(*nodes_and_cycles(generator), 0.0))
-    return bench, calibration
+    write_json(root / "bench" / "reference.json", reference)
 
 
-def nodes_and_cycles(generator: np.random.Generator, num_cycles: int = 400) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The asked nodes of a slightly overconfident head over 12 prompts, and their cycles."""
-    accepted = np.minimum(generator.geometric(0.25, size=num_cycles) - 1, 6)
-    rows = []
-    for cycle, length in enumerate(accepted.tolist()):
-        survival = 1.0
-        for depth in range(1, min(length + 1, 6) + 1):
-            confidence = float(generator.beta(5, 1) if depth <= length else generator.beta(1, 2))
-            survival *= confidence
-            rows.append((cycle % 12, cycle, depth, "0", confidence, survival, float(depth <= length)))
-    names = ["prompt", "cycle", "depth", "place", "confidence", "survival", "acceptance"]
-    cycles = pd.DataFrame({"prompt": np.arange(num_cycles) % 12, "cycle": np.arange(num_cycles), "accepted": accepted})
-    return pd.DataFrame(rows, columns=names), cycles
-
-
-def _answer(
-    generator: np.random.Generator, row: int, method: str, temperature: float, prompt: int, output: list[int]
-) -> Record:
-    tree = TREES[method]
+def _answer(generator: np.random.Generator, row: int, temperature: float, prompt: int, output: list[int]) -> Record:
+    method, tree = list(TREES.items())[row]
     tokens: list[int] = []
     while sum(tokens) < 63:
         longest = 1 if tree is None else tree.levels + 1
@@ -103,8 +80,6 @@ def _answer(
         temperature=temperature,
         task=("sums", "units", "letters")[prompt % 3],
         prompt_id=str(prompt),
-        prompt_tokens=20,
-        prompt_ids=tuple(range(20)),
         prompt_text="How many jars stay? <script>alert(1)</script>",
         output_ids=tuple(output),
         text="".join(texts),

@@ -1,7 +1,7 @@
 """Calibrating: what is said of recorded tables, the oracle, calibrators, and static trees rebuilt from ranks."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,20 @@ import pandas as pd
 import pytest
 import torch
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, TreeConfig
+from aerie.configs.schema.decode import DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.infer.decode.cache import TargetStep
-from aerie.infer.decode.drafters import DraftLMDrafter, EagleDrafter, MedusaDrafter
-from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters, drafting, load_calibrator
+from aerie.infer.decode.engine import SpeculativeDecoder
+from aerie.infer.decode.methods import DRAFTERS, FLOOR, Calibrator, drafting
 from aerie.infer.decode.sampling import Decoding, Sampler
-from aerie.infer.decode.shape import Cycle, Drafter
+from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import Verdict
 from aerie.infer.measure import calibrate
-from aerie.infer.measure.cycles import COLUMNS, LAWS, oracle_length
-from aerie.infer.measure.lossless import VOCABULARY, write_miniature
-from aerie.model.storage import digests, write_json
-from aerie.model.target import Target
-from tests.infer.draws import greedy, make_head, make_target
+from aerie.infer.measure.cycles import LAWS, oracle_length
+from tests import tiny
+from tests.infer.draws import make_head, make_target
 from tests.infer.test_main import Command, command, shared
 
 __all__ = ["command", "shared"]
@@ -36,7 +32,6 @@ CHAIN = schema.ChainConfig(levels=2)
 MEDUSA = StaticConfig(choices=((0,), (1,), (0, 0)), children="best")
 QUESTIONS = [(torch.tensor([[7, 9, 11, 23, 5]]), "count"), (torch.tensor([[8, 30, 12]]), "sort")]
 SECTION = CalibrateConfig(PromptsConfig("none", max_new_tokens=14), ranks=6)
-KNOTS = Calibrator(2.0, (0.2, 0.6, 0.8), (0.1, 0.5, 0.9))
 
 
 def laws(count: int, **columns: Any) -> pd.DataFrame:
@@ -44,12 +39,6 @@ def laws(count: int, **columns: Any) -> pd.DataFrame:
     table = pd.DataFrame({name: columns.get(name, [0] * count) for name in ("prompt", "cycle", *LAWS)})
     table["ranked"] = columns.get("ranked", [[0.0]] * count)
     return table.astype(dict.fromkeys(("agrees", "accepted", "followed"), bool))
-
-
-def recording(nodes: pd.DataFrame) -> calibrate.Recording:
-    """A recording of 12 prompts with these nodes alone."""
-    empty = {name: pd.DataFrame(columns=["prompt", "cycle", *names]) for name, names in COLUMNS.items()}
-    return calibrate.Recording({**empty, "nodes": nodes}, ("sums", "code") * 6, 0.0)
 
 
 def reliability(confidence: Any, acceptance: Any, bins: int = 20) -> dict[str, Any]:
@@ -60,7 +49,7 @@ def test_bins_hold_counts_and_means_and_ece_and_brier_follow() -> None:
     confidence, acceptance = [0.1, 0.2, 0.6, 0.8, 1.0], [0.0, 1.0, 1.0, 0.0, 1.0]
     found = reliability(confidence, acceptance, 2)
     low, high = found["bins"]
-    assert (low["low"], low["high"], low["count"], high["count"]) == (0.0, 0.5, 2, 3)  # the last bin is closed
+    assert (low["high"], low["count"], high["count"]) == (0.5, 2, 3)  # the last bin is closed
     assert (low["confidence"], low["acceptance"]) == (pytest.approx(0.15), pytest.approx(0.5))
     assert found["ece"] == pytest.approx((2 * abs(0.15 - 0.5) + 3 * abs(0.8 - 2 / 3)) / 5)
     assert found["brier"] == pytest.approx((0.01 + 0.64 + 0.16 + 0.64 + 0.0) / 5)
@@ -75,26 +64,23 @@ def test_the_summary_counts_nodes_and_accepted_lengths_by_depth_and_is_json_even
     # cycle 0 accepts two tokens and misses the third level; cycle 1 accepts none of two siblings
     nodes = pd.DataFrame({"prompt": 0, "depth": [1, 2, 3, 1, 1], "confidence": [0.9, 0.7, 0.5, 0.6, 0.2]})
     nodes["acceptance"] = [1.0, 1.0, 0.0, 0.0, 0.0]
-    first, second, third = calibrate.summarise(nodes, pd.DataFrame({"accepted": [2, 0]}), 0.0)["by_depth"]
-    assert (first["nodes"], first["cycles"], first["survived"], first["conditional"]) == (3, 2, 0.5, 0.5)
-    assert (second["nodes"], second["cycles"], second["survived"], second["conditional"]) == (1, 1, 0.5, 1.0)
-    assert (third["survived"], third["conditional"]) == (0.0, 0.0)
+    by_depth = calibrate.summarise(nodes, pd.DataFrame({"accepted": [2, 0]}), 0.0)["by_depth"]
+    found = [[row[name] for name in ("nodes", "cycles", "survived", "conditional")] for row in by_depth]
+    assert found == [[3, 2, 0.5, 0.5], [1, 1, 0.5, 1.0], [1, 1, 0.0, 0.0]]
     empty = pd.DataFrame({"accepted": []})
     value = json.loads(json.dumps(calibrate.summarise(nodes[:0], empty, 0.0), allow_nan=False))
     assert value["ece"] is None and value["by_depth"] == [] and len(value["bins"]) == 20
     halves = calibrate.summarise(nodes.assign(prompt=range(5)), empty, 0.0)["halves"]
     assert 0 < halves["fit"]["nodes"] == 5 - halves["held_out"]["nodes"] < 5
-    assert halves["difference"]["ece"] == pytest.approx(halves["held_out"]["ece"] - halves["fit"]["ece"])
 
 
 def test_equations_22_to_24_by_depth() -> None:
     frontier = pd.DataFrame({"prompt": 0, "cycle": [0, 0, 0, 1, 1], "depth": [1, 1, 2, 1, 2]})
     frontier["survival"], frontier["accepted"] = [0.6, 0.3, 0.6, 0.7, 0.2], [True, False, True, True, False]
     cycles = pd.DataFrame({"prompt": [0, 0], "cycle": [0, 1], "accepted": [1, 1]})
-    first, second = calibrate.level_table(frontier, cycles)
-    assert (first["mass"], first["held"], first["reached"]) == (pytest.approx(0.8), 1.0, 1.0)
-    assert (second["mass"], second["held"], second["reached"]) == (pytest.approx(0.4), 0.5, 0.0)
-    assert (second["cycles"], second["expected"]) == (2, pytest.approx(1.2))
+    names = ("cycles", "mass", "held", "reached", "expected")
+    found = [[row[name] for name in names] for row in calibrate.level_table(frontier, cycles)]
+    assert found == [pytest.approx([2, 0.8, 1.0, 1.0, 0.8]), pytest.approx([2, 0.4, 0.5, 0.0, 1.2])]
 
 
 def test_equation_13_is_a_theorem_of_drafted_children_and_15_to_19_fail_where_an_indicator_is_far_off() -> None:
@@ -104,7 +90,6 @@ def test_equation_13_is_a_theorem_of_drafted_children_and_15_to_19_fail_where_an
     found = calibrate.inequalities(made)["inequalities"]
     assert found["gap_above_tv"] == pytest.approx(1 / 3)  # .31 > .3: no pair of laws does that
     assert found["tv_above_bound"] == pytest.approx(1 / 3)  # .3 > sqrt(.05), and an infinite bound cannot fail
-    assert found["gap"] == pytest.approx(0.3) and found["bound"] == pytest.approx((np.sqrt(kl / 2) + np.sqrt(0.05)) / 2)
     # agrees with c = .6, TV = .1, bound .2: |1 - .6| = .4 is above both; with TV .5 it is within
     made = laws(3, agrees=[True, True, False], top_q=[0.6, 0.6, 0.2], tvd=[0.1, 0.5, 0.1], kl_pq=[0.08, 0.5, 0.08])
     found = calibrate.inequalities(made)["deagle"]
@@ -125,7 +110,7 @@ def test_equations_3_and_12_bound_the_acceptance_of_random_laws() -> None:
     assert found["means"]["oracle"] == pytest.approx((0.8 + 0.0) / 2)  # 1 - sqrt(.04); 1 - 2 says nothing
     assert found["means"]["approximation"] == pytest.approx((0.5 + 0.9) / 2)
     assert found["holds"] == {"oracle": 1.0, "approximation": 0.5, "bretagnolle_huber": 1.0}  # .1 < .9
-    assert found["tighter"] == 0.5 and found["curve"]["acceptance"] == pytest.approx([0.1, 0.8])  # sorted
+    assert found["tighter"] == 0.5
 
 
 def test_the_entropy_ratio_has_the_gamma_law_that_is_most_likely() -> None:
@@ -149,45 +134,37 @@ def test_oracle_lengths_by_context() -> None:
     cycles["accepted"], cycles["oracle"] = [5, 2, 0, 3, 5, 0], [7, 2, 0, 8, 8, np.nan]  # the last one drafted nothing
     found = calibrate.oracle_summary(cycles)
     assert found is not None and calibrate.oracle_summary(cycles[:0]) is None
-    first, second, last = found["by_context"]
-    assert (first["above"], first["up_to"], first["cycles"]) == (0, 32, 2)
-    assert (last["above"], last["up_to"], last["cycles"]) == (8192, None, 1)
-    assert (first["oracle"], first["variance"], first["delta"]) == (4.5, 6.25, 0.5)  # 7 and 2; -2 and +3
-    assert (second["variance"], second["delta"], second["censored"]) == (16.0, 0.0, 0.5)
+    first, second, last = ([*row.values()] for row in found["by_context"])
+    # above, up to, cycles, oracle, variance, delta, censored
+    assert first == [0, 32, 2, 4.5, 6.25, 0.5, 0.0]  # 7 and 2; -2 and +3
+    assert second[4:] == [16.0, 0.0, 0.5] and last[:3] == [8192, None, 1]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
+def decoder_of(tree: TreeConfig, kind: str = "eagle1", **more: Any) -> SpeculativeDecoder:
+    """With a random head, or with the target as its own draft LM."""
+    target = make_target()
+    head = target if kind == "draft_lm" else make_head(target, kind)
+    return SpeculativeDecoder(target, drafting(DRAFTERS[kind](head, target), tree, **more))
 
 
-def decoder_of(target: Target, tree: TreeConfig, kind: str = "eagle1", **more: Any) -> SpeculativeDecoder:
-    drafter: Drafter = DraftLMDrafter(target, target)
-    if kind == "medusa":
-        drafter = MedusaDrafter(make_head(target, "medusa", num_heads=2))
-    elif kind != "itself":
-        drafter = EagleDrafter(make_head(target, kind), target)
-    return SpeculativeDecoder(target, drafting(drafter, tree, **more))
-
-
-def analysis() -> dict[str, Any]:
-    """The content of analysis.json of a tiny head on 12 prompts in two tasks."""
+def write_calibration(output: Path) -> None:
+    """What `calibrate` writes of a tiny head on 12 prompts in two tasks."""
     questions = [(torch.tensor([[7, 9, 11 + n, 23, 5]]), ("sums", "code")[n % 2]) for n in range(12)]
-    made = calibrate.record(decoder_of(make_target(), WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
-    fitted = calibrate.fit_and_score(made, 20)
-    assert fitted is not None
-    return {**calibrate.analyse(made), "calibrator": fitted[1]}
+    made = calibrate.record(decoder_of(WIDE), WIDE, questions, replace(SECTION, oracle_levels=5))
+    calibrate.write_calibration(output, made, bins=20, head=None)
 
 
-@pytest.mark.parametrize(("tree", "kind"), [(WIDE, "eagle1"), (CHAIN, "eagle3"), (CHAIN, "itself"), (MEDUSA, "medusa")])
+@pytest.mark.parametrize(
+    ("tree", "kind"), [(WIDE, "eagle1"), (CHAIN, "eagle3"), (CHAIN, "draft_lm"), (MEDUSA, "medusa")]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_oracle_changes_nothing_else_and_every_kind_of_draft_has_an_analysis(
-    target: Target, tree: TreeConfig, kind: str, temperature: float
+    tree: TreeConfig, kind: str, temperature: float
 ) -> None:
-    decoders = [(decoder_of(target, tree, kind), levels) for levels in (None, 5)]
     plain, deep = (
-        calibrate.record(decoder, tree, QUESTIONS, replace(SECTION, temperature=temperature, oracle_levels=levels), 3)
-        for decoder, levels in decoders
+        calibrate.record(decoder_of(tree, kind), tree, QUESTIONS, replace(section, oracle_levels=levels), 3)
+        for section in [replace(SECTION, temperature=temperature)]
+        for levels in (None, 5)
     )
     cycles = deep.tables["cycles"]
     for name, table in plain.tables.items():
@@ -195,52 +172,48 @@ def test_an_oracle_changes_nothing_else_and_every_kind_of_draft_has_an_analysis(
     drafted = cycles.dropna(subset="oracle")
     assert len(drafted) == (cycles.levels > 0).sum() > 0 and "oracle" not in plain.tables["cycles"]
     assert drafted.oracle.between(drafted.accepted, drafted.cap).all() and (drafted.cap >= drafted.levels).all()
-    assert set(cycles.position - cycles.answered) == {4, 2}
-    if kind == "itself":  # the target that drafts for itself is always right
+    if kind == "draft_lm":  # the target that drafts for itself is always right
         assert (drafted.oracle == drafted.cap).all() and drafted.cap.max() == 5
         table = deep.tables["laws"]
         assert table.tvd.max() < 1e-5 and table.agrees.all() and table.accepted.all()
     value = json.loads(json.dumps(calibrate.analyse(deep), allow_nan=False))
-    assert value["prompts"] == 2 and [row["task"] for row in value["by_task"]] == ["count", "sort"]
+    assert [row["task"] for row in value["by_task"]] == ["count", "sort"]
     assert value["laws"]["inequalities"]["gap_above_tv"] == 0.0
     assert sum(row["nodes"] for row in value["by_task"]) == len(deep.tables["nodes"])
 
 
 P, Q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.2, 0.6, 0.1, 0.1])
+ACCEPTED = {"R0": Verdict([0, 1], [0], 0), "R1": Verdict([0, 1], [0], 3), "R2": Verdict([0, 1], [0], 1)}
 
 
-def chain(tokens: list[int], drawn: bool = False) -> Tree:
+def chain(tokens: list[int], rule: str) -> Tree:
     count = len(tokens) + 1
     line, zero = torch.arange(count), torch.zeros(count)
-    parents, proposal = (line - 1).clamp(min=0), Proposal("R1", Q.expand(count, -1)) if drawn else None
+    parents, proposal = (line - 1).clamp(min=0), Proposal("R1", Q.expand(count, -1)) if rule == "R1" else None
     mask = ancestors(parents, count - 1)
     return Tree(torch.tensor([0, *tokens]), parents, line, mask, zero, zero, count - 1, count - 1, proposal)
 
 
 @pytest.mark.parametrize(
-    ("rule", "policy", "verdict", "deep", "shares"),
+    ("rule", "policy", "deep", "shares"),
     [
         # R1, wholly accepted: token 1 is taken with .3 / .6, twice; token 2 always
-        ("R1", [0], Verdict([0, 1], [0], 3), [0, 1, 1, 2], [0.0, 0.5, 0.25, 0.0, 0.25]),
-        ("R1", [0, 1], Verdict([0, 1], [0], 3), [0, 1, 1, 2], [0.0, 1.0]),  # refused: its own length
-        ("R1", [2], Verdict([0, 1], [2], 3), [0, 1, 1, 2], [0.0, 1.0]),  # another chain is not followed
-        # R2: the bonus token is the deep chain's second, the rest is drawn
-        ("R2", [0], Verdict([0, 1], [0], 1), [0, 1, 0, 0], [0.0, 0.0, 0.5, 0.25, 0.25]),
-        ("R2", [0], Verdict([0, 1], [0], 2), [0, 1, 0, 0], [0.0, 1.0]),
-        ("R0", [0], Verdict([0, 1], [0], 0), [0, 0, 0, 1], [0.0, 0.0, 0.0, 1.0]),  # argmax
-        ("R0", [0], Verdict([0, 1], [0], 0), [1, 0], [0.0, 1.0]),  # reranking dropped the policy's path
+        ("R1", [0], [0, 1, 1, 2], [0.0, 0.5, 0.25, 0.0, 0.25]),
+        ("R1", [0, 1], [0, 1, 1, 2], [0.0, 1.0, 0.0, 0.0, 0.0]),  # refused: its own length
+        ("R1", [2], [0, 1, 1, 2], [0.0, 1.0, 0.0, 0.0, 0.0]),  # another chain is not followed
+        ("R2", [0], [0, 1, 0, 0], [0.0, 0.0, 0.5, 0.25, 0.25]),  # the bonus token is the second, the rest is drawn
+        ("R0", [0], [0, 0, 0, 1], [0.0, 0.0, 0.0, 1.0, 0.0]),  # argmax
     ],
 )
 def test_an_oracle_length_has_the_law_that_the_targets_own_choices_give_it(
-    rule: str, policy: list[int], verdict: Verdict, deep: list[int], shares: list[float]
+    rule: str, policy: list[int], deep: list[int], shares: list[float]
 ) -> None:
-    trials, tree, longer = 1200, chain(policy, rule == "R1"), chain(deep, rule == "R1")
+    tree, longer, trials = chain(policy, rule), chain(deep, rule), 1200
     sampler = Sampler(Decoding(rule != "R0", float(rule != "R0"), 0, 1.0, 0.0, 8), torch.Generator().manual_seed(0))
     logits, generator = P.log().expand(len(longer), -1), torch.Generator().manual_seed(0)
-    cycle = Cycle(tree, TargetStep(logits, logits), verdict, sampler, rule)
+    cycle = Cycle(tree, TargetStep(logits, logits), ACCEPTED[rule], sampler, rule)
     lengths = [oracle_length(cycle, longer, logits, generator) for _ in range(trials)]
-    found = np.bincount(lengths, minlength=len(shares)) / trials
-    assert found.tolist() == pytest.approx([*shares, *[0.0] * (len(found) - len(shares))], abs=0.045)
+    assert np.bincount(lengths, minlength=5) / trials == pytest.approx(shares, abs=0.045)
 
 
 def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts_it_has_not_seen() -> None:
@@ -248,13 +221,13 @@ def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts
     confidence, uniform = generator.random(4000), generator.random(4000)
     accepted = (uniform < confidence**2).astype(np.float64)  # those of confidence c are accepted with c ** 2
     nodes = pd.DataFrame({"prompt": np.arange(4000) % 40, "confidence": confidence, "acceptance": accepted})
-    found = calibrate.fit_and_score(recording(nodes), bins=20)
+    found = calibrate.fit_and_score(calibrate.Recording({"nodes": nodes}, (), 0.0), bins=20)
     assert found is not None
     before, after = found[1]["held_out"]["before"], found[1]["held_out"]["isotonic"]
     assert before["ece"] > 0.12 and after["ece"] < 0.06
     assert after["brier"] < before["brier"] and after["log_loss"] < before["log_loss"]
-    assert found[1]["fit_nodes"] + found[1]["held_out_nodes"] == 4000
-    assert calibrate.fit_and_score(recording(nodes.assign(prompt=0)), bins=20) is None  # no other half
+    one = calibrate.Recording({"nodes": nodes.assign(prompt=0)}, (), 0.0)
+    assert calibrate.fit_and_score(one, bins=20) is None  # no other half
     confidence = generator.uniform(0.02, 0.98, 40_000)
     truth = 1 / (1 + ((1 - confidence) / confidence) ** (1 / 1.7))
     assert calibrate.fit(confidence, truth).temperature == pytest.approx(1.7, rel=1e-3)  # probabilities as outcomes
@@ -264,14 +237,15 @@ def test_a_fit_is_isotonic_and_logistic_regression_and_lowers_the_ece_of_prompts
 
 
 def test_maps_keep_ranks_and_what_is_impossible() -> None:
-    found = KNOTS.map("isotonic")(torch.tensor([0.05, 0.2, 0.4, 0.7, 0.8, 1.0]).log()).exp()
+    knots = Calibrator(2.0, (0.2, 0.6, 0.8), (0.1, 0.5, 0.9))
+    found = knots.map("isotonic")(torch.tensor([0.05, 0.2, 0.4, 0.7, 0.8, 1.0]).log()).exp()
     assert found.tolist() == pytest.approx([0.1, 0.1, 0.3, 0.7, 0.9, 0.9])  # linear between knots, level outside
-    found = KNOTS.map("temperature")(torch.tensor([0.8, 0.5, 1.0]).log()).exp()
+    found = knots.map("temperature")(torch.tensor([0.8, 0.5, 1.0]).log()).exp()
     assert found.tolist() == pytest.approx([1 / (1 + (1 / 4) ** 0.5), 0.5, 1.0])  # odds 4 become 2
     log_q = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     log_q[0, 7] = float("-inf")
     for kind in calibrate.KINDS:
-        mapped = KNOTS.map(kind)(log_q)
+        mapped = knots.map(kind)(log_q)
         ranked = mapped.gather(-1, log_q.sort(-1, descending=True).indices)
         assert (ranked[:, 1:] <= ranked[:, :-1] + 1e-6).all() and (mapped <= 0).all()
         assert mapped[0, 7] == float("-inf") and mapped[1:].isfinite().all()
@@ -279,27 +253,13 @@ def test_maps_keep_ranks_and_what_is_impossible() -> None:
     assert certain.exp().item() == pytest.approx(FLOOR)  # a zero is no impossibility
 
 
-def test_it_is_saved_beside_the_head_and_refused_where_it_is_damaged(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    write_json(tmp_path / "calibrator.json", asdict(replace(KNOTS, head=digests(tmp_path))))
-    assert load_calibrator(tmp_path).acceptance == KNOTS.acceptance  # the file is no part of the head
-    values = json.loads((tmp_path / "calibrator.json").read_text())
-    write_json(tmp_path / "calibrator.json", {**values, "temperature": 0.0})
-    with pytest.raises(UserError, match=r"calibrator\.json"):
-        load_calibrator(tmp_path)
-
-
-@pytest.mark.parametrize("kind", calibrate.KINDS)
-@pytest.mark.parametrize("tree", [WIDE, CHAIN, MEDUSA, replace(WIDE, rank="confidence")])
-def test_calibrated_trees_are_drafted_from_mapped_confidence_and_write_the_same_text(
-    target: Target, kind: Any, tree: TreeConfig
-) -> None:
-    mapping = Calibrator(3.0, (0.0, 0.5, 0.9), (0.05, 0.2, 0.9)).map(kind)
+@pytest.mark.parametrize("tree", [WIDE, CHAIN, MEDUSA])
+def test_calibrated_trees_are_drafted_from_mapped_confidence_and_write_the_same_text(tree: TreeConfig) -> None:
+    mapping = Calibrator(3.0, (0.0, 0.5, 0.9), (0.05, 0.2, 0.9)).map("isotonic")
     answers, trees = [], []
     for more in ({}, {"calibrate": mapping}):
         cycles: list[Cycle] = []
-        decoder = decoder_of(target, tree, "medusa" if tree is MEDUSA else "eagle1", **more)
+        decoder = decoder_of(tree, "medusa" if tree is MEDUSA else "eagle1", **more)
         settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "on_cycle": cycles.append}
         answers.append(decoder.generate(QUESTIONS[0][0], **settings).new_ids)
         trees.append(cycles[0].tree)
@@ -320,14 +280,15 @@ def test_a_calibrator_is_fitted_used_and_refused_for_other_weights(command: Comm
     assert code == 0 and "not fitted on" in out and fitted.is_file()
     value = json.loads((run / "calibration" / "analysis.json").read_text())
     assert value["oracle"]["all"]["cycles"] > 0 and value["laws"]["inequalities"]["tv_above_bound"] == 0.0
-    assert value["cycles"] == len(pd.read_parquet(run / "calibration" / "cycles.parquet"))
     assert command(*bench)[0] == 0
-    lines = map(json.loads, (run / "bench" / "records.jsonl").read_text().splitlines())
-    drafted = [row for row in lines if row["method"] == "eagle2"]
+    drafted = [row for row in tiny.read_rows(run / "bench" / "records.jsonl") if row["method"] == "eagle2"]
     assert drafted and all(row["identical"] for row in drafted)
-    fitted.write_text(json.dumps({**json.loads(fitted.read_text()), "head": {"model.safetensors": "0"}}))
-    code, _, message = command(*bench, "--overwrite")
-    assert code == 2 and "other weights" in message
+    values = json.loads(fitted.read_text())
+    wrong = {"other weights": {"head": {"model.safetensors": "0"}}, "calibrator.json": {"temperature": 0.0}}
+    for words, change in wrong.items():
+        fitted.write_text(json.dumps({**values, **change}))
+        code, _, message = command(*bench, "--overwrite")
+        assert code == 2 and words in message
 
 
 def test_ranks_count_where_they_were_asked_and_one_is_left_out_only_where_children_are_not_drawn() -> None:
@@ -341,19 +302,10 @@ def test_ranks_count_where_they_were_asked_and_one_is_left_out_only_where_childr
     assert len(drawn) == 5 and StaticConfig(choices=drawn).paths == drawn
 
 
-@pytest.mark.parametrize(("method", "kind"), [("hydra", "hydra"), ("eagle", "eagle3")])
-def test_the_file_beside_the_head_is_a_tree_of_the_same_size_that_decodes_losslessly(
-    method: Any, kind: str, tmp_path: Path
-) -> None:
-    target = Target.load(write_miniature(tmp_path / "miniature"))
-    head, asked = str(tmp_path / "miniature" / "heads" / kind), MethodConfig(method)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [(torch.randint(0, VOCABULARY, (1, 4 + n), generator=generator), "made up") for n in range(4)]
-    line = calibrate.rebuild(target, asked, head, prompts, SECTION, tmp_path)
-    assert line is not None and f"--tree.choices {head}/{calibrate.CHOICES}" in line
-    assert (Path(head) / calibrate.CHOICES).read_bytes() == (tmp_path / calibrate.CHOICES).read_bytes()
-    changed = MethodConfig.of(method, choices=str(Path(head) / calibrate.CHOICES))
-    before, after = asked.tree, changed.tree
-    assert before is not None and after is not None and after.nodes <= before.nodes
-    written = make_decoder(Drafters(target), changed, head).generate(prompts[-1][0], do_sample=False, max_new_tokens=20)
-    assert written.sequences.tolist() == greedy(target, prompts[-1][0], 20)
+def test_a_rebuilt_tree_is_written_beside_the_head_and_writes_the_same_text(command: Command, shared: Path) -> None:
+    given = ("--calibrate.method", "medusa", "--calibrate.tree", "{choices: {root}/shallow.yaml}", "--overwrite")
+    code, out, _ = command("calibrate", *given)
+    choices = str(shared / "run" / "heads" / "medusa" / calibrate.CHOICES)
+    assert code == 0 and f"--tree.choices {choices}" in out
+    rebuilt = ("--method", "medusa", "--tree.choices", choices)
+    assert command("generate", *rebuilt)[:2] == command("generate", "--method", "vanilla")[:2]

@@ -1,8 +1,6 @@
-"""A recorder says what the cycles were, and changes no token; a bench that was killed records no cycle twice."""
+"""A recorder says what the cycles of an answer were, and changes no token."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,20 +8,14 @@ import pytest
 import torch
 
 from aerie.configs.schema import decode as schema
-from aerie.configs.schema.decode import DynamicConfig, MethodConfig, StaticConfig, TreeConfig
-from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig
-from aerie.infer.decode.drafters import EagleDrafter, Lookahead, PromptLookup
+from aerie.configs.schema.decode import DynamicConfig, StaticConfig, TreeConfig
+from aerie.infer.decode.drafters import EagleDrafter
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting
 from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.verify import reject, walk
-from aerie.infer.measure.bench import Bench, run
 from aerie.infer.measure.cycles import Recorder, acceptance, asked, keep_pools, places, tables_of
-from aerie.infer.measure.statistics import group, summary_row
-from aerie.infer.measure.tasks import Prompt
-from aerie.model.target import Target
-from tests import tiny
 from tests.infer.draws import make_head, make_target, tiny_vocabulary
 
 WIDE = DynamicConfig(levels=5, k=6, nodes=24)
@@ -36,15 +28,11 @@ RULES = {"R1": schema.ChainConfig(levels=3)} | {
 }
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
-
-
 def recorded(
-    target: Target, tree: TreeConfig, temperature: float = 0.0, kind: str = "eagle1"
+    tree: TreeConfig, temperature: float = 0.0, kind: str = "eagle1"
 ) -> tuple[list[Cycle], list[dict[str, Any]], list[int]]:
     """The cycles of one answer, their records, and the text."""
+    target = make_target()
     drafter = EagleDrafter(make_head(target, kind), target)
     decoder, prompt = SpeculativeDecoder(target, drafting(drafter, tree)), torch.tensor([[7, 9, 11, 23, 5]])
     settings = {"temperature": temperature, "do_sample": temperature > 0, "top_k": 0, "max_new_tokens": 12}
@@ -90,8 +78,8 @@ def test_a_nodes_acceptance_is_its_share_among_many_verdicts_over_the_very_same_
     assert (np.abs(taken[1:] / np.maximum(reached[1:], 1) - chances) < 4.5 * sigma)[often].all()
 
 
-def test_only_children_of_accepted_nodes_are_asked_and_no_passenger(target: Target) -> None:
-    tree = recorded(target, replace(STATIC, choices=((0,), (1,), (0, 0), (1, 0))))[0][0].tree
+def test_only_children_of_accepted_nodes_are_asked_and_no_passenger() -> None:
+    tree = recorded(replace(STATIC, choices=((0,), (1,), (0, 0), (1, 0))))[0][0].tree
     assert asked(tree, [0, 2]).tolist() == [False, True, True, False, True]
     riding = torch.tensor([False, True, False, False, False])
     assert asked(replace(tree, passengers=riding), [0, 2]).tolist() == [False, False, True, False, True]
@@ -100,13 +88,12 @@ def test_only_children_of_accepted_nodes_are_asked_and_no_passenger(target: Targ
 
 @pytest.mark.parametrize(
     ("tree", "kind", "temperature"),
-    [(WIDE, "eagle1", 0.0), (WIDE, "eagle3", 1.0), (CHAIN, "eagle3", 0.0), (CHAIN, "eagle1", 0.7),
-     (STATIC, "eagle1", 0.7), (replace(STATIC, children="replaced"), "eagle1", 1.0)],
-)  # fmt: skip
+    [(WIDE, "eagle1", 0.0), (WIDE, "eagle3", 1.0), (CHAIN, "eagle1", 0.7), (STATIC, "eagle1", 0.7)],
+)
 def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
-    target: Target, tree: TreeConfig, kind: str, temperature: float
+    tree: TreeConfig, kind: str, temperature: float
 ) -> None:
-    cycles, records, text = recorded(target, tree, temperature, kind)
+    cycles, records, text = recorded(tree, temperature, kind)
     num_laws = 0
     for cycle, record in zip(cycles, records, strict=True):
         if cycle.tree.pool is None:
@@ -131,9 +118,7 @@ def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
             assert law["kl_qp"][number] == pytest.approx(float(kl), abs=1e-4)
             assert law["agrees"][number] == (int(q.argmax()) == int(p[at].argmax()))
             assert law["followed"][number] == any(child in cycle.verdict.path for child in children)
-            # theorems (DEAGLE, section 3.2); a draft vocabulary that misses tokens has an infinite KL(p||q)
-            assert law["largest_gap"][number] <= law["tvd"][number] + 1e-9
-            assert law["tvd"][number] <= np.sqrt(min(law["kl_pq"][number], law["kl_qp"][number]) / 2) + 1e-9
+            # a draft vocabulary that misses tokens has an infinite KL(p||q)
             assert np.isinf(law["kl_pq"][number]) == (kind == "eagle3")
             num_laws += 1
     tables = tables_of(0, records, text)
@@ -142,8 +127,8 @@ def test_nodes_and_laws_are_those_that_were_drafted_and_verified(
     assert tables["nodes"].acceptance.tolist() == pytest.approx([float(acceptance(cycle)[n]) for cycle, n in nodes])
 
 
-def test_frontiers_hold_what_reranking_dropped_and_levels_beyond_the_text_are_left_out(target: Target) -> None:
-    _, records, text = recorded(target, replace(WIDE, k=4, nodes=8, levels=3))
+def test_frontiers_hold_what_reranking_dropped_and_levels_beyond_the_text_are_left_out() -> None:
+    _, records, text = recorded(replace(WIDE, k=4, nodes=8, levels=3))
     frontier = tables_of(0, records, text)["frontier"]
     assert (frontier.groupby(["cycle", "depth"]).size() == 4).all()  # though a tree keeps 7 nodes in all
     for record in records:
@@ -153,73 +138,15 @@ def test_frontiers_hold_what_reranking_dropped_and_levels_beyond_the_text_are_le
         assert not masses or sum(first) == pytest.approx(masses[0], rel=1e-5)
     assert 0 < len(tables_of(0, records, text[:-4])["frontier"]) < len(frontier)
     for temperature in (0.0, 1.0):  # a chain is in the text exactly when it is accepted
-        _, records, text = recorded(target, CHAIN, temperature)
+        _, records, text = recorded(CHAIN, temperature)
         tables = tables_of(0, records, text)
         depth_of = tables["frontier"].merge(tables["cycles"], on=["prompt", "cycle"], suffixes=("", "_length"))
         assert (depth_of.accepted == (depth_of.depth <= depth_of.accepted_length)).all()
 
 
-@pytest.mark.parametrize(
-    ("tree", "reason"),
-    [(replace(WIDE, stop=schema.EntropyConfig(c=1.0, h=0.01)), "entropy"),
-     (replace(CHAIN, stop=schema.ConfidenceConfig(threshold=1.0)), "confidence"), (WIDE, "levels")],
-)  # fmt: skip
-def test_the_rule_that_ends_a_tree_is_its_stop_reason(target: Target, tree: TreeConfig, reason: str) -> None:
-    records = recorded(target, tree)[1]
-    assert records[0]["stop_reason"] == reason and records[0]["depth"] == (5 if reason == "levels" else 1)
-    assert {record["stop_reason"] for record in records} <= {reason, "budget", "levels", None}
-
-
-def test_a_benchs_rows_and_texts_follow_from_its_cycles_and_a_kill_records_none_twice(
-    target: Target, tmp_path: Path
-) -> None:
-    rows = (MethodConfig("vanilla"), MethodConfig.of("eagle2", levels=3, k=3, nodes=8),
-            MethodConfig.of("eagle-chain", levels=3), MethodConfig("pld"), MethodConfig("lookahead"))  # fmt: skip
-    prompts = [Prompt(str(n), "count", f"Please count {n + 2} boats and {n + 2} boats.") for n in range(2)]
-    config = BenchConfig(
-        PromptsConfig("none", max_new_tokens=10), rows, (SamplingConfig(), SamplingConfig(temperature=1.0)),
-        warmup_prompts=0, reference=False, cycles=True,
-    )  # fmt: skip
-    head = make_head(target)
-    proposers: list[Any] = [row.tree and drafting(EagleDrafter(head, target), row.tree) for row in rows[:3]]
-    proposers += [PromptLookup(schema.PromptLookupConfig()), Lookahead(schema.LookaheadConfig())]
-    decoders = [SpeculativeDecoder(target, proposer) for proposer in proposers]
-    bench = Bench(target, tiny.tokenizer(), decoders, [None] * len(rows), config, tmp_path)
-    records, path = run(bench, prompts, seed=5), tmp_path / "cycles.jsonl"
-    every = [json.loads(line) for line in path.read_text().splitlines()]
-    for members in group(records):
-        expected, first = summary_row(members).as_dict(), members.first
-        mine = [line for line in every if (line["row"], line["temperature"]) == (first.row, first.temperature)]
-        kept = [min(line["accepted"], line["new_tokens"]) for line in mine]
-        histogram = np.bincount(kept, minlength=len(expected["accepted_histogram"])).tolist()
-        assert histogram == expected["accepted_histogram"]
-        assert sum(line["new_tokens"] for line in mine) / len(mine) == pytest.approx(expected["tau"])
-        assert sum(line["drafted"] for line in mine) == expected["draft_nodes"]
-        assert sum(line["t_draft"] for line in mine) == pytest.approx(expected["ms"]["draft"], abs=1e-3)
-        reasons = {line["stop_reason"] for line in mine}
-        assert reasons <= ({"levels", "budget", None} if first.row in (1, 2) else {"guess", None})
-    for record in records:
-        of_answer = (record.row, record.temperature, record.prompt_id)
-        mine = [line for line in every if (line["row"], line["temperature"], line["prompt_id"]) == of_answer]
-        text = [*record.prompt_ids, *record.output_ids]
-        assert [line["cycle"] for line in mine] == list(range(record.target_forwards))
-        assert mine[0]["pos_start"] == record.prompt_tokens
-        for line in mine:
-            node, end = line["node"], 1 + line["new_tokens"]
-            on_path = [token for token, kept in zip(node["token"], node["accepted"], strict=True) if kept]
-            assert text[line["pos_start"] : line["pos_start"] + end] == [*on_path, line["bonus_id"]][:end]
-
-    names = ("row", "temperature", "prompt_id", "cycle", "node")
-
-    def identities() -> list[str]:
-        return sorted(str([json.loads(line)[name] for name in names]) for line in path.read_text().splitlines())
-
-    whole = identities()
-    answers, texts = (place.read_text().splitlines(keepends=True) for place in (bench.records_path, path))
-    done = [[json.loads(line)[name] for name in names[:3]] for line in answers[:4]]
-    last = max(n for n, line in enumerate(every) if [line[name] for name in names[:3]] in done)
-    for extra in (0, 1, 2):  # killed before, within and after the next answer's cycles: its record is not there yet
-        bench.records_path.write_text("".join(answers[:4]) + answers[4][: 30 * extra])
-        path.write_text("".join(texts[: last + 1 + extra]) + texts[last + 1 + extra][:50])
-        run(bench, prompts, seed=5)
-        assert identities() == whole
+def test_the_rule_that_ends_a_tree_is_its_stop_reason() -> None:
+    unsure = replace(WIDE, stop=schema.EntropyConfig(c=1.0, h=0.01))
+    for tree, reason, depth in ((unsure, "entropy", 1), (WIDE, "levels", 5)):
+        records = recorded(tree)[1]
+        assert (records[0]["stop_reason"], records[0]["depth"]) == (reason, depth)
+        assert {record["stop_reason"] for record in records} <= {reason, "budget", "levels", None}

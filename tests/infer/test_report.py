@@ -2,7 +2,6 @@
 
 import csv
 import html
-import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -16,43 +15,32 @@ import pytest
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.decode import EntropyConfig, Method, MethodConfig, VoteConfig
-from aerie.infer.measure.record import (
-    SUITE,
-    Asked,
-    AskedCell,
-    AskedPoint,
-    Record,
-    SummaryRow,
-    TreeShape,
-    line_of,
-    read_records,
-    tree_shape,
-)
+from aerie.infer.measure import record as measured
+from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, SummaryRow, line_of
 from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.report import tables
-from aerie.infer.report.page import lossless, write_report
-from aerie.model.storage import write_json
-from tests.infer.made_up import drafted, milliseconds, record, write_run
-from tests.infer.test_calibrate import analysis
+from aerie.infer.report.page import Facts, write_report
+from aerie.model.storage import read_json, write_json, write_text
+from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record, write_run
+from tests.infer.test_calibrate import write_calibration
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
 PROMPTS = (("sums", "a"), ("sums", "b"))
 # trees: a level costs 1 ms, verifying 2 ms for one node and 4 for 60, the rest 0.5 a cycle, a plain cycle 3
 COSTS = {"draft": {"1": [1.0, 1.0], "10": [1.0, 1.0]}, "verify": {"1": 2.0, "60": 4.0}, "rest": 0.5, "plain": 3.0}
 PREDICTED = {"name": "eagle2, 6 levels, k 10, 60 nodes", "tau": 3.0, "ms_per_token": 2.0, "speedup": 1.5}
 PREDICTIONS = {"choice": PREDICTED, "published": PREDICTED, "trees": [PREDICTED], "rules": []}
 TUNING: dict[str, Any] = {"chosen": "eagle1", "heads": [{"kind": "eagle1", "costs_ms": COSTS, **PREDICTIONS}]}
-ROW_KEYS = {
-    "method", "head", "head_path", "task", "temperature", "top_k", "top_p", "prompts", "verify", "tree", "new_tokens",
-    "tau", "tau_macro", "accepted_histogram", "tokens_per_s", "speedup", "speedup_ci95", "speedup_mean_per_prompt",
-    "speedup_with_prefill", "target_forwards", "draft_forwards", "draft_forwards_wasted", "draft_nodes", "accept_rate",
-    "identical", "mismatch", "peak_memory_gib", "ms", "status",
-}  # fmt: skip
+ROW_KEYS = set(
+    "method head head_path task temperature top_k top_p prompts verify tree new_tokens tau tau_macro "
+    "accepted_histogram tokens_per_s speedup speedup_ci95 speedup_mean_per_prompt speedup_with_prefill "
+    "target_forwards draft_forwards draft_forwards_wasted draft_nodes accept_rate identical mismatch "
+    "peak_memory_gib ms status".split()
+)
 
 
-def tree(method: Method, **changes: Any) -> TreeShape:
+def tree(method: Method, **changes: Any) -> measured.TreeShape:
     """What a record says of a method's tree with these changes."""
-    shape = tree_shape(MethodConfig.of(method, **changes))
+    shape = measured.tree_shape(MethodConfig.of(method, **changes))
     assert shape is not None
     return shape
 
@@ -79,19 +67,17 @@ def report(run: Path, output: str = "report") -> dict[str, Any]:
     """Writes the report of a run; the content of its summary.json."""
     about = {"target": {"name": "tiny <target>", "blocks": 12}, "head": {"kind": "eagle1"}}
     hardware = {"device": "cpu", "threads": 1, "dtype": "float32"}
-    facts = {"run": "runs/made-up", "commit": "0123abcd4567", **about, "hardware": hardware, "commands": ["a && b"]}
-    rows = write_report(run / "bench", run / "calibration", run / output, facts)
-    summary: dict[str, Any] = json.loads((run / output / "summary.json").read_text(encoding="utf-8"))
-    assert len(rows) <= len(summary["rows"])
-    return summary
+    facts = Facts("runs/made-up", "0123abcd4567", **about, hardware=hardware, commands=("a && b",))
+    write_report(run / "bench", run / "calibration", run / output, facts)
+    return read_json(run / output / "summary.json")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a report with two samplings, a failing row and an analysis of the calibration."""
     run = tmp_path_factory.mktemp("run")
-    write_run(run, temperatures=(0.0, 1.0), failing=True)
-    write_json(run / "calibration" / "analysis.json", analysis())
+    write_run(run)
+    write_calibration(run / "calibration")
     report(run)
     return run
 
@@ -101,8 +87,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a report whose sweep is over fixed and voting depths, with a tuning."""
     run = tmp_path_factory.mktemp("swept")
     records, asked = voting()
-    (run / "bench").mkdir()
-    (run / "bench" / "records.jsonl").write_text("".join(map(line_of, records)))
+    write_text(run / "bench" / "records.jsonl", "".join(map(line_of, records)))
     write_json(run / "bench" / SUITE, as_dict(asked))
     write_json(run / "tune" / "tune.json", TUNING)
     report(run)
@@ -118,10 +103,9 @@ def words_of(run: Path) -> str:
 
 
 def test_summary_follows_the_contract_to_the_key(whole: Path) -> None:
-    summary = json.loads((whole / "report" / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(whole / "report" / "summary.json")
     assert set(summary) == set("schema run commit target head hardware rows sweeps calibration".split())
-    assert (summary["schema"], summary["sweeps"]) == (1, [])
-    assert set(summary["calibration"]) == {"temperature", "ece", "brier", "bins"}
+    assert summary["schema"] == 1 and set(summary["calibration"]) == {"temperature", "ece", "brier", "bins"}
     assert set(summary["calibration"]["bins"][0]) == {"low", "high", "count", "confidence", "acceptance"}
     for row in summary["rows"]:
         if row["status"] == "ok":
@@ -171,12 +155,12 @@ def test_the_same_input_gives_the_same_bytes(swept: Path) -> None:
 
 
 def test_damaged_or_missing_input_is_an_error_with_the_command(tmp_path: Path) -> None:
-    write_run(tmp_path)
+    write_text(tmp_path / "bench" / "records.jsonl", line_of(record()))
     for name, text, message in (
         ("calibration/analysis.json", '{"schema": 99}', r"analysis\.json: .*calibrate --overwrite"),
         ("bench/records.jsonl", "", r"records\.jsonl: holds no whole record.*infer/main\.py bench"),
     ):
-        (tmp_path / name).write_text(text)
+        write_text(tmp_path / name, text)
         with pytest.raises(UserError, match=message):
             report(tmp_path)
 
@@ -185,41 +169,27 @@ def test_the_page_says_lossless_only_when_every_greedy_output_is_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aerie.infer.report.page.pictures", lambda *_: {})
-    write_run(tmp_path)
-    path = tmp_path / "bench" / "records.jsonl"
-    records = read_records(path)
-    other = [*records[:1], replace(records[1], identical=False), *records[2:]]
-    failed = [replace(one, status="error", message="x", ms=None) for one in records if one.row == 1]
-    for answers, words in (
-        (records, ("36 of 36 greedy outputs are token-identical to the vanilla row, 36 of 36 to", "Lossless")),
-        (other, ("35 of 36 greedy outputs", "Not lossless", "11/12")),
-        (failed, ("Failed, so no figure", "Not checked")),
+    good = drafted((3, 1))
+    lossy = replace(good, row=2, temperature=1.0, verify="typical (not lossless)", identical=None)
+    for answers, state, words in (
+        ([good], "good", "1 of 1 greedy outputs are token-identical to the vanilla row, 1 of 1 to"),
+        ([replace(good, identical=False)], "bad", "0 of 1 greedy outputs"),
+        ([replace(good, identical_to_generate=False)], "bad", "Not lossless"),
+        ([good, replace(good, row=2, **FAILED)], "partial", "Failed, so no figure"),
+        ([good, lossy], "partial", "Lossless where measured"),
+        ([replace(good, **FAILED)], "unknown", "Not checked"),
     ):
-        path.write_text("".join(map(line_of, answers)))
+        write_text(tmp_path / "bench" / "records.jsonl", "".join(map(line_of, [record(), *answers])))
         report(tmp_path)
-        assert all(text in words_of(tmp_path) for text in words)
-    _, row = [summary_row(one) for one in group([record(), drafted((3, 1))])]
-    same = {"identical_to_generate": 1, "compared_to_generate": 1}
-    lossy = replace(row, temperature=1.0, verify="typical (not lossless)")
-    for rows, extras, state in (
-        ([row], [same], "good"), ([row], [{**same, "identical_to_generate": 0}], "bad"),
-        ([row, replace(row, status="error")], [same, same], "partial"), ([row, lossy], [same, same], "partial"),
-    ):  # fmt: skip
-        assert lossless(rows, extras)["state"] == state
+        assert f"verdict box {state}" in page(tmp_path) and words in words_of(tmp_path)
 
 
-def test_the_page_says_of_a_claim_what_was_measured_and_its_tables_hold_the_points(swept: Path, tmp_path: Path) -> None:
-    text = words_of(swept)
+def test_the_page_says_of_a_claim_what_was_measured_and_its_tables_hold_the_points(swept: Path) -> None:
     for words in ("0.50 times as many", "holds here", "50.0 % of the fixed tree’s best", "does NOT hold here"):
-        assert words in text, words
+        assert words in words_of(swept), words
     with (swept / "report" / "sweeps.csv").open(newline="") as file:
         points = [(p["value"], p["method"], float(p["tau"])) for p in csv.DictReader(file)]
     assert points == [("2", "eagle2", 2.0), ("2", "deagle", 2.0), ("4", "eagle2", 4.0), ("4", "deagle", 2.0)]
-    assert len((swept / "report" / "table.md").read_text().splitlines()) == 2 + 3
-    run = shutil.copytree(swept, tmp_path / "run")
-    (run / "bench" / SUITE).unlink()
-    report(run)
-    assert not [*(run / "report").glob("sweep*")]
 
 
 def test_deagles_ratios_are_of_the_vote_on_the_same_prompts_and_held_to_their_limits() -> None:
@@ -234,58 +204,45 @@ def test_deagles_ratios_are_of_the_vote_on_the_same_prompts_and_held_to_their_li
     assert [one["modelled"] for one in claim["fixed"]] == [pytest.approx(24 / 26), pytest.approx(24 / 17)]
     assert [one["modelled"] for one in claim["vote"]] == [pytest.approx(1.0), pytest.approx(1.0)]
     assert (claim["modelled"], claim["modelled_best_depth"], claim["modelled_holds"]) == (pytest.approx(1.0), 2, True)
-    fewer = replace(asked.points[3], prompts=PROMPTS[:1])
-    failed = [replace(one, status="error", message="x", ms=None) if one.row == 4 else one for one in records]
-    for answers, points in ((records, asked.points[:3]), (records, (*asked.points[:3], fewer)), (failed, asked.points)):
-        assert tables.claims(answers, replace(asked, points=points), TUNING) == []
-    idle = [replace(one, draft_forwards_wasted=0) if one.row == 3 else one for one in records]
-    (claim,) = tables.claims(idle, asked, None)  # no costs, no waste: no ratios
-    assert {claim[name] for name in ("modelled", "modelled_holds", "modelled_best_depth", "waste")} == {None}
+    failed = [replace(one, **FAILED) if one.row == 4 else one for one in records]
+    fewer = replace(asked, points=(*asked.points[:3], replace(asked.points[3], prompts=PROMPTS[:1])))
+    assert tables.claims(failed, asked, TUNING) == tables.claims(records, fewer, TUNING) == []
 
 
-def point(key: str, value: Any, method: Method, changes: dict[str, Any] | None = None, **answer: Any) -> SummaryRow:
-    """A point of sweep "s": one greedy answer of 4 tokens in 2 cycles."""
-    values = {"head": "eagle1", "row": 1, "tree": tree(method, **(changes or {})), **answer}
-    row = summary_row(group([drafted((3, 1), method=method, **values)])[0])
-    return replace(row, sweep="s", key=key, value=value)
+def point(method: Method, **changes: Any) -> SummaryRow:
+    """One greedy answer of 4 tokens in 2 cycles."""
+    return summary_row(group([drafted((3, 1), method=method, head="eagle1", tree=tree(method, **changes))])[0])
 
 
 def test_a_sweeps_line_is_one_row_along_its_values_and_is_called_by_what_tells_it_apart() -> None:
     stops: Sequence[dict[str, Any]] = ({}, {"stop": VoteConfig(signals=("momentum",))})
-    points = [point("tree.levels", n, "deagle", {"levels": n, **stop}) for n in (6, 4) for stop in stops]
+    rows = [(n, point("deagle", levels=n, **stop)) for n in (6, 4) for stop in stops]
+    points = [replace(row, sweep="s", key="tree.levels", value=n) for n, row in rows]
     (grid,) = tables.sweep_grids(points)
     assert [line.label for line in grid.lines] == ["deagle", "deagle, signals momentum"] and grid.values == (4, 6)
     assert grid.lines[1].at(6) is points[1] and grid.lines[1].at(7) is None and grid.picture == "sweep-0"
-    ranks = [point("tree.rank", rank, "eagle2", {"rank": rank}) for rank in ("survival", "confidence")]
-    (grid,) = tables.sweep_grids([*ranks, replace(ranks[0], head_path="runs/other")])
-    assert grid.picture is None and grid.values == ("survival", "confidence") and len(grid.lines) == 2
-    assert [line.label for line in grid.lines][1].startswith("eagle2, ") and "runs/other head" in grid.lines[1].label
 
 
 def test_a_rules_lengths_are_held_against_the_constant_length_of_the_same_mean() -> None:
-    spent = [("eagle-chain", 2, (3, 1)), ("eagle-chain", 4, (4, 2)), ("svip", 6, (3, 3))]
     chains = []
-    for method, levels, tokens in spent:
+    for method, levels, tokens, nodes in (
+        ("eagle-chain", 2, (3, 1), 4), ("eagle-chain", 4, (4, 2), 8), ("svip", 6, (3, 3), 6)
+    ):  # fmt: skip
         changes: dict[str, Any] = {"stop": EntropyConfig()} if method == "svip" else {}
         shape = tree("eagle-chain", levels=levels, **changes)
-        answer = drafted(tokens, tree=shape, head="eagle1", draft_nodes={2: 4, 4: 8, 6: 6}[levels])
-        chains.append(summary_row(group([answer])[0]))
+        chains.append(summary_row(group([drafted(tokens, tree=shape, head="eagle1", draft_nodes=nodes)])[0]))
     asked = {None: frozenset(PROMPTS), "all": frozenset(PROMPTS), "fewer": frozenset(PROMPTS[:1])}
     constants = [replace(row, sweep="all") for row in chains[:2]]
     ((name, rows),) = tables.lengths([*constants, chains[2], replace(chains[0], sweep="fewer")], asked)
-    assert name == "eagle1 head, T 0, 2 prompts" and rows[1][0].tau == 3.0
-    assert [(mean, constant) for _, mean, constant in rows] == [(2, 2), (3, 2.5), (4, 3)]
-    fewer = [replace(row, sweep="fewer") for row in constants]  # are not held against rows on other prompts
-    assert tables.lengths(constants, asked) == tables.lengths([*fewer, chains[2]], asked) == []
+    assert name == "eagle1 head, T 0, 2 prompts"
+    assert [(row.tau, mean, constant) for row, mean, constant in rows] == [(2, 2, 2), (3, 3, 2.5), (3, 4, 3)]
 
 
 def test_published_lines_stand_below_the_measured_row() -> None:
-    lines = [(key, line) for key, members in tables.published_methods().items() for line in members]
-    assert len({(*key, line.label, line.note) for key, line in lines}) == len(lines) > 40
     best = tables.published("ablation").lines[0].at("EAGLE-2")
     assert (best.speedup, best.tau) == (3.62, 4.98)
-    hydra, svip = (replace(point("", None, method), task="all") for method in ("hydra", "svip"))
-    shown = tables.beside([hydra, svip], {0: [replace(hydra, task="gsm8k", value="gsm8k", tau=3.0)]})
+    hydra, svip = (replace(point(method), task="all") for method in ("hydra", "svip"))
+    shown = tables.beside([hydra, svip], [(0, replace(hydra, task="gsm8k", tau=3.0))])
     assert [(method, line.published) for method, _, line in shown] == [("hydra", n > 0) for n in range(3)]
-    assert (shown[0][2].at("mean").tau, shown[0][2].at("gsm8k").tau) == (2.0, 3.0)
+    assert [shown[0][2].at(task).tau for task in ("mean", "gsm8k")] == [2.0, 3.0]
     assert shown[1][2].label == "Vicuna 13B" and shown[1][2].at("mt_bench").tau == 3.65

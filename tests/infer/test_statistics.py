@@ -13,17 +13,14 @@ from aerie.infer.measure import statistics
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, read_as
 from aerie.infer.measure.statistics import context_rows, diversity, group, speedups, tau_difference, tau_interval
 from aerie.model.storage import write_json
-from tests.infer.made_up import drafted, milliseconds, record
-
-GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-LONG: dict[str, Any] = {"new_tokens": 9, "accepted": (0,) * 8, "cycle_tokens": (1,) * 8, "target_forwards": 8}
+from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record
 
 
 def two_prompts() -> list[Record]:
     """Vanilla: 4 decoded tokens in 40 ms, 8 in 80 ms; eagle2: the same tokens in 10 ms (2 cycles) and 40 ms (4)."""
     return [
         record(prompt_id="a"),
-        record(prompt_id="b", **LONG, ms=milliseconds(prefill=10.0, wall=90.0)),
+        record(8, prompt_id="b", ms=milliseconds(prefill=10.0, wall=90.0)),
         drafted((3, 1), prompt_id="a", ms=milliseconds(prefill=10.0, wall=20.0, draft=4.0)),
         drafted((4, 1, 2, 1), prompt_id="b", ms=milliseconds(prefill=20.0, wall=60.0, draft=8.0), peak_memory_gib=1.5),
     ]
@@ -52,11 +49,10 @@ def test_a_rows_figures_count_the_bonus_but_not_the_prefills_token_and_speedup_i
 
 def test_speedup_uses_only_prompts_that_are_ok_in_both_and_a_failed_row_has_no_figure() -> None:
     records = two_prompts()
-    failed = record(prompt_id="b", status="error", message="out of memory", ms=None)
-    vanilla, eagle = rows_of([records[0], failed, *records[2:]])
+    vanilla, eagle = rows_of([records[0], record(prompt_id="b", **FAILED), *records[2:]])
     assert vanilla["status"] == "error" and eagle["speedup"] == pytest.approx(40 / 10) and eagle["speedup_ci95"] is None
-    _, eagle = rows_of([*records[:3], replace(records[3], status="error", message="prompt too long", ms=None)])
-    assert eagle["message"] == "1 of 2 prompts failed; first 'b': prompt too long"
+    _, eagle = rows_of([*records[:3], replace(records[3], **FAILED)])
+    assert eagle["message"] == "1 of 2 prompts failed; first 'b': no memory"
     assert not {"tokens_per_s", "speedup", "speedup_ci95", "ms", "tau"} & eagle.keys()
     (alone,) = rows_of(records[2:])
     assert alone["speedup"] is None and alone["tau"] == 2.0
@@ -87,8 +83,7 @@ def test_the_turns_of_a_prompt_are_one_prompt_and_are_compared_turn_by_turn() ->
 
 
 def answer(number: int, prompt: str, tokens: int, cycles: int) -> Record:
-    spent = {"accepted": (tokens - 1,) * cycles, "cycle_tokens": (tokens,) * cycles, "target_forwards": cycles}
-    return record(row=number, prompt_id=prompt, new_tokens=1 + tokens * cycles, **spent)
+    return drafted((tokens,) * cycles, row=number, prompt_id=prompt)
 
 
 def test_compared_rows_are_pooled_and_paired_by_prompt() -> None:
@@ -102,18 +97,17 @@ def test_compared_rows_are_pooled_and_paired_by_prompt() -> None:
         tau_difference([*records[:2], answer(2, "c", 2, 1)], [1], [2])
 
 
-def slow(**changes: Any) -> Record:
+def slow(prompt: str = "0") -> Record:
     """Vanilla on a prompt of 100 tokens: 40 more tokens of 10 ms each."""
-    values = {"prompt_tokens": 100, "new_tokens": 41, "cycle_ms": (10.0,) * 40, "cycle_nodes": (0,) * 40}
-    spent = {"accepted": (0,) * 40, "cycle_tokens": (1,) * 40, "target_forwards": 40}
-    return record(**{**values, **spent, "ms": milliseconds(5.0, 405.0), **changes})
+    spent = {"prompt_tokens": 100, "cycle_ms": (10.0,) * 40, "cycle_nodes": (0,) * 40}
+    return record(40, prompt_id=prompt, ms=milliseconds(5.0, 405.0), **spent)
 
 
-def fast(**changes: Any) -> Record:
+def fast(cycles: int = 10, **changes: Any) -> Record:
     """Cycles of 4 tokens: 16 ms each up to context 121, 8 ms each behind it."""
-    times = (16.0,) * 5 + (8.0,) * 5
-    values: dict[str, Any] = {"prompt_tokens": 100, "cycle_ms": times, "cycle_nodes": (6,) * 10}
-    return drafted((4,) * 10, ms=milliseconds(5.0, 5.0 + sum(times)), **{**values, **changes})
+    times = ((16.0,) * 5 + (8.0,) * 5)[:cycles]
+    spent = {"prompt_tokens": 100, "cycle_ms": times, "cycle_nodes": (6,) * cycles}
+    return drafted((4,) * cycles, ms=milliseconds(5.0, 5.0 + sum(times)), **spent, **changes)
 
 
 def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
@@ -129,14 +123,10 @@ def test_the_way_to_a_context_length_and_the_way_from_the_one_before() -> None:
     repeated = {key: one.repeated for key, one in measured.items()}
     assert repeated[103, "cumulative"] is None and repeated[111, "cumulative"] == 0.0  # no 4-gram ends at 103 yet
     assert repeated[141, "cumulative"] == pytest.approx(17 / 38) and repeated[131, "bucket"] == pytest.approx(7 / 20)
-
-
-def test_context_lengths_that_no_pair_reaches_or_the_target_does_not_know_are_left_out() -> None:
-    spent = {"cycle_tokens": (4, 4), "accepted": (3, 3), "cycle_ms": (16.0, 16.0), "cycle_nodes": (6, 6)}
-    short = fast(prompt_id="1", new_tokens=9, target_forwards=2, **spent)
-    _, members = group([slow(), slow(prompt_id="1"), fast(), short])
-    cumulative = [one for one in context_rows(members, (105, 120, 200), 150) if one.span == "cumulative"]
-    assert [(one.value, one.prompts) for one in cumulative] == [(105, 2), (120, 1)]
+    # lengths that no pair reaches, or the target does not know, are left out
+    _, members = group([slow(), slow("1"), fast(), fast(2, prompt_id="1")])
+    reached = [(one.value, one.prompts) for one in context_rows(members, (105, 120, 200), 150) if one.span == "bucket"]
+    assert reached == [(105, 2), (120, 1)]
     assert context_rows(members, (100, 142), None) == []  # before the answers begin, after they end
 
 
@@ -145,7 +135,7 @@ def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts
     records = [record(prompt_id=name) for name in "ab"]
     for (number, name), ms in times.items():
         records.append(drafted((3, 1), row=number, prompt_id=name, ms=milliseconds(10.0, 10.0 + ms)))
-    records.append(drafted((3, 1), row=3, prompt_id="a", status="error", message="no memory", ms=None))
+    records.append(drafted((3, 1), row=3, prompt_id="a", **FAILED))
     points = tuple(
         AskedPoint(number, **GREEDY, sweep="s", key="tree.levels", value=value, prompts=(("sums", "a"),))
         for number, value in ((1, 6), (2, [8, "x"]), (3, 9), (7, 9))
@@ -154,13 +144,9 @@ def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts
     write_json(tmp_path / SUITE, as_dict(asked))
     assert read_as(tmp_path / SUITE, Asked) == asked
     assert [members.first.row for members in statistics.main_groups(records, asked)] == [0, 1]
-    rows = statistics.sweep_rows(records, asked)
-    measured = [(one.value, one.prompts, one.speedup) for one in rows]
-    assert measured == [(6, 1, pytest.approx(2.0)), ([8, "x"], 1, pytest.approx(8.0)), (9, 1, None)]
-    assert rows[2].status == "error" and "speedup" not in rows[2].as_dict()
-    write_json(tmp_path / SUITE, {"main": [{"row": 1}]})
-    with pytest.raises(UserError, match=r"suite\.json: main\.0\.temperature: required"):
-        read_as(tmp_path / SUITE, Asked)
+    rows = [(one.value, one.prompts, one.speedup, one.status) for one in statistics.sweep_rows(records, asked)]
+    twice, eightfold = pytest.approx(2.0), pytest.approx(8.0)
+    assert rows == [(6, 1, twice, "ok"), ([8, "x"], 1, eightfold, "ok"), (9, 1, None, "error")]
 
 
 def test_diversity_counts_the_distinct_4grams_of_vanillas_greedy_answers() -> None:

@@ -11,19 +11,13 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.measure import PromptsConfig, TaskConfig
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.measure import tasks
-from aerie.infer.measure.tasks import TASKS, Prompt, encode, encode_turn, load_prompts, pinned, prompt_inputs, prompt_of
+from aerie.infer.measure.tasks import TASKS, Prompt, encode, load_prompts, pinned, prompt_inputs, prompt_of
 from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 GPQA = {"Question": "Which?", "Correct Answer": "a"} | {f"Incorrect Answer {n}": "abcd"[n] for n in (1, 2, 3)}
 ANY = PromptsConfig("q.jsonl")
-
-
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
@@ -38,18 +32,15 @@ def loaded(task: TaskConfig, **changes: Any) -> list[Prompt]:
         ("gsm8k", {"question": "1 + {1}?", "answer": "#### 2"}, "5", ("1 + {1}?",)),
         ("alpaca", {"instruction": "Rate it.", "input": "A film"}, "5", ("Rate it.\n\nA film",)),
         ("cnn_dm", {"article": "News.", "highlights": "N", "id": "ab"}, "ab", ("Summarize: News.",)),
-        ("natural_questions", {"question": "who", "answer": ["x"]}, "5", ("who",)),
         ("math500", {"problem": "2x = 4", "level": 3, "unique_id": "t/1"}, "t/1", (f"2x = 4{BOXED}",)),
-        ("aime", {"id": 0, "problem": "p"}, "0", (f"p{BOXED}",)),
     ],
 )
 def test_a_row_of_each_task_becomes_its_prompt(name: str, row: dict[str, Any], identity: str, turns: object) -> None:
     prompt = prompt_of(name, row, 5, "file: row 5", ANY)
     assert (prompt.prompt_id, prompt.turns) == (identity, turns)
     assert prompt.task == ("math500-level3" if name == "math500" else name)
-    for other in ({"foreign": 1}, "text"):
-        with pytest.raises(UserError, match=rf"file: row 5: a question of {name} needs '\w+'"):
-            prompt_of(name, other, 5, "file: row 5", ANY)
+    with pytest.raises(UserError, match=rf"file: row 5: a question of {name} needs '\w+'"):
+        prompt_of(name, {"foreign": 1}, 5, "file: row 5", ANY)
 
 
 def test_gpqa_lists_all_answers_in_an_order_of_its_own_that_never_changes() -> None:
@@ -64,7 +55,8 @@ def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(tm
     """Spec-Bench's file has its tasks one behind another."""
     names = [*["qa"] * 5, *["rag"] * 5, "math"]
     rows = [{"question_id": n, "category": name, "turns": ["a\u2028b", "c"]} for n, name in enumerate(names)]
-    path = written(tmp_path / "question.jsonl", rows)
+    path = str(tmp_path / "question.jsonl")
+    Path(path).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     chosen = load_prompts(PromptsConfig(path, num_prompts=5))
     wanted = [("0", "qa"), ("1", "qa"), ("5", "rag"), ("6", "rag"), ("10", "math")]
     assert [(prompt.prompt_id, prompt.task) for prompt in chosen] == wanted
@@ -77,37 +69,34 @@ def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(tm
 
 
 def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Path) -> None:
-    path = written(tmp_path / "g.jsonl", [{"question": f"q{n}"} for n in range(90)])
+    path = str(tiny.write_rows(tmp_path / "g.jsonl", [{"question": f"q{n}"} for n in range(90)]))
     assert [p.text for p in loaded(TaskConfig("gsm8k", path))] == [f"q{n}" for n in range(80)]  # 80 by default
     drawn = loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=1), num_prompts=5)
     assert len(drawn) == 6 and {p.text for p in drawn} - {f"q{n}" for n in range(6)}
     assert drawn == loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=1))
     assert drawn != loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=2))
     levels = [{"problem": f"p{n}", "level": 1 + (n > 5), "unique_id": str(n)} for n in range(9)]
-    chosen = loaded(TaskConfig("math500", written(tmp_path / "m.jsonl", levels)), num_prompts=4)
+    path = str(tiny.write_rows(tmp_path / "m.jsonl", levels))
+    chosen = loaded(TaskConfig("math500", path), num_prompts=4)
     assert [(p.task[-1], p.prompt_id) for p in chosen] == [("1", "0"), ("2", "6"), ("1", "1"), ("2", "7")]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"question": "a"}\n', "needs 'turns'"),
-        ('{"turns": []}\n', "a text or a list of texts"),
-        ("", "holds no prompts"),
-        ('{"question_id": 1, "turns": ["a"]}\n{"question_id": 1, "turns": ["b"]}\n', "stands there 2 times"),
-    ],
-)
-def test_broken_questions_are_one_sentence(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "q.jsonl").write_text(text)
-    with pytest.raises(UserError, match=message):
-        load_prompts(PromptsConfig(str(tmp_path / "q.jsonl")))
+def test_broken_questions_are_one_sentence(tmp_path: Path) -> None:
+    twice = '{"question_id": 1, "turns": ["a"]}\n'
+    for text, message in {
+        '{"question": "a"}\n': "needs 'turns'",
+        '{"turns": []}\n': "a text or a list of texts",
+        "": "holds no prompts",
+        twice + twice: "stands there 2 times",
+    }.items():
+        (tmp_path / "q.jsonl").write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_prompts(PromptsConfig(str(tmp_path / "q.jsonl")))
 
 
 def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> None:
     config = TargetConfig(str(tiny.target(tmp_path / "t")))
     tokenizer, target = load_tokenizer(config), Target.load(config)
-    later = encode_turn(Prompt("1", "count", "count", ("again",)), ["3"], tokenizer, target)
-    assert tokenizer.decode(later[0]) == "<|user|>count<|end|><|assistant|>3<|end|><|user|>again<|end|><|assistant|>"
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"--target\.chat_template"):
         encode("x", tokenizer, target)
@@ -119,7 +108,7 @@ def test_a_data_set_is_read_by_its_subset_and_split(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     repository = tmp_path / "openai" / "gsm8k"
     for split in ("train", "test"):
-        written(repository / "main" / f"{split}.jsonl", [{"question": f"{split} {n}"} for n in range(3)])
+        tiny.write_rows(repository / "main" / f"{split}.jsonl", [{"question": f"{split} {n}"} for n in range(3)])
     files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
     configs = json.dumps([{"config_name": "main", "data_files": files}])
     (repository / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
@@ -137,6 +126,5 @@ def test_published_sets_are_read_at_pinned_commits_others_at_the_hubs(monkeypatc
     known = {gsm8k: "2" * 40}  # alpaca cannot be asked: it stays as it was
     monkeypatch.setattr(tasks, "hub_commit", lambda name, revision: known.get(name))
     assert [task.revision for task in pinned(asked).tasks] == ["2" * 40, "2" * 40, "v1"]
-    for task, message in ((TaskConfig("mt-bench"), "give the path"), (TaskConfig("x", "gone.jsonl"), "no such file")):
-        with pytest.raises(UserError, match=message):
-            tasks.check_sources(PromptsConfig(tasks=(task,)))
+    with pytest.raises(UserError, match="give the path"):
+        tasks.check_sources(PromptsConfig(tasks=(TaskConfig("mt-bench"),)))

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from aerie.configs.schema.decode import METHODS, DynamicConfig, MethodConfig
+from aerie.configs.schema.decode import METHODS, MethodConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import Drafters, drafting
 from aerie.infer.measure import tune
@@ -57,9 +57,6 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
     made = object.__new__(tune.HeadTuning)
     made.kind, made.costs = "eagle1", COSTS
     made.recording = tune.record(target, Drafters(target).of(str(heads / "eagle1")), prompts, 2, 2, NEW)
-    (found,) = made.replay([DynamicConfig(levels=2, k=2, nodes=3)])
-    total = tune.replayed(made.recording, tune.path_ranks(made.recording, 2, 2), 2, 3)
-    assert found.tau == total.tau and found.speedup == pytest.approx(10.5 * total.tokens / COSTS.price(total, 2, 3))
     sizes = []
     for ms in (10.0, 900.0):
         made.costs = replace(COSTS, draft={1: (0.0, 0.0)}, verify={1: 10.0, 60: ms})
@@ -71,7 +68,6 @@ def test_predictions_are_prices_of_cycles_and_dear_nodes_make_small_trees(miniat
 def test_every_rule_and_every_row_of_the_grid_is_a_method_of_its_kind(kind: str) -> None:
     chain, tree = tune.tree_with(4, 1, 5), tune.tree_with(4, 2, 9)
     rows = tune.measured_rows(kind, MethodConfig(tune.method_of(kind, chain), chain), grid=True)
-    assert len(rows) == 3 + (3 if kind == "draft_lm" else len(tune.SEARCH["grid"]))
     for fixed in [chain] if kind == "draft_lm" else [chain, tree]:
         rows += [MethodConfig(method, grown) for method, grown in tune.rules_for(kind, fixed, 8)]
     for row in rows:
