@@ -135,8 +135,8 @@ def test_a_broken_rule_is_found(sampled: SampledProver, name: str, monkeypatch: 
 def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "verify", second_best)
     result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(1))
-    known, first = terse.first(1)[0], result.differences[0]
-    best = terse.target.model(torch.cat([known.ids, torch.tensor([known.answer[:1]])], dim=1)).logits[0, -1].topk(2)
+    (ids, answer), first = terse.first(1)[0], result.differences[0]
+    best = terse.target.model(torch.cat([ids, torch.tensor([answer[:1]])], dim=1)).logits[0, -1].topk(2)
     assert first.position == 1 and best.indices.tolist() == [first.theirs, first.ours]
     assert first.gap == pytest.approx(float(best.values[0] - best.values[1]), rel=1e-4) and first.rounding < 1e-4
 

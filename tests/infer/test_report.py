@@ -19,7 +19,7 @@ from aerie.infer.measure import record as measured
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, SummaryRow, line_of
 from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.report import tables
-from aerie.infer.report.page import Facts, write_report
+from aerie.infer.report.page import write_report
 from aerie.model.storage import read_json, write_json, write_text
 from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record, write_run
 from tests.infer.test_calibrate import write_calibration
@@ -67,7 +67,7 @@ def report(run: Path, output: str = "report") -> dict[str, Any]:
     """Writes the report of a run; the content of its summary.json."""
     about = {"target": {"name": "tiny <target>", "blocks": 12}, "head": {"kind": "eagle1"}}
     hardware = {"device": "cpu", "threads": 1, "dtype": "float32"}
-    facts = Facts("runs/made-up", "0123abcd4567", **about, hardware=hardware, commands=("a && b",))
+    facts = {"run": "runs/made-up", "commit": "0123abcd4567", **about, "hardware": hardware, "commands": ["a && b"]}
     write_report(run / "bench", run / "calibration", run / output, facts)
     return read_json(run / output / "summary.json")
 
@@ -242,7 +242,7 @@ def test_published_lines_stand_below_the_measured_row() -> None:
     best = tables.published("ablation").lines[0].at("EAGLE-2")
     assert (best.speedup, best.tau) == (3.62, 4.98)
     hydra, svip = (replace(point(method), task="all") for method in ("hydra", "svip"))
-    shown = tables.beside([hydra, svip], [(0, replace(hydra, task="gsm8k", tau=3.0))])
+    shown = tables.beside([hydra, svip], {0: [replace(hydra, task="gsm8k", value="gsm8k", tau=3.0)]})
     assert [(method, line.published) for method, _, line in shown] == [("hydra", n > 0) for n in range(3)]
     assert [shown[0][2].at(task).tau for task in ("mean", "gsm8k")] == [2.0, 3.0]
     assert shown[1][2].label == "Vicuna 13B" and shown[1][2].at("mt_bench").tau == 3.65
