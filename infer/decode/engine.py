@@ -66,6 +66,8 @@ class SpeculativeDecoder:
 
     def __init__(self, target: Target, proposer: Proposer | None = None, typical: TypicalConfig | None = None) -> None:
         """typical: Medusa's acceptance where tokens are sampled, which is NOT lossless."""
+        if typical is not None and proposer is None:  # its bonus token is the argmax
+            raise UserError("typical acceptance needs drafted tokens; give the decoder a head")
         self.target, self.proposer, self.typical = target, proposer, typical
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 

@@ -284,7 +284,7 @@ def test_a_calibrator_is_fitted_used_and_refused_for_other_weights(command: Comm
     drafted = [row for row in tiny.read_rows(run / "bench" / "records.jsonl") if row["method"] == "eagle2"]
     assert drafted and all(row["identical"] for row in drafted)
     values = json.loads(fitted.read_text())
-    wrong = {"other weights": {"head": {"model.safetensors": "0"}}, "calibrator.json": {"temperature": 0.0}}
+    wrong = {"other weights": {"head": {"model.safetensors": "0"}}, "calibrator.json": {"confidence": [0.9, 0.1]}}
     for words, change in wrong.items():
         fitted.write_text(json.dumps({**values, **change}))
         code, _, message = command(*bench, "--overwrite")
