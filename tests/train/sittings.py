@@ -4,16 +4,17 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from aerie.configs.read import as_dict
 from aerie.configs.schema.train import Eagle1Train
 from aerie.data.batches import Batch
-from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import save_head
 from aerie.train.jobs import Job, Rows
 from aerie.train.launch import build_accelerator
@@ -46,24 +47,15 @@ def config(**changes: Any) -> Eagle1Train:
 
 
 def job(
-    directory: Path, settings: Eagle1Train, stop: tuple[int, int] | None = None, vocab: Any = VOCAB, **changes: Any
+    directory: Path, settings: Eagle1Train, stop: tuple[int, int] | None = None, vocab: Any = VOCAB, held_out: int = 4
 ) -> Job:
     """A job on 20 rows that writes below directory; stop is (training batch, signal or 0)."""
-    rows: list[CachedRow] = tiny.rows(20)
-    held_out = changes.pop("held_out", tiny.rows(4, seed=1))
+    rows = tiny.rows(20)
     objective = Interrupted(tiny.head(VOCAB.embedding, scale=5.0), vocab, settings)
     objective.left, objective.number = stop or (0, 0)
-    values: dict[str, Any] = {
-        "kind": "eagle1",
-        "objective": objective,
-        "rows": Rows(rows, held_out, [len(row.input_ids) for row in rows], [], {"rows": "r"}),
-        "output": directory / "head",
-        "state": directory / "state",
-        "metrics": directory / "metrics.jsonl",
-        "save": save_head,
-        **changes,
-    }
-    return Job(**values)
+    made = Rows(rows, tiny.rows(held_out, seed=1), [len(row.input_ids) for row in rows], [], {"rows": "r"})
+    places = directory / "head", directory / "state", directory / "metrics.jsonl"
+    return Job("eagle1", objective, made, *places, save_head)
 
 
 def sitting(made: Job, measure: Any = None) -> tuple[str, Loop]:
@@ -80,7 +72,6 @@ def sitting(made: Job, measure: Any = None) -> tuple[str, Loop]:
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -90,30 +81,35 @@ def timeless(directory: Path) -> list[dict[str, Any]]:
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in loop.job.objective.head.named_parameters()}
+    return {name: p.detach() for name, p in loop.job.objective.head.named_parameters()}
 
 
-def ended_by(run: Callable[[], object]) -> int:
-    """How a forked process that calls run ends: its exit code (1 after an exception), or minus the signal's number."""
+def fork(run: Callable[[], object]) -> int:
+    """The number of a process that exits with the code that run returns (1 after an exception; 0 for no number)."""
     child = os.fork()
     if child == 0:
-        code = 1
+        code: Any = 1
         try:
-            run()
-            code = 0
+            code = run()
         finally:
-            os._exit(code)
+            os._exit(code if isinstance(code, int) else 0)
+    return child
+
+
+def ended(child: int) -> int:
+    """Its exit code, or minus the number of the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def kill_at(module: Any, name: str, call: int) -> None:
-    """Has the given call (counted from 1) of module.name kill this process instead."""
-    real, left = getattr(module, name), [call]
+def killed_at(module: Any, name: str, call: int, run: Callable[[], object]) -> bool:
+    """Whether run, in a fork, is killed where it calls module.name for the given time, counted from 1."""
+    real, calls = getattr(module, name), count(1)
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
+        if next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **named)
 
-    setattr(module, name, wrapped)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, name, wrapped)
+        return ended(fork(run)) == -signal.SIGKILL

@@ -1,16 +1,17 @@
 """Laws of every objective: its terms are those of plain forms, slot by slot and drafting step by step; padding,
-company, chunks and recomputation move nothing; noise and dropout are keyed."""
+company, chunks and recomputation move nothing; every loss trains; noise and dropout are keyed."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
-from aerie.configs.schema.train import DraftLMTrain, Eagle1Train, Eagle3Train, MultiTokenTrain, TrainConfig
+from aerie.configs.schema.train import DraftLMTrain, Eagle1Train, Eagle3Train, LossName, MultiTokenTrain, TrainConfig
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import EagleDraft
@@ -67,12 +68,8 @@ def prepared(made: Objective, rows: list[CachedRow], numbers: Any, packed: bool 
     return made.prepare(collate([rows[n] for n in numbers], numbers, packed), 1)
 
 
-def terms(made: Objective, rows: list[CachedRow]) -> dict[str, Tensor]:
-    return {name: value for name, (value, _) in made(collate(rows, range(len(rows)))).terms.items()}
-
-
-def numbers(values: dict[str, Tensor]) -> dict[str, float]:
-    return {name: value.item() for name, value in values.items()}
+def terms(made: Objective, rows: list[CachedRow]) -> dict[str, float]:
+    return {name: value.item() for name, (value, _) in made(collate(rows, range(len(rows)))).terms.items()}
 
 
 # The slow forms: drafting from each slot on, step by step, as the head is asked in decoding.
@@ -84,159 +81,123 @@ def drafted(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
     config, draft = head.config, EagleDraft(head)
     buffers = [KeyValueBuffer.allocate(1, config, 64, row.taps) for _ in range(config.num_hidden_layers)]
     features = head.fuse(row.taps) if head.kind == "eagle3" else row.last_hidden
-    outputs, x, first, count = [], features[None, : slot + 1], 0, slot + 1
-    for _ in range(steps):
-        end = first + count
-        mask = torch.full((count, end), float("-inf")).triu_(first + 1)[None, None]
+    outputs, x, first = [], features[None, : slot + 1], 0
+    for end in range(slot + 1, slot + 1 + steps):
+        mask = torch.full((end - first, end), float("-inf")).triu_(first + 1)[None, None]
         x = draft(row.input_ids[None, first + 1 : end + 1], x, (first, end), mask, buffers)[:, -1:]
         for buffer in buffers:
             buffer.length = end
         outputs.append(x[0, 0])
-        first, count = end, 1
+        first = end
     return torch.stack(outputs)
 
 
 def starts(row: CachedRow) -> list[tuple[int, int]]:
     """(slot, number of supervised steps) of every slot where a chain starts, by the turns alone."""
     turns, found = row.turns.tolist(), []
-    for slot in range(len(turns) - 2):
-        if turns[slot + 1]:
-            alive = 0
-            while slot + 2 + alive < len(turns) and turns[slot + 2 + alive] == turns[slot + 1]:
-                alive += 1
-            if alive:
-                found.append((slot, alive))
+    for slot, turn in enumerate(turns[1:]):
+        alive = next(k for k, other in enumerate([*turns[slot + 2 :], None]) if other != turn)
+        if turn and alive:
+            found.append((slot, alive))
     return found
 
 
-def log_law(head: Any, row: CachedRow, slot: int, index: int) -> Tensor:
-    """log q [V] of one Medusa or Hydra head at one slot, asked of the head as drafting asks it."""
-    if head.kind == "medusa":
-        head.laws.vocab = VOCAB
-        return head(row.last_hidden[slot])[index].log_softmax(-1)
-    state = head.prefix(row.last_hidden[None, : slot + 1], (0, slot + 1))[:, -1]
-    embeddings = VOCAB.embedding[row.input_ids[slot + 1 : slot + 2 + index]].flatten()[None]
-    return head.step(index, state, embeddings)[0].log_softmax(-1)
-
-
-def choices(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
-    """The tokens [steps] that a head, or a small LM, drafts greedily from a slot on, along the row's own tokens."""
+def log_laws(head: Any, row: CachedRow, slot: int, steps: int) -> Tensor:
+    """log q [steps, V or Vd] of a head, or a small LM, drafting from a slot on along the row's own tokens."""
     if not hasattr(head, "kind"):
-        return head(row.input_ids[None, : slot + 1 + steps]).logits[0, slot + 1 :].argmax(-1)
-    if head.kind in ("medusa", "hydra"):
-        return torch.stack([log_law(head, row, slot, k).argmax() for k in range(steps)])
-    outputs = drafted(head, row, slot, steps)
-    if head.kind == "eagle3":
-        return head.vocabulary.target_ids(head.logits(outputs).argmax(-1))
-    return VOCAB.logits(outputs).argmax(-1)
+        logits = head(row.input_ids[None, : slot + 1 + steps]).logits[0, slot + 1 :]
+    elif head.kind == "medusa":
+        head.laws.vocab = VOCAB
+        logits = torch.stack([*head(row.last_hidden[slot])][:steps])
+    elif head.kind == "hydra":
+        state = head.prefix(row.last_hidden[None, : slot + 1], (0, slot + 1))[:, -1]
+        given = [VOCAB.embedding[row.input_ids[slot + 1 : slot + 2 + k]].flatten()[None] for k in range(steps)]
+        logits = torch.cat([head.step(k, state, embeddings) for k, embeddings in enumerate(given)])
+    else:
+        logits = (head if head.kind == "eagle3" else VOCAB).logits(drafted(head, row, slot, steps))
+    return logits.log_softmax(-1)
 
 
-def test_eagle1s_terms_are_those_of_each_supervised_slot_alone() -> None:
-    (row,), made, expected = tiny.rows(1), objective("eagle1"), {"feature": 0.0, "classification": 0.0}
-    for slot, _ in starts(row):
-        given = (row.input_ids[None, 1 : slot + 2], row.last_hidden[None, : slot + 1], torch.arange(slot + 1)[None])
-        predicted, true = made.head(*given)[0, -1], row.last_hidden[slot + 1]
-        expected["feature"] += torch.nn.functional.smooth_l1_loss(predicted, true).item()
-        law = (true @ VOCAB.lm_head.T).softmax(-1)  # of t_{slot+2}
-        expected["classification"] -= (law * (predicted @ VOCAB.lm_head.T).log_softmax(-1)).sum().item()
-    assert numbers(terms(made, [row])) == pytest.approx(expected, rel=1e-5)
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "keys", "changes"),
+    [
+        ("eagle1", None, {}),
+        ("eagle3", None, {"mask_outside_vocabulary": False}),
+        ("eagle3", {"num_key_value_heads": 4, "fc_norm": True}, {}),
+        ("eagle3-deep", None, {}),
+        *((kind, None, {"dropout": 0.0}) for kind in MULTI_TOKEN),
+        ("medusa", {"lm_head": "target", "num_layers": 2}, {"dropout": 0.0}),
+    ],
+)
+def test_terms_are_those_of_drafting_step_by_step_from_every_supervised_slot(
+    kind: str, keys: Any, changes: Any
+) -> None:
+    made, rows, is_eagle3 = objective(kind, keys, **changes), rows_with_taps(4), kind.startswith("eagle3")
+    names = [*made.weights, *(["in_vocabulary"] if is_eagle3 else [])]
+    head, sums, slots = made.head, dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+    most = 1 if kind == "eagle1" else STEPS if is_eagle3 else NUM_HEADS
+    chains = [(row, slot, alive) for row in rows for slot, alive in starts(row)]
+    for row, slot, alive in chains:
+        for k, log_q in enumerate(log_laws(head, row, slot, min(alive, most)), start=1):
+            state, found = row.last_hidden[slot + k], {}
+            logits = state @ VOCAB.lm_head.T
+            law = logits.softmax(-1)
+            if kind == "eagle1":
+                found["feature"] = F.smooth_l1_loss(drafted(head, row, slot, 1)[0], state)
+            elif is_eagle3:
+                inside = head.vocabulary.t2d[logits.argmax()].float()
+                law = logits[head.vocabulary.ids].softmax(-1) * (inside if made.settings.mask_outside_vocabulary else 1)
+                found["in_vocabulary"] = inside if k == 1 else 0 * inside
+            else:
+                found[f"label_at_{k}"] = -log_q[row.input_ids[slot + 1 + k]]
+            found |= dict.fromkeys(("classification", f"loss_at_{k}", f"law_at_{k}"), -(law * log_q).sum())
+            for name in found.keys() & sums.keys():
+                sums[name] += found[name].item()
+                slots[name] += 1
+    if is_eagle3:  # a target's choice outside the draft vocabulary is a miss that stays in the divisor
+        slots = dict.fromkeys(slots, slots["loss_at_1"])
+        assert 0 < sums["in_vocabulary"] < slots["in_vocabulary"]
+    output, counts = made(collate(rows, range(4))), made.counts(collate(rows, range(4)))
+    outputs = {name: output.metrics.get(name) or output.terms[name] for name in names}
+    assert {name: value.item() for name, (value, _) in outputs.items()} == pytest.approx(sums, rel=2e-5)
+    assert {name: int(count) for name, (_, count) in outputs.items()} == slots and min(slots.values()) > 0
+    assert all(int(count) == slots[name] for name, count in counts.items())
 
 
-HEADS: list[dict[str, Any]] = [
-    {},
-    {"num_hidden_layers": 2},
-    {"qk_norm": True, "norm_output": True},
-    {"num_key_value_heads": 4, "fc_norm": True},
-]
-
-
-@pytest.mark.parametrize(("keys", "masked"), [*((keys, True) for keys in HEADS), ({}, False)])
-def test_the_parallel_unroll_is_drafting_step_by_step(keys: dict[str, Any], masked: bool) -> None:
-    """A target's choice outside the draft vocabulary is a miss that stays in the divisor."""
-    made, rows = objective("eagle3", keys, mask_outside_vocabulary=masked), rows_with_taps(4)
-    expected, inside, head = [0.0] * STEPS, 0, made.head
-    with torch.no_grad():
-        for row in rows:
-            for slot, alive in starts(row):
-                for step, output in enumerate(drafted(head, row, slot, min(alive, STEPS))):
-                    logits = row.last_hidden[slot + 1 + step] @ VOCAB.lm_head.T
-                    law, is_inside = logits[head.vocabulary.ids].softmax(-1), bool(head.vocabulary.t2d[logits.argmax()])
-                    inside += is_inside and step == 0
-                    if is_inside or not masked:
-                        expected[step] -= (law * head.logits(output).log_softmax(-1)).sum().item()
-    assert list(numbers(terms(made, rows)).values()) == pytest.approx(expected, rel=1e-5)
-    batch, count = collate(rows, range(4)), sum(len(starts(row)) for row in rows)
-    output = made(batch)
-    assert tuple(map(int, output.metrics["in_vocabulary"])) == (inside, count) and 0 < inside < count
-    assert {int(slots) for _, slots in output.terms.values()} == set(map(int, made.counts(batch).values())) == {count}
-
-
-class Largest(TorchDispatchMode):
-    """While it is entered: the most elements of a tensor that was made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(made.numel() for made in tree_leaves(out) if isinstance(made, Tensor))])
-        return out
-
-
-def test_nothing_as_large_as_all_pairs_of_slots_or_as_the_full_vocabularys_logits_is_ever_made() -> None:
-    length, width, generator = 300, 2000, torch.Generator().manual_seed(0)
-    vocab, ids = tiny.vocab(width, 32), torch.randint(5, width, (length,), generator=generator)
-    states, taps = (torch.randn(length, size, generator=generator) for size in (32, 64))
-    row = CachedRow(ids, (torch.arange(length) >= 40).int(), states, taps, 0)
-    drafted_ids = torch.arange(0, width, 20)
-    head = tiny.eagle3_head(vocab.embedding, ids=drafted_ids, scale=4.0, max_position_embeddings=512).train()
-    made = Eagle3Objective(head, vocab, Eagle3Train(unroll_steps=STEPS, loss_chunk_slots=120))
-    with Largest() as largest:
-        torch.stack([*terms(made, [row]).values()]).sum().backward()
-    assert largest.elements < length * length
-
-
-def test_the_gradient_flows_through_the_fed_back_outputs() -> None:
-    rows, whole, cut = rows_with_taps(2), objective("eagle3"), objective("eagle3")
-    [*terms(whole, rows).values()][-1].backward()
-    assert whole.head.fc.weight.grad is not None and whole.head.fc.weight.grad.abs().max() > 1e-4
-    forward = cut.head.forward
-    cut.head.forward = lambda tokens, x, *rest: forward(tokens, x.detach(), *rest)
-    [*terms(cut, rows).values()][-1].backward()
-    assert cut.head.fc.weight.grad is None
-
-
-MULTI_KEYS: list[tuple[str, dict[str, Any] | None]] = [*((kind, None) for kind in MULTI_TOKEN)]
-MULTI_KEYS.append(("medusa", {"lm_head": "target", "num_layers": 2}))
-
-
-@pytest.mark.parametrize(("kind", "keys"), MULTI_KEYS)
-def test_head_k_learns_the_token_and_the_law_two_plus_k_after_its_feature(kind: str, keys: Any) -> None:
-    made, rows = objective(kind, keys, dropout=0.0), tiny.rows(4)
-    expected = {f"{name}_at_{k + 1}": 0.0 for name in ("label", "law") for k in range(NUM_HEADS)}
-    slots = dict.fromkeys(expected, 0)
-    with torch.no_grad():
-        for row in rows:
-            for k, slot in ((k, slot) for slot, alive in starts(row) for k in range(min(alive, NUM_HEADS))):
-                log_q, place = log_law(made.head, row, slot, k), slot + 2 + k
-                law = (row.last_hidden[place - 1] @ VOCAB.lm_head.T).softmax(-1)
-                losses = {"label": -log_q[row.input_ids[place]].item(), "law": -(law * log_q).sum().item()}
-                for name, loss in losses.items():
-                    expected[f"{name}_at_{k + 1}"] += loss
-                    slots[f"{name}_at_{k + 1}"] += 1
-    batch = collate(rows, range(4))
-    output = made(batch)
-    assert numbers(terms(made, rows)) == pytest.approx(expected, rel=2e-5)
-    assert {name: int(count) for name, (_, count) in output.terms.items()} == slots and min(slots.values()) > 0
-    assert {name: int(count) for name, count in made.counts(batch).items()} == slots
+def test_head_ks_weight_decays_with_k() -> None:
     weights = {f"{name}_at_{k}": w * 0.8**k for name, w in (("label", 0.7), ("law", 0.3)) for k in range(1, 4)}
-    assert made.weights == pytest.approx(weights)
+    assert objective("medusa").weights == pytest.approx(weights)
+
+
+def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabularys_logits_is_ever_made() -> None:
+    length, generator = 300, torch.Generator().manual_seed(0)
+    states, taps = (torch.randn(length, size, generator=generator) for size in (32, 64))
+    row = CachedRow(torch.arange(5, 5 + length), torch.ones(length).int(), states, taps, 0)
+    made = objective("eagle3", {"max_position_embeddings": 512}, loss_chunk_slots=120)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        made(collate([row], [0])).total(made.weights).backward()
+    largest = max(event.self_cpu_memory_usage for event in profiler.events()) // 4  # bytes of a float32
+    assert length * 64 <= largest < length**2 / 2 < length * len(VOCAB.lm_head) / 2
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_gradient_of_each_weight_is_the_slope_of_the_loss_through_every_fed_back_output(kind: str) -> None:
+    made, losses = objective(kind), []
+    batch = prepared(made, rows_with_taps(2), [0, 1])
+    made(batch).total(made.weights).backward()
+    slopes: dict[str, Any] = {name: p.grad for name, p in made.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for step in (0.003, -0.003):
+            moved = {name: made.get_parameter(name) + step * slope / slope.norm() for name, slope in slopes.items()}
+            losses.append(functional_call(made, moved, (batch,)).total(made.weights).item())
+    expected = sum(slope.norm().item() for slope in slopes.values())
+    assert (losses[0] - losses[1]) / 0.006 == pytest.approx(expected, rel=1e-2)
 
 
 def filled(batch: Batch) -> Batch:
     """With something in the padding, which nothing may see."""
     assert batch.features is not None and batch.taps is not None
-    if batch.documents is not None:
-        return batch
     padding = torch.arange(batch.input_ids.shape[1]) >= batch.lengths[:, None]  # [B, T]
     features, taps = (states.masked_fill(padding[..., None], 1e3) for states in (batch.features, batch.taps))
     return replace(batch, features=features, taps=taps, input_ids=batch.input_ids.masked_fill(padding, 7))
@@ -245,57 +206,63 @@ def filled(batch: Batch) -> Batch:
 def loss_and_gradient(made: Objective, batches: list[Batch]) -> tuple[Tensor, Tensor]:
     counts = [made.counts(batch) for batch in batches]
     scales = {name: 1.0 / max(sum(int(count[name]) for count in counts), 1) for name in counts[0]}
-    losses = []
+    total = torch.zeros(())
     for batch in batches:
         loss = made(batch).total(made.weights, scales)
         loss.backward()
-        losses.append(loss.detach())
-    gradients = [p.grad.flatten() for p in made.parameters() if p.grad is not None]
-    return torch.stack(losses).sum(), torch.cat(gradients)
+        total += loss.detach()
+    return total, torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_padding_company_packing_chunks_and_recomputation_move_neither_loss_nor_gradient(kind: str) -> None:
     rows, whole, packed = rows_with_taps(6), [range(6)], kind.startswith("eagle3")
     singles, mixed = [[0], [1], [2], [3], [4], [5]], [[5, 0], [4, 2, 1], [3]]
-    cases: list[tuple[dict[str, Any], Any, bool]] = [({}, whole, False), ({}, singles, False), ({}, mixed, False)]
-    cases += [({}, mixed, packed), ({"loss_chunk_slots": 7}, whole, packed), ({"loss_chunk_slots": 1}, whole, packed)]
+    cases: list[tuple[dict[str, Any], Any, bool]] = [({}, whole, False), ({}, singles, False), ({}, mixed, packed)]
+    cases += [({"loss_chunk_slots": 7}, mixed, False), ({"loss_chunk_slots": 1}, whole, packed)]
     cases.append(({"gradient_checkpointing": True}, whole, packed))
     found = []
     for changes, groups, is_packed in cases:
         made = objective(kind, **changes)
         batches = [prepared(made, rows, group, is_packed) for group in groups]
-        found.append(loss_and_gradient(made, [filled(batch) for batch in batches] if groups is not whole else batches))
+        found.append(loss_and_gradient(made, batches if groups is whole or is_packed else [*map(filled, batches)]))
     for loss, gradient in found[1:]:
         assert loss.item() == pytest.approx(found[0][0].item(), rel=5e-6)
         assert (gradient - found[0][1]).norm() <= 5e-6 * found[0][1].norm()
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_a_process_without_rows_gives_zero_gradients_for_every_trained_weight(kind: str) -> None:
     made = objective(kind)
-    batch = prepared(made, [], [])
-    made(batch).total(made.weights).backward()
-    trained = [p for p in made.parameters() if p.requires_grad]
-    assert all(p.grad is not None and not p.grad.any() for p in trained)
-    assert set(map(int, made.counts(batch).values())) == {0}
+    nothing = loss_and_gradient(made, [prepared(made, [], [])])[1]  # a process without rows has all gradients, too
+    assert len(nothing) == len(found[0][1]) and not nothing.any()
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_overfitting_one_batch_lowers_every_term_and_leaves_the_target_alone(kind: str) -> None:
-    before, rows = VOCAB.lm_head.clone(), rows_with_taps(2)
-    made = objective(kind, **({"dropout": 0.0} if kind in MULTI_TOKEN else {}))
-    optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=3e-3)
-    first = numbers(terms(made, rows))
-    for _ in range(50):
-        optimizer.zero_grad()
-        made(prepared(made, rows, [0, 1])).total(made.weights).backward()
-        optimizer.step()
-    last = numbers(terms(made, rows))
-    # The laws of random states are not those of the conversation's tokens, so a draft LM has to choose.
-    low = 1.0 if kind == "draft_lm" else 0.9
-    assert all(last[name] < low * first[name] for name in made.weights)
-    assert VOCAB.lm_head.equal(before)
+def test_each_loss_overfits_one_batch_and_is_another_one_and_the_target_stays(kind: str) -> None:
+    before, rows, losses = VOCAB.lm_head.clone(), rows_with_taps(2), []
+    # The laws of random states are not those of the conversation's tokens: a head would have to choose.
+    changes: dict[str, Any] = {"label_weight": 0.0, "dropout": 0.0} if kind in MULTI_TOKEN else {}
+    changes |= {"token_weight": 0.0} if kind == "draft_lm" else {}
+    for name in get_args(LossName) if kind != "lm" else [None]:
+        made = objective(kind, **changes, **{"distill" if "lm" in kind else "loss": name})
+        optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2)
+        first = terms(made, rows)
+        for _ in range(20):
+            optimizer.zero_grad()
+            made(prepared(made, rows, [0, 1])).total(made.weights).backward()
+            optimizer.step()
+        last = terms(made, rows)
+        assert all(last[term] < 0.95 * first[term] for term, weight in made.weights.items() if weight), name
+        losses.append(round(list(first.values())[-1], 3))
+    assert len(set(losses)) == len(losses) and VOCAB.lm_head.equal(before)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_bf16_autocast_trains_and_stays_close(kind: str) -> None:
+    made = objective(kind)
+    batch = prepared(made, rows_with_taps(3), range(3))
+    exact = made(batch).total(made.weights).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = made(batch).total(made.weights)
+    found.backward()
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(exact, rel=0.05)
 
 
 def held_out(made: Objective, rows: list[CachedRow]) -> dict[str, float]:
@@ -306,61 +273,59 @@ def held_out(made: Objective, rows: list[CachedRow]) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", [kind for kind in SETTINGS if kind != "lm"])
 def test_predicted_tau_is_one_plus_the_mean_run_of_hits_of_drafting(kind: str) -> None:
-    most, rows, runs = 3, [], []
-    made, hits_at = objective(kind, eval_depths=most).eval(), [[] for _ in range(most)]  # type: ignore[var-annotated]
+    most, rows, chains = 3, [], []
+    made = objective(kind, eval_depths=most).eval()
+
+    def choices(row: CachedRow, slot: int, steps: int) -> Any:
+        tokens = log_laws(made.head, row, slot, steps).argmax(-1)
+        return made.head.vocabulary.target_ids(tokens) if kind.startswith("eagle3") else tokens
+
     with torch.no_grad():
         for row in rows_with_taps(5):
             states = row.last_hidden.clone()
             for slot, _ in starts(row):
                 if slot % 3:  # two of three states have as their likeliest token what the head drafts there
-                    (token,) = choices(made.head, replace(row, last_hidden=states), slot, 1)
+                    (token,) = choices(replace(row, last_hidden=states), slot, 1)
                     states[slot + 1] = 5.0 * VOCAB.lm_head[token] / VOCAB.lm_head[token].norm()
             rows.append(replace(row, last_hidden=states))
             wanted = (states @ VOCAB.lm_head.T).argmax(-1)
             for slot, alive in starts(row):
-                tokens = choices(made.head, rows[-1], slot, min(alive, most))
-                hits = (tokens == wanted[slot + 1 : slot + 1 + len(tokens)]).float()
-                runs.append(float(hits.cumprod(0).sum()))
-                for depth, hit in enumerate(hits.tolist()):
-                    hits_at[depth].append(hit)
-    found = held_out(made, rows)
+                tokens = choices(rows[-1], slot, min(alive, most))
+                chains.append((tokens == wanted[slot + 1 : slot + 1 + len(tokens)]).tolist())
+    found, runs = held_out(made, rows), [[*hits, False].index(False) for hits in chains]
     assert 0 < sum(runs) < most * len(runs)  # neither all hits nor none
     assert found["predicted_tau"] == pytest.approx(1 + sum(runs) / len(runs), abs=1e-6)
-    for depth, hits in enumerate(hits_at, start=1):
-        assert found[f"accuracy_at_{depth}"] == pytest.approx(sum(hits) / len(hits), abs=1e-6)
+    for depth in range(most):
+        at_depth = [hits[depth] for hits in chains if depth < len(hits)]
+        assert found[f"accuracy_at_{depth + 1}"] == pytest.approx(sum(at_depth) / len(at_depth), abs=1e-6)
 
 
-def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row_alone() -> None:
-    rows = tiny.rows(4, hidden_size=2000)
+def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row() -> None:
+    rows = tiny.rows(2)
 
-    def noise(numbers: list[int], epoch: int = 1, seed: int = 0) -> Tensor:
-        made = objective("eagle1", feature_noise=0.1, seed=seed)
-        found = made.prepare(collate([rows[n] for n in numbers], numbers), epoch).noise
-        assert found is not None
-        return found
+    def noise(seed: int = 0, epoch: int = 0) -> Any:
+        return objective("eagle1", feature_noise=0.1, seed=seed).prepare(collate(rows, range(2)), epoch).noise
 
-    together, alone, length = noise([0, 1, 2, 3]), noise([2]), len(rows[2].input_ids)
-    assert together[2, :length].equal(alone[0]) and not together[2, length:].any()
-    assert not together[1, :4].equal(together[2, :4])
-    assert not noise([2], epoch=2).equal(alone) and not noise([2], seed=1).equal(alone)
-    assert 0.099 < alone.abs().max() <= 0.1 and alone.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.03)
+    first, length = noise(), len(rows[0].input_ids)
+    assert first.equal(noise()) and not first.equal(noise(seed=1)) and not first.equal(noise(epoch=1))
+    assert not first[0, :4].equal(first[1, :4]) and not first[0, length:].any() and 0.099 < first.abs().max() <= 0.1
+    assert first[0, :length].std().item() == pytest.approx(0.1 / 3**0.5, rel=0.05)
 
 
 def test_dropout_belongs_to_seed_epoch_row_and_place_alone_and_not_to_held_out_rows() -> None:
     rows = tiny.rows(2)
     counts = tuple(len(starts(row)) for row in rows)
 
-    def masks(seed: int, epoch: int, branch: int, place: int) -> Tensor:
-        batch = objective("medusa", dropout=0.4, seed=seed).prepare(collate(rows, range(2)), epoch)
-        assert batch.seeds is not None
-        return KeyedDropout(0.4, batch.seeds, counts, branch)(torch.ones(sum(counts), 500), place)
+    def masks(seed: int = 0, epoch: int = 0, branch: int = 0, place: int = 0) -> Tensor:
+        seeds: Any = objective("medusa", dropout=0.4, seed=seed).prepare(collate(rows, range(2)), epoch).seeds
+        return KeyedDropout(0.4, seeds, counts, branch)(torch.ones(sum(counts), 500), place)
 
-    first = masks(0, 1, 0, 0)
+    first = masks()
     one, other = first.split(counts)
-    assert not one[: min(counts)].equal(other[: min(counts)]) and first.equal(masks(0, 1, 0, 0))
-    assert all(not first.equal(masks(*key)) for key in ((1, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1)))
+    assert not one[:3].equal(other[:3]) and first.equal(masks())
+    assert not any(first.equal(masks(**{key: 1})) for key in ("seed", "epoch", "branch", "place"))
     assert first.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
     assert (first == 0).float().mean().item() == pytest.approx(0.4, abs=0.02)
     plain, dropped = (objective("medusa", dropout=rate) for rate in (0.0, 0.4))
     losses = [made(prepared(made, rows, [0, 1])).total(made.weights).item() for made in (plain, dropped)]
-    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0] and held_out(plain, rows) == held_out(dropped, rows)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3) and held_out(plain, rows) == held_out(dropped, rows)

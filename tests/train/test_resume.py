@@ -1,8 +1,8 @@
 """Laws of resuming: the continued run is the unbroken one, bit for bit; broken saves are skipped, others refused."""
 
-import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,12 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.train import Eagle1Train
 from aerie.model import storage
-from aerie.model.checkpoint import head_facts
-from aerie.train import launch, resume
+from aerie.train import resume
 from aerie.train.loop import Loop
-from aerie.train.resume import RECORD, Progress, folders
+from aerie.train.resume import Progress, folders
 from tests.disks import small_disk  # noqa: F401
-from tests.train.sittings import config, ended_by, job, kill_at, sitting, timeless, weights
+from tests.train.sittings import config, ended, fork, job, killed_at, lines, sitting, timeless, weights
 
 # Every step is logged in company, most saves lie between two log lines, and the best of the evaluations changes.
 BUSY: dict[str, Any] = {"log_every": 4, "save_every": 3, "eval_every": 5}
@@ -77,7 +76,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
 def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, undisturbed: Any, capsys: Any) -> None:
     for batch in (2, 5, 4, 1, 7):
         dies = job(tmp_path, config(**BUSY), (batch, signal.SIGKILL))
-        assert ended_by(lambda dies=dies: sitting(dies)) == -signal.SIGKILL
+        assert ended(fork(lambda dies=dies: sitting(dies))) == -signal.SIGKILL
     assert [folder.name for folder in folders(tmp_path / "state")] == ["step-00000012", "step-00000009"]
     flip(tmp_path / "state/step-00000012/optimizer.bin", 900)
     shutil.rmtree(tmp_path / "head")  # the save has the best weights, too
@@ -88,12 +87,10 @@ def test_a_run_killed_again_and_again_is_the_undisturbed_one(tmp_path: Path, und
 
 
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "before the first save": (storage, "directory_atomically", 1),
     "before its record": (resume.Manifest, "write", 2),
     "before the directory knows it": (storage, "sync", 40),
-    "while older ones go": (storage.shutil, "rmtree", 9),
+    "while older ones go": (shutil, "rmtree", 9),
     "while the best weights become the output": (storage, "write_atomically", 5),
-    "before the last evaluation": (launch, "full_weights", 4),
 }
 
 
@@ -104,50 +101,33 @@ def growing(head: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_at_any_point_of_a_save_costs_only_time(tmp_path: Path, undisturbed: Any, point: str) -> None:
-    def dies() -> None:
-        kill_at(*POINTS[point])
-        sitting(job(tmp_path, config(**SHORT)), measure=growing)
+    def train() -> tuple[str, Loop]:
+        return sitting(job(tmp_path, config(**SHORT)), measure=growing)
 
-    assert ended_by(dies) == -signal.SIGKILL
-    continued = sitting(job(tmp_path, config(**SHORT)), measure=growing)
-    same(undisturbed(growing, **SHORT), (tmp_path, continued))
+    assert killed_at(*POINTS[point], train)
+    same(undisturbed(growing, **SHORT), (tmp_path, train()))
     assert [path for path in tmp_path.rglob("*") if path.name.endswith((".tmp", ".old"))] == []
 
 
-def test_the_output_is_that_of_the_save_whatever_was_measured_after_it(tmp_path: Path) -> None:
-    scores = iter([2.0, 1.0, 5.0])  # the save of step 2 lies before the third
-    settings = config(max_steps=5, eval_every=1, save_every=2)
-    for stop in ((4, 0), None):  # another machine measures other values
-        with pytest.raises(RuntimeError, match="power cut") if stop else nullcontext():
-            sitting(job(tmp_path, settings, stop), measure=lambda head: {"tau": next(scores, 0.5)})
-        assert head_facts(tmp_path / "head")["tau"] == (5.0 if stop else 2.0)
-
-
 @pytest.mark.slow
-def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path, undisturbed: Any) -> None:
-    settings: dict[str, Any] = {"save_every": 4, "trackers": ("tensorboard",)}
-    assert ended_by(lambda: sitting(job(tmp_path, config(**settings), (7, signal.SIGKILL)))) == -signal.SIGKILL
+def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path) -> None:
+    settings = config(save_every=4, trackers=("tensorboard",))
+    cut(tmp_path, settings)
     time.sleep(1)  # tensorboard orders its files by the second
-    whole = undisturbed(**settings)
-    same(whole, (tmp_path, sitting(job(tmp_path, config(**settings)))))
-    curves = []
-    for run in (whole[0], tmp_path):
-        (place,) = {path.parent for path in run.rglob("events.out.tfevents.*") if path.parent.name == "aerie"}
-        read = EventAccumulator(str(place)).Reload()
-        curves.append([(event.step, event.value) for event in read.Scalars("train/loss")])
-    assert curves[0] == curves[1] and [step for step, _ in curves[1]] == list(range(1, 16))
+    sitting(job(tmp_path, settings))
+    (place,) = {path.parent for path in tmp_path.rglob("aerie/events.out.tfevents.*")}
+    curve = [(event.step, event.value) for event in EventAccumulator(str(place)).Reload().Scalars("train/loss")]
+    assert curve == [(line["step"], pytest.approx(line["loss"])) for line in lines(tmp_path) if "loss" in line]
 
 
-def test_another_recipe_processes_or_engine_are_refused(tmp_path: Path, undisturbed: Any) -> None:
+def test_another_recipe_or_engine_is_refused_and_other_saves_are_not(tmp_path: Path, undisturbed: Any) -> None:
     fresh = Progress({"rows": "r", "train": {"log_every": 1, "seed": 0}}, 2, "ZeRO-2 bf16", "NVIDIA A")
     resume.save(tmp_path, replace(fresh, step=7), lambda folder: None, 0, lambda: None, 2)
-    others: dict[str, dict[str, Any]] = {
-        r"\(rows: r there, s asked; train.seed: 0 there": {"made_of": {"rows": "s", "train": {"seed": 1}}},
-        "saved by 2 processes, now there are 4; go on with --num_processes 2, or": {"world_size": 4},
-        "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": {"engine": "plain bf16"},
+    others = {
+        r"\(rows: r there, s asked; train.seed: 0 there": replace(fresh, made_of={"rows": "s", "train": {"seed": 1}}),
+        "saved under ZeRO-2 bf16, now it is plain bf16; go on as there, or": replace(fresh, engine="plain bf16"),
     }
-    for said, changes in others.items():
-        other = replace(fresh, **changes)
+    for said, other in others.items():
         with pytest.raises(UserError, match=said):
             resume.find(tmp_path, other, overwrite=False)
         assert resume.find(tmp_path, other, overwrite=True) == (other, None, [])
@@ -165,36 +145,22 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-def save(directory: Path, step: int) -> Path:
-    fill = lambda folder: torch.save(torch.arange(step), folder / "weights.bin")  # noqa: E731
-    resume.save(directory, replace(FRESH, step=step), fill, 0, lambda: None, 2)
-    return directory / f"step-{step:08d}"
+def test_broken_saves_alone_are_refused_and_later_ones_than_a_new_one_go(tmp_path: Path) -> None:
+    def save(step: int) -> Path:
+        fill = lambda folder: torch.save(torch.arange(step), folder / "weights.bin")  # noqa: E731
+        resume.save(tmp_path, replace(FRESH, step=step), fill, 0, lambda: None, 2)
+        return tmp_path / f"step-{step:08d}/weights.bin"
+
+    flip(save(3), 200)
+    flip(save(6), 200)
+    with pytest.raises(UserError, match=r"6/weights.bin: is not .*no other save is whole: start anew with --ov"):
+        resume.find(tmp_path, FRESH, overwrite=False)
+    assert resume.find(tmp_path, FRESH, overwrite=True)[:2] == (FRESH, None)
+    save(5)  # of a run that went on from step 3 with another save_every
+    assert [folder.name for folder in folders(tmp_path)] == ["step-00000005", "step-00000003"]
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "flipped": (lambda folder: flip(folder / "weights.bin", 200), "weights.bin: is not what was written"),
-    "flipped in the record": (lambda folder: flip(folder / RECORD, 40), RECORD),
-    "a file missing": (lambda folder: (folder / "weights.bin").unlink(), "weights.bin: missing"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_broken_newest_save_is_skipped_and_a_broken_only_one_refused(damage: str, tmp_path: Path) -> None:
-    harm, said = DAMAGES[damage]
-    save(tmp_path / "two", 3)
-    harm(save(tmp_path / "two", 6))
-    progress, folder, (warning,) = resume.find(tmp_path / "two", FRESH, overwrite=False)
-    assert folder == tmp_path / "two/step-00000003" and progress.step == 3
-    assert re.search(f"{said}.*going on from step-00000003, the newest whole save$", warning)
-    save(tmp_path / "two", 5)  # of the continued run, with another save_every
-    assert [folder.name for folder in folders(tmp_path / "two")] == ["step-00000005", "step-00000003"]
-    harm(save(tmp_path / "one", 6))
-    with pytest.raises(UserError, match=f"(?s){said}.*no other save is whole: start anew with --overwrite$"):
-        resume.find(tmp_path / "one", FRESH, overwrite=False)
-    assert resume.find(tmp_path / "one", FRESH, overwrite=True)[:2] == (FRESH, None)
-
-
-def test_a_full_disk_and_two_trainings_at_once_are_one_line(small_disk: Path) -> None:  # noqa: F811
+def test_a_full_or_read_only_disk_and_two_trainings_at_once_are_one_line(small_disk: Path) -> None:  # noqa: F811
     settings, run = config(save_every=2, eval_every=0), small_disk / "run"
     cut(run, settings, 4)
     size = sum(path.stat().st_size for path in (run / "state/step-00000002").rglob("*"))
@@ -207,4 +173,7 @@ def test_a_full_disk_and_two_trainings_at_once_are_one_line(small_disk: Path) ->
         (small_disk / "filler").unlink()
     with resume.training_alone(run / "state"), pytest.raises(UserError, match="another process is training there"):
         resume.training_alone(run / "state")
-    assert sitting(job(run, settings))[0] == "finished"
+    for mode in ("ro", "rw"):
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(small_disk)], check=True)
+        with pytest.raises(NotWritable, match=r"cannot be written .Read-only") if mode == "ro" else nullcontext():
+            assert sitting(job(run, settings))[0] == "finished"
