@@ -164,10 +164,10 @@ def marked(batch: Batch, settings: DraftLMTrain, epoch: int) -> Batch:
 @torch.no_grad()
 def redrawn(batch: Batch, lm: Any, num_columns: int, end_ids: Collection[int]) -> Batch:
     """The marked tokens drawn from the LM at temperature 1, without end_ids, of num_columns common tokens."""
-    if batch.redrawn is None or batch.seeds is None or not bool(batch.redrawn.any()):
-        return batch
     if any(hasattr(parameter, "ds_id") for parameter in lm.parameters()):
         raise UserError("train.on_policy: ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml")
+    if batch.redrawn is None or batch.seeds is None or not bool(batch.redrawn.any()):
+        return batch
     ids, was_training, rows = batch.input_ids.clone(), lm.training, int(lm.config.get_text_config().vocab_size)
     barred = sorted(token for token in end_ids if token < num_columns)
     lm.eval()  # gradient checkpointing would switch the cache off

@@ -156,7 +156,7 @@ def test_the_recipes_clipping_reaches_deepspeed(root: Path) -> None:
 
 def test_zero3_refuses_a_training_on_the_lms_own_tokens(root: Path) -> None:
     log, words = root / "own.log", ("--config", recipe_for(root, "draft_lm"), "--run", root / "own")
-    assert [*map(ended, forked("zero3", log, *words, "--train.on_policy", 1))] == [2, 2], log.read_text()
+    assert [*map(ended, forked("zero3", log, *words, "--train.on_policy", 0.1))] == [2, 2], log.read_text()
     assert "train.on_policy: ZeRO-3 keeps no whole draft LM; use configs/accelerate/zero2.yaml" in log.read_text()
 
 
