@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aerie.data.batches import Batch, Order, ShardPools, collate, grouped, prefetched
+from aerie.data.batches import Batch, Order, ShardPools, collate, grouped
 from aerie.data.cache import pack
 from tests import tiny
 
@@ -91,16 +91,4 @@ def test_rows_of_pools_come_from_few_shards_at_a_time_and_every_epoch_takes_each
         seen = [{row // 50 for row in rows} for rows in steps]
         for first in range(0, 100, 16):  # 16 steps are sorted by length together, and touch three pools of ten at most
             assert 2 <= len(set.union(*seen[first : first + 16])) <= 6
-    longest = [max(lengths[row] for row in order.rows(step)) for step in range(16)]
-    assert longest != sorted(longest, reverse=True)  # long steps do not come first
-    padded = sum(max(lengths[row] for row in rows) * len(rows) for rows in map(order.rows, range(100)))
-    assert padded < 1.1 * sum(lengths)
     assert order.rows(57) == Order(lengths, 3, 5, world_size=2, pools=ShardPools(shards, 2)).rows(57)
-
-
-def test_prefetching_keeps_the_order_and_passes_on_errors() -> None:
-    made = prefetched(lambda n: 2 // (2 - n), range(5))
-    assert [next(made), next(made)] == [1, 2]
-    with pytest.raises(ZeroDivisionError):
-        next(made)
-    assert list(prefetched(lambda n: n * n, range(5))) == [0, 1, 4, 9, 16]

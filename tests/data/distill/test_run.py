@@ -12,16 +12,17 @@ import pytest
 import yaml
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.data import GateConfig, ServerConfig
+from aerie.configs.schema.data import DistillConfig, GateConfig, ServerConfig, SourceConfig
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Ask, Outcome, Unanswered
 from aerie.data.distill.prompts import Prompt
 from aerie.data.distill.run import Job, flaws
 from aerie.data.stage import Share
+from aerie.model.target import Target
 from tests import tiny
 from tests.data.chat_targets import NO_SYSTEM
 from tests.data.distill import answering
-from tests.data.distill.answering import KEEP, config, distill, echo, outcomes, thinking
+from tests.data.distill.answering import KEEP, distill, echo, outcomes, thinking
 from tests.tiny import read_rows, write_rows
 
 ROWS = [Prompt(f"0:{n}", f"rows: row {n}", tuple(f"Question {n}, {t}?" for t in range(2))) for n in range(12)]
@@ -29,8 +30,9 @@ JOURNAL = "journal/shard-00001-of-00001.jsonl"
 
 
 def job(directory: Path, *questions: str, **keys: Any) -> Job:
-    keys = {"server": ServerConfig(("http://unused/v1",), concurrency=4), "ngram": 8, **keys}
-    return Job(directory, config(**keys), {"target": {"path": "a <target>"}}, questions)
+    server, sources = ServerConfig(("http://unused/v1",), concurrency=4), (SourceConfig("unused.jsonl"),)
+    config = DistillConfig(sources=sources, server=server, ngram=8, **keys)
+    return Job(directory, config, {"target": {"path": "a <target>"}}, questions)
 
 
 def sit(directory: Path, ask: Ask, share: Share = Share(), retry: bool = False) -> None:  # noqa: B008
@@ -76,8 +78,7 @@ def test_a_run_killed_at_random_moments_in_any_shares_ends_as_an_undisturbed_one
         torn = b'{"id": "0:11", "status": "done", "place": "rows: row 11", "tu'[: chance.randint(0, 60)]
         path.write_bytes(path.read_bytes() + torn)
     sit(tmp_path, echo, Share(3, 3))
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(["{damaged}\n", lines[0][:40] + "\n", *lines[1:]]))
+    path.write_text("{damaged}\n" + path.read_text()[40:])
     sit(tmp_path, echo)
     assert merged(tmp_path) == whole
 
@@ -88,17 +89,16 @@ def test_failed_and_skipped_rows_are_asked_again_when_that_is_wished_by_one_writ
     async def failing(messages: Sequence[Message], seed: int) -> Answer:
         with pytest.raises(UserError, match="another process writes it"):
             await asyncio.to_thread(sit, tmp_path, echo)
-        if any(str(messages[0]["content"]).startswith(f"Question {n},") for n in (1, 2, 4, 5)):
-            raise Unanswered("failed" if len(messages) > 1 else "skipped", "why")
+        if (number := str(messages[0]["content"])[9]) in "2456":
+            raise Unanswered("failed" if number in "24" else "skipped", "why")
         return await echo(messages, seed)
 
     sit(tmp_path, failing)
-    assert merged(tmp_path).count(b'"status": "skipped"') == 4
     sit(tmp_path, echo)
+    assert [merged(tmp_path).count(b'"status": "%s"' % status) for status in (b"failed", b"skipped")] == [2, 2]
     for share in (Share(1, 2), Share(2, 2)):  # each asks those of its share
         sit(tmp_path, echo, share, retry=True)
-    lines = [line for path in (tmp_path / "journal").iterdir() for line in read_rows(path)]
-    assert len(lines) == 16 and merged(tmp_path) == whole
+    assert merged(tmp_path) == whole
 
 
 def end_of(
@@ -114,18 +114,16 @@ def end_of(
 
 def test_later_questions_follow_the_new_answers_until_one_is_cut_or_the_context_is_full() -> None:
     two = Prompt("0:1", "x", ("a", "b"), system="s")
+
+    def full(texts: list[str]) -> Answer:
+        if len(texts) > 2:
+            raise Unanswered("skipped", "why")
+        return Answer("c", "stop", 1)
+
     ended = end_of(two, lambda texts: Answer(" ".join(texts), "stop", 2))
     assert [answer.content for answer in ended.answers] == ["s a", "s a s a b"]
-    assert end_of(two, lambda _: Answer("half", "length", 2)).turns == ("a",)
-    for status, end in (("skipped", ("done", ("a",), None)), ("failed", ("failed", (), "why"))):
-
-        def answer(texts: list[str], status: Any = status) -> Answer:
-            if len(texts) > 2:
-                raise Unanswered(status, "why")
-            return Answer("c", "stop", 1)
-
-        ended = end_of(two, answer)
-        assert (ended.status, ended.turns, ended.why) == end
+    cut, short = end_of(two, lambda _: Answer("half", "length", 2)), end_of(two, full)
+    assert (cut.turns, short.turns, short.status) == (("a",), ("a",), "done")
     refused = end_of(two, lambda _: Answer("c", "stop", 1), template=NO_SYSTEM)
     assert (refused.status, refused.why) == ("skipped", "the chat template refuses it: No system role")
 
@@ -144,26 +142,20 @@ def test_an_invented_problem_is_solved_in_a_conversation_of_its_own() -> None:
 
 PROSE = (
     "A lighthouse keeper counts the ships that pass each night and writes their number into a book. "
-    "In winter there are few, in spring many, and once a year a great fleet comes by with all its lamps lit. "
     "He adds the columns in the morning, checks them twice, and sends a copy to the harbour by the mail boat."
 )
 CHINESE = "灯塔看守人每晚数经过的船只并把数字写进一本书里，冬天很少，春天很多。"
-RUSSIAN = "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."
 SOUND = Answer(PROSE, "stop", 9)
 FLAWS: dict[str, list[str]] = {
     "": [
-        *(PROSE, "Four.", f"{PROSE}\n{'=' * 100}"),
-        *(PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"),  # five times and forty words are a loop
+        *("Four.", PROSE + " ha" * 4, PROSE + " again" * 39, f"{PROSE} {'!' * 20}"),  # forty words are a loop
         *(f"{PROSE} In Chinese: 灯塔。", "Ω and Σ are Greek letters, like α and β."),
-        *("I can help with that.", "He cannot help it.", PROSE + " I cannot help with that."),
+        *("I can help with that.", PROSE + " I cannot help with that."),
     ],
     "empty": [" \n"],
-    "loop": [
-        *(PROSE + " and so on" * 20, (PROSE + " ") * 5, PROSE + " again" * 40),
-        *(f"{PROSE} {part * 500}" for part in ("?!", "—\n")),
-    ],
-    "language": [CHINESE, RUSSIAN],
-    "refusal": ["I am sorry, I cannot share this.", "I cannot assist with this.", "As an AI language model, I wait."],
+    "loop": [PROSE + " again" * 40, (PROSE + " ") * 5, f"{PROSE} {'?!' * 500}"],
+    "language": [CHINESE, "Смотритель маяка каждую ночь считает корабли и записывает их число в книгу."],
+    "refusal": ["I am sorry, I cannot share this.", "As an AI language model, I wait."],
 }
 
 
@@ -171,13 +163,10 @@ def row(*answers: Answer, question: str = "What does he count?") -> Outcome:
     return Outcome("0:1", "done", "x", None, None, (question,) * len(answers), answers)
 
 
-@pytest.mark.parametrize("name", FLAWS)
-def test_flaws_are_found_where_they_are(name: str) -> None:
-    for text in FLAWS[name]:
-        assert flaws(row(Answer(text, "stop", 9))) == ([name] if name else []), text
-
-
-def test_thinking_and_every_turn_are_looked_at() -> None:
+def test_flaws_are_found_where_they_are_in_thinking_and_every_turn() -> None:
+    for name, texts in FLAWS.items():
+        for text in texts:
+            assert flaws(row(Answer(text, "stop", 9))) == ([name] if name else []), text
     assert flaws(row(SOUND, Answer("Th", "length", 4))) == ["cut"]
     assert flaws(row(Answer("", "stop", 9, reasoning=PROSE))) == ["empty"]
     assert flaws(row(replace(SOUND, reasoning="wait " * 60))) == ["loop"]
@@ -204,24 +193,18 @@ def test_flaws_are_counted_the_recipe_says_what_is_dropped_and_the_page_says_it_
     assert ids == "0235" and len(read_rows(tmp_path / "outcomes.jsonl")) == 8
     assert summary["flaws"] == {"cut": 1, "empty": 1, "refusal": 1, "repeated": 1}
     assert [summary[name] for name in ("rows", "kept", "dropped", "training_rows", "answers")] == [8, 4, 2, 4, 4]
-    assert summary["status"] == {"done": 6, "skipped": 1, "failed": 1}
     assert summary["why"] == {"skipped: an empty question": 1, "failed: HTTP 500": 1}
     page = (tmp_path / "summary.html").read_text()
     assert all(text in page for text in ("4 of 8 input rows are kept", "failed: HTTP 500", "a &lt;target&gt;"))
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.target(tmp_path_factory.mktemp("target"))
-
-
 @pytest.fixture
-def recipe(tmp_path: Path, target: Path) -> Path:
+def recipe(tmp_path: Path, target: Target) -> Path:
     """A recipe whose target answers six questions in process."""
     rows = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"Please count {n} boats."} for n in range(6)])
     sampling = {"temperature": 0.0, "max_tokens": 12}
     section = {"sources": [{"path": str(rows), "kind": "prompts"}], "sampling": sampling, "gate": KEEP}
-    return answering.local_recipe(tmp_path, target, section)
+    return answering.local_recipe(tmp_path, Path(target.recipe.path), section)
 
 
 def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_asked(
@@ -230,32 +213,28 @@ def test_a_distillation_is_made_reused_judged_anew_and_replaced_when_that_is_ask
     run = tmp_path / "run/distilled"
     assert distill(recipe, "--is-whole") == 1 and distill(recipe) == 0 and distill(recipe, "--is-whole") == 0
     assert "6 of 6 rows kept" in capsys.readouterr().out
-    before, answers = (run / "outcomes.jsonl").read_bytes(), (run / JOURNAL).read_bytes()
+    answers = (run / JOURNAL).read_bytes()
     assert distill(recipe) == 0 and capsys.readouterr().out == f"distill: whole, reused ({run})\n"
-    kept, dropping = (run / "conversations.jsonl").read_bytes(), ("--distill.gate.cut", "drop")
+    dropping = ("--distill.gate.cut", "drop")
     assert distill(recipe, *dropping) == 2 and distill(recipe, *dropping, "--overwrite") == 2
     assert "no row is left to train on: 6 cut" in capsys.readouterr().err
-    assert (run / "conversations.jsonl").read_bytes() == kept
     assert (run / JOURNAL).read_bytes() == answers  # asked nothing again
     shorter = ("--distill.sampling.max_tokens", "5")
     assert distill(recipe, *shorter) == 2 and "max_tokens: 12 there, 5 asked" in capsys.readouterr().err
     assert distill(recipe, *shorter, "--overwrite") == 0
     assert max(row.answers[0].num_tokens for row in outcomes(tmp_path / "run")) == 5
-    assert distill(recipe, "--overwrite") == 0 and (run / "outcomes.jsonl").read_bytes() == before
 
 
 def test_the_recipes_own_measuring_prompts_and_those_to_exclude_are_never_asked(recipe: Path, tmp_path: Path) -> None:
-    def measured(name: str, *numbers: int) -> dict[str, Any]:
-        rows = [{"question_id": n, "category": "a", "turns": [f"Please count {n} boats."]} for n in numbers]
-        return {"path": str(write_rows(tmp_path / f"{name}.jsonl", rows)), "num_prompts": 1}
+    def measured(number: int) -> dict[str, Any]:
+        rows = [{"question_id": number, "category": "a", "turns": [f"Please count {number} boats."]}]
+        return {"path": str(write_rows(tmp_path / f"{number}.jsonl", rows)), "num_prompts": 1}
 
     values = yaml.safe_load(recipe.read_text())
-    values["bench"] = {"prompts": measured("bench", 1, 2), "rows": [{"method": "vanilla"}]}
-    values["tune"] = {"prompts": measured("tune", 3), "measure": measured("measure", 4)}
-    values["distill"]["exclude"] = [{"name": "ours", "path": measured("ours", 5)["path"]}]
+    values["bench"] = {"prompts": measured(1), "rows": [{"method": "vanilla"}]}
+    values["tune"] = {"prompts": measured(2), "measure": measured(3)}
+    values["distill"]["exclude"] = [{"name": "ours", "path": measured(4)["path"]}]
     path = tiny.recipe(tmp_path / "measured.yaml", values)
     assert distill(path, "--plan") == 0 and not (tmp_path / "run").exists()
     assert distill(path) == 0
-    assert [row.status for row in outcomes(tmp_path / "run")] == ["done", *["skipped"] * 5]
-    measured("bench", 1)
-    assert distill(path, "--is-whole") == 1 and distill(path) == 2  # other questions are held out now
+    assert [row.status for row in outcomes(tmp_path / "run")] == ["done", *["skipped"] * 4, "done"]

@@ -15,6 +15,7 @@ from tests.tiny import write_rows
 
 # As QwQ's and DeepSeek's: what stands before </think> is left out of every answer.
 THINK_LESS = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
+THOUGHT_FOUR = "<think>\n2 + 2\n</think>\n\nfour"
 
 
 def of(template: str) -> Thinking:
@@ -38,7 +39,7 @@ def learnt(rows: list[dict[str, Any]], reader: Thinking, path: Path) -> list[str
     [
         (THINK_OPENING, "2 + 2\n</think>\n\nfour", True),
         (THINK_OPENING, "2 + 2</think>four", False),
-        (THINK_DROPPING, "<think>\n2 + 2\n</think>\n\nfour", True),
+        (THINK_DROPPING, THOUGHT_FOUR, True),
         (THINK_DROPPING, "<think>\n\n2 + 2\n</think>\nfour", False),
         (CHATML, "<think>2 + 2</think>four", True),
         (THINK_LESS, "<think>2 + 2</think>four", False),
@@ -53,20 +54,17 @@ def test_what_is_learnt_is_what_the_target_wrote(template: str, text: str, is_te
     assert learnt(rows, reader, tmp_path)[0].endswith(f"{text}<|im_end|>")
     # told apart by a server, it goes where the template looks for it
     told_apart = reader.message(reader.read(Answer("four", "stop", 3, reasoning="2 + 2")))
-    if template in (THINK_OPENING, THINK_DROPPING):
-        assert told_apart == {"role": "assistant", "content": "four", "reasoning_content": "2 + 2"}
-    else:
-        assert told_apart == {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nfour"}
+    has_field = template in (THINK_OPENING, THINK_DROPPING)
+    fields = {"content": "four", "reasoning_content": "2 + 2"} if has_field else {"content": THOUGHT_FOUR}
+    assert told_apart == {"role": "assistant", **fields}
 
 
 def test_cut_and_blank_thinking_and_closing_tags_in_content() -> None:
-    opened, plain = of(THINK_OPENING), of(CHATML)
+    opened, plain, blank = of(THINK_OPENING), of(CHATML), Answer("four", "stop", 2, reasoning="\n")
     cut = opened.read(Answer("2 +", "length", 3))
     assert (cut.reasoning, cut.content, opened.written(cut)) == ("2 +", "", "2 +")
-    for answer in (Answer("2 + 2", "length", 3), Answer("DeepSeek ends its thoughts with </think>.", "stop", 9)):
-        assert plain.read(answer) == answer
-    blank = Answer("four", "stop", 2, reasoning="\n")  # none, unless the prompt has opened it
-    assert plain.read(blank) == Answer("four", "stop", 2)
+    closing = Answer("DeepSeek ends its thoughts with </think>.", "stop", 9)
+    assert plain.read(closing) == closing and plain.read(blank) == Answer("four", "stop", 2)
     assert opened.written(opened.read(blank)) == "\n</think>\n\nfour"
 
 
@@ -87,14 +85,10 @@ def test_ids_that_came_with_the_answers_are_what_is_trained_on() -> None:
 
 
 def test_rows_stay_text_where_the_template_gives_the_answers_back_and_are_tokens_elsewhere(tmp_path: Path) -> None:
-    reader, trimming, less = thinking(), of(TRIMMING), of(THINK_LESS)
+    reader, trimming = thinking(), of(TRIMMING)
     rows = rows_of(reader, Answer("one.", "stop", 2), Answer("½ “two”", "stop", 2))
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"] * 2
     assert learnt(rows, reader, tmp_path) == ["one.<|end|>½ “two”<|end|>"]
     cut = rows_of(reader, Answer("one.", "stop", 2), Answer("and tw", "length", 2))
     assert learnt(cut, reader, tmp_path) == ["one.<|end|>and tw"]
     assert learnt(rows_of(trimming, Answer(" four\n", "stop", 3)), trimming, tmp_path) == [" four\n<|im_end|>"]
-    answers = (Answer("four", "stop", 3, reasoning="2 + 2"), Answer("six", "stop", 3, reasoning="3 + 3"))
-    rows = rows_of(less, *map(less.read, answers))  # thinking that the template leaves out is learnt, and no history
-    texts = [f"<think>\n{n} + {n}\n</think>\n\n{text}<|im_end|>" for n, text in ((2, "four"), (3, "six"))]
-    assert learnt(rows, less, tmp_path) == texts and "2 + 2" not in less.tokenizer.decode(rows[1]["input_ids"])
