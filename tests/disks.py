@@ -10,12 +10,9 @@ import pytest
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    yield from mounted(tmp_path / "disk", 1024)
-
-
-def mounted(directory: Path, size_kib: int) -> Iterator[Path]:
+    directory = tmp_path / "disk"
     directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(directory)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
     if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
         pytest.skip("mounting a small tmpfs needs root")
     yield directory

@@ -53,15 +53,6 @@ def test_the_published_recipes_and_trees_are_all_there() -> None:
         assert {*models.split()} <= {path.stem for path in RECIPES if path.parent.name == folder}
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_medusa_and_hydra_recipes_ask_for_the_feature_cache_of_the_eagle1_recipe(kind: str) -> None:
-    for recipe, eagle1 in (("embedded", "embedded"), ("vicuna-7b", "eagle1/vicuna-7b")):
-        ours, theirs = load(CONFIGS / kind / f"{recipe}.yaml"), load(CONFIGS / f"{eagle1}.yaml")
-        for section in ("run", "target", "data", "features"):
-            assert getattr(ours, section) == getattr(theirs, section)
-        assert ours.head.kind == kind and pipeline.RunPaths(Path(ours.run)).head(ours).name == kind
-
-
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=lambda path: path.stem)
 def test_every_topology_is_one_that_accelerate_reads(path: Path) -> None:
     config = load_config_from_file(str(path))

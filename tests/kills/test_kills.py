@@ -1,18 +1,22 @@
 """Commands killed at any moment, by time or by changes to files, go on and leave the bytes of an undisturbed run."""
 
+import os
 import random
-import re
 import shutil
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aerie.configs.errors import exit_code
 from tests import tiny
-from tests.kills.starts import WarmPython
 
 PROMPTS, STEPS = 7, 72
 CLOCKS = {"ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify", "data_wait_share", "tokens_per_s", "step_ms"}
@@ -21,6 +25,35 @@ SOAK = {"features": 17, "train": 17, "bench": 16}
 SCRIPTS = {"features": "data", "train": "train", "bench": "infer"}
 OUTPUTS = {"features": ("features",), "train": ("heads/eagle1", "metrics.jsonl"), "bench": ("bench",)}
 BEFORE = {"features": (), "train": ("features",), "bench": ("heads",)}  # what a run for the stage begins with
+CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
+WARM = get_context("forkserver")  # each start is a fork of a process that has imported torch
+WARM.set_forkserver_preload(["aerie.train.loop", "aerie.data.features", "aerie.infer.measure.bench", "deepspeed"])
+
+
+def become(words: list[str], below: str, fatal: int | None) -> None:
+    """Runs a command, counts its changes to names below a directory, and dies just before the fatal-th."""
+    count, lock = 0, threading.Lock()
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event not in CHANGES or not any(str(path).startswith(below) for path in arguments[:2]):
+            return
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        with lock:
+            count += 1
+            if count == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    output = os.open(f"{below}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    main = import_module(f"aerie.{words[0].replace('/', '.').removesuffix('.py')}").main
+    sys.argv = words
+    sys.addaudithook(on_event)
+    code = exit_code(main)
+    print(f"changes: {count}", flush=True)
+    os._exit(code)
 
 
 @dataclass
@@ -28,15 +61,20 @@ class World:
     """The undisturbed run, and starts of one stage."""
 
     root: Path
-    python: WarmPython
     stage: str
     seconds: float = 0.0  # of an undisturbed start
     changes: int = 0  # to files below the run, of an undisturbed start
 
-    def start(self, run: Path, **limits: Any) -> int:
-        command = [] if self.stage == "train" else [self.stage]
-        words = [f"{SCRIPTS[self.stage]}/main.py", *command, "--config", str(self.root / "recipe.yaml")]
-        return self.python.run([*words, "--run", str(run)], log_of(run), run, **limits)
+    def start(self, run: Path, seconds: float = 600.0, fatal: int | None = None) -> int | None:
+        """Exit code of one start, -9 where it was killed: after `seconds`, or just before its fatal-th change."""
+        words = [f"{SCRIPTS[self.stage]}/main.py", *([] if self.stage == "train" else [self.stage])]
+        words += ["--config", str(self.root / "recipe.yaml"), "--run", str(run)]
+        child = WARM.Process(target=become, args=(words, str(run), fatal))
+        child.start()
+        child.join(seconds)
+        child.kill()
+        child.join()
+        return child.exitcode
 
     def fresh(self, run: Path) -> Path:
         run.mkdir()
@@ -44,7 +82,7 @@ class World:
             shutil.copytree(self.root / "undisturbed" / name, run / name)
         return run
 
-    def differences(self, run: Path, code: int = 0) -> list[str]:
+    def differences(self, run: Path, code: int | None = 0) -> list[str]:
         """The files that are not the undisturbed run's; where the last start failed, the end of its log."""
         if code != 0:
             return [log_of(run).read_text(errors="replace")[-2000:]]
@@ -96,17 +134,17 @@ def write_recipe(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, World]]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
     root, made = tmp_path_factory.mktemp("kills"), dict[str, World]()
     write_recipe(root)
-    log = log_of(root / "undisturbed")
-    with WarmPython() as python:
-        for stage in SOAK:
-            made[stage], began = World(root, python, stage), time.monotonic()
-            assert made[stage].start(root / "undisturbed") == 0, log.read_text(errors="replace")[-2000:]
-            made[stage].seconds = time.monotonic() - began
-            made[stage].changes = int(re.findall(r"^changes: (\d+)$", log.read_text(), re.MULTILINE)[-1])
-        yield made
+    for stage in SOAK:
+        made[stage], began = World(root, stage), time.monotonic()
+        code = made[stage].start(root / "undisturbed")
+        log = log_of(root / "undisturbed").read_text(errors="replace")
+        assert code == 0, log[-2000:]
+        made[stage].seconds = time.monotonic() - began
+        made[stage].changes = int(log.split()[-1])  # become prints it last
+    return made
 
 
 @pytest.mark.slow
@@ -128,11 +166,12 @@ def test_kills_at_random_moments_leave_no_trace(name: str, worlds: dict[str, Wor
     world, chance, kills, runs = worlds[name], random.Random(f"soak {name}"), 0, 0
     whole = f"{OUTPUTS[name][0]}/provenance.json"  # marks the end of the stage
     while kills < SOAK[name]:
-        run, runs, code = world.fresh(tmp_path / str(runs)), runs + 1, -9
-        while code < 0:
+        run, runs = world.fresh(tmp_path / str(runs)), runs + 1
+        code: int | None = -9
+        while code == -9:
             limit = {} if kills >= SOAK[name] else {"seconds": chance.random() * world.seconds}
             code = world.start(run, **limit)
-            kills += code < 0 and not (run / whole).exists() and (run / "status.json").exists()
+            kills += code == -9 and not (run / whole).exists() and (run / "status.json").exists()
         assert world.differences(run, code) == []
         shutil.rmtree(run)
 
@@ -145,7 +184,7 @@ def test_a_stage_that_dies_before_any_change_to_a_file_goes_on_to_the_same_bytes
 ) -> None:
     world = worlds[name]
     run, fatal = world.fresh(tmp_path / "start"), 1
-    while (code := world.start(run, fatal=fatal)) < 0:  # its n-th start dies before its n-th change
+    while (code := world.start(run, fatal=fatal)) == -9:  # its n-th start dies before its n-th change
         fatal += 1
     assert world.differences(run, code) == [] and fatal > 12
     for change in range(max(1, world.changes - 24), world.changes + 1):  # near the end, one by one

@@ -7,33 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import Eagle3Section, HeadKind
 from aerie.model.checkpoint import load_head, new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
 from tests import tiny
 from tests.model.formats.published import TAPS, eagle3
-
-
-def test_an_embedding_is_saved_only_where_it_is_the_heads_own(tmp_path: Path) -> None:
-    save_head(eagle3(), tmp_path / "head")
-    weights = tmp_path / "head/model.safetensors"
-    state = load_file(weights)
-    for own, kept in ((tiny.vocab().embedding.clone(), False), (tiny.vocab(seed=1).embedding, True)):
-        save_file({**state, "embed_tokens.weight": own}, weights)
-        loaded: Any = load_head(tmp_path / "head", vocab=tiny.vocab())
-        assert torch.equal(loaded.embed_tokens.weight, own) and loaded.saves_embedding == kept
-        save_head(loaded, tmp_path / "again")
-        assert ("embed_tokens.weight" in load_file(tmp_path / "again/model.safetensors")) == kept
-
-
-def test_a_head_of_another_width_trains_its_own_embedding() -> None:
-    one = tiny.eagle3_head(tiny.vocab(hidden_size=48).embedding, hidden_size=32, head_dim=8)
-    assert one.embed_tokens.weight.requires_grad and one.fc.weight.shape == (32, 2 * 48)
 
 
 def expected_output(made: Eagle3Head, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,14 +78,6 @@ def test_an_lm_head_started_from_the_target_has_its_rows_of_the_draft_vocabulary
     assert torch.equal(taken.state_dict()["fc.weight"], own.state_dict()["fc.weight"])  # nothing else moved
 
 
-def test_a_head_with_one_of_its_two_tables_is_refused(tmp_path: Path) -> None:
-    save_head(eagle3(ids=torch.arange(320)), tmp_path)  # without either it has the whole vocabulary
-    state = load_file(tmp_path / "model.safetensors")
-    save_file({name: state[name] for name in state if name != "d2t"}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="one of d2t and t2d"):
-        load_head(tmp_path, vocab=tiny.vocab())
-
-
 def test_the_most_frequent_tokens_and_forced_ones_are_in() -> None:
     counts = np.array([0, 5, 2, 9, 2, 2, 0])
     for forced, expected in ((set(), [1, 2, 3]), ({6, 0}, [0, 3, 6])):  # ties go to the smaller id
@@ -143,16 +116,6 @@ def test_a_new_medusa_head_has_the_targets_own_law_for_every_token(keys: dict[st
     new.laws.vocab = moved.laws.vocab = CAPPED
     for head, expected in ((new, True), (again, True), (moved, False)):
         assert {row.equal(own) for row in head(features)} == {expected} and len(head(features)) == 4
-
-
-def test_a_new_hydra_head_begins_with_the_targets_lm_heads_and_its_blocks_as_their_projections() -> None:
-    head = tiny.multi_token_head("hydra", CAPPED, num_layers=2)
-    state, embeddings = _features(6), torch.cat([_features(6), 2 * _features(6)], dim=-1)
-    projection = head.branches[1].blocks[0].projection
-    expected = CAPPED.logits(projection(torch.cat([state, embeddings], dim=-1)))
-    assert head.step(1, state, embeddings).equal(expected)
-    bound = (3 * 32) ** -0.5
-    assert 0.95 * bound < projection.weight.abs().max() <= bound
 
 
 def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from aerie.configs.errors import UserError
 from aerie.infer.decode.methods import Calibrator, load_calibrator
 from aerie.model import push
-from aerie.model.checkpoint import head_facts, load_head, save_head
+from aerie.model.checkpoint import load_head, save_head
 from aerie.model.export import export, inspect_head
 from aerie.model.formats.eagle import CHECKED
 from aerie.model.hub import head_directory, readable_errors
@@ -116,13 +116,11 @@ def test_the_card_has_target_data_figures_hardware_and_three_ways_to_use_the_hea
 
 
 def test_the_card_says_where_a_head_cannot_be_served(one: Path) -> None:
-    embedding, vocab = tiny.vocab().embedding, tiny.vocab()
+    embedding = tiny.vocab().embedding
     for head, said in (
         (tiny.head(embedding), "--speculative-algorithm EAGLE "),
         (tiny.head(embedding, bias=True), "vLLM's EAGLE-1 has no fc.bias"),
-        (tiny.head(embedding, qkv_bias=True), "SGLang's draft modules do not know qkv_bias"),
-        (tiny.multi_token_head("medusa", vocab), "SGLang has no Medusa; it decodes here"),
-        (tiny.multi_token_head("hydra", vocab), "no Hydra head for vLLM; it decodes here"),
+        (tiny.multi_token_head("medusa", tiny.vocab()), "SGLang has no Medusa; it decodes here"),
     ):
         save_head(head, one, target_path="lmsys/vicuna-7b-v1.3")
         body = packed(one, **UNMEASURED)["README.md"]
@@ -158,13 +156,11 @@ def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
 def test_a_path_of_the_machine_gives_way_to_its_last_part() -> None:
     for text, shown in (
         ("/home/alice/my data/train.jsonl", "train.jsonl"),
-        ("../../alice/train.jsonl", "train.jsonl"),
         ("--run=/home/alice/my runs/x", "--run=x"),
         ("[/home/alice/a.jsonl,file:///srv/alice/b.jsonl]", "[a.jsonl,b.jsonl]"),
-        ("nas:/home/alice/x.yaml", "nas:x.yaml"),
         ("read /home/alice/x.yaml and ~/y.yaml", "read x.yaml and y.yaml"),
-        *((text, "home") for text in ("/home/alice", "/Users/alice/", "/export/home/alice", "~", "~alice")),
-        *((text, text) for text in ("https://huggingface.co/a/b", LLAMA, "4.2 tok/s", "a / b", "configs/x")),
+        *((text, "home") for text in ("/Users/alice/", "~")),
+        *((text, text) for text in ("https://huggingface.co/a/b", LLAMA, "4.2 tok/s", "configs/x")),
     ):
         assert public({text: [{"key": text}], 1: 2.5}, {}) == {shown: [{"key": shown}], 1: 2.5}
     assert public(["--target=models/tiny", "models/tiny2"], {"models/tiny": "x/y"}) == ["--target=x/y", "models/tiny2"]
@@ -178,20 +174,6 @@ def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(one: Path, t
     for name, file in pack(inspect_head(one), "me/head", **UNMEASURED)[0].items():
         (out / name).write_bytes(file if isinstance(file, bytes) else file.read_bytes())
     assert load_calibrator(out).temperature == 1.5
-    save_head(tiny.head(tiny.vocab().embedding, seed=3), one, target_path="a/b")  # another head: its calibrator stays
-    assert "calibrator.json" not in packed(one, **UNMEASURED)["names"]
-
-
-def test_results_of_another_head_are_refused_and_left_out_when_told(head: Path) -> None:
-    run, others = head.parents[1], {"config.json": "another", "model.safetensors": "head"}
-    write_json(run / "calibration" / "provenance.json", {"inputs": {"head": [others]}})
-    texts = packed(head)
-    assert "calibration.json" not in texts and "ECE" not in texts["README.md"] and "4.08" in texts["README.md"]
-    write_json(run / "bench" / "provenance.json", {"inputs": {"head": [others]}})
-    with pytest.raises(UserError, match=r"bench: was measured with another head.*--without-results"):
-        packed(head)
-    texts = packed(head, **UNMEASURED)
-    assert "summary.json" not in texts and "4.08" not in texts["README.md"]
 
 
 def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -200,7 +182,6 @@ def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: 
     assert "Commit 0123456789ab, with uncommitted changes" in packed(head, allowed=["uncommitted"])["README.md"]
     for place, message in (
         (published.specforge(tmp_path / "taps", numbered), "give it with --target"),
-        (safeailab_eagle3(tmp_path / "sizes", {"intermediate_size": 96}), "size mismatch"),
         (head, "the tree that trained it differs from the card's commit"),
     ):
         with pytest.raises(UserError, match=message):
@@ -210,17 +191,12 @@ def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: 
         packed(head)
 
 
-def test_a_shipped_head_is_fetched_by_name_and_revision(hub: Hub, one: Path, tmp_path: Path) -> None:
-    for step, revision in ((1, None), (2, "better"), (3, "better")):
-        save_head(tiny.head(tiny.vocab().embedding, seed=step), one, step=step)
-        upload("me/head", files_of(one), revision)
-    assert head_facts("me/head") == {"step": 1} and head_facts("me/head@better") == {"step": 3}
-    same(load_head("me/head@better"), load_head(one))
+def test_a_pickled_head_is_fetched_where_there_is_nothing_better(hub: Hub, tmp_path: Path) -> None:
     pickle, safe = (safeailab_eagle3(tmp_path / str(is_pickle), pickled=is_pickle) for is_pickle in (True, False))
     upload("me/pickle", files_of(pickle))
     assert load_head("me/pickle", vocab=tiny.vocab(), after_blocks=TAPS).kind == "eagle3"
     upload("me/both", {**files_of(pickle), **files_of(safe)})
-    assert not (head_directory("me/both") / "pytorch_model.bin").exists()  # a pickle only where there is nothing better
+    assert not (head_directory("me/both") / "pytorch_model.bin").exists()
     with pytest.raises(UserError, match="me/both: exists and is public; make it private"):
         upload("me/both", files_of(safe), private=True)
 
@@ -246,8 +222,7 @@ def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(
 def test_a_strangers_weights_are_never_written_over(hub: Hub, one: Path) -> None:
     for files in (
         {"README.md": CARD.replace(b"aerie", b"x") + b"words", "model.safetensors": b"1"},
-        {"README.md": b"---\n: [\n---\n", "config.json": b"{}"},
-        {"README.md": b"---\n- aerie\n---\n", "gguf/model-q4.gguf": b"1"},
+        {"README.md": b"---\n: [\n---\n", "gguf/model-q4.gguf": b"1"},
         {"consolidated.safetensors": b"1", ".gitattributes": b""},
     ):
         hub.repositories["me/model"] = {"main": dict(files)}
@@ -258,12 +233,10 @@ def test_a_strangers_weights_are_never_written_over(hub: Hub, one: Path) -> None
 
 def test_names_that_are_nowhere_are_one_sentence(hub: Hub, one: Path, monkeypatch: Any) -> None:
     hub.repositories["me/words"] = {"main": {"README.md": b"words"}}
-    hub.failures[("GET", "/api/models/me/gone")] = [403]
     for name, message in (
         ("me/none", "no such local directory, and no such repository on the Hub"),
         ("me/words", "the repository has no config.json"),
         ("me/words@v9", "the repository has no such revision"),
-        ("me/gone", "this login may not do that"),
         ("runs/x/heads/eagle1", "no such head directory; train one"),  # too deep for a repository
     ):
         with pytest.raises(UserError, match=f"{name}: {message}"):

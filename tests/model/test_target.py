@@ -1,21 +1,17 @@
 """Any stock causal LM: its features and logits are the model's own, without forked files."""
 
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.tree import Tree, ancestors
-from aerie.model.storage import SHIPPED_TEMPLATE
-from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, require_same_token_ids
+from aerie.model.target import Target, fingerprint, load_vocab, require_same_token_ids
 from tests import tiny
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -89,32 +85,6 @@ def test_a_final_transform_that_is_not_known_is_refused(monkeypatch: Any) -> Non
     monkeypatch.setattr("aerie.model.target.final_transform", lambda config: (1.0, None))
     with pytest.raises(UserError, match="would not be lossless"):
         Target(target.model, target.recipe)
-
-
-def test_the_states_of_a_target_that_spans_two_devices_meet_at_its_lm_head() -> None:
-    """Two GPUs are rare, so their tensors are torch's fake ones: shapes and devices without content."""
-    target: Any = Target(tiny.llama(), TargetConfig(path="tiny"))
-    with FakeTensorMode():
-        states = [torch.empty(1, 5, 32, device=f"cuda:{block % 2}") for block in range(4)]
-        last = SimpleNamespace(hidden_states=states, last_hidden_state=torch.empty(1, 5, 32, device="cuda:0"))
-        target.decoder = lambda **_: last
-        target.vocab = replace(target.vocab, lm_head=torch.empty(320, 32, device="cuda:1"))
-        found = target.features(torch.zeros(1, 5, dtype=torch.long), after_blocks=(1, 2))
-    assert found.taps is not None and found.taps.shape == (1, 5, 64)
-    assert found.taps.device == found.last_hidden.device == torch.device("cuda:1")
-
-
-def test_the_shipped_template_is_found_from_any_directory_and_an_own_file_goes_first(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    tiny.tokenizer(chat_template=None).save_pretrained(tmp_path / "target")
-    monkeypatch.chdir(tmp_path)
-    config = TargetConfig(path=str(tmp_path / "target"), chat_template=SHIPPED_TEMPLATE)
-    assert "USER: " in load_tokenizer(config).chat_template
-    own = tmp_path / SHIPPED_TEMPLATE
-    own.parent.mkdir(parents=True)
-    own.write_text("mine", encoding="utf-8")
-    assert load_tokenizer(config).chat_template == "mine"
 
 
 def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from tests.slurm import CHECKOUT
 DAEMONS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun")
 # More CPUs than there are: jobs wait for each other on the cores, not in the queue. A requeued one waits cred_expire
 # seconds; less than five are taken for the default, 120.
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CONFIGURATION = """\
 ClusterName=aerie
 SlurmctldHost={host}(127.0.0.1)
@@ -34,10 +34,6 @@ SlurmdSpoolDir={root}/spool-%n
 SlurmctldPidFile={root}/slurmctld.pid
 SlurmdPidFile={root}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SwitchType=switch/none
-MpiDefault=none
 ReturnToService=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -50,12 +46,11 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def missing() -> str | None:
-    """Why no SLURM can be started here; None where one can."""
-    absent = [name for name in DAEMONS if shutil.which(name, path=_path()) is None]
-    if absent:
-        return f"no {', '.join(absent)} (Debian: apt-get install slurm-wlm munge)"
-    return None if os.geteuid() == 0 else "slurmd must be started by root"
+def missing() -> str:
+    """What keeps SLURM from being started here."""
+    absent = [name for name in DAEMONS if shutil.which(name, path=PATH) is None]
+    absent += ["rights of root"] if os.geteuid() else []
+    return f"no {', '.join(absent)} (Debian: apt-get install slurm-wlm munge)" if absent else ""
 
 
 @dataclass(frozen=True)
@@ -84,18 +79,14 @@ class Cluster:
 
     def wait(self, numbers: Iterable[str], seconds: float = 600.0) -> None:
         """Until the jobs are out of the queue."""
-        wanted = set(numbers)
         queue = partial(self.run, "squeue", "--noheader", "--format=%F")
-        _until(lambda: not wanted & set(queue().split()), lambda: "\n".join(map(self.log, sorted(wanted))), seconds)
+        _until(lambda: not set(numbers) & set(queue().split()), lambda: "".join(map(self.log, numbers)), seconds)
 
-    def until(self, is_so: Callable[[], bool], number: str, seconds: float = 600.0) -> None:
+    def until(self, is_so: Callable[[], bool], number: str) -> None:
         """Until is_so(), which must be before the job's end."""
-
-        def happened() -> bool:
-            assert self.job(number).get("state") not in ("failed", "done") or is_so(), self.log(number)
-            return is_so()
-
-        _until(happened, lambda: self.log(number), seconds)
+        ended = ("failed", "done")
+        _until(lambda: is_so() or self.job(number).get("state") in ended, lambda: self.log(number), 600.0)
+        assert is_so(), self.log(number)
 
 
 @contextmanager
@@ -105,7 +96,7 @@ def started() -> Iterator[Cluster]:
     root.chmod(0o755)  # munged works as another user
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "AERIE"))}
     places = {"SLURM_CONF": str(root / "slurm.conf"), "AERIE_LOGS": str(root / "logs"), "AERIE_VENV": sys.prefix}
-    environment = {**kept, **places, "PATH": _path(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {**kept, **places, "PATH": PATH, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, root, ignore_errors=True)
         for name in ("state", "logs", "munge"):
@@ -126,7 +117,9 @@ def started() -> Iterator[Cluster]:
             *(["slurmd", "-D", "-N", name] for name in ("nest1", "nest2")),
         ]
         for number, command in enumerate(commands):
-            stack.enter_context(_daemon(command, environment, root / f"daemon-{number}.log"))
+            log = stack.enter_context((root / f"daemon-{number}.log").open("w"))
+            options: Any = {"env": environment, "stdout": log, "stderr": log, "start_new_session": True}
+            stack.callback(stack.enter_context(subprocess.Popen(command, **options)).terminate)  # and then waits
             if number == 0:
                 _until(Path(keys["socket"]).exists, lambda: "munged's socket")
         cluster = Cluster(root, environment)
@@ -138,27 +131,8 @@ def started() -> Iterator[Cluster]:
         yield cluster
 
 
-@contextmanager
-def _daemon(command: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def _until(is_so: Callable[[], bool], what: Callable[[], str], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"waited {seconds:g} s: {what()}"
         time.sleep(0.1)
-
-
-def _path() -> str:
-    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

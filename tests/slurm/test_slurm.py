@@ -16,6 +16,7 @@ from tests.train.test_processes import together
 
 pytestmark = pytest.mark.slow
 STEPS = 200
+SIGNAL = ("scancel", "--batch", "--signal=USR1")  # as --signal=B:USR1@300 has SLURM do: the batch script alone is told
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ class Morning:
 
 @pytest.fixture(scope="module")
 def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
-    why = missing()
-    if why is not None:
+    if why := missing():
         pytest.skip(f"SLURM is not tested here: {why}")
     with started() as cluster:
         root, jobs = tmp_path_factory.mktemp("slurm"), {}
@@ -49,10 +49,10 @@ def morning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Morning]:
         assert call(data_main, "features", "--config", recipe, "--run", root / "alone") == 0
 
         cluster.until(lambda: state(root / "distilled/status.json") == "running", jobs["distill"])
-        signal_before_the_limit(cluster, jobs["distill"])
+        cluster.run(*SIGNAL, jobs["distill"])
         metrics = root / "run/metrics.jsonl"
         cluster.until(lambda: metrics.is_file() and metrics.stat().st_size > 0, jobs["train"])
-        signal_before_the_limit(cluster, jobs["train"])
+        cluster.run(*SIGNAL, jobs["train"])
         cluster.until(lambda: state(root / "run/status.json") != "running", jobs["train"])
         seen = json.loads((root / "run/status.json").read_text())
         together("zero2", root / "alone", "--config", recipe)
@@ -67,8 +67,8 @@ def recipe_for(root: Path) -> Path:
     tree = {"levels": 3, "k": 2, "nodes": 6}
     train = {"max_steps": STEPS, "epochs": STEPS, "batch_size": 2, "learning_rate": 2e-3}
     train |= {"eval_every": 0, "log_every": 5, "save_every": 10 * STEPS}
-    keep = dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep")
-    distill = {"sources": [{"path": rows, "num_rows": 8}], "gate": keep, "max_turns": 1}
+    distill: dict[str, Any] = {"sources": [{"path": rows, "num_rows": 8}], "max_turns": 1}
+    distill["gate"] = dict.fromkeys(("cut", "empty", "loop", "language", "repeated"), "keep")
     prompts = {"path": str(root / "questions.jsonl"), "num_prompts": 1, "max_new_tokens": 8, "turns": 1}
     sections: dict[str, Any] = {
         "features": {"shard_tokens": 512, "batch_tokens": 512},
@@ -77,11 +77,6 @@ def recipe_for(root: Path) -> Path:
         "bench": {"prompts": prompts, "rows": [{"method": "vanilla"}, {"method": "eagle2", "tree": tree}]},
     }
     return write_recipe(root / "recipe.yaml", root, train, **sections)
-
-
-def signal_before_the_limit(cluster: Cluster, job: str) -> None:
-    """What --signal=B:USR1@300 has SLURM do: the batch script alone is told."""
-    cluster.run("scancel", "--batch", "--signal=USR1", job)
 
 
 def state(path: Path) -> str | None:

@@ -32,9 +32,8 @@ SIZES: dict[str, Any] = {
     **{"num_attention_heads": 4, "num_hidden_layers": 1},
 }
 EAGLE1_CONFIG: dict[str, Any] = {  # no bias, no rope_theta, no num_key_value_heads
-    **{"architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001, "model_type": "llama"},
-    **{**SIZES, "initializer_range": 0.02, "max_position_embeddings": 2048, "pad_token_id": 0, "rms_norm_eps": 1e-05},
-    **{"torch_dtype": "float16", "transformers_version": "4.28.1", "use_cache": True, "tie_word_embeddings": False},
+    **{**SIZES, "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "model_type": "llama"},
+    **{"max_position_embeddings": 2048, "rms_norm_eps": 1e-05, "torch_dtype": "float16", "tie_word_embeddings": False},
 }
 # the published file's keys: neither RoPE nor taps nor head_dim
 EAGLE3_CONFIG: dict[str, Any] = {**EAGLE1_CONFIG, "num_key_value_heads": 2, "draft_vocab_size": DRAFT}

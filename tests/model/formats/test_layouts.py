@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.model import export as exporting
 from aerie.model.checkpoint import head_facts, load_head, save_head
-from aerie.model.export import export, inspect_head, screen
+from aerie.model.export import export, inspect_head
 from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle import CHECKED, sglang_numbers
 from aerie.model.formats.layouts import read_content, read_tensors, tensor_names, write_tensors
@@ -68,7 +67,6 @@ def test_a_published_medusa_or_hydra_head_is_the_very_head(tmp_path: Path, capsy
         medusa, place = published.medusa(tmp_path / f"medusa{layers}", layers, medusa_num_heads=2)
         same_tensors(load_head(place, vocab=tiny.vocab()).state_dict(), medusa.state_dict())
         assert "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err  # a config.json that lags
-        assert f"num_heads 4, num_layers {layers}" in screen(inspect_head(place))
     hydra, place = published.hydra(tmp_path / "hydra")
     loaded: Any = load_head(place, vocab=tiny.vocab())
     loaded.config = replace(loaded.config, max_position_embeddings=hydra.config.max_position_embeddings)
@@ -137,15 +135,12 @@ def test_every_key_on_which_vllm_and_speculators_disagree_is_written(tmp_path: P
     assert values["draft_vocab_size"] == 107 and layer["vocab_size"] == 320 and layer["model_type"] == "llama"
     assert layer["max_position_embeddings"] == 4096  # the target's: vLLM cannot draft beyond it
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 10000.0
-    assert values["speculators_config"]["verifier"] == {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
-    assert "layers.0.hidden_norm.weight" in read_tensors(tmp_path / "out")[1]
 
 
 def test_the_two_numberings_of_taps_are_told_apart() -> None:
     place, default, sglang = Path("config.json"), (2, 4, 5), {"architectures": ["LlamaForCausalLMEagle3"]}
     for values, fallback, taps in (
         ({NUMBERED: [1, 3, 4]}, default, default),  # outputs of blocks, as SpecForge counts
-        ({NUMBERED: [2, 4, 5]}, default, default),  # entries of hidden_states
         ({"eagle_config": {NUMBERED: [1, 7, 9]}}, default, (2, 8, 10)),  # SGLang: a list that begins with 1
         ({NUMBERED: [3, 7, 9]}, default, (3, 7, 9)),
         ({NUMBERED: [1, 4, 5]}, (1, 4, 5), (1, 4, 5)),  # the target's own taps are believed
@@ -169,13 +164,8 @@ def test_sglangs_numbers_depend_on_the_targets_architecture() -> None:
         ("DeepseekV3ForCausalLM", (8, 16, 24), ([8, 16, 24], "0.5.13 to 0.5.23")),  # earlier ones add one
     ):
         assert sglang_numbers(taps, (2, 16, 29), (architecture,)) == expected
-    for architecture, taps, said in (
-        ("UnheardOfForCausalLM", (8, 16, 24), "no rule known for UnheardOfForCausalLM; serve it with vLLM"),
-        ("DeepseekV3ForCausalLM", (1, 16, 24), "one is added to what begins with 1"),
-        ("LlamaForCausalLM", (0, 16, 24), "SGLang has no number for the embedding"),
-    ):
-        with pytest.raises(UserError, match=said):
-            sglang_numbers(taps, (2, 16, 29), (architecture,))
+    with pytest.raises(UserError, match="no rule known for UnheardOfForCausalLM; serve it with vLLM"):
+        sglang_numbers((8, 16, 24), (2, 16, 29), ("UnheardOfForCausalLM",))
 
 
 def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> None:
@@ -198,17 +188,13 @@ def test_what_a_server_would_misread_in_silence_is_refused(tmp_path: Path) -> No
 
 DAMAGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # in config.json, in the tensors, what is said
     ({"num_hidden_layers": 10**9}, {}, "num_hidden_layers is 1,000,000,000; it must be above 0 and below 1,024"),
-    ({"rope_scaling": {"rope_type": "llama3"}}, {}, "Missing required keys in `rope_parameters`"),
     ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'; heads have 'silu'"),
     ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, {}, "keep the one of its training"),
-    ({"aerie_kind": "dflash"}, {}, "aerie_kind is 'dflash'"),
-    ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "heads that read no taps"),
-    ({}, {"midlayer.extra.weight": torch.zeros(2)}, 'Unexpected key.*: "midlayer.extra.weight"'),
     ({}, {"fc.weight": None}, 'pytorch_model.bin: .*Missing key.*: "fc.weight"'),
     ({}, {"fc.weight": torch.full((32, 96), torch.nan)}, "3,072 of 3,072 values that are NaN"),
     ({}, {"fc.weight": torch.zeros(32, 96).to(torch.int8)}, "holds torch.int8: quantised heads are not read"),
     ({}, {"d2t": torch.arange(107) * 3}, "d2t holds offsets"),
-    ({}, {"layers.0.hidden_norm.weight": torch.ones(32)}, "is a second 'midlayer.hidden_norm.weight' of the head"),
+    ({}, {"d2t": None}, "one of d2t and t2d"),
 ]
 
 
@@ -255,34 +241,6 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
         export(head, "speculators", out, own, after_blocks=(2, 3, 6))
     assert not out.exists()
     assert "other weights" in export(head, "speculators", out, target_facts(seed=5), any_target=True)[1][0]
-
-
-def test_an_export_that_would_read_back_otherwise_is_never_left_behind(tmp_path: Path, monkeypatch: Any) -> None:
-    save_head(published.eagle3(), tmp_path / "head")
-    write = exporting.write_tensors
-
-    def rounding(place: Path, state: Any, **options: Any) -> None:
-        write(place, {**state, "norm.weight": state["norm.weight"].half().float()}, **options)
-
-    monkeypatch.setattr(exporting, "write_tensors", rounding)
-    with pytest.raises(AssertionError, match=r"was read back otherwise"):
-        export(tmp_path / "head", "sglang", tmp_path / "out", target_facts())
-    assert [path.name for path in tmp_path.iterdir()] == ["head"]
-
-
-def test_what_an_export_adds_leaves_out_or_guesses_is_said(tmp_path: Path) -> None:
-    save_head(published.eagle3(ids=torch.arange(320)), tmp_path / "same")
-    odd = published.safeailab_eagle1(tmp_path / "odd", {"sliding_window": 512, "mystery": 3})
-    plain = published.specforge(tmp_path / "plain")
-    drafts = published.speculators(tmp_path / "drafts", {NUMBERED: [2, 4, 5], "norm_before_residual": False})
-    for head, to, said in (
-        (plain, "speculators", ("4,096 is written as 8,192", "is added, the target's in bfloat16")),
-        (tmp_path / "same", "sglang", ("d2t and t2d left out",)),
-        (odd, "safeailab", ("sliding_window is 512", "config.json's mystery left out")),
-        (drafts, "sglang", ("its 3 drafts per cycle are left out",)),
-    ):
-        notes = " | ".join(export(head, to, tmp_path / "out", target_facts(max_positions=8192))[1])
-        assert all(note in notes for note in said)
 
 
 # Tensors on disk: whole or sharded, safetensors or pickles of tensors alone; anything else is refused.
@@ -333,9 +291,7 @@ def test_shards_that_lie_elsewhere_or_disagree_with_their_index_are_refused(tmp_
     table = json.loads(index.read_text())["weight_map"]
     for changed, said in (
         ({**table, "a": "../elsewhere.safetensors"}, "tensors to files beside it"),
-        ({**table, "d": table["b"]}, "disagree about 'd'"),
         ({"a": table["a"]}, "disagree about 'c'"),
-        ("model.safetensors", "has no weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": changed}))
         with pytest.raises(UserError, match=said):
