@@ -8,8 +8,7 @@ Training's numbers may differ by 1e-6 of their size, recorded cycles by 2e-4 (th
 1e-9. Times and what follows from them (speeds, costs, the tree that `tune` chooses), memory, commits, hardware and
 paths are left out; of trees and cycles we compare what every version of the files has.
 
-A step reads what earlier steps left in WORKDIR, and removes its own files before it begins; `calibrate` must follow
-`heads`, which removes the calibrators.
+A step reads what earlier steps left in WORKDIR; `calibrate` must follow `heads`, which removes the calibrators.
 """
 
 import hashlib
@@ -226,8 +225,8 @@ def decode(net: Net) -> None:
         has_none = first in ("vanilla", "pld", "lookahead")
         rows.append(row if has_none else {**row, "head": str(net.main / "heads" / kind)})
     sweeps = [{**SWEEP, "rows": [row for row in rows if row["method"] == "eagle3"]}]
-    asked = {"bench.rows": rows, "bench.warmup_prompts": 1, "bench.contexts": [64, 96], "bench.sweeps": sweeps}
-    more = {"bench.prompts": net.prompts("prompts", 3, 28), "bench.sampling": [GREEDY, SAMPLED, CUT]}
+    asked = {"bench.rows": rows, "bench.warmup_prompts": 1, "bench.prompts": net.prompts("prompts", 3, 28)}
+    more = {"bench.sampling": [GREEDY, SAMPLED, CUT], "bench.contexts": [64, 96], "bench.sweeps": sweeps}
     net.call("infer bench", "eagle1", net.main, **asked | more)
     for one in lines(net.main / "bench" / "records.jsonl"):
         if one["status"] != "ok":

@@ -70,7 +70,6 @@ MISTAKES = [
     ("figure: {kind: sqare}", "", "r.yaml:2: figure: unknown kind 'sqare'; did you mean 'square'?"),
     ("parts: [{}, {stpes: 2}]", "", "r.yaml:2: parts.1.stpes: unknown key; did you mean 'parts.1.steps'?"),
     ("", "learning_rate=1", "--learning_rate: unknown key; did you mean 'optim.learning_rate'?"),  # another section's
-    ("parts: [{}, {}]", "parts.2.steps=7", "--parts.2.steps: 2 is no position in a list of 2"),
 ]
 
 

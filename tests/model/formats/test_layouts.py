@@ -216,7 +216,6 @@ def test_what_is_no_head_and_hydra_heads_that_do_not_fit_are_refused(tmp_path: P
     for place, message in (
         (lone, "not a head in a layout that is known here"),
         (published.hydra(tmp_path / "1", num_attention_heads=None)[1], 'add "num_attention_heads" of the target'),
-        (published.hydra(tmp_path / "2", num_attention_heads=1000)[1], "which does not fit the width 32"),
         (published.hydra(tmp_path / "3", grounded_heads=False)[1], "or a hidden_state_offset are not supported"),
     ):
         with pytest.raises(UserError, match=message):
