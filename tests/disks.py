@@ -1,4 +1,4 @@
-"""A file system that is soon full."""
+"""A disk that is soon full."""
 
 import os
 import subprocess

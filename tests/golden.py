@@ -1,4 +1,4 @@
-"""The golden net: two checkouts do the same fixed jobs on one machine, and what they computed is compared.
+"""The golden net: two checkouts do the same jobs on one machine, and what they computed is compared.
 
 python tests/golden.py run CHECKOUT WORKDIR [--only STEP ...]   does the jobs, writes WORKDIR/digests.json
 python tests/golden.py compare ONE.json OTHER.json              prints every difference; exit code 1 if there is one

@@ -194,7 +194,7 @@ DAMAGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # in config.json,
     ({}, {"fc.weight": torch.full((32, 96), torch.nan)}, "3,072 of 3,072 values that are NaN"),
     ({}, {"fc.weight": torch.zeros(32, 96).to(torch.int8)}, "holds torch.int8: quantised heads are not read"),
     ({}, {"d2t": torch.arange(107) * 3}, "d2t holds offsets"),
-    ({}, {"d2t": None}, "one of d2t and t2d"),
+    ({"draft_vocab_size": 320}, {"lm_head.weight": torch.ones(320, 32), "d2t": None}, "one of d2t and t2d"),
 ]
 
 
