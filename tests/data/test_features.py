@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.data.batches import OnlineFeatures, collate, grouped
-from aerie.data.cache import CachePlan
+from aerie.data.cache import CachePlan, rows_digest
 from aerie.data.chat import Row
 from aerie.data.features import WRITING, plan_cache
 from aerie.data.stage import Share
@@ -111,6 +111,11 @@ def test_the_cache_does_not_depend_on_how_it_was_shared_out_or_continued(
         for path in plan.directory.glob("shard*"):
             assert times.setdefault(path.name, path.stat().st_mtime_ns) == path.stat().st_mtime_ns  # never made twice
     assert index is not None and caches.contents(plan.directory) == whole
+
+
+def test_the_rows_digest_sees_ids_and_turns() -> None:
+    rows = (Row([1, 2], [0, 1], ""), Row([1, 3], [0, 1], ""), Row([1, 2], [0, 2], ""))
+    assert len({rows_digest([row]) for row in rows}) == 3
 
 
 def test_two_writers_of_one_cache_make_each_shard_once(

@@ -21,8 +21,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
 
 def test_a_seed_gives_the_bytes_that_it_always_gave_and_no_question_is_in_two_files(tmp_path: Path) -> None:
     corpus, other = tmp_path / "corpus", tmp_path / "other"
-    counts = write_corpus(SyntheticConfig(num_conversations=400, num_prompts=28), corpus)
-    assert counts == {"train.jsonl": 400, "prompts.jsonl": 28, "calibration.jsonl": 28}
+    write_corpus(SyntheticConfig(400, 28), corpus)
     write_corpus(SyntheticConfig(400, 28, seed=1), other)
     for name, digest in DIGESTS.items():
         assert hashlib.sha256((corpus / name).read_bytes()).hexdigest()[:16] == digest
@@ -32,9 +31,6 @@ def test_a_seed_gives_the_bytes_that_it_always_gave_and_no_question_is_in_two_fi
     measuring = [row["turns"][0] for name in ("prompts", "calibration") for row in read_rows(corpus / f"{name}.jsonl")]
     keys = set(map(opening_key, measuring))
     assert len(keys) == len(measuring) and opened.isdisjoint(keys)
-    assert {tuple(turn["from"] for turn in turns) for turns in spoken} == {
-        (*system, *("human", "gpt") * count) for system in ((), ("system",)) for count in (1, 2, 3)
-    }
 
 
 def test_every_family_asks_much_leaves_no_slot_open_and_calculates_correctly() -> None:
