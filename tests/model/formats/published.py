@@ -1,4 +1,4 @@
-"""Heads as others publish them, scaled down: their files, keys and shapes (D 32, I 64, V 320, Vd 107, 8 blocks)."""
+"""Heads as others publish them, scaled down (D 32, I 64, V 320, Vd 107, 8 blocks)."""
 
 import json
 from pathlib import Path
@@ -104,7 +104,7 @@ def specforge(directory: Path, changes: dict[str, Any] | None = None) -> Path:
 
 
 def angelslim(directory: Path) -> Path:
-    """AngelSlim's: vLLM's architecture, `tie_word_embeddings` true although there is an LM head, a pickle."""
+    """AngelSlim's: a pickle, and `tie_word_embeddings` true although there is an LM head."""
     changes = {"architectures": ["Eagle3LlamaForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1000000}
     return write(directory, {**SPECFORGE_CONFIG, **changes}, tensors(EAGLE3, torch.bfloat16), PICKLE)
 
