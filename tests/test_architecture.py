@@ -22,7 +22,7 @@ LADDER = {
 SOURCES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 TEMPLATES = sorted(path for package in LADDER for path in (ROOT / package).rglob("*.jinja"))
-BUDGETS = (95, 15_000, 752, 12_400, 630)  # source files, lines and KiB; lines and KiB of the tests
+BUDGETS = (95, 15_000, 740, 10_500, 520)  # source files, lines and KiB; lines and KiB of the tests
 MAX_SINGLE_IMPORTERS = 12
 MAX_LINES = 450
 
@@ -91,16 +91,6 @@ def test_imports_go_down_the_ladder_and_train_and_infer_never_meet() -> None:
     assert {path: names for path, names in found.items() if names} == {}
 
 
-def test_a_planted_upward_import_is_found() -> None:
-    for file, source in (
-        ("data/chat.py", "from aerie.infer.decode.tree import Tree"),
-        ("train/loop.py", "def later():\n    from aerie.infer.decode import engine"),
-        ("configs/read.py", "from torch import nn"),
-    ):
-        assert off_the_ladder(file, source)
-    assert not off_the_ladder("infer/main.py", "from aerie.train.loop import run\nimport torch")
-
-
 def test_no_source_file_is_two_concepts_long() -> None:
     lengths = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in [*SOURCES, *TEMPLATES]}
     assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
@@ -127,23 +117,9 @@ def test_modules_are_shared_and_import_in_no_circle() -> None:
     TopologicalSorter(graph).prepare()  # CycleError names a circle
 
 
-def test_no_file_beside_a_main_hides_a_package_a_stdlib_module_or_an_installed_one() -> None:
-    libraries = {name for name, owners in distributions().items() if set(owners) != {"aerie"}}
-    taken = {"aerie", "tests", *LADDER, *sys.stdlib_module_names, *libraries} - {"__init__", "__main__"}
-    stems = {path.stem: relative(path) for path in SOURCES if (path.parent / "main.py").is_file()}
-    assert {"data", "ast", "torch"} <= taken
-    assert sorted(stems[stem] for stem in taken & stems.keys()) == []
-
-
 def test_every_third_party_import_is_declared() -> None:
     at_run_time, in_tests = declared("report", "distill"), declared("report", "distill", "dev")
     found = {path: undeclared(path.read_text(encoding="utf-8"), at_run_time) for path in SOURCES}
     found |= {path: undeclared(path.read_text(encoding="utf-8"), in_tests) for path in TESTS}
     assert {relative(path): names for path, names in found.items() if names} == {}
-    planted = "import yaml, torch, never_installed\nfrom pytest import mark"
-    assert undeclared(planted, at_run_time) == ["never_installed", "pytest"]
-
-
-def test_every_directory_of_source_and_tests_is_a_package() -> None:
-    directories = {path.parent for path in [*SOURCES, *TESTS]}
-    assert [relative(place) for place in sorted(directories) if not (place / "__init__.py").is_file()] == []
+    assert undeclared("import yaml, never_installed, pytest", at_run_time) == ["never_installed", "pytest"]

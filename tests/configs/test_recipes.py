@@ -51,6 +51,10 @@ def test_the_published_recipes_and_trees_are_all_there() -> None:
         ("eagle3", "vicuna-13b llama31-8b llama33-70b qwen3-8b qwq-32b embedded"),
     ):
         assert {*models.split()} <= {path.stem for path in RECIPES if path.parent.name == folder}
+    for kind in ("medusa", "hydra"):  # they train on the feature cache of the EAGLE-1 recipe
+        for ours, theirs in ((f"{kind}/embedded", "embedded"), (f"{kind}/vicuna-7b", "eagle1/vicuna-7b")):
+            own, shared = (load(CONFIGS / f"{name}.yaml") for name in (ours, theirs))
+            assert (own.run, own.data, own.features) == (shared.run, shared.data, shared.features)
 
 
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=lambda path: path.stem)

@@ -113,15 +113,6 @@ def test_equations_3_and_12_bound_the_acceptance_of_random_laws() -> None:
     assert found["tighter"] == 0.5
 
 
-def test_the_entropy_ratio_has_the_gamma_law_that_is_most_likely() -> None:
-    values = np.random.default_rng(0).gamma(0.7, 1 / 2.5, 4000)
-    ratio = calibrate.entropy_ratio(laws(4000, kl_qp=values, entropy=np.ones(4000)))
-    assert ratio["gamma"] == {"alpha": pytest.approx(0.7, rel=0.1), "beta": pytest.approx(2.5, rel=0.1)}
-    # certain and infinite laws are left out; .5 twice: no spread to fit
-    ratio = calibrate.entropy_ratio(laws(4, kl_qp=[0.5, np.inf, 0.1, 0.2], entropy=[1.0, 1.0, 0.0, 0.4]))
-    assert ratio == {"laws": 2, "gamma": None}
-
-
 def test_figure_3a_looks_back_in_its_own_cycle() -> None:
     followed, kl = [True, True, False, False, True, False], [0.1, 0.2, 3.0, 5.0, 9.0, np.inf]
     made = laws(6, cycle=[0, 0, 0, 1, 2, 3], depth=[1, 2, 3, 1, 1, 1], followed=followed, kl_qp=kl)

@@ -108,30 +108,6 @@ def second_best(tree: Tree, logits: Tensor, sampler: Sampler, typical: Any) -> V
     return replace(right, bonus=int(logits[right.path[-1]].topk(2).indices[1]))
 
 
-right_reject = verify.reject
-
-
-def drafts_judge_themselves(tree: Tree, p: Tensor, generator: torch.Generator) -> Verdict:
-    assert tree.proposal is not None
-    q = tree.proposal.over(p.shape[-1])
-    return right_reject(tree, torch.where(q.sum(-1, keepdim=True) > 0, q, p), generator)
-
-
-MUTATIONS: dict[str, tuple[SamplingConfig, str, Any, int]] = {
-    "drafts judge themselves": (HOT, "reject", drafts_judge_themselves, 1000),
-    "residual forgotten": (WARM, "residual", lambda p, q: p, 1000),
-    "sibling not removed": (HOT, "without", lambda q, tokens: q, 3000),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_broken_rule_is_found(sampled: SampledProver, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling, function, broken, draws = MUTATIONS[name]
-    monkeypatch.setattr(verify, function, broken)
-    assert sampled.prove(MethodConfig("eagle"), "eagle1", sampling, draws, seed=0).p_value < 1e-6
-
-
 def test_a_wrong_token_is_found_with_the_gap_of_its_logit(terse: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "verify", second_best)
     result = lossless.compare_greedy(terse.decoder("vanilla", None), terse.first(1))

@@ -5,7 +5,6 @@ import html
 import re
 import shutil
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.configs.schema.decode import EntropyConfig, Method, MethodConfig, VoteConfig
+from aerie.configs.schema.decode import EntropyConfig, Method, MethodConfig
 from aerie.infer.measure import record as measured
-from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, SummaryRow, line_of
+from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, line_of
 from aerie.infer.measure.statistics import group, summary_row
 from aerie.infer.report import tables
 from aerie.infer.report.page import write_report
@@ -209,20 +208,6 @@ def test_deagles_ratios_are_of_the_vote_on_the_same_prompts_and_held_to_their_li
     assert tables.claims(failed, asked, TUNING) == tables.claims(records, fewer, TUNING) == []
 
 
-def point(method: Method, **changes: Any) -> SummaryRow:
-    """One greedy answer of 4 tokens in 2 cycles."""
-    return summary_row(group([drafted((3, 1), method=method, head="eagle1", tree=tree(method, **changes))])[0])
-
-
-def test_a_sweeps_line_is_one_row_along_its_values_and_is_called_by_what_tells_it_apart() -> None:
-    stops: Sequence[dict[str, Any]] = ({}, {"stop": VoteConfig(signals=("momentum",))})
-    rows = [(n, point("deagle", levels=n, **stop)) for n in (6, 4) for stop in stops]
-    points = [replace(row, sweep="s", key="tree.levels", value=n) for n, row in rows]
-    (grid,) = tables.sweep_grids(points)
-    assert [line.label for line in grid.lines] == ["deagle", "deagle, signals momentum"] and grid.values == (4, 6)
-    assert grid.lines[1].at(6) is points[1] and grid.lines[1].at(7) is None and grid.picture == "sweep-0"
-
-
 def test_a_rules_lengths_are_held_against_the_constant_length_of_the_same_mean() -> None:
     chains = []
     for method, levels, tokens, nodes in (
@@ -236,13 +221,3 @@ def test_a_rules_lengths_are_held_against_the_constant_length_of_the_same_mean()
     ((name, rows),) = tables.lengths([*constants, chains[2], replace(chains[0], sweep="fewer")], asked)
     assert name == "eagle1 head, T 0, 2 prompts"
     assert [(row.tau, mean, constant) for row, mean, constant in rows] == [(2, 2, 2), (3, 3, 2.5), (3, 4, 3)]
-
-
-def test_published_lines_stand_below_the_measured_row() -> None:
-    best = tables.published("ablation").lines[0].at("EAGLE-2")
-    assert (best.speedup, best.tau) == (3.62, 4.98)
-    hydra, svip = (replace(point(method), task="all") for method in ("hydra", "svip"))
-    shown = tables.beside([hydra, svip], {0: [replace(hydra, task="gsm8k", value="gsm8k", tau=3.0)]})
-    assert [(method, line.published) for method, _, line in shown] == [("hydra", n > 0) for n in range(3)]
-    assert [shown[0][2].at(task).tau for task in ("mean", "gsm8k")] == [2.0, 3.0]
-    assert shown[1][2].label == "Vicuna 13B" and shown[1][2].at("mt_bench").tau == 3.65

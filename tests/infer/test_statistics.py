@@ -11,7 +11,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, read_as
-from aerie.infer.measure.statistics import context_rows, diversity, group, speedups, tau_difference, tau_interval
+from aerie.infer.measure.statistics import context_rows, group, speedups, tau_difference, tau_interval
 from aerie.model.storage import write_json
 from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record
 
@@ -147,10 +147,3 @@ def test_rows_are_those_of_the_bench_and_points_of_sweeps_those_of_their_prompts
     rows = [(one.value, one.prompts, one.speedup, one.status) for one in statistics.sweep_rows(records, asked)]
     twice, eightfold = pytest.approx(2.0), pytest.approx(8.0)
     assert rows == [(6, 1, twice, "ok"), ([8, "x"], 1, eightfold, "ok"), (9, 1, None, "error")]
-
-
-def test_diversity_counts_the_distinct_4grams_of_vanillas_greedy_answers() -> None:
-    answers = [record(output_ids=ids) for ids in ((1, 2, 3, 4, 5), (1, 2, 3, 4, 6), (7, 8))]
-    found = diversity(group([*answers, drafted((3, 1), output_ids=(9, 9, 9, 9))]))
-    assert found == {"method": "vanilla", "answers": 3, "distinct_4grams": 3, "total_4grams": 4}
-    assert diversity(group([record(temperature=1.0)])) is None

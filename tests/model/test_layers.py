@@ -27,7 +27,7 @@ def sized(scaling: dict[str, Any] | None = None, **changes: Any) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("scaling", [None, LLAMA3], ids=str)
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=str)
 def test_the_layer_is_llamas_and_with_query_and_key_norms_qwen3s(family: str, scaling: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": 5e5}

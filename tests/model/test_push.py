@@ -174,6 +174,8 @@ def test_a_calibrator_goes_along_and_fits_the_head_as_it_is_fetched(one: Path, t
     for name, file in pack(inspect_head(one), "me/head", **UNMEASURED)[0].items():
         (out / name).write_bytes(file if isinstance(file, bytes) else file.read_bytes())
     assert load_calibrator(out).temperature == 1.5
+    save_head(tiny.head(tiny.vocab().embedding, seed=3), one, target_path="a/b")  # another head
+    assert "calibrator.json" not in packed(one, **UNMEASURED)["names"]
 
 
 def test_what_would_mislead_is_refused(head: Path, tmp_path: Path, monkeypatch: Any) -> None:
