@@ -144,7 +144,7 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
     where = lines[known] if known else source
     prefix = where if f"{where}.".startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{prefix}: unknown key; {_suggestion(parts, names)}"
+        return f"{prefix}: unknown key; {_suggestion(parts, names, problem['loc'])}"
     if kind == "union_tag_not_found":
         key = problem["ctx"]["discriminator"].strip("'")
         choice = re.compile(re.escape(f"{_pattern(parts)}{key}=") + r"(.+)")
@@ -167,12 +167,12 @@ def _pattern(parts: list[str]) -> str:
     return "".join("*." if part.isdecimal() else f"{part}." for part in parts)
 
 
-def _suggestion(parts: list[str], names: Sequence[str]) -> str:
+def _suggestion(parts: list[str], names: Sequence[str], loc: Any) -> str:
     *section, leaf = parts
     place = _pattern(section)
     beside = dict.fromkeys(name.removeprefix(place) for name in names if re.fullmatch(re.escape(place) + r"\w+", name))
     if leaf in beside:  # of another member of a union
-        return f"it belongs to another kind of {section[-1]}, leave it out"
+        return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
     meant = {name.rpartition(".")[2]: name for name in reversed(names) if not {"*", "="} & {*name}}
     close = difflib.get_close_matches(leaf, beside, n=1) or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.8)
     meant |= {key: ".".join([*section, key]) for key in beside}

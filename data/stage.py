@@ -13,7 +13,7 @@ from tqdm import tqdm
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.model.hub import require_target
 from aerie.model.storage import FILE, file_digest, template_path
 

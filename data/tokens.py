@@ -13,7 +13,7 @@ from tqdm import tqdm
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, Rendered, Row, shared_start
 from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary

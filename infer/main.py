@@ -17,8 +17,8 @@ from aerie.configs.read import as_dict, load, validate
 from aerie.configs.schema import decode
 from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import SamplingConfig
-from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.data.stage import target_inputs
 from aerie.infer.decode.engine import make_decoder
 from aerie.infer.decode.methods import Drafters, check_levels, find_head, heads_by_kind, kind_at

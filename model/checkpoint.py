@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.target_and_head import HeadConfig
+from aerie.configs.schema.heads import HeadConfig
 from aerie.model.formats.content import HeadContent
 from aerie.model.formats.layouts import read_content, recognise, tensor_names, write_tensors
 from aerie.model.heads import HEADS, AnyConfig, Head

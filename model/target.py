@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import cached_file
 
 from aerie.configs.errors import UserError
+from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.model.hub import require_target
 from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template_path
 

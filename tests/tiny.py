@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from aerie.configs.schema.target_and_head import HeadKind, HydraSection, MedusaSection
+from aerie.configs.schema.heads import HydraSection, MedusaSection
 from aerie.data.cache import CachedRow
 from aerie.model.checkpoint import new_head
 from aerie.model.heads.eagle import DraftVocabulary, Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
@@ -139,7 +139,7 @@ def eagle3_head(
     return made
 
 
-def multi_token_head(kind: HeadKind, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
+def multi_token_head(kind: str, target_vocab: VocabWeights, noise: float = 0.0, seed: int = 0, **keys: Any) -> Any:
     """A Medusa or Hydra head for a tiny llama; noise moves every weight, so that a lost one shows."""
     section = MedusaSection if kind == "medusa" else HydraSection
     made = new_head(section(**keys), llama().config, target_vocab, seed)

@@ -11,8 +11,8 @@ import torch
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
+from aerie.configs.schema.heads import DraftLMSection, Eagle3Section
 from aerie.configs.schema.recipe import Recipe
-from aerie.configs.schema.target_and_head import DraftLMSection, Eagle3Section
 from aerie.data import tokens
 from aerie.data.batches import Batch, OnlineFeatures, Order, ShardPools, TokenisedRow
 from aerie.data.cache import FeatureCache, rows_digest

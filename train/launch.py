@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.train import TrainConfig
+from aerie.configs.schema.heads import TrainConfig
 from aerie.model.hub import quieten
 
 

@@ -12,8 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.configs.schema.target_and_head import DraftLMSection, TargetConfig
-from aerie.configs.schema.train import DraftLMTrain
+from aerie.configs.schema.heads import DraftLMSection, DraftLMTrain, TargetConfig
 from aerie.data.batches import Batch, keyed_generator
 from aerie.model import target as targets
 from aerie.model.target import Target, VocabWeights, load_tokenizer

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.schema.train import TrainConfig
+from aerie.configs.schema.heads import TrainConfig
 from aerie.data.batches import Batch, TokenisedRow, collate, prefetched
 from aerie.data.stage import bar
 from aerie.model.storage import Lock, explained, remove_tree, write_text

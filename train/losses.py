@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from aerie.configs.schema.train import LossName, TrainConfig
+from aerie.configs.schema.heads import LossName, TrainConfig
 from aerie.model.target import VocabWeights
 from aerie.train.launch import are_many
 

@@ -109,8 +109,9 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
     """Greedy decoding of held-out prompts, a share of them in each process."""
     import torch
 
+    from aerie.infer.decode.drafters import DRAFTERS
     from aerie.infer.decode.engine import SpeculativeDecoder
-    from aerie.infer.decode.methods import DRAFTERS, drafting
+    from aerie.infer.decode.methods import drafting
     from aerie.train.launch import all_reduce, rank, world_size
 
     settings: Any = recipe.train

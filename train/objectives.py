@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from aerie.configs.schema.train import Eagle1Train, Eagle3Train, MultiTokenTrain
+from aerie.configs.schema.heads import Eagle1Train, Eagle3Train, MultiTokenTrain
 from aerie.data.batches import Batch, keyed_generator
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.heads.multi_token import HydraHead, MedusaHead

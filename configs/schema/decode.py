@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, NonNegativeFloat, PositiveInt, model_
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import Section, adapter, read_yaml, validate
+from aerie.configs.schema.heads import KINDS
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Finite = Annotated[NonNegativeFloat, Field(lt=inf)]
@@ -254,7 +255,7 @@ class PromptLookupConfig(Section):
     @property
     def text(self) -> str:
         shortest = "" if self.min_ngram == 1 else f", at least {self.min_ngram}"
-        last = "" if self.match == "first" else f", the {self.match} match"
+        last = "" if self.match == "first" else ", the last match"
         return f"n-grams up to {self.ngram}{shortest}, {self.length} tokens{last}"
 
 
@@ -284,42 +285,43 @@ Options = PromptLookupConfig | LookaheadConfig
 OPTIONS: dict[str, type[Options]] = {"lookup": PromptLookupConfig, "lookahead": LookaheadConfig}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Published:
-    heads: tuple[str, ...] = ()  # kinds that it drafts with
     tree: dict[str, Any] | None = None  # TreeConfig's keys
     options: str | None = None  # its section, where it grows no tree
+    heads: tuple[str, ...] = ()  # kinds that name it
 
 
-def _tree(shape: str, levels: int, rule: str = "constant", **more: Any) -> dict[str, Any]:
-    return {"shape": shape, "levels": levels, "stop": {"rule": rule}, **more}
+def _tree(shape: str, size: Any, rule: str = "constant", **more: Any) -> Published:
+    key = "choices" if shape == "static" else "levels"
+    return Published({"shape": shape, key: size, "stop": {"rule": rule}, **more})
 
 
-EAGLE, DRAFT_LM = ("eagle1", "eagle3"), ("draft_lm",)
-MEDUSA = {"shape": "static", "choices": "medusa63", "children": "best"}
 METHODS: dict[str, Published] = {
     "vanilla": Published(),
     # a constant of 5 and caps of 40 are SVIP's (arXiv 2411.18462), 20 is transformers'
-    "sps": Published(DRAFT_LM, _tree("chain", 5)),
-    "sps-heuristic": Published(DRAFT_LM, _tree("chain", 40, "heuristic")),
-    "sps-svip": Published(DRAFT_LM, _tree("chain", 40, "entropy")),
-    "sps-confidence": Published(DRAFT_LM, _tree("chain", 20, "confidence")),
+    "sps": _tree("chain", 5),
+    "sps-heuristic": _tree("chain", 40, "heuristic"),
+    "sps-svip": _tree("chain", 40, "entropy"),
+    "sps-confidence": _tree("chain", 20, "confidence"),
     "pld": Published(options="lookup"),
     "lookahead": Published(options="lookahead"),
-    "medusa": Published(("medusa",), MEDUSA),
-    "hydra": Published(("hydra",), MEDUSA),
-    "eagle": Published(EAGLE, {"shape": "static", "choices": "eagle1"}),
-    "eagle2": Published(("eagle1",), _tree("dynamic", 6)),
-    "eagle3": Published(("eagle3",), _tree("dynamic", 8)),
-    "eagle-chain": Published(EAGLE, _tree("chain", 5)),
+    "medusa": _tree("static", "medusa63", children="best"),
+    "hydra": _tree("static", "medusa63", children="best"),
+    "eagle": _tree("static", "eagle1"),
+    "eagle2": _tree("dynamic", 6),
+    "eagle3": _tree("dynamic", 8),
+    "eagle-chain": _tree("chain", 5),
     # rules that end the tree of EAGLE-2 or EAGLE-3: DEAGLE (section 4.1), SVIP (table 2), DDD (max 11), OPT-Tree
-    "deagle": Published(EAGLE, _tree("dynamic", 8, "vote")),
-    "svip": Published(EAGLE, _tree("dynamic", 8, "entropy")),
-    "ddd": Published(EAGLE, _tree("dynamic", 11, "probability_sum")),
-    "opt-tree": Published(EAGLE, _tree("dynamic", 9, "marginal_gain", k=59)),
+    "deagle": _tree("dynamic", 8, "vote"),
+    "svip": _tree("dynamic", 8, "entropy"),
+    "ddd": _tree("dynamic", 11, "probability_sum"),
+    "opt-tree": _tree("dynamic", 9, "marginal_gain", k=59),
 }
-# how a head of each kind usually decodes
-USUAL = {"eagle1": "eagle2", "eagle3": "eagle3", "medusa": "medusa", "hydra": "hydra", "draft_lm": "sps"}
+for _kind, _section in KINDS.items():
+    for _method in _section.methods:
+        METHODS[_method].heads += (_kind,)
+USUAL = {kind: section.methods[0] for kind, section in KINDS.items()}  # how its heads usually decode
 if TYPE_CHECKING:
     Method = str
 else:
@@ -335,11 +337,19 @@ def completed(method: Any, changes: Any) -> Any:
         if changes:
             raise ValueError(f"tree: {method} grows no tree; leave it out")
         return None
-    if changes.get("shape", own["shape"]) != own["shape"]:
+    shape, stop, rule = changes.get("shape", own["shape"]), changes.get("stop"), own["stop"]["rule"]
+    usual = rule if shape == own["shape"] else "constant"
+    asked = stop.get("rule", usual) if isinstance(stop, dict) else getattr(stop, "rule", usual)
+    # with a rule that no method of its shape has, a tree keeps the name of the constant one
+    forms = {name: (row.tree["shape"], row.tree["stop"]["rule"]) for name, row in METHODS.items() if row.tree}
+    kin = [name for name in forms if {*METHODS[name].heads} & {*METHODS[method].heads}]
+    names = [n for n in kin if forms[n] == (shape, asked)] or [n for n in kin if forms[n] == (shape, "constant")]
+    if names and method not in names and any(asked in form for form in forms.values()):
+        raise ValueError(f"tree: {shape} with rule {asked} is method {' or '.join(names)}, not {method}")
+    if shape != own["shape"]:
         return changes
-    stop, own_stop = changes.get("stop"), own.get("stop", {"rule": "constant"})
-    if isinstance(stop, dict) and stop.get("rule", own_stop["rule"]) == own_stop["rule"]:
-        changes["stop"] = {**own_stop, **stop}
+    if isinstance(stop, dict) and asked == rule:
+        changes["stop"] = {"rule": rule, **stop}
     if method == "opt-tree" and isinstance(changes.get("nodes"), int):
         changes.setdefault("k", changes["nodes"] - 1)  # its frontier is as wide as its budget
     return {**own, **changes}

@@ -10,9 +10,8 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import Section, override, read_yaml, validate
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
 from aerie.configs.schema.decode import USUAL, TreeConfig, completed
+from aerie.configs.schema.heads import DEFAULT_KIND, Eagle1Section, Eagle1Train, HeadConfig, TargetConfig, Train
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
-from aerie.configs.schema.target_and_head import DEFAULT_KIND, Eagle1Section, HeadConfig, TargetConfig
-from aerie.configs.schema.train import Eagle1Train, Train
 
 
 class Recipe(Section):

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DistillConfig
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.data.conversations import Message, UnusableRow
 from aerie.data.distill.answer import Answer, Ask, Outcome, ServedTarget, Thinking, Unanswered
 from aerie.data.distill.prompts import TEXTS, Overlap, Prompt, asked_key, make_prompts, plan_line, problem_in, words

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aerie.configs.schema.decode import LookaheadConfig, PromptLookupConfig
-from aerie.configs.schema.target_and_head import DType, TargetConfig
+from aerie.configs.schema.heads import DType, TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.sampling import Sampler
 from aerie.infer.decode.shape import Cycle, Drafter, Proposer
@@ -225,6 +225,15 @@ class DraftLMDrafter(Drafter):
 
     def _log_q(self, hidden: Tensor) -> Tensor:
         return self.draft.logits(hidden)[:, : self._num_columns].float().log_softmax(-1)
+
+
+DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
+    "eagle1": EagleDrafter,
+    "eagle3": EagleDrafter,
+    "medusa": MedusaDrafter,
+    "hydra": HydraDrafter,
+    "draft_lm": DraftLMDrafter,
+}
 
 
 def load_draft_lm(target: Target, path: str) -> Target:

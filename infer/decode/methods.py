@@ -1,6 +1,6 @@
 """From a method's name and a head's directory to the proposer that drafts with them, and the head's calibrator."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,8 @@ from aerie.configs.errors import UserError, warn
 from aerie.configs.read import Section, validate
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeConfig, check_kind
-from aerie.configs.schema.target_and_head import MULTI_TOKEN
-from aerie.infer.decode.drafters import (
-    DraftLMDrafter,
-    EagleDrafter,
-    HydraDrafter,
-    Lookahead,
-    MedusaDrafter,
-    PromptLookup,
-    load_draft_lm,
-)
+from aerie.configs.schema.heads import KINDS
+from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
 from aerie.infer.decode.sampling import token_ids
 from aerie.infer.decode.shape import Calibrate, Drafter, Drafting, Proposer, make_shape, unchanged
 from aerie.model.checkpoint import check_sizes, head_facts, kind_of, load_head, position_warnings
@@ -35,13 +27,6 @@ from aerie.model.target import Target, default_taps, fingerprints, load_vocab
 
 CONFIG = "config.json"
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
-DRAFTERS: dict[str, Callable[[Any, Target], Drafter]] = {
-    "eagle1": EagleDrafter,
-    "eagle3": EagleDrafter,
-    "medusa": MedusaDrafter,
-    "hydra": HydraDrafter,
-    "draft_lm": DraftLMDrafter,
-}
 
 
 def kind_at(head: Path | str) -> str:
@@ -85,7 +70,7 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
 
 def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
     """UserError for a tree that is deeper than a head with a module for each level."""
-    if tree is not None and head is not None and kind_at(head) in MULTI_TOKEN:
+    if tree is not None and head is not None and hasattr(KINDS[kind_at(head)], "num_heads"):
         num_heads = read_json(head_directory(head) / CONFIG).get("num_heads")  # a published layout has none
         _require_modules(tree, num_heads or tree.levels, f"{place}: tree", head)
 

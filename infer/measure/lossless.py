@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml, validate
 from aerie.configs.schema.decode import METHODS, MethodConfig
+from aerie.configs.schema.heads import Eagle1Section, Eagle3Section, HydraSection, MedusaSection, TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, SamplingConfig
-from aerie.configs.schema.target_and_head import Eagle1Section, Eagle3Section, HydraSection, MedusaSection, TargetConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import Drafters

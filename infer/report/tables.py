@@ -358,7 +358,7 @@ def modelled(answers: Sequence[Record], tuning: Mapping[str, Any] | None) -> flo
     tree = answers[0].tree
     if costs is None or tree is None:
         return None
-    from aerie.infer.measure.tune import Costs, counted  # imports torch
+    from aerie.infer.measure.tune import Costs, counted
 
     total, nodes = counted(answers)
     draft, verify = ({int(key): value for key, value in costs[part].items()} for part in ("draft", "verify"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import validate
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 from aerie.model.layers import Rotary

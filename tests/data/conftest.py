@@ -2,7 +2,7 @@
 
 import pytest
 
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.model.target import Target
 from tests import tiny
 

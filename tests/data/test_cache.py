@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.data.batches import collate
 from aerie.data.cache import FeatureCache, Form, Storage, decode, encode
 from aerie.data.features import check

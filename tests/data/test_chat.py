@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, Row
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.storage import template_path

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.data.stage import Share, feature_inputs, state_inputs
 from tests import tiny
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.model.target import Target
 from tests import tiny
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import candidate_generator
 
 from aerie.configs.schema.decode import Method, PromptLookupConfig, published_tree
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.drafters import DraftLMDrafter, PromptLookup
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.methods import drafting

@@ -13,8 +13,8 @@ import torch
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import METHODS, Method, MethodConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import BenchConfig, PromptsConfig, SamplingConfig, SweepConfig
-from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.measure import bench as module
 from aerie.infer.measure.bench import Bench, Stopwatch, make_decoders, measure_overhead, measure_reference, run

@@ -14,8 +14,9 @@ from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import DynamicConfig, StaticConfig, TreeConfig
 from aerie.configs.schema.measure import CalibrateConfig, PromptsConfig
 from aerie.infer.decode.cache import TargetStep
+from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import DRAFTERS, FLOOR, Calibrator, drafting
+from aerie.infer.decode.methods import FLOOR, Calibrator, drafting
 from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Proposal, Tree, ancestors

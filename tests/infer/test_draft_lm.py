@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.drafters import DraftLMDrafter, load_draft_lm
 from aerie.model.target import Target
 from tests import tiny

@@ -9,8 +9,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, TreeConfig
+from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import DRAFTERS
 from aerie.infer.decode.shape import Drafting, make_shape
 from aerie.model.target import Target
 from tests.infer.draws import TREES, greedy, make_head, make_target, prompts

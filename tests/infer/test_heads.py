@@ -9,9 +9,10 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.decode import ChainConfig, DynamicConfig, StaticConfig, TreeConfig
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
+from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import DRAFTERS, drafting, load_head_for
+from aerie.infer.decode.methods import drafting, load_head_for
 from aerie.infer.decode.shape import Cycle
 from aerie.model.checkpoint import save_head
 from aerie.model.heads.eagle import Eagle3Head

@@ -21,9 +21,12 @@ from aerie.configs.schema.decode import (
     VoteConfig,
 )
 from aerie.configs.schema.measure import SamplingConfig
+from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.methods import find_head, kind_at
 from aerie.infer.decode.shape import make_shape
 from aerie.model.checkpoint import save_head
+from aerie.model.heads import HEADS
+from aerie.train.objectives import OBJECTIVES
 from tests import tiny
 
 
@@ -38,7 +41,7 @@ def test_every_method_has_a_tree_that_can_be_grown_or_none() -> None:
         if tree is not None:
             assert make_shape(tree).max_nodes == tree.nodes >= 2
             assert validate(as_dict(MethodConfig(name)), MethodConfig, "again", {}) == MethodConfig(name)
-    assert all(kind in METHODS[method].heads for kind, method in USUAL.items())
+    assert {*USUAL} == {*DRAFTERS} == {*HEADS, "draft_lm"} == {*OBJECTIVES, "draft_lm"}
 
 
 def test_the_published_trees() -> None:
@@ -57,7 +60,7 @@ def test_the_published_trees() -> None:
     [
         ("method=deagle tree.levels=12", DynamicConfig(levels=12, stop=VoteConfig())),
         ("method=sps-svip tree.stop.h=0.5", ChainConfig(levels=40, stop=EntropyConfig(h=0.5))),
-        ("method=deagle tree.stop.rule=entropy", DynamicConfig(levels=8, stop=EntropyConfig())),
+        ("method=eagle-chain tree.stop.rule=entropy", ChainConfig(levels=5, stop=EntropyConfig())),
         ("method=eagle2 tree.levels=null", DynamicConfig(levels=6)),
         ("method=eagle-chain tree.shape=chain tree.levels=4", ChainConfig(levels=4)),
         ("method=sps tree.shape=dynamic tree.k=4", DynamicConfig(k=4)),  # another shape has nothing of the method's
@@ -85,9 +88,11 @@ def test_opt_trees_frontier_is_as_wide_as_its_budget() -> None:
     ("words", "message"),
     [
         ("method=eagel2", "--method: input should be 'vanilla', .*not 'eagel2'"),
-        ("method=eagle tree.levels=5", "--tree.levels: unknown key; it belongs to another kind of tree"),
+        ("method=eagle tree.levels=5", "--tree.levels: unknown key; it belongs to another kind of tree than static"),
         ("method=sps tree.shape=static", "tree.choices: required"),
         ("method=eagle2 tree.shape=square", "unknown shape 'square'"),
+        ("method=eagle2 tree.shape=chain", "is method eagle-chain, not eagle2"),
+        ("method=deagle tree.stop.rule=constant", "is method eagle2 or eagle3"),
         ("method=eagle-chain tree.children=replaced", "--tree.children: input should be 'best' or 'sampled'"),
         ("method=ddd tree.levels=5", r"checks \[5, 7, 9\] are never reached in 5 levels"),
         ("method=eagle tree.stop.rule=entropy tree.stop.over=per_node", "per_node needs a tree that chooses its nodes"),

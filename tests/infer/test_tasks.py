@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from aerie.configs.errors import UserError
+from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import PromptsConfig, TaskConfig
-from aerie.configs.schema.target_and_head import TargetConfig
 from aerie.infer.measure import tasks
 from aerie.infer.measure.tasks import TASKS, Prompt, encode, load_prompts, pinned, prompt_inputs, prompt_of
 from aerie.model.target import Target, load_tokenizer

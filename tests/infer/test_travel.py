@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from aerie.configs.errors import exit_code
 from aerie.configs.schema.decode import DynamicConfig
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.infer import main as measuring
 from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.model import main as travelling

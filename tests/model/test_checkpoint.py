@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.target_and_head import Eagle1Section, Eagle3Section, HydraSection, MedusaSection
+from aerie.configs.schema.heads import Eagle1Section, Eagle3Section, HydraSection, MedusaSection
 from aerie.model.checkpoint import config_for, head_facts, load_head, new_head, position_warnings, save_head
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.layers import Rotary

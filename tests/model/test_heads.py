@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aerie.configs.schema.target_and_head import Eagle3Section, HeadKind
+from aerie.configs.schema.heads import Eagle3Section
 from aerie.model.checkpoint import load_head, new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary, Eagle3Head
 from tests import tiny
@@ -96,7 +96,7 @@ def test_d2t_holds_offsets_t2d_marks_the_same_tokens() -> None:
 # Medusa and Hydra: how they begin, what they compute.
 
 CAPPED = replace(tiny.vocab(), bias=torch.linspace(-1, 1, 320), scale=0.5, softcap=6.0)
-SHAPES: list[tuple[HeadKind, dict[str, Any]]] = [
+SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"num_heads": 3, "num_layers": 2, "lm_head": "target"}),
     ("hydra", {"num_heads": 3, "num_layers": 3, "lm_head": "target"}),
     ("hydra", {"num_heads": 2, "num_layers": 2, "prefix_layer": True}),
@@ -134,7 +134,7 @@ def _by_hand(weights: dict[str, Tensor], head: Any, index: int, x: Tensor) -> Te
 
 
 @pytest.mark.parametrize(("kind", "keys"), SHAPES)
-def test_every_law_is_what_its_weights_say(kind: HeadKind, keys: dict[str, Any]) -> None:
+def test_every_law_is_what_its_weights_say(kind: str, keys: dict[str, Any]) -> None:
     head = tiny.multi_token_head(kind, CAPPED, noise=0.2, **keys)
     head.laws.vocab, weights, features = CAPPED, dict(head.state_dict()), _features(5)
     embeddings = torch.randn(5, head.config.num_heads * 32, generator=torch.Generator().manual_seed(4))

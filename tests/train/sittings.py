@@ -13,7 +13,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from aerie.configs.read import as_dict
-from aerie.configs.schema.train import Eagle1Train
+from aerie.configs.schema.heads import Eagle1Train
 from aerie.data.batches import Batch
 from aerie.model.checkpoint import save_head
 from aerie.train.jobs import Job, Rows

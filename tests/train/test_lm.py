@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aerie.configs.schema.target_and_head import DraftLMSection, TargetConfig
-from aerie.configs.schema.train import DraftLMTrain
+from aerie.configs.schema.heads import DraftLMSection, DraftLMTrain, TargetConfig
 from aerie.data.batches import Batch, OnlineFeatures, collate
 from aerie.model.target import Target
 from aerie.train.lm import LMObjective, marked, new_causal_lm, redrawn, save_causal_lm

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aerie.configs.errors import Requeued, UserError
-from aerie.configs.schema.train import Eagle1Train
+from aerie.configs.schema.heads import Eagle1Train
 from aerie.data.batches import collate
 from aerie.model.checkpoint import load_head
 from aerie.train import resume

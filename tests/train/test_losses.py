@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.configs.schema.train import Eagle3Train, LossName
+from aerie.configs.schema.heads import Eagle3Train, LossName
 from aerie.train import losses
 from aerie.train.losses import LOSSES, TargetLaw, drafted_law
 from tests import tiny

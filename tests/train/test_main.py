@@ -16,11 +16,12 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM
 
 from aerie.configs.errors import exit_code
-from aerie.configs.schema.target_and_head import TargetConfig
+from aerie.configs.schema.heads import TargetConfig
 from aerie.data import main as data_main
 from aerie.data.cache import FeatureCache
+from aerie.infer.decode.drafters import DRAFTERS
 from aerie.infer.decode.engine import SpeculativeDecoder
-from aerie.infer.decode.methods import DRAFTERS, drafting
+from aerie.infer.decode.methods import drafting
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.storage import Stage
 from aerie.model.target import Target, load_vocab

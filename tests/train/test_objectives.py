@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from aerie.configs.schema.train import DraftLMTrain, Eagle1Train, Eagle3Train, LossName, MultiTokenTrain, TrainConfig
+from aerie.configs.schema.heads import DraftLMTrain, Eagle1Train, Eagle3Train, LossName, MultiTokenTrain, TrainConfig
 from aerie.data.batches import Batch, collate
 from aerie.data.cache import CachedRow
 from aerie.model.heads.eagle import EagleDraft

@@ -16,7 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from aerie.configs.errors import NotWritable, UserError
-from aerie.configs.schema.train import Eagle1Train
+from aerie.configs.schema.heads import Eagle1Train
 from aerie.model import storage
 from aerie.train import resume
 from aerie.train.loop import Loop

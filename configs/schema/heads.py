@@ -1,0 +1,211 @@
+"""The sections `target`, `head` and `train` of a recipe: the last two have a class per kind of head."""
+
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import BeforeValidator, Discriminator, Field
+
+from aerie.configs.read import Section
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+DEFAULT_KIND = "eagle1"
+EAGLE = ("eagle", "eagle-chain", "deagle", "svip", "ddd", "opt-tree")
+Size = Annotated[int, Field(gt=0)]
+
+
+class TargetConfig(Section):
+    """The frozen causal LM that is sped up."""
+
+    path: str  # local directory or Hub id
+    revision: str | None = None
+    dtype: DType = "auto"  # auto: what the checkpoint was saved in
+    device_map: str | None = None  # "auto" spreads the target over the GPUs that are there
+    trust_remote_code: bool = False
+    chat_template: str | None = None  # a .jinja file, for targets whose tokenizer has none
+
+
+class _AnyHead(Section, kw_only=True):
+    methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
+    init_from: str | None = None  # warm start: a directory or Hub id, in any published layout
+    max_position_embeddings: Size | None = None  # null: the target's
+
+
+class _LayerSizes(Section, kw_only=True):
+    """Sizes of decoder layers. null: the target's."""
+
+    intermediate_size: Size | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = None  # even: RoPE turns pairs of entries
+    rope_theta: Annotated[float, Field(gt=0)] | None = None  # null: the target's base and scaling
+
+
+class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
+    """EAGLE-1 and EAGLE-2's; as wide as the target."""
+
+    methods = ("eagle2", *EAGLE)
+    kind: Literal["eagle1"] = "eagle1"
+    num_hidden_layers: Size = 1
+    bias: bool = False  # fc.bias, as published Vicuna and LLaMA-2 heads have; no server loads it
+
+
+class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
+    methods = ("eagle3", *EAGLE)
+    kind: Literal["eagle3"] = "eagle3"
+    num_hidden_layers: Size = 1
+    hidden_size: Size | None = None  # null: the target's
+    draft_vocab_size: Size | None = None  # null: 32,000, or the target's where that is smaller
+    qk_norm: bool | None = None  # RMSNorm on queries and keys; null: as the target (Qwen3 has it)
+    fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
+    norm_output: bool = False  # EAGLE-3.1: feed back the normed output
+    lm_head_init: Literal["random", "target"] = "random"  # target: its rows
+
+    def __post_init__(self) -> None:
+        if self.init_from is not None and self.lm_head_init == "target":
+            raise ValueError("lm_head_init begins a new head, init_from has one already; leave one of them out")
+
+
+class _MultiToken(_AnyHead, kw_only=True):
+    num_heads: Size = 4  # future tokens with a head of their own (the papers')
+    num_layers: Size = 1  # residual blocks of each head
+    lm_head: Literal["own", "target"] = "own"  # for each future token, or the target's frozen one
+
+
+class MedusaSection(_MultiToken, kw_only=True):
+    methods = ("medusa",)
+    kind: Literal["medusa"] = "medusa"
+
+
+class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
+    """Hydra heads; the sizes are the prefix layer's."""
+
+    methods = ("hydra",)
+    kind: Literal["hydra"] = "hydra"
+    prefix_layer: bool = False  # Hydra++ (with num_layers 4): a decoder layer over last_hidden
+    initializer_range: float = 0.02  # of the prefix layer's matrices
+
+    def __post_init__(self) -> None:
+        sizes = [name for name in _LayerSizes.__dataclass_fields__ if getattr(self, name) is not None]
+        if sizes and not self.prefix_layer:
+            raise ValueError(f"{sizes[0]} belongs to the prefix layer; set prefix_layer: true, or leave it out")
+
+
+class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
+    """A small language model with the target's tokenizer."""
+
+    methods = ("sps", "sps-heuristic", "sps-svip", "sps-confidence")
+    kind: Literal["draft_lm"] = "draft_lm"
+    num_hidden_layers: Size = 1
+    hidden_size: Size | None = None
+    initializer_range: float = 0.02  # of its matrices
+
+    def __post_init__(self) -> None:
+        needed = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing and self.init_from is None:
+            raise ValueError(f"a draft_lm trained from scratch needs {', '.join(missing)} (or init_from)")
+
+
+HeadConfig = Annotated[
+    Eagle1Section | Eagle3Section | MedusaSection | HydraSection | DraftLMSection,
+    Discriminator("kind"),
+    BeforeValidator(lambda values: {"kind": DEFAULT_KIND, **values} if isinstance(values, dict) else values),
+]
+KINDS: dict[str, type[_AnyHead]] = {section.kind: section for section in get_args(get_args(HeadConfig)[0])}
+LossName = Literal[
+    "soft_cross_entropy", "kl", "reverse_kl", "jsd", "total_variation", "negative_log_alpha", "lk_hybrid"
+]
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(gt=0, le=1)]
+
+
+class TrainConfig(Section, kw_only=True):
+    """The defaults are the EAGLE code's unless a comment differs."""
+
+    kind: str  # the head's
+    epochs: Count = 20
+    max_steps: int | None = None  # optimiser steps; null: epochs decide
+    max_seconds: float | None = None  # this stage's budget: stops at the next step and saves
+    batch_size: Count = 4  # conversations per process and forward
+    accumulation: Count = 1
+    learning_rate: Positive = 3e-5
+    warmup_steps: int = 2000
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up, to zero at the last step
+    final_rate: Share = 0.0  # share of the learning rate that linear and cosine end at
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    clip_norm: Positive = 0.5  # the published accelerate script clips by value
+    lk_eta: Weight = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
+    loss_chunk_slots: Count = 4096  # slots whose laws are held at once
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    log_every: Count = 10
+    eval_every: int = 500  # steps; 0: only at the end
+    eval_conversations: int = 64
+    eval_depths: Count = 5  # drafted tokens per start slot of the predicted tau
+    save_every: Count = 500
+    keep_last: Count = 2  # saves; with 2, a broken newest one costs save_every steps
+    trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
+
+
+class DraftHeadTrain(TrainConfig, kw_only=True):
+    """Of all heads that read the target's features."""
+
+    loss: LossName = "soft_cross_entropy"  # between the target's and the draft's law
+    measure_prompts: Whole = 0  # held-out ones, decoded at each evaluation: their tau picks the best weights
+    measure_new_tokens: Count = 64  # of each of them
+
+
+class Eagle1Train(DraftHeadTrain, kw_only=True):
+    """EAGLE (arXiv 2401.15077), section 4.1."""
+
+    kind: Literal["eagle1"] = "eagle1"
+    feature_weight: float = 1.0  # of the Smooth-L1 between drafted and true feature
+    classification_weight: float = 0.1  # of the loss between the laws
+    feature_noise: float = 0.1  # half-width of the uniform noise on input features; 0 switches it off
+
+
+class Eagle3Train(DraftHeadTrain, kw_only=True):
+    """The training-time test (EAGLE-3, arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    unroll_steps: Count = 7  # length of the training-time test
+    unroll_decay: Decay = 0.8  # step k weighs unroll_decay ** k
+    mask_outside_vocabulary: bool = True  # no loss where the target's choice cannot be drafted
+    packing: bool = False  # conversations of a batch in one row, without padding
+
+
+class MultiTokenTrain(DraftHeadTrain, kw_only=True):
+    """Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109)."""
+
+    kind: Literal["medusa", "hydra"]
+    label_weight: Weight = 1.0  # of the cross-entropy to the conversation's own tokens
+    law_weight: Weight = 0.0  # of the loss to the target's law (Hydra++: 1, with label_weight 0)
+    head_decay: Decay = 0.8  # head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each block's inputs (Hydra++: 0.2)
+
+    def __post_init__(self) -> None:
+        if self.label_weight + self.law_weight == 0.0:
+            raise ValueError("label_weight and law_weight are both zero")
+
+
+class DraftLMTrain(TrainConfig, kw_only=True):
+    """A small LM on tokens alone, or with `distill` on a target's laws too."""
+
+    kind: Literal["draft_lm"] = "draft_lm"
+    distill: LossName | None = None  # this loss to the target's laws, beside cross-entropy on its tokens
+    distill_weight: Positive = 1.0  # of that loss
+    token_weight: Weight = 1.0  # of the cross-entropy, where `distill` is set
+    on_policy: Share = 0.0  # share of rows in which it writes tokens itself
+    on_policy_tokens: Count = 128  # from a random place of an answer on
+
+    def __post_init__(self) -> None:
+        if self.distill is None and (self.distill_weight, self.token_weight, self.on_policy) != (1.0, 1.0, 0.0):
+            raise ValueError("distill_weight, token_weight and on_policy do nothing without distill; set it")
+
+
+Train = Annotated[Eagle1Train | Eagle3Train | MultiTokenTrain | DraftLMTrain, Field(discriminator="kind")]
