@@ -1,4 +1,4 @@
-"""The house's laws, read from the source: the import ladder, file length, names, declared dependencies."""
+"""The house's laws, read from the source: the import ladder, sizes, declared dependencies."""
 
 import ast
 import functools
