@@ -217,8 +217,8 @@ class FeatureCache(Sequence[CachedRow]):
         """UserError when it is not whole or not made of what is expected."""
         checked = Manifest.check(directory, content=False, name=INDEX)
         if isinstance(checked, Damaged):
-            why = f"{checked.path.name}: {checked.why}"
-            raise UserError(f"{directory}: no whole feature cache ({why}); build it with: {COMMAND}")
+            why, verb = f"{checked.path.name}: {checked.why}", "complete" if directory.is_dir() else "build"
+            raise UserError(f"{directory}: no whole feature cache ({why}); {verb} it with: {COMMAND}")
         fingerprint = {key: checked.manifest.inputs.get(key) for key in expected or {}}
         if changed := differences(fingerprint, expected or {}):
             raise UserError(f"{directory}: built with {changed}; rebuild with: {COMMAND} --overwrite")

@@ -149,8 +149,8 @@ def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     yield number, json.loads(line.strip())
         except json.JSONDecodeError as error:
-            place = f"{path}:{number + error.lineno - 1}"
-            raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
+            fault = f"{path}:{number + error.lineno - 1}: not JSON ({error.msg} at column {error.colno})"
+            raise UserError(f"{fault}; mend or delete the line") from error
 
 
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
@@ -170,7 +170,8 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
         if config.limit is not None and num_train >= config.limit:
             return
     if tally.kept == 0:
-        raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {tally.line()}")
+        counts = tally.line().removeprefix("conversations: ")
+        raise UserError(f"{', '.join(config.conversations)}: no usable conversation: {counts}")
 
 
 def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
@@ -232,7 +233,7 @@ def _message(turn: Any, number: int) -> Message:
     speaker = turn.get("from") or turn.get("role")
     role = ROLES.get(str(speaker).strip().lower())
     if role is None:
-        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r}")
+        raise UnusableRow("unknown role", f"turn {number} is from {speaker!r}; expected human, gpt, system or tool")
     content = turn.get("value") if turn.get("value") is not None else turn.get("content")
     if isinstance(content, list):  # parts: {type: text, text}
         texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]

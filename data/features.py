@@ -5,7 +5,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -286,13 +286,16 @@ def check(directory: Path) -> int:
         problems = [f"{directory / name}: not in {INDEX}" for name in sorted(others)]
     except UserError as error:  # none, or the extraction has not ended
         problems = [str(error)]
+        for record in directory.glob("shard-*.json"):
+            with suppress(UserError):
+                files |= Manifest.read(directory, record.name).files
     with bar(sum(length for length, _ in files.values()), "B", "check") as progress:
         for name, entry in files.items():
             damaged = Manifest({name: entry}).damage(directory)
             problems += [str(damaged)] if damaged else []
             num_bytes += 0 if damaged else entry[0]
             progress.update(entry[0])
-    print("\n".join([*problems, f"{directory}: {size(num_bytes)} are as they were written"]))
+    print("\n".join([*problems, f"{directory}: {num_bytes:,} bytes are as they were written"]))
     if problems:
-        print(f"{len(problems):,} problems; mend them with: {COMMAND} --verify")
+        print(f"problems: {len(problems):,}; mend them with: {COMMAND} --verify")
     return 1 if problems else 0

@@ -193,7 +193,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if recipe.features.after_blocks is None and recipe.head.kind != "eagle3":
         recipe = replace(recipe, features=replace(recipe.features, after_blocks=()))
     inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
-    stage = Stage("features", recipe.paths.features, inputs)
+    stage = Stage("features", recipe.paths.features, inputs, is_indexed=True)
     # By the sizes of the shards; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
     if is_there and stage.is_whole() and not arguments.verify:

@@ -24,7 +24,7 @@ from aerie.configs.errors import REQUEUE, NotWritable, Requeued, UserError
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST)
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
 WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # directories of some network file systems
 TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save's full disk
@@ -33,7 +33,7 @@ TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """NotWritable for a full disk or a missing permission at path."""
+    """NotWritable for a full disk, a missing place or permission."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -168,7 +168,8 @@ class Lock(AbstractContextManager["Lock"]):
         self.file.close()
 
 
-FILE = "provenance.json"
+FILE, CALIBRATOR, CHOICES = "provenance.json", "calibrator.json", "choices.yaml"
+LATER = (FILE, CALIBRATOR, CHOICES)  # written into a finished output: no part of it
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "safetensors", "tokenizers")
 
 
@@ -258,7 +259,9 @@ class Manifest:
             path = directory / name
             if not path.is_file():
                 return Damaged(path, "missing")
-            if path.stat().st_size != size or (content and file_digest(path) != checksum):
+            if (there := path.stat().st_size) != size:
+                return Damaged(path, f"{there:,} bytes instead of {size:,}")
+            if content and file_digest(path) != checksum:
                 return Damaged(path, "is not what was written")
         return None
 
@@ -270,25 +273,28 @@ class Stage:
     name: str
     output: Path
     inputs: dict[str, Any]
+    is_indexed: bool = False  # another manifest lists the files
     started: float = field(default_factory=time.time)
 
     def is_whole(self) -> bool:
-        return isinstance(Manifest.check(self.output, self.inputs), Whole)
+        return isinstance(Manifest.check(self.output, self.inputs, content=False), Whole)
 
     def require_own_directory(self, overwrite: bool) -> None:
         if overwrite or not (self.output / FILE).is_file():
             return
-        match Manifest.check(self.output, self.inputs):
+        match Manifest.check(self.output, self.inputs, content=False):
             case Foreign(manifest, changed):
                 what = f"holds another {manifest.facts.get('stage', 'output')} ({changed})"
                 raise UserError(f"{self.output}: {what}; choose another --run, or add --overwrite")
-            case Damaged(path):
-                raise UserError(f"{path}: cannot be read; write it anew with --overwrite")
+            case Damaged() as damaged:
+                raise UserError(f"{damaged}; write it anew with --overwrite")
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Writes provenance.json, and returns it."""
         took = {"stage": self.name, "seconds": round(time.time() - self.started, 1)}
-        manifest = Manifest(inputs=self.inputs, facts={**took, **facts, **environment()})
+        written = {} if self.is_indexed else Manifest.of(self.output).files
+        files = {name: entry for name, entry in written.items() if Path(name).name not in LATER and name[0] != "."}
+        manifest = Manifest(files, self.inputs, {**took, **facts, **environment()})
         manifest.write(self.output)
         return manifest.as_json()
 
@@ -335,7 +341,8 @@ def is_dirty() -> bool | None:
 def _git(*arguments: str) -> str | None:
     command, quiet = ["git", *arguments], subprocess.DEVNULL
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, cwd=ROOT, stderr=quiet, text=True, timeout=10).strip()
+        if (ROOT / ".git").exists():  # an installed package may lie in the user's own repository
+            return subprocess.check_output(command, cwd=ROOT, stderr=quiet, text=True, timeout=10).strip()
     return None
 
 
@@ -361,7 +368,6 @@ def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> i
 
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
-CALIBRATOR = "calibrator.json"  # of its confidence; no part of the head
 MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # the published names
 ORDER = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json", *MULTI_TOKEN)  # the first one is read
 SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"

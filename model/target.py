@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -166,7 +166,7 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
     for name in wanted.values():
         file = cached_file(config.path, table.get(name, WEIGHTS), **options)
         if file is not None:
-            with safe_open(str(file), framework="pt") as handle:
+            with _readable(config, "load the target"), safe_open(str(file), framework="pt") as handle:
                 if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                     stored[name] = handle.get_tensor(name).clone()
     if len(stored) < len(wanted):  # another format, or other names
@@ -250,5 +250,5 @@ def _readable(config: TargetConfig, what: str) -> Iterator[None]:
     require_target(config.path)
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UserError(f"{config.path}: cannot {what}: {first_line(error)}") from error

@@ -26,12 +26,11 @@ from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters
 from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, Tables, keep_pools, tables_of
 from aerie.infer.measure.record import FloatArray
-from aerie.model.storage import CALIBRATOR, digests, write_atomically, write_json, write_text
+from aerie.model.storage import CALIBRATOR, CHOICES, digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
 
 SCHEMA, EDGE = 1, 1e-7  # of analysis.json; confidence 0 or 1 in single precision is not certainty
 KINDS: tuple[Fit, ...] = ("temperature", "isotonic")
-CHOICES = "choices.yaml"
 SPLIT = 0  # seed of the halves of the prompts
 REACH = 2  # a node is asked for all its children where the ranks on its path sum to no more than this
 SLACK = 1e-9  # rounding of sums over a vocabulary in float64

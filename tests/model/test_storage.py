@@ -81,10 +81,14 @@ def test_a_stage_reuses_its_own_output_and_refuses_anothers(tmp_path: Path) -> N
     other.require_own_directory(overwrite=True)
     with pytest.raises(UserError, match=r"holds another features .rows: these there, those asked.; choose another"):
         other.require_own_directory(overwrite=False)
-    (tmp_path / FILE).write_text(json.dumps({**record, "rows": 8}))
-    assert not stage.is_whole()
-    with pytest.raises(UserError, match="cannot be read; write it anew with --overwrite"):
-        stage.require_own_directory(overwrite=False)
+    (tmp_path / "rows").touch()
+    stage.finish()
+    (tmp_path / "calibrator.json").touch()
+    assert stage.is_whole()
+    for name, said in (("rows", "2 bytes instead of 0"), (FILE, r"its checksum differs\)")):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(UserError, match=f"{said}; write it anew with --overwrite"):
+            stage.require_own_directory(overwrite=stage.is_whole())
 
 
 def test_a_directory_or_file_is_as_it_was_until_the_new_one_is_whole(tmp_path: Path) -> None:

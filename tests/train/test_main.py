@@ -140,6 +140,8 @@ def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monke
     written = (head / "model.safetensors").read_bytes()
     assert train("--train.seed", 5) == 2 and "train.seed: 0 there, 5 asked" in capsys.readouterr().err
     assert (head / "model.safetensors").read_bytes() == written
+    (head / "model.safetensors").write_bytes(written[:1000])
+    assert train() == 2 and "model.safetensors: 1,000 bytes instead of" in capsys.readouterr().err
     assert train("--train.seed", 5, "--overwrite") == 0 and (head / "model.safetensors").read_bytes() != written
     code = "import sys; from aerie.train import main; main.main(); sys.exit('torch' in sys.modules)"
     asked = [sys.executable, "-c", code, "--config", str(recipe), "--is-whole"]
