@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFAIL)
@@ -36,21 +37,21 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def exit_code(main: Callable[[], int]) -> int:
-    """main's, 2 for a UserError, 130 for Ctrl-C, 75 for SIGUSR1, 141 when nobody reads stdout."""
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Around a main: exits with 2 for a UserError, 130 for Ctrl-C, 75 for SIGUSR1, 141 when nobody reads stdout."""
     try:
-        code = main()
+        yield
         sys.stdout.flush()
-        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        sys.exit(2)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        sys.exit(141)
     except Requeued:
         print("stopped before the time limit: the same command goes on", file=sys.stderr)
-        return REQUEUE
+        sys.exit(REQUEUE)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from there", file=sys.stderr)
-        return 130
+        sys.exit(130)

@@ -230,7 +230,7 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
     return plan, tokenizer, facts
 
 
-def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: Any) -> tuple[str, int]:
+def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: Any) -> str:
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite, state.process_index)
     target = Target.load(recipe.target, state.device)
     index, writer = extract(target, plan, state, text_fingerprint(tokenizer, recipe.data), share, overwrite)
@@ -253,7 +253,7 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
     elif state.is_main_process:
         print(f"features: share {share} is written{speed}; {len(plan.missing()):,} shards are left", flush=True)
     state.destroy_process_group()
-    return ("done" if share.count == 1 or index is not None else "share-done"), 0
+    return "done" if share.count == 1 or index is not None else "share-done"
 
 
 def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[Row]]:

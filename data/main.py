@@ -18,16 +18,17 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from aerie.configs.errors import UserError, exit_code, stop_on_signals
+from aerie.configs.errors import UserError, exit_codes, stop_on_signals
 from aerie.configs.read import as_dict
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.data.stage import INDEX, Share, feature_inputs, target_inputs
 from aerie.model.hub import quieten
-from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, with_status, write_status
+from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, status_file, write_status
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
 
 
+@exit_codes()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Conversations and the feature cache.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -82,7 +83,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         print(f"synthetic: {config.num_conversations:,} conversations to {corpus.output}")
         return 0
 
-    def write() -> tuple[str, int]:
+    with status_file(paths.status, "synthetic"):
         quieten()
         from aerie.data.synthetic import train_tokenizer, write_corpus
 
@@ -95,9 +96,7 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
             replace(tokenizer, output=directory).finish(vocab_size=len(trained))
             replace(corpus, output=conversations).finish(rows=counts)
         print(f"synthetic: {counts} rows in {corpus.output}; {len(trained):,} tokens in {tokenizer.output}", flush=True)
-        return "done", 0
-
-    return with_status(paths.status, "synthetic", write)
+    return 0
 
 
 def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
@@ -132,7 +131,9 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
         return 0
     name = f"distill {share}" if share.count > 1 else "distill"
     make_local = partial(_local_target, recipe)
-    return with_status(status, name, lambda: ("done", distilled(job, arguments, recipe.target, make_local)))
+    with status_file(status, name):
+        distilled(job, arguments, recipe.target, make_local)
+    return 0
 
 
 def _local_target(recipe: Recipe, thinking: Any) -> Any:
@@ -206,7 +207,9 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
     overwrite = arguments.overwrite
     if not (arguments.plan or arguments.estimate):
-        return with_status(status, "features", lambda: write(recipe, stage, share, overwrite, _processes(recipe)))
+        with status_file(status, "features") as ended:
+            ended["state"] = write(recipe, stage, share, overwrite, _processes(recipe))
+        return 0
     plan, _, _ = prepare(recipe, stage, share, overwrite)
     if arguments.estimate:
         time_forwards(recipe, plan, share, _device(recipe))
@@ -260,4 +263,4 @@ def _device(recipe: Recipe) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(main())

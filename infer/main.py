@@ -12,7 +12,7 @@ from typing import Any, get_args
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
-from aerie.configs.errors import UserError, exit_code, stop_on_signals, warn
+from aerie.configs.errors import UserError, exit_codes, stop_on_signals, warn
 from aerie.configs.read import as_dict, load, validate
 from aerie.configs.schema import decode
 from aerie.configs.schema import recipe as pipeline
@@ -147,14 +147,11 @@ def _stage(
     stage.require_own_directory(arguments.overwrite)
     if name == "bench":
         benches.begin_bench(stage, arguments.overwrite)
-
-    def work() -> tuple[str, int]:
+    with storage.status_file(recipe.paths.status, arguments.command):
         target = benches.load_quietly(recipe.target, recipe.threads)
         facts = measure(target, load_tokenizer(recipe.target))
         stage.finish(hardware=benches.describe(target), **facts)
-        return "done", 0
-
-    return storage.with_status(recipe.paths.status, arguments.command, work)
+    return 0
 
 
 def report(arguments: Namespace, unknown: list[str]) -> int:
@@ -341,6 +338,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@exit_codes()
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python infer/main.py", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
@@ -356,4 +354,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(main())

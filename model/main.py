@@ -9,7 +9,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import json
 
-from aerie.configs.errors import UserError, exit_code
+from aerie.configs.errors import UserError, exit_codes
 from aerie.model.hub import HUB_ID, quieten
 from aerie.model.storage import CONFIG, read_json
 
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+@exit_codes()
 def main() -> int:
     import warnings
 
@@ -124,4 +125,4 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(main())

@@ -268,7 +268,7 @@ class Manifest:
 
 @dataclass
 class Stage:
-    """One step of the pipeline; inputs are those of its output's manifest."""
+    """A step between two directories, such as train or bench; its output's manifest holds the inputs."""
 
     name: str
     output: Path
@@ -352,19 +352,20 @@ def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
         write_json(path, {"stage": stage, "state": state, "code": code})
 
 
-def with_status(path: Path, stage: str, run: Callable[[], tuple[str, int]]) -> int:
-    """run's exit code; status.json follows its state and code, failures included."""
+@contextmanager
+def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
+    """status.json while a stage runs, and how it ended: what the block puts into the dict, or its failure."""
     write_status(path, stage, "running")
+    ended: dict[str, Any] = {"state": "done", "code": 0}
     try:
-        state, code = run()
+        yield ended
     except BaseException as error:
         ends = {Requeued: ("requeue", REQUEUE), KeyboardInterrupt: ("interrupted", 130), UserError: ("failed", 2)}
         state, code = next((end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1))
         with suppress(NotWritable):  # a full disk is what may have failed
             write_status(path, stage, state, code)
         raise
-    write_status(path, stage, state, code)
-    return code
+    write_status(path, stage, **ended)
 
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"

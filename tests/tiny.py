@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,14 @@ def multi_token_head(kind: str, target_vocab: VocabWeights, noise: float = 0.0, 
     for parameter in made.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=noise)
     return made
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Of a command's main."""
+    try:
+        return main()
+    except SystemExit as end:
+        return end.code  # type: ignore[return-value]
 
 
 def recipe(path: Path, values: dict[str, Any]) -> Path:

@@ -14,14 +14,13 @@ import argparse
 import copy
 import os
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from aerie.configs.errors import UserError, exit_code
+from aerie.configs.errors import UserError, exit_codes
 from aerie.configs.read import dump
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
-from aerie.model.storage import Stage, with_status, write_text
+from aerie.model.storage import Stage, status_file, write_text
 from aerie.train import resume
 
 # Nothing above imports torch: --is-whole answers at once. What follows a decision to train is imported there.
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from aerie.train.loop import Measure
 
 
+@exit_codes()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a draft head, or a small LM.", allow_abbrev=False)
     add_arguments(parser)
@@ -61,8 +61,10 @@ def main() -> int:
         launch.be_quiet()
         print(jobs.plan(jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True)), flush=True)
         return 0
-    with resume.StopRequest() as stop:
-        return with_status(paths.status, "train", partial(_train, recipe, stage, arguments.overwrite, stop))
+    with resume.StopRequest() as stop, status_file(paths.status, "train") as ended:
+        state, code = _train(recipe, stage, arguments.overwrite, stop)
+        ended.update(state=state, code=code)
+    return code
 
 
 def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopRequest) -> tuple[str, int]:
@@ -143,4 +145,4 @@ def measured_tau(recipe: Recipe, job: "Job") -> "Measure":
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(main())

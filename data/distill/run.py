@@ -272,7 +272,7 @@ class Job:
         return summary
 
 
-def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]) -> int:
+def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Callable[[Thinking], Ask]) -> None:
     """make_local makes the target in this process, for a recipe without a server."""
     share, server = Share.of(options.shard), job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
@@ -288,9 +288,8 @@ def distilled(job: Job, options: Namespace, target: TargetConfig, make_local: Ca
         job.ask(prompts, share, options.retry_failed, served or nullcontext(make_local(thinking)), thinking)
         if share.count > 1:
             print(f"distill {share}: the share's rows have ended; when all jobs' have: distill --merge", flush=True)
-            return 0
+            return
     summary = job.merge(prompts, thinking)
     status, page = summary["status"], job.directory / "summary.html"
     ends = f"{summary['dropped']:,} dropped by the gate, {status['skipped']:,} skipped, {status['failed']:,} failed"
     print(f"distill: {summary['kept']:,} of {len(prompts):,} rows kept ({ends}): {page}", flush=True)
-    return 0

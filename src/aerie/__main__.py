@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-from aerie.configs.errors import exit_code
+from aerie.configs.errors import exit_codes
 
 PACKAGES = {
     "data": ("synthetic", "check", "show", "features", "distill"),
@@ -13,7 +13,8 @@ PACKAGES = {
 }
 
 
-def run() -> int:
+@exit_codes()
+def main() -> int:
     """Hands the words to the command's own main; --help lists the commands."""
     owners = {command: package for package, commands in PACKAGES.items() for command in commands}
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
@@ -25,10 +26,6 @@ def run() -> int:
         del sys.argv[1]  # train/main.py has one command
     code: int = import_module(f"aerie.{owners[command]}.main").main()
     return code
-
-
-def main() -> int:
-    return exit_code(run)
 
 
 if __name__ == "__main__":

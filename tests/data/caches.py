@@ -8,20 +8,20 @@ from typing import Any
 
 from accelerate import PartialState
 
-from aerie.configs.errors import exit_code
 from aerie.configs.schema.data import FeaturesConfig
 from aerie.data.cache import CachePlan, FeatureCache
 from aerie.data.chat import Row
 from aerie.data.features import extract, plan_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, load_config
+from tests import tiny
 
 
 def call(command: Callable[[], int], *words: object) -> int:
     """The exit code of a command run in this process."""
     before, sys.argv = sys.argv, ["main.py", *map(str, words)]
     try:
-        return exit_code(command)
+        return tiny.exit_code(command)
     finally:
         sys.argv = before
         PartialState._reset_state()

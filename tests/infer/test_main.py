@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from aerie.configs.errors import exit_code
 from aerie.infer import main as infer_main
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import WEIGHTS
@@ -65,7 +64,7 @@ def command(shared: Path) -> Command:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr("sys.argv", line)
             patch.setattr("aerie.infer.main.stop_on_signals", lambda: None)
-            code = exit_code(infer_main.main)
+            code = tiny.exit_code(infer_main.main)
         return code, out.getvalue(), err.getvalue()
 
     return on_shared

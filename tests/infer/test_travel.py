@@ -10,7 +10,6 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from aerie.configs.errors import exit_code
 from aerie.configs.schema.decode import DynamicConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer import main as measuring
@@ -108,7 +107,7 @@ def test_a_head_on_the_hub_decodes_by_its_name(hub: Hub, tmp_path: Path, target:
 def commanded(monkeypatch: pytest.MonkeyPatch, main: Any, *arguments: object) -> int:
     """The exit code of a command line, in this process."""
     monkeypatch.setattr(sys, "argv", ["main.py", *map(str, arguments)])
-    return exit_code(main)
+    return tiny.exit_code(main)
 
 
 @pytest.mark.slow

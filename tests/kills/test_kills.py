@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.errors import exit_code
 from tests import tiny
 
 PROMPTS, STEPS = 7, 72
@@ -51,7 +50,7 @@ def become(words: list[str], below: str, fatal: int | None) -> None:
     main = import_module(f"aerie.{words[0].replace('/', '.').removesuffix('.py')}").main
     sys.argv = words
     sys.addaudithook(on_event)
-    code = exit_code(main)
+    code = tiny.exit_code(main)
     print(f"changes: {count}", flush=True)
     os._exit(code)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.errors import exit_code
 from aerie.model import main as commands
 from aerie.model.checkpoint import save_head
 from tests import tiny
@@ -30,10 +29,7 @@ def call(monkeypatch: Any) -> Any:
 
     def called(*arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", ["model/main.py", *map(str, arguments)])
-        try:
-            return exit_code(commands.main)
-        except SystemExit:  # argparse
-            return 2
+        return tiny.exit_code(commands.main)
 
     return called
 

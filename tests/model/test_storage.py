@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aerie.configs.errors import UserError, exit_code, stop_on_signals
+from aerie.configs.errors import UserError, exit_codes, stop_on_signals
 from aerie.model.storage import (
     FILE,
     Damaged,
@@ -18,15 +18,18 @@ from aerie.model.storage import (
     Whole,
     directory_atomically,
     remove_temporaries,
-    with_status,
+    status_file,
 )
+from tests import tiny
 
 ENDS = [(UserError("a mistake"), "failed", 2), (signal.SIGTERM, "interrupted", 130), (signal.SIGUSR1, "requeue", 75)]
 
 
 @pytest.mark.parametrize(("event", "state", "code"), ENDS)
 def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, code: int, tmp_path: Path) -> None:
-    def run() -> tuple[str, int]:
+    @exit_codes()
+    @status_file(tmp_path / "status.json", "features")
+    def run() -> int:
         try:
             if isinstance(event, signal.Signals):
                 signal.raise_signal(event)
@@ -39,7 +42,7 @@ def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         stop_on_signals()
-        assert exit_code(lambda: with_status(tmp_path / "status.json", "features", run)) == code
+        assert tiny.exit_code(run) == code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

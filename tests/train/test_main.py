@@ -15,7 +15,6 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM
 
-from aerie.configs.errors import exit_code
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data import main as data_main
 from aerie.data.cache import FeatureCache
@@ -40,7 +39,7 @@ def call(module: Any, *words: object) -> int:
     """The exit code of a command run in this process."""
     before, sys.argv = sys.argv, ["main.py", *map(str, words)]
     try:
-        return exit_code(module.main)
+        return tiny.exit_code(module.main)
     finally:
         sys.argv = before
         AcceleratorState._reset_state(reset_partial_state=True)
