@@ -194,7 +194,7 @@ class Clock:
         self.lap(None)
 
     def lap(self, phase: str | None) -> float:
-        """The milliseconds of a phase, which ends; null: they belong to nobody."""
+        """Ends a phase, adds its milliseconds to ms and returns them; None: adds them nowhere."""
         if self.waits:
             torch.cuda.synchronize()
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Records -> the rows of summary.json. In every row, new_tokens - 1 tokens are what wall - prefill bought."""
+"""Records -> the rows of summary.json. The prefill makes the first new token; decoding times are those of the rest."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -233,7 +233,7 @@ def tau_difference(records: Records, of: Sequence[int], against: Sequence[int], 
 
 
 def context_rows(members: Group, contexts: Sequence[int], limit: int | None, seed: int = 0) -> list[SummaryRow]:
-    """Points of `sweeps` for one row, of the prompts whose answers, its own and vanilla's, get to a context length.
+    """A row's points of `sweeps`: of each context length, by the prompts where both it and vanilla answer that far.
 
     `repeated` is the share of 4-grams there that the row's own answer has had before: loops are easy to draft.
     """

@@ -1,8 +1,6 @@
 """Tiny rows, plans and caches for the tests of the feature cache."""
 
 import random
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,6 @@ from aerie.data.chat import Row
 from aerie.data.features import extract, plan_cache
 from aerie.data.tokens import TokenisedData
 from aerie.model.target import Target, load_config
-from tests import tiny
-
-
-def call(command: Callable[[], int], *words: object) -> int:
-    """The exit code of a command run in this process."""
-    before, sys.argv = sys.argv, ["main.py", *map(str, words)]
-    try:
-        return tiny.exit_code(command)
-    finally:
-        sys.argv = before
-        PartialState._reset_state()
 
 
 def rows(count: int, seed: int = 0) -> list[Row]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from aerie.data import main
 from aerie.data.cache import FeatureCache
-from aerie.data.main import main
-from aerie.train.main import main as train
+from aerie.train import main as train
 from tests import tiny
-from tests.data.caches import call, contents
+from tests.data.caches import contents
+from tests.tiny import call
 
 ROOT = Path(__file__).resolve().parents[2]
 

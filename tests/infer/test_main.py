@@ -59,12 +59,11 @@ def command(shared: Path) -> Command:
     def on_shared(name: str, *words: str, config: bool = True) -> tuple[int, str, str]:
         prompt = ["--prompt", "Please count 4 boats."] if name == "generate" and "--prompt" not in words else []
         given = ["--config", str(shared / "recipe.yaml")] if config else []
-        line = ["main.py", name, *given, *prompt, *(word.replace("{root}", str(shared)) for word in words)]
+        line = [*given, *prompt, *(word.replace("{root}", str(shared)) for word in words)]
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            patch.setattr("sys.argv", line)
             patch.setattr("aerie.infer.main.stop_on_signals", lambda: None)
-            code = tiny.exit_code(infer_main.main)
+            code = tiny.call(infer_main, name, *line)
         return code, out.getvalue(), err.getvalue()
 
     return on_shared

@@ -47,10 +47,9 @@ def become(words: list[str], below: str, fatal: int | None) -> None:
     output = os.open(f"{below}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
-    main = import_module(f"aerie.{words[0].replace('/', '.').removesuffix('.py')}").main
-    sys.argv = words
+    module = import_module(f"aerie.{words[0].replace('/', '.').removesuffix('.py')}")
     sys.addaudithook(on_event)
-    code = tiny.exit_code(main)
+    code = tiny.call(module, *words[1:])
     print(f"changes: {count}", flush=True)
     os._exit(code)
 

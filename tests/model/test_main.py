@@ -1,7 +1,6 @@
 """The command line of heads that travel: inspect, convert, push."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from tests import tiny
 from tests.model.formats import published
 from tests.model.hub_server import Hub
 from tests.model.test_push import TOKEN, hub
+from tests.tiny import call
 
 __all__ = ["hub"]  # the fixture
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,34 +23,21 @@ def target(tmp_path_factory: Any) -> Path:
     return tiny.target(tmp_path_factory.mktemp("target"), num_blocks=8)
 
 
-@pytest.fixture
-def call(monkeypatch: Any) -> Any:
-    """The exit code of a command."""
-
-    def called(*arguments: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["model/main.py", *map(str, arguments)])
-        return tiny.exit_code(commands.main)
-
-    return called
-
-
-def test_a_published_head_is_inspected_and_converted_to_every_layout(
-    tmp_path: Path, target: Path, call: Any, capsys: Any
-) -> None:
+def test_a_published_head_is_inspected_and_converted_to_every_layout(tmp_path: Path, target: Path, capsys: Any) -> None:
     head = published.safeailab_eagle3(tmp_path / "head")
-    assert call("inspect", head, "--json") == 0
+    assert call(commands, "inspect", head, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["layout"], shown["taps"], shown["left_out"]) == ("safeailab", None, ["embed_tokens.weight"])
     assert shown["vocabulary"] == {"draft": 107, "target": 320, "coverage": None} and shown["problems"] == []
     for to in ("safeailab", "sglang", "speculators"):
-        assert call("convert", head, "--to", to, "--target", target, "--out", tmp_path / to) == 0
+        assert call(commands, "convert", head, "--to", to, "--target", target, "--out", tmp_path / to) == 0
         out = capsys.readouterr().out
         assert "note: names no taps; [2, 4, 5] are taken" in out and "equal bit for bit" in out
     save_head(tiny.head(tiny.vocab(vocab_size=400).embedding), tmp_path / "other")
-    assert call("inspect", tmp_path / "other", "--target", target) == 1
+    assert call(commands, "inspect", tmp_path / "other", "--target", target) == 1
 
 
-def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, target: Path, call: Any, capsys: Any) -> None:
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, target: Path, capsys: Any) -> None:
     head, out, new = published.safeailab_eagle3(tmp_path / "head"), tmp_path / "out", tmp_path / "new"
     convert, push = ("convert", head, "--to", "sglang", "--target", target, "--out"), ("push", head, "--repo")
     out.mkdir()
@@ -64,15 +51,15 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, target: Path, cal
         ((*push, "me/head"), "no measured results"),
         ((*push, "me/head", "--without-results", "--uncommitted"), "name it with --target-name"),
     ):
-        assert call(*arguments) == 2, arguments
+        assert call(commands, *arguments) == 2, arguments
         assert message in capsys.readouterr().err.splitlines()[-1], arguments
     assert (out / "precious").exists() and (head / "config.json").exists() and not new.exists()
-    assert call(*convert, new) == 0 and call(*convert, new) == 2
-    assert call(*convert, new, "--overwrite") == 0 and (new / "config.json").exists()
+    assert call(commands, *convert, new) == 0 and call(commands, *convert, new) == 2
+    assert call(commands, *convert, new, "--overwrite") == 0 and (new / "config.json").exists()
 
 
 def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowhere(
-    hub: Hub, tmp_path: Path, target: Path, call: Any, capfd: Any
+    hub: Hub, tmp_path: Path, target: Path, capfd: Any
 ) -> None:
     head, said = tmp_path / "head", ""
     save_head(published.eagle3(), head, target_path=str(target))
@@ -89,7 +76,7 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
         (("inspect", "me/head@v2", "--target", target), 0, "taps        hidden_states [2, 4, 5]"),
         (convert, 0, "bit for bit"),
     ):
-        assert call(*command) == code
+        assert call(commands, *command) == code
         out = "".join(capfd.readouterr())
         assert expected in out and ("conversations.jsonl stays here" in out) == (command[0] == "push")
         assert ("--dry-run" in command) <= (hub.count("POST|PUT") == 0)

@@ -20,7 +20,6 @@ from aerie.model.storage import (
     remove_temporaries,
     status_file,
 )
-from tests import tiny
 
 ENDS = [(UserError("a mistake"), "failed", 2), (signal.SIGTERM, "interrupted", 130), (signal.SIGUSR1, "requeue", 75)]
 
@@ -29,7 +28,7 @@ ENDS = [(UserError("a mistake"), "failed", 2), (signal.SIGTERM, "interrupted", 1
 def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, code: int, tmp_path: Path) -> None:
     @exit_codes()
     @status_file(tmp_path / "status.json", "features")
-    def run() -> int:
+    def run() -> None:
         try:
             if isinstance(event, signal.Signals):
                 signal.raise_signal(event)
@@ -42,7 +41,9 @@ def test_a_commands_end_is_its_exit_code_and_its_status(event: Any, state: str, 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         stop_on_signals()
-        assert tiny.exit_code(run) == code
+        with pytest.raises(SystemExit) as end:
+            run()
+        assert end.value.code == code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

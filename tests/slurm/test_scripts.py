@@ -8,7 +8,7 @@ from aerie.data import main as data_main
 from aerie.model.storage import write_status
 from tests import tiny
 from tests.slurm import CHECKOUT
-from tests.train.test_main import call
+from tests.tiny import call
 
 
 def said(root: Path, *words: str) -> str:

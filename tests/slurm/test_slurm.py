@@ -11,7 +11,8 @@ import pytest
 from aerie.data import main as data_main
 from tests import tiny
 from tests.slurm.cluster import Cluster, missing, started
-from tests.train.test_main import call, write_recipe
+from tests.tiny import call
+from tests.train.test_main import write_recipe
 from tests.train.test_processes import together
 
 pytestmark = pytest.mark.slow

@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM
 
 from aerie.configs.schema.heads import TargetConfig
@@ -24,26 +24,17 @@ from aerie.infer.decode.methods import drafting
 from aerie.model.checkpoint import head_facts, load_head, save_head
 from aerie.model.storage import Stage
 from aerie.model.target import Target, load_vocab
-from aerie.train import jobs, resume
+from aerie.train import jobs, losses, resume
 from aerie.train import main as train_main
 from tests import tiny
 from tests.configs.test_recipes import load
+from tests.test_architecture import SOURCES
+from tests.tiny import call
 from tests.train.sittings import killed_at, lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TAPS = (2, 3, 4)  # the default ones of seven blocks
 LM = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
-
-
-def call(module: Any, *words: object) -> int:
-    """The exit code of a command run in this process."""
-    before, sys.argv = sys.argv, ["main.py", *map(str, words)]
-    try:
-        return tiny.exit_code(module.main)
-    finally:
-        sys.argv = before
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def write_recipe(path: Path, root: Path, train: dict[str, Any], **sections: Any) -> Path:
@@ -147,12 +138,29 @@ def test_a_run_is_planned_trained_once_and_reused(made: Path, capsys: Any, monke
     assert subprocess.run(asked, cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_multi_token_heads_train_on_the_features_of_eagle1(made: Path, tmp_path: Path, kind: str) -> None:
-    words = ("--head.kind", kind, "--tree.levels", "null", "--train.law_weight", 1, "--train.measure_prompts", 2)
-    assert call(train_main, "--config", made / "eagle1.yaml", "--output", tmp_path / "head", *words) == 0
-    assert load_head(tmp_path / "head", vocab=vocab_of(made)).kind == kind
-    assert min(head_facts(tmp_path / "head")[name] for name in ("predicted_tau", "tau")) >= 1
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "hydra", "draft_lm"])
+def test_all_kinds_train_with_eight_frames_to_a_loss(made: Path, tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+    depths, every, head = [], list(losses.LOSSES.values()), tmp_path / "head"
+
+    def counted(loss: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled():  # not an evaluation
+            stack = traceback.walk_stack(sys._getframe())
+            ours = [frame for frame, _ in stack if Path(frame.f_code.co_filename).resolve() in SOURCES]
+            depths.append(len(ours) + 2)  # strictly: with <module>, lambdas and the formula itself
+        return loss(*arguments)
+
+    for name in ("kl", "smooth_l1", "soft_cross_entropy", "acceptance", "negative_log_alpha"):  # what all losses end in
+        monkeypatch.setattr(losses, name, partial(counted, getattr(losses, name)))
+    monkeypatch.setitem(losses.LOSSES, "kl", lambda *arguments: sum(loss(*arguments) for loss in every))
+    words = ["--train.max_steps", 1, "--output", head]
+    if kind != "draft_lm":
+        words += ["--head.kind", kind, "--train.loss", "kl", "--train.measure_prompts", 2]
+    words += ["--tree.levels", "null", "--train.law_weight", 1] if kind in ("medusa", "hydra") else []
+    recipe = made / f"{kind if kind in ('eagle3', 'draft_lm') else 'eagle1'}.yaml"
+    assert call(train_main, "--config", recipe, *words) == 0 and max(depths) == 8
+    if kind != "draft_lm":
+        assert load_head(head, vocab=vocab_of(made)).kind == kind
+        assert min(head_facts(head)[name] for name in ("predicted_tau", "tau")) >= 1
 
 
 def test_a_small_lm_learns_tokens_or_laws_cached_or_online(made: Path, tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from aerie.data import main
 from aerie.data.conversations import Message
 from aerie.data.distill.answer import Answer, Outcome, Thinking
-from aerie.data.main import main
 from tests import tiny
-from tests.data.caches import call
-from tests.tiny import read_rows
+from tests.tiny import call, read_rows
 
 KEEP = dict.fromkeys(("cut", "empty", "loop", "language", "refusal", "repeated"), "keep")
 OUTCOME = TypeAdapter(Outcome)
