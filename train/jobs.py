@@ -63,18 +63,13 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     settings: Any = recipe.train
     tokenizer = load_tokenizer(recipe.target)
     end_ids, is_online = target_end_ids(recipe.target, tokenizer), needs_target(recipe) and not reads_cache(recipe)
+    # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
+    whole = _whole_target(recipe, is_plan) if is_online or getattr(settings, "measure_prompts", False) else None
     text_config: Any = None
     vocab: Any = None
-    whole: Target | None = None
     features: Any = None
     taps: tuple[int, ...] = ()
     if needs_target(recipe):
-        # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
-        if is_online or getattr(settings, "measure_prompts", False):
-            if recipe.target.device_map is not None and world_size() > 1:
-                raise UserError(f"target.device_map: {world_size()} processes cannot share a spread target; start one")
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-            whole = None if is_plan else Target.load(recipe.target, device)
         text_config, vocab = load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
         taps = taps_of(recipe, text_config.num_hidden_layers)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
@@ -105,21 +100,31 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         known: dict[str, Any] = {"target_path": path, "target": fingerprint(text_config, vocab)}
         known |= {} if counted is None else {"draft_vocabulary": counted.facts}
         save = partial(save_head, **known)
-    # Medusa and Hydra heads have no positions, or none below the last token that is kept.
-    drafted, length = 0, recipe.data.max_length
-    if section.kind in ("eagle1", "eagle3") and recipe.tree is not None:
-        drafted = max(recipe.tree.levels, settings.eval_depths, getattr(settings, "unroll_steps", 0))
-    sizes = head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config
-    positions = getattr(sizes, "max_position_embeddings", None)
-    if positions is not None and positions < length + drafted:
-        needed = f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
-        raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")
+    _check_positions(recipe, head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config)
     if rank() == 0 and not isinstance(section, DraftLMSection):
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
             warn(sentence)
         print("" if counted is None else f"{counted.line}\n", end="", flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
     return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, overwrite)
+
+
+def _whole_target(recipe: Recipe, is_plan: bool) -> Target | None:
+    if recipe.target.device_map is not None and world_size() > 1:
+        raise UserError(f"target.device_map: {world_size()} processes cannot share a spread target; start one")
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    return None if is_plan else Target.load(recipe.target, device)
+
+
+def _check_positions(recipe: Recipe, sizes: Any) -> None:
+    # Medusa and Hydra heads have no positions, or none below the last token that is kept.
+    drafted, length, settings = 0, recipe.data.max_length, recipe.train
+    if recipe.head.kind in ("eagle1", "eagle3") and recipe.tree is not None:
+        drafted = max(recipe.tree.levels, settings.eval_depths, getattr(settings, "unroll_steps", 0))
+    positions = getattr(sizes, "max_position_embeddings", None)
+    if positions is not None and positions < length + drafted:
+        needed = f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
+        raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")
 
 
 def _rows(

@@ -62,8 +62,8 @@ def main() -> int:
         print(jobs.plan(jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True)), flush=True)
         return 0
     with resume.StopRequest() as stop, status_file(paths.status, "train") as ended:
-        state, code = _train(recipe, stage, arguments.overwrite, stop)
-        ended.update(state=state, code=code)
+        ended["state"], code = _train(recipe, stage, arguments.overwrite, stop)
+        ended["code"] = code
     return code
 
 
