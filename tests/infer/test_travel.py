@@ -111,18 +111,18 @@ def test_a_head_that_was_really_benched_is_pushed_with_its_figures_and_so_is_its
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # a dry run does without
     write_recipe(tmp_path)
     for command in ("calibrate", "bench", "report"):
-        assert call(measuring.main, command, "--config", tmp_path / "recipe.yaml") == 0
+        assert call(measuring, command, "--config", tmp_path / "recipe.yaml") == 0
     run, head = tmp_path / "run", tmp_path / "run" / "heads" / "eagle1"
     assert isinstance(json.loads((run / "bench" / "provenance.json").read_text())["inputs"]["head"], list)
     summary = json.loads((run / "report" / "summary.json").read_text())
     row = next(row for row in summary["rows"] if row["method"] == "eagle2" and row["temperature"] == 0)
     out, target = tmp_path / "exported", tmp_path / "target"
     convert = ("convert", head, "--to", "safeailab", "--target", target, "--out", out)
-    assert call(travelling.main, *convert) == 0
+    assert call(travelling, *convert) == 0
     push = ("--repo", "me/head", "--uncommitted", "--dry-run", "--target-name", "someone/tiny")
     for command in (("push", head, *push), ("push", out, *push, "--run", run)):
         capsys.readouterr()
-        assert call(travelling.main, *command) == 0
+        assert call(travelling, *command) == 0
         said = capsys.readouterr().out
         shown = f"| gsm8k | 0 | {row['prompts']} | {row['tau']:.2f} |".replace("gsm8k", row["task"])
         assert shown in said and f"{row['identical']}/{row['prompts']}" in said and "ECE" in said
@@ -131,5 +131,5 @@ def test_a_head_that_was_really_benched_is_pushed_with_its_figures_and_so_is_its
         )[1]
     state = load_file(head / "model.safetensors")
     save_file({**state, "fc.weight": state["fc.weight"] + 1}, head / "model.safetensors")
-    assert call(travelling.main, "push", head, *push) == 2
+    assert call(travelling, "push", head, *push) == 2
     assert "was measured with another head" in capsys.readouterr().err
