@@ -17,7 +17,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.model.hub import require_target
 from aerie.model.storage import FILE, file_digest, template_path
 
-COMMAND = "python data/main.py features --config RECIPE"  # builds and mends a feature cache
+COMMAND = "aerie features --config RECIPE"  # builds and mends a feature cache
 INDEX = "index.json"  # of a feature cache; written last
 WHOLE_FILE_BYTES = 10**9  # longer files are sampled
 SAMPLES, SAMPLE_BYTES = 256, 4096

@@ -168,11 +168,11 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     stages = (paths.features, head, paths.calibration, paths.bench, paths.tune)
     made = {path: storage.read_json(path / storage.FILE) for path in stages if (path / storage.FILE).is_file()}
     if paths.bench not in made:
-        raise UserError(f"{paths.bench}: no bench, or one that was stopped; run infer/main.py bench {again}")
+        raise UserError(f"{paths.bench}: no bench, or one that was stopped; run aerie bench {again}")
     commands = []  # that made the run
     for words in filter(None, (facts.get("argv") for facts in made.values())):
-        launch = "accelerate launch" if words[0] in ("data/main.py", "train/main.py") else "python"
-        commands.append(f"{launch} {shlex.join(words)}")
+        launch = ["accelerate", "launch"] if words[0] in ("data/main.py", "train/main.py") else ["python"]
+        commands.append(shlex.join([*(launch if words[0].endswith(".py") else []), *words]))
     trained, measured = made.get(head, {}), made[paths.bench]
     training = {name: trained[name] for name in ("training_tokens", "steps", "seconds") if name in trained}
     facts = {
@@ -181,7 +181,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         "target": {"name": recipe.target.path, "dtype": recipe.target.dtype},
         "head": {"kind": recipe.head.kind, "name": str(head)} | training,
         "hardware": measured.get("hardware", {}),
-        "commands": [*commands, f"python infer/main.py report {again}"],
+        "commands": [*commands, f"aerie report {again}"],
     }
     print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, seed=recipe.seed)))
     print(f"\nreport: {paths.report / 'index.html'}")
@@ -301,7 +301,7 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
     target_inputs(target)
     for head in filter(None, heads):
         if not is_on_hub(head) and storage.find_weights(Path(head)) is None:
-            raise UserError(f"{head}: holds no weights; train the head with train/main.py")
+            raise UserError(f"{head}: holds no weights; train the head with: aerie train --config RECIPE")
 
 
 HEAD: dict[str, Any] = {"type": Path, "help": "a head directory (default: the run's own)"}
@@ -340,7 +340,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 @exit_codes()
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python infer/main.py", description=__doc__)
+    parser = argparse.ArgumentParser("aerie", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
         command = subparsers.add_parser(run.__name__, help=run.__doc__)

@@ -43,7 +43,7 @@ def explained(path: Path) -> Iterator[None]:
             number = errno.ENOSPC
         if number not in (*FULL, *REFUSED):
             raise
-        fix = "free some space" if number in FULL else "choose another --run, or change its permissions"
+        fix = "free some space" if number in FULL else "choose another --run or --out, or change its permissions"
         raise NotWritable(f"{path}: cannot be written ({os.strerror(number)}); {fix}") from error
 
 

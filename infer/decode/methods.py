@@ -33,7 +33,7 @@ def kind_at(head: Path | str) -> str:
     """The kind of the head in a directory or on the Hub; UserError where there is none."""
     path = head_directory(head) / CONFIG
     if not path.is_file():
-        raise UserError(f"{path}: no such file; train the head with train/main.py")
+        raise UserError(f"{path}: no such file; train the head with: aerie train --config RECIPE")
     values: Any = read_json(path)
     table = values if isinstance(values, dict) else {}
     if table.get("aerie_kind") in USUAL:
@@ -191,7 +191,7 @@ class Calibrator(Section):
 
 def load_calibrator(head: Path) -> Calibrator:
     """UserError where there is no calibrator beside the head, or where it was fitted for other weights."""
-    path, fix = head / CALIBRATOR, "fit it with: python infer/main.py calibrate --config RECIPE"
+    path, fix = head / CALIBRATOR, "fit it with: aerie calibrate --config RECIPE"
     if not path.is_file():
         raise UserError(f"{path}: no such file, and tree.calibrated needs it; {fix}")
     calibrator = validate(read_json(path), Calibrator, str(path), {})

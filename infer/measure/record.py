@@ -243,7 +243,7 @@ def read_records(path: Path) -> list[Record]:
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; run infer/main.py bench first") from error
+        raise UserError(f"{path}: {error.strerror}; run aerie bench first") from error
     for number, line in enumerate(lines, start=1):
         try:
             record: Record = adapter(Record).validate_json(line)

@@ -278,7 +278,7 @@ def write_report(
     """
     records = bench_files.read_records(bench / bench_files.RECORDS)
     if not records:
-        raise UserError(f"{bench / bench_files.RECORDS}: holds no whole record; run: python infer/main.py bench")
+        raise UserError(f"{bench / bench_files.RECORDS}: holds no whole record; run: aerie bench")
     # without suite.json all rows are the bench's own
     asked = _read(bench / bench_files.SUITE, bench_files.Asked)
     asked = asked or bench_files.Asked(tuple(bench_files.AskedCell(one.row, *one.sampling) for one in records))
@@ -293,7 +293,7 @@ def write_report(
     sweeps = statistics.sweep_rows(records, asked, seed)
     curve, analysis = _read(calibration / "calibration.json"), _read(calibration / "analysis.json")
     if analysis is not None and analysis["schema"] != SCHEMA:
-        fix = "is of another version; make it again: python infer/main.py calibrate --overwrite"
+        fix = "is of another version; make it again: aerie calibrate --overwrite"
         raise UserError(f"{calibration / 'analysis.json'}: {fix}")
     tuning = _read(bench.parent / "tune" / "tune.json")
     if tuning is not None:

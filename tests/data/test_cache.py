@@ -150,7 +150,7 @@ def test_each_damage_is_named_never_read_and_mended_alone(
     assert check(directory) == 1
     out = capsys.readouterr().out
     assert f"{directory / name}: " in out and "features --config RECIPE --verify" in out
-    with pytest.raises(UserError, match=rf"{name}.*: python data/main.py features"):
+    with pytest.raises(UserError, match=rf"{name}.*: aerie features"):
         list(FeatureCache.open(directory))
     caches.write(target, caches.plan(directory, target, DATA, after_blocks=(1, 3)))
     assert caches.contents(directory) == caches.contents(cache.directory) and check(directory) == 0

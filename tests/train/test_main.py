@@ -207,7 +207,7 @@ def test_a_cache_does_not_outlive_its_data_or_tokenizer(made: Path, tmp_path: Pa
     file.write_text(before.replace("boats", "ships") if changed == "train.jsonl" else before.replace("{", "{ ", 1))
     try:
         assert train("--plan") == 2
-        assert f"{file.name} changed; rebuild with: python data/main.py features" in capsys.readouterr().err
+        assert f"{file.name} changed; rebuild with: aerie features" in capsys.readouterr().err
         assert train("--is-whole") == 1 and train("--plan", "--features.mode", "online") == 0
     finally:
         file.write_text(before)
