@@ -30,7 +30,7 @@ BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the oth
 
 @exit_codes()
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Conversations and the feature cache.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("aerie", description="Conversations and the feature cache.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(command: Any, summary: str) -> argparse.ArgumentParser:

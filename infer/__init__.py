@@ -1,5 +1,17 @@
 """Draft, verify, measure, report."""
 
-from aerie.infer.decode.engine import SpeculativeDecoder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aerie.infer.decode.engine import SpeculativeDecoder
 
 __all__ = ["SpeculativeDecoder"]
+
+
+def __getattr__(name: str) -> Any:
+    """Torch is imported for the decoder alone."""
+    if name not in __all__:
+        raise AttributeError(name)
+    from aerie.infer.decode import engine
+
+    return engine.SpeculativeDecoder

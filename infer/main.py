@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,26 +14,18 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
 from aerie.configs.errors import UserError, exit_codes, stop_on_signals, warn
-from aerie.configs.read import as_dict, load, validate
+from aerie.configs.read import as_dict, validate
+from aerie.configs.read import load as load_row
 from aerie.configs.schema import decode
-from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import SamplingConfig
+from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load, pairs_of
 from aerie.data.stage import target_inputs
-from aerie.infer.decode.engine import make_decoder
-from aerie.infer.decode.methods import Drafters, check_levels, find_head, heads_by_kind, kind_at
-from aerie.infer.measure import bench as benches
-from aerie.infer.measure import calibrate as calibration
-from aerie.infer.measure import lossless, tasks
-from aerie.infer.measure import tune as tuning
-from aerie.infer.measure.generate import answer
-from aerie.infer.measure.record import RECORDS, SUITE, line_of, read_records
-from aerie.infer.measure.statistics import tau_difference
-from aerie.infer.measure.suite import asked_of, suite_of
 from aerie.model import storage
 from aerie.model.hub import head_directory, is_on_hub
-from aerie.model.target import Target, load_tokenizer
+
+# No torch yet: --help and mistakes are answered at once.
 
 TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches
 
@@ -40,36 +33,24 @@ TUNABLE = ("eagle1", "eagle3", "draft_lm")  # whose trees `tune` searches
 def bench(arguments: Namespace, unknown: list[str]) -> int:
     """tau and speedup of every row of the recipe"""
     recipe, section, paths = _recipe(arguments, unknown)
-    section = replace(section, rows=(*section.rows, *(load(path, MethodConfig, []) for path in arguments.row)))
+    from aerie.infer.measure.bench import measured
+    from aerie.infer.measure.suite import suite_of
+
+    section = replace(section, rows=(*section.rows, *(load_row(path, MethodConfig, []) for path in arguments.row)))
     suite = suite_of(section)
     heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
-
-    def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
-        asked = tasks.pinned(section.prompts)
-        prompts = tasks.load_prompts(asked)
-        decoders = benches.make_decoders(target, suite.rows, heads)
-        kinds = [head and kind_at(head) for head in heads]
-        made = benches.Bench(target, tokenizer, decoders, kinds, section, paths.bench)
-        storage.write_json(paths.bench / SUITE, as_dict(asked_of(section, prompts, target)))
-        records = benches.run(made, prompts, recipe.seed)
-        if section.reference:
-            records = benches.measure_reference(made, records)
-        if section.overhead:
-            benches.measure_overhead(made, prompts)
-        storage.write_text(paths.bench / RECORDS, "".join(map(line_of, records)))
-        failed = [record.message for record in records if record.status == "error"]
-        print(f"bench: {len(records)} answers -> {paths.bench}; {len(failed)} failed", *failed[:1])
-        return {"answers": len(records), "prompts": tasks.prompt_inputs(asked)}
-
     inputs = {"threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
-    digests: dict[str, str] = {}
-    for row, head in zip(suite.rows, heads, strict=True):
-        if head and row.tree and row.tree.calibrated and not arguments.plan:
-            path = head_directory(head) / storage.CALIBRATOR
-            digests |= {head: storage.file_digest(path)} if path.is_file() else {}  # else the decoder says so
-    inputs |= {"calibrators": digests} if digests else {}
+    digests = {
+        head: storage.file_digest(path)
+        for row, head in zip(suite.rows, heads, strict=True)
+        if head and row.tree and row.tree.calibrated and not arguments.plan
+        if (path := head_directory(head) / storage.CALIBRATOR).is_file()  # else the decoder says so
+    }
+    if digests:
+        inputs["calibrators"] = digests
     plan = f"{len(suite.rows)} rows x {len(section.sampling)} samplings -> {paths.bench}"
-    return _stage(arguments, recipe, heads, inputs, section, plan, measure)
+    work = partial(measured, section, heads, paths.bench, recipe.seed)
+    return _stage(arguments, recipe, heads, inputs, section, plan, work)
 
 
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
@@ -78,85 +59,79 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
     asked = MethodConfig(section.method or USUAL[recipe.head.kind], section.tree)
     if not METHODS[asked.method].heads:
         raise UserError(f"calibrate.method: {asked.method} has no head whose confidence could be measured")
-    _check_given(arguments.head, asked)
+    from aerie.infer.decode.methods import kind_at
+    from aerie.infer.measure.calibrate import calibrated
+
+    if arguments.head is not None:
+        decode.check_kind(asked.method, kind_at(arguments.head), "--head")
     head = _head(arguments, recipe, asked, "calibrate")
-
-    def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
-        prompts = tasks.load_prompts(section.prompts)
-        questions = [(tasks.encode(prompt.text, tokenizer, target), prompt.task) for prompt in prompts]
-        decoder = make_decoder(Drafters(target), asked, head)
-        recording = calibration.record(decoder, asked.tree, questions, section, recipe.seed)
-        lines = calibration.write_calibration(paths.calibration, recording, section.bins, head)
-        rebuilt = calibration.rebuild(target, asked, head, questions, section, paths.calibration)
-        print("\n".join([*lines, *([rebuilt] if rebuilt else [])]))
-        return {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
-
     plan = f"{asked.method}, {as_dict(asked.tree)}, {head} -> {paths.calibration}"
-    return _stage(arguments, recipe, [head], decode.digests([asked.tree]), section, plan, measure)
+    work = partial(calibrated, asked, head, section, paths.calibration, recipe.seed)
+    return _stage(arguments, recipe, [head], decode.digests([asked.tree]), section, plan, work)
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
     """the tree that suits the heads on this machine, as a YAML; and how well that was predicted"""
     recipe, section, paths = _recipe(arguments, unknown)
-    heads = heads_by_kind([arguments.head] if arguments.head else [], None if arguments.head else paths.heads)
+    from aerie.infer.decode.methods import heads_by_kind
+    from aerie.infer.measure.tune import TUNED, check_apart, tuned
+
+    heads = heads_by_kind([arguments.head], None) if arguments.head else heads_by_kind([], paths.heads)
     heads = {kind: head for kind, head in heads.items() if kind in TUNABLE}
     if not heads:
         raise UserError(f"{arguments.head or paths.heads}: no head of kind {', '.join(TUNABLE)}; give --head")
-    tasks.check_sources(section.measure or section.prompts)
-    tuning.check_apart(section)
-
-    def measure(target: Target, tokenizer: Any) -> dict[str, Any]:
-        best = tuning.tune(target, tokenizer, heads, section, paths.tune)
-        if section.measure is not None:
-            tuning.measure(target, tokenizer, best, section, paths.tune, recipe.seed)
-        print(f"tune: {paths.tune / tuning.TUNED} (generate --row FILE, bench --row FILE)")
-        return {}
-
-    plan = f"{', '.join(heads)} -> {paths.tune / tuning.TUNED}"
-    return _stage(arguments, recipe, list(heads.values()), {"threads": recipe.threads}, section, plan, measure)
+    check_apart(section)
+    plan = f"{', '.join(heads)} -> {paths.tune / TUNED}"
+    work = partial(tuned, heads, section, paths.tune, recipe.seed)
+    return _stage(arguments, recipe, list(heads.values()), {"threads": recipe.threads}, section, plan, work)
 
 
 def _stage(
     arguments: Namespace,
-    recipe: pipeline.Recipe,
+    recipe: Recipe,
     heads: Sequence[str | None],
     inputs: dict[str, Any],
     section: Any,
     plan: str,
-    measure: Callable[[Target, Any], dict[str, Any]],  # (target, tokenizer) -> facts
+    measure: Callable[..., dict[str, Any]],  # (target, tokenizer) -> facts
 ) -> int:
-    """Runs a stage that is not done; what can be refused is before a model is loaded."""
-    tasks.check_sources(section.prompts)
+    """Runs a stage that is not done; refusals come before a model is loaded."""
+    from aerie.infer.measure.bench import begin_bench, describe, load_quietly
+    from aerie.infer.measure.tasks import check_sources, prompt_inputs
+    from aerie.model.target import load_tokenizer
+
+    command = arguments.command
+    check_sources(section.prompts)
     _check(recipe.target, heads)
     if arguments.plan:
-        print(f"{arguments.command}: {plan}")
+        print(f"{command}: {plan}")
         return 0
     inputs = {
         "target": target_inputs(recipe.target),
-        "head": [storage.digests(head_directory(head)) for head in dict.fromkeys(heads) if head is not None],
-        arguments.command: as_dict(section),
+        "head": [storage.digests(head_directory(head)) for head in dict.fromkeys(filter(None, heads))],
+        command: as_dict(section),
         **inputs,
-        "prompts": tasks.prompt_inputs(section.prompts),
+        "prompts": prompt_inputs(section.prompts),
         "seed": recipe.seed,
     }
-    name = "calibration" if arguments.command == "calibrate" else arguments.command
+    name = "calibration" if command == "calibrate" else command
     stage = storage.Stage(name, getattr(recipe.paths, name), inputs)
     if stage.is_whole():
-        print(f"{arguments.command}: whole, reused ({stage.output})")
+        print(f"{command}: whole, reused ({stage.output})")
         return 0
     stage.require_own_directory(arguments.overwrite)
     if name == "bench":
-        benches.begin_bench(stage, arguments.overwrite)
-    with storage.status_file(recipe.paths.status, arguments.command):
-        target = benches.load_quietly(recipe.target, recipe.threads)
+        begin_bench(stage, arguments.overwrite)
+    with storage.status_file(recipe.paths.status, command):
+        target = load_quietly(recipe.target, recipe.threads)
         facts = measure(target, load_tokenizer(recipe.target))
-        stage.finish(hardware=benches.describe(target), **facts)
+        stage.finish(hardware=describe(target), **facts)
     return 0
 
 
 def report(arguments: Namespace, unknown: list[str]) -> int:
     """summary.json and index.html from what was measured"""
-    recipe = pipeline.load(arguments, unknown)
+    recipe = load(arguments, unknown)
     paths = recipe.paths
     if arguments.plan:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
@@ -190,57 +165,68 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
 
 def compare(arguments: Namespace, unknown: list[str]) -> int:
     """the difference of tau between rows of a bench, in pairs of prompts, with an interval"""
+    recipe = load(arguments, unknown)
+    from aerie.infer.measure.record import RECORDS, read_records
+    from aerie.infer.measure.statistics import tau_difference
     from aerie.infer.report.tables import names
 
-    recipe = pipeline.load(arguments, unknown)
     records = read_records(recipe.paths.bench / RECORDS)
     if arguments.temperature is not None:
         records = [record for record in records if record.temperature == arguments.temperature]
-    difference = tau_difference(records, arguments.of, arguments.against, recipe.seed)
-    print(f"{names(records, arguments.of)} against {names(records, arguments.against)}:\n{difference}")
+    of, against = arguments.of, arguments.against
+    difference = tau_difference(records, of, against, recipe.seed)
+    print(f"{names(records, of)} against {names(records, against)}:\n{difference}")
     return 0
 
 
 def verify(arguments: Namespace, unknown: list[str]) -> int:
     """prove that methods are lossless; exit code 1 where one is not"""
-    if arguments.config is None:
-        if arguments.target is None or unknown:
-            raise UserError("verify needs --config RECIPE, or --target and no key of a recipe")
-        config = TargetConfig(arguments.target, dtype=arguments.dtype or "float32", device_map=arguments.device_map)
-        return lossless.demonstrate(arguments, config, heads_by_kind(arguments.head, None))
-    recipe = pipeline.load(arguments, unknown)
-    config = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
+    recipe = load(arguments, unknown) if arguments.config else None
+    if recipe is None and (arguments.target is None or unknown):
+        raise UserError("verify needs --config RECIPE, or --target and no key of a recipe")
+    from aerie.infer.decode.methods import heads_by_kind, kind_at
+    from aerie.infer.measure.lossless import demonstrate
+
+    if recipe is None:
+        return demonstrate(arguments, _target(arguments, "float32"), heads_by_kind(arguments.head, None))
+    target = recipe.target if arguments.dtype else replace(recipe.target, dtype="float32")
     section, rows = recipe.bench or recipe.calibrate, recipe.bench.rows if recipe.bench else ()
     heads = heads_by_kind(arguments.head, recipe.paths.heads)
     if not arguments.head:
         heads |= {kind_at(row.head): row.head for row in rows if row.head is not None}
-    return lossless.demonstrate(arguments, config, heads, section.prompts if section else None, rows, recipe.threads)
+    return demonstrate(arguments, target, heads, section.prompts if section else None, rows, recipe.threads)
 
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """stream an answer; accepted draft tokens are green"""
-    given, row, recipe, pairs = arguments.head, arguments.row, None, pipeline.pairs_of(unknown)
+    given, row, recipe, pairs = arguments.head, arguments.row, None, pairs_of(unknown)
     if arguments.config is None:
         if arguments.target is None:
             raise UserError("generate needs --config RECIPE, or --target with --head or --method")
-        usual, of_method = "vanilla" if given is None else USUAL[kind_at(given)], pairs
-        words = {"path": arguments.target, "dtype": arguments.dtype, "device_map": arguments.device_map}
-        target = validate({key: word for key, word in words.items() if word}, TargetConfig, "command line", {})
+        usual, of_method, target = "vanilla", pairs, _target(arguments)
     else:
         of_method = [pair for pair in pairs if pair.startswith(("tree.", "typical.", "lookup.", "lookahead."))]
         others = [f"--{pair}" for pair in pairs if pair not in of_method]
-        recipe = pipeline.load(arguments, others)
+        recipe = load(arguments, others)
         usual, target = USUAL[recipe.head.kind], recipe.target
+    from aerie.infer.decode.methods import check_levels, kind_at
+    from aerie.infer.measure.bench import load_quietly
+    from aerie.infer.measure.generate import answer
+    from aerie.model.target import load_tokenizer
+
+    if recipe is None and given is not None:
+        usual = USUAL[kind_at(given)]
     if row is None:
         asked = validate({"method": arguments.method or usual}, MethodConfig, "command line", {}, of_method)
         if recipe is not None and asked.method == usual:  # the recipe's tree is that of its head's usual method alone
             words_of_tree = [f"--{word}" for word in of_method if word.startswith("tree.")]
-            asked = replace(asked, tree=pipeline.load(arguments, [*others, *words_of_tree]).tree)
+            asked = replace(asked, tree=load(arguments, [*others, *words_of_tree]).tree)
     elif arguments.method is None:
-        asked = load(row, MethodConfig, of_method)
+        asked = load_row(row, MethodConfig, of_method)
     else:
         raise UserError("--row names a method; leave --method out")
-    _check_given(given, asked)
+    if given is not None:
+        decode.check_kind(asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head")
     if recipe is not None:
         head = _head(arguments, recipe, asked if given is None else replace(asked, head=None), "generate")
     else:
@@ -251,22 +237,29 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
     _check(target, [head])
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
-    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
-    validate({name: value for name, value in sampling.items() if value is not None}, SamplingConfig, "sampling", {})
-    if not arguments.temperature and (arguments.top_k is not None or arguments.top_p is not None):
+    names = ("temperature", "top_k", "top_p")
+    sampling = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    validate(sampling, SamplingConfig, "sampling", {})
+    if not arguments.temperature and {"top_k", "top_p"} & {*sampling}:
         raise UserError("--top-k and --top-p: greedy decoding draws nothing; add --temperature 1")
     if arguments.plan:
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
         tree = as_dict(asked.tree) if asked.tree else "no tree"
         print(f"generate: {target.path}, {asked.method} with {head or 'no head'}, {tree}{law}")
         return 0
-    loaded = benches.load_quietly(target, None if recipe is None else recipe.threads)
+    loaded = load_quietly(target, recipe.threads if recipe else None)
     answer(loaded, load_tokenizer(target), asked, head, arguments)
     return 0
 
 
-def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[pipeline.Recipe, Any, pipeline.RunPaths]:
-    recipe = pipeline.load(arguments, unknown)
+def _target(arguments: Namespace, dtype: str | None = None) -> TargetConfig:
+    words = {"dtype": arguments.dtype or dtype, "device_map": arguments.device_map}
+    pairs = [f"{key}={word}" for key, word in words.items() if word]
+    return validate({"path": arguments.target}, TargetConfig, "--target", {}, pairs)
+
+
+def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any, RunPaths]:
+    recipe = load(arguments, unknown)
     name = arguments.command
     if any(word.startswith("--tree.") for word in unknown) and name in ("bench", "calibrate"):
         warn(f"--tree: {name} does not read it; set {'bench.rows' if name == 'bench' else 'calibrate.tree'}")
@@ -276,13 +269,10 @@ def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[pipeline.Recipe, 
     return recipe, section, recipe.paths
 
 
-def _check_given(head: Path | None, asked: MethodConfig) -> None:
-    if head is not None:
-        decode.check_kind(asked.method, kind_at(head) if METHODS[asked.method].heads else "draft", "--head")
-
-
-def _head(arguments: Namespace, recipe: pipeline.Recipe, asked: MethodConfig, place: str) -> str | None:
+def _head(arguments: Namespace, recipe: Recipe, asked: MethodConfig, place: str) -> str | None:
     """A row's own head, else --head or the recipe's where its kind fits, else the run's."""
+    from aerie.infer.decode.methods import check_levels, find_head, kind_at
+
     kinds = METHODS[asked.method].heads
     if arguments.plan and kinds and asked.head is not None and is_on_hub(asked.head):
         return asked.head
@@ -290,9 +280,8 @@ def _head(arguments: Namespace, recipe: pipeline.Recipe, asked: MethodConfig, pl
     given = None if arguments.head == of_recipe else arguments.head
     if asked.head is None and given is None and recipe.head.kind in kinds:
         decode.check_kind(asked.method, kind_at(of_recipe), str(of_recipe))
-        head: str | None = str(of_recipe)
-    else:
-        head = find_head(asked, recipe.paths.heads, recipe.head.kind, given, place)
+        given = of_recipe
+    head = find_head(asked, recipe.paths.heads, recipe.head.kind, given, place)
     check_levels(asked.tree, head, place)
     return head
 
@@ -322,11 +311,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--show-tree": {"action": "store_true", "help": "print the first draft tree"},
     },
     "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row"}},
-    "compare": {
-        "--of": ROWS,
-        "--against": ROWS,
-        "--temperature": {"type": float, "help": "of the answers that are compared"},
-    },
+    "compare": {"--of": ROWS, "--against": ROWS, "--temperature": {"type": float, "help": "of the answers compared"}},
     "verify": {
         "--head": {"type": Path, "action": "append", "default": [], "help": "a head directory; one of each kind"},
         "--methods": {"default": ",".join(METHODS), "help": "eagle2,sps,...; default: all"},
@@ -340,16 +325,16 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 @exit_codes()
 def main() -> int:
+    stop_on_signals()
     parser = argparse.ArgumentParser("aerie", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
         command = subparsers.add_parser(run.__name__, help=run.__doc__)
-        pipeline.add_arguments(command, config_required=run not in (generate, verify))
+        add_arguments(command, config_required=run not in (generate, verify))
         for flag, settings in ({"--head": HEAD} | OPTIONS.get(run.__name__, {})).items():
             command.add_argument(flag, **settings)
         command.set_defaults(run_command=run)
     arguments, unknown = parser.parse_known_args()
-    stop_on_signals()
     return int(arguments.run_command(arguments, unknown))
 
 

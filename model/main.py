@@ -15,7 +15,7 @@ from aerie.model.storage import CONFIG, read_json
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(description="Heads that travel: inspect, convert, push.", allow_abbrev=False)
+    top = argparse.ArgumentParser("aerie", description="Heads that travel: inspect, convert, push.", allow_abbrev=False)
     commands = top.add_subparsers(dest="command", required=True)
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:

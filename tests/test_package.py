@@ -9,10 +9,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
+import sys
+import aerie, aerie.data.main, aerie.train.main, aerie.model.main, aerie.infer.main
+assert "torch" not in sys.modules
 from aerie.infer import SpeculativeDecoder
 from aerie.model.storage import template_path
 assert template_path("configs/templates/vicuna.jinja").is_file()
-import aerie, aerie.data.main, aerie.train.main, aerie.model.main, aerie.infer.main
 print(aerie.__file__, SpeculativeDecoder.__name__)
 """
 

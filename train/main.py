@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @exit_codes()
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train a draft head, or a small LM.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("aerie train", description="Train a head, or a small LM.", allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument("--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1")
     arguments, unknown = parser.parse_known_args()

@@ -174,7 +174,8 @@ class SpeculativeDecoder:
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, new: int) -> None:
         shape, rows = tuple(input_ids.shape), self.target.vocab.embedding.shape[0]
         if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
-            raise UserError(f"input_ids {list(shape)}: give one prompt at a time, [1, T] with at least one token")
+            fix = "the prompt is empty" if 0 in shape else "give one prompt at a time, [1, T]"
+            raise UserError(f"input_ids {list(shape)}: {fix}")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise UserError("attention_mask hides tokens of the prompt; pass the prompt without padding")
         if int(input_ids.max()) >= rows:

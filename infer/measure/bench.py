@@ -24,21 +24,21 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError, warn
-from aerie.configs.read import validate
+from aerie.configs.read import as_dict, validate
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig
 from aerie.data.stage import bar
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import Clock, SpeculativeDecoder, make_decoder
-from aerie.infer.decode.methods import Drafters
+from aerie.infer.decode.methods import Drafters, kind_at
 from aerie.infer.decode.shape import Drafting
 from aerie.infer.decode.tree import root_only
 from aerie.infer.measure import record as results
 from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, keep_pools, lines_of
 from aerie.infer.measure.record import Key, Origin, Overhead, Record, Reference, line_of, tree_shape
-from aerie.infer.measure.suite import Suite, suite_of
-from aerie.infer.measure.tasks import Prompt, encode_turn
-from aerie.model.storage import Manifest, Stage, Whole, first_line, remove_temporaries, write_json
+from aerie.infer.measure.suite import Suite, asked_of, suite_of
+from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
+from aerie.model.storage import Manifest, Stage, Whole, first_line, remove_temporaries, write_json, write_text
 from aerie.model.target import Target
 
 CYCLES, JOB = "cycles.jsonl", "job.json"
@@ -115,6 +115,25 @@ def make_decoders(
     for decoder in decoders:
         decoder.lm = shared.setdefault(decoder.lm.after_blocks, decoder.lm)
     return decoders
+
+
+def measured(
+    section: BenchConfig, heads: Sequence[str | None], output: Path, seed: int, target: Target, tokenizer: Any
+) -> dict[str, Any]:
+    """The bench and its facts."""
+    asked, kinds = pinned(section.prompts), [head and kind_at(head) for head in heads]
+    prompts, decoders = load_prompts(asked), make_decoders(target, suite_of(section).rows, heads)
+    bench = Bench(target, tokenizer, decoders, kinds, section, output)
+    write_json(output / results.SUITE, as_dict(asked_of(section, prompts, target)))
+    records = run(bench, prompts, seed)
+    if section.reference:
+        records = measure_reference(bench, records)
+    if section.overhead:
+        measure_overhead(bench, prompts)
+    write_text(bench.records_path, "".join(map(line_of, records)))
+    failed = [record.message for record in records if record.status == "error"]
+    print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", *failed[:1])
+    return {"answers": len(records), "prompts": prompt_inputs(asked)}
 
 
 def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:

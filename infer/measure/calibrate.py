@@ -26,6 +26,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters
 from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, Tables, keep_pools, tables_of
 from aerie.infer.measure.record import FloatArray
+from aerie.infer.measure.tasks import encode, load_prompts
 from aerie.model.storage import CALIBRATOR, CHOICES, digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
 
@@ -343,18 +344,23 @@ def fit_and_score(recording: Recording, bins: int) -> tuple[Calibrator, dict[str
     return replace(calibrator, decoded_at=recording.temperature, scores=plain), facts
 
 
-def rebuild(
-    target: Target,
+def calibrated(
     asked: MethodConfig,
     head: str | None,
-    questions: Sequence[tuple[Tensor, str]],
     section: CalibrateConfig,
     output: Path,
-) -> str | None:
-    """Writes the head's best static tree to choices.yaml, from greedy answers of a wider one; null: no static tree."""
+    seed: int,
+    target: Target,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """The calibration and its facts; a static tree's best, from a wider one's answers, goes to choices.yaml."""
+    questions = [(encode(prompt.text, tokenizer, target), prompt.task) for prompt in load_prompts(section.prompts)]
+    recording = record(make_decoder(Drafters(target), asked, head), asked.tree, questions, section, seed)
+    print("\n".join(write_calibration(output, recording, section.bins, head)))
     tree, ranks = asked.tree, section.ranks
+    facts = {name: len(recording.tables[name]) for name in ("nodes", "cycles")}
     if not isinstance(tree, StaticConfig):
-        return None
+        return facts
     wide = {*tree.paths}
     for depth in range(tree.levels):
         for path in product(range(min(ranks, REACH + 1)), repeat=depth):
@@ -366,10 +372,10 @@ def rebuild(
     choices = rebuilt(tree, rank_accuracy(recording.tables, tree.levels, ranks), section.nodes)
     about = f"# {len(choices)} drafted nodes for {asked.method}, rebuilt from how often each rank was accepted"
     text = "".join(f"  - {list(choice)}\n" for choice in choices)
-    places = places_of(output, head)
-    for place in places:
+    for place in places_of(output, head):
         write_text(place / CHOICES, f"{about}\nchoices:\n{text}")
-    return f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {places[-1] / CHOICES}"
+    print(f"{asked.method}: a tree of {len(choices)} drafted nodes; use it with --tree.choices {place / CHOICES}")
+    return facts
 
 
 def in_order(choices: set[Choice]) -> tuple[Choice, ...]:

@@ -248,7 +248,8 @@ def read_records(path: Path) -> list[Record]:
         try:
             record: Record = adapter(Record).validate_json(line)
         except ValidationError as error:
-            problem = f"{error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
+            first = error.errors()[0]
+            problem = ": ".join(map(str, (*first["loc"], first["msg"])))
             raise UserError(f"{path}:{number}: {problem}; delete the line to measure it again") from error
         if record.key in records:
             raise UserError(f"{path}:{number}: was measured already {record.key}; delete the line")
@@ -257,7 +258,11 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_as(path: Path, schema: type[T]) -> T:
-    return validate(read_json(path), schema, str(path), {})
+    try:
+        return validate(read_json(path), schema, str(path), {})
+    except UserError as error:
+        command = path.parent.name.replace("calibration", "calibrate")
+        raise UserError(f"{error}; delete it and run: aerie {command} --overwrite") from error
 
 
 def tree_shape(row: MethodConfig) -> TreeShape | None:

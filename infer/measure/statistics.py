@@ -213,7 +213,8 @@ def interval(above: Sequence[FloatArray], below: Sequence[FloatArray], seed: int
 def tau_difference(records: Records, of: Sequence[int], against: Sequence[int], seed: int = 0) -> str:
     """The difference of tau between two sets of rows (numbers of bench.rows), each pooled, paired by prompt."""
     if len({record.sampling for record in records}) > 1:
-        raise UserError("the bench has several samplings; choose one with --temperature")
+        found = sorted({record.temperature for record in records})
+        raise UserError(f"the bench has several samplings; choose one with --temperature: {found}")
     prompts = sorted({record.prompt for record in records if record.row in (*of, *against)})
     sides = []
     for rows in (of, against):

@@ -66,7 +66,8 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
         if (level := published.get("level")) and (not as_it_is or level in values):
             task = f"{task}-level{str(values[level]).split()[-1]}"  # 3 or 'Level 3'
     except KeyError as error:
-        raise UserError(f"{place}: a question of {task} needs {error}; this row has {', '.join(values)}") from error
+        question = f"a question of {task}" if task else "a question"
+        raise UserError(f"{place}: {question} needs {error}; this row has {', '.join(values)}") from error
     texts = [turns] if isinstance(turns, str) else turns
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
         raise UserError(f"{place}: a question is a text or a list of texts, none empty")

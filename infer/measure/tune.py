@@ -24,7 +24,7 @@ from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.record import Record
 from aerie.infer.measure.statistics import group, speedups, summary_row
-from aerie.infer.measure.tasks import encode, load_prompts
+from aerie.infer.measure.tasks import check_sources, encode, load_prompts
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
@@ -235,6 +235,7 @@ class Prediction:
 
 def check_apart(config: TuneConfig) -> None:
     """UserError where a prompt of tune.measure is one of tune.prompts."""
+    check_sources(config.measure or config.prompts)
     texts = {prompt.text for prompt in load_prompts(config.prompts)}
     for prompt in load_prompts(config.measure) if config.measure else []:
         if prompt.text in texts:
@@ -353,8 +354,10 @@ class HeadTuning:
         return facts | {"trees": list(map(of, self.trees)), "rules": list(map(of, self.rules))}
 
 
-def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneConfig, output: Path) -> HeadTuning:
-    """Writes tuned.yaml and tune.json: the method predicted to be the fastest with these heads (kind -> directory)."""
+def tuned(
+    heads: Mapping[str, str], config: TuneConfig, output: Path, seed: int, target: Target, tokenizer: Any
+) -> dict[str, Any]:
+    """Writes tuned.yaml and tune.json: the method predicted to be the fastest with heads (kind -> directory)."""
     prompts = [encode(prompt.text, tokenizer, target) for prompt in load_prompts(config.prompts)]
     tunings = [HeadTuning(target, kind, head, prompts, config) for kind, head in heads.items()]
     best = max(tunings, key=lambda one: one.choice.speedup)
@@ -369,7 +372,9 @@ def tune(target: Target, tokenizer: Any, heads: Mapping[str, str], config: TuneC
     chosen = yaml.safe_dump({"method": choice.method, "head": best.head, "tree": tree}, sort_keys=False)
     write_text(output / TUNED, f"# tuned on {describe(target)['device']}: {line}\n{chosen}")
     write_json(output / "tune.json", {"chosen": best.kind, "heads": [one.facts() for one in tunings]})
-    return best
+    measure(target, tokenizer, best, config, output, seed)
+    print(f"tune: {output / TUNED} (generate --row FILE, bench --row FILE)")
+    return {}
 
 
 def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodConfig]:
@@ -379,8 +384,9 @@ def measured_rows(kind: str, choice: MethodConfig, grid: bool) -> list[MethodCon
 
 
 def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig, output: Path, seed: int) -> None:
-    """Writes measured.json: each row's speed on other prompts, and the choice's relative to it."""
-    assert config.measure is not None
+    """Writes measured.json: each row's speed on other prompts, if any, and the choice's relative to it."""
+    if config.measure is None:
+        return
     predicted = best.choice
     methods = measured_rows(best.kind, MethodConfig(predicted.method, predicted.tree), config.grid)
     kinds = [None, *([best.kind] * (len(methods) - 1))]

@@ -14,13 +14,13 @@ from markupsafe import Markup
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.infer.measure import record as bench_files
+from aerie.infer.measure import record as files
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA, Group, summary_row, told_apart
 from aerie.infer.report import tables
 from aerie.infer.report.tables import LEVELS, Grid, Line, Rows, label, numeric
-from aerie.model.storage import read_json, write_json, write_text
+from aerie.model.storage import write_json, write_text
 
 try:
     from matplotlib import rc_context
@@ -276,12 +276,12 @@ def write_report(
     facts: run, commit, target (with `name`), head (with `kind`), hardware and the commands that made the run. Where the
     suite asks for rows by task, summary.json and the text tables have these, the page the pooled ones.
     """
-    records = bench_files.read_records(bench / bench_files.RECORDS)
+    records = files.read_records(bench / files.RECORDS)
     if not records:
-        raise UserError(f"{bench / bench_files.RECORDS}: holds no whole record; run: aerie bench")
+        raise UserError(f"{bench / files.RECORDS}: holds no whole record; run: aerie bench")
     # without suite.json all rows are the bench's own
-    asked = _read(bench / bench_files.SUITE, bench_files.Asked)
-    asked = asked or bench_files.Asked(tuple(bench_files.AskedCell(one.row, *one.sampling) for one in records))
+    asked = _read(bench / files.SUITE, files.Asked)
+    asked = asked or files.Asked(tuple(files.AskedCell(one.row, *one.sampling) for one in records))
     groups = statistics.main_groups(records, asked)
     rows = told_apart([summary_row(members, seed) for members in groups])
     by_task = [members.by_task() for members in groups]
@@ -298,8 +298,8 @@ def write_report(
     tuning = _read(bench.parent / "tune" / "tune.json")
     if tuning is not None:
         tuning["measured"] = _read(bench.parent / "tune" / "measured.json")
-    reference = _read(bench / bench_files.REFERENCE, bench_files.Reference)
-    overhead = _read(bench / bench_files.OVERHEAD, list[bench_files.Overhead]) or []
+    reference = _read(bench / files.REFERENCE, files.Reference)
+    overhead = _read(bench / files.OVERHEAD, list[files.Overhead]) or []
     places = {members.first.row: at for at, members in reversed(list(enumerate(groups)))}
     extras = []
     for members in groups:
@@ -415,7 +415,5 @@ def sample_answer(groups: Sequence[Group], rows: Rows) -> dict[str, Any] | None:
     return {"record": record, "parts": parts, "tau": statistics.tau([record])}
 
 
-def _read(path: Path, schema: Any = None) -> Any:
-    if not path.is_file():
-        return None
-    return read_json(path) if schema is None else bench_files.read_as(path, schema)
+def _read(path: Path, schema: Any = dict[str, Any]) -> Any:
+    return files.read_as(path, schema) if path.is_file() else None

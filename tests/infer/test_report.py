@@ -157,6 +157,7 @@ def test_damaged_or_missing_input_is_an_error_with_the_command(tmp_path: Path) -
     write_text(tmp_path / "bench" / "records.jsonl", line_of(record()))
     for name, text, message in (
         ("calibration/analysis.json", '{"schema": 99}', r"analysis\.json: .*calibrate --overwrite"),
+        ("bench/suite.json", "{", "aerie bench --overwrite"),
         ("bench/records.jsonl", "", r"records\.jsonl: holds no whole record.*aerie bench"),
     ):
         write_text(tmp_path / name, text)

@@ -84,7 +84,7 @@ def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Pa
 def test_broken_questions_are_one_sentence(tmp_path: Path) -> None:
     twice = '{"question_id": 1, "turns": ["a"]}\n'
     for text, message in {
-        '{"question": "a"}\n': "needs 'turns'",
+        '{"question": "a"}\n': "a question needs 'turns'",
         '{"turns": []}\n': "a text or a list of texts",
         "": "holds no prompts",
         twice + twice: "stands there 2 times",
