@@ -4,3 +4,7 @@ import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    items.sort(key=lambda item: "slurm" not in item.nodeid)  # they wait

@@ -74,7 +74,7 @@ def terse(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
 def test_greedy_answers_of_every_row_are_generates_own_in_every_edge_case(
     wordy: Prompts, terse: Prompts, method: Method, kind: str | None
 ) -> None:
-    """All rejected, all accepted, an end token and a limit inside a path: as drafts come, and as steered ones do."""
+    """As drafts come, and as steered ones do."""
     prompts, met = wordy if kind else terse, set[str]()
     wanted = set() if method == "vanilla" else set(EDGES)
     if method == "pld":  # its matching cuts a guess before an end token

@@ -120,7 +120,7 @@ class Naive:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_window_and_pool_are_those_of_the_naive_algorithm(name: str) -> None:
-    """And its trees: connected, no wider than announced, no deeper than what is left, and what rides is no draft."""
+    """And its trees are connected, no wider than announced, no deeper than what is left."""
     target, config, ids = make_target(**FEW), SETTINGS[name], torch.arange(5, 15).flip(0)[None]
     lookahead, naive, seen = Lookahead(config), Naive(target, ids[0].tolist(), config), []
     sizes, drafted, left = [], 0, 24 - 1
