@@ -95,7 +95,7 @@ class Net:
         """What a command prints that works on the recipe of a kind of head; options are overrides of the recipe."""
         recipe, sizes = KINDS[kind]
         fixed = {"config": f"configs/{recipe}.yaml", "run": run, "target": self.main / "target"}
-        fixed |= {"aerie.data.conversations": [str(self.main / "conversations/train.jsonl")], "data.max_length": 160}
+        fixed |= {"data.conversations": [str(self.main / "conversations/train.jsonl")], "data.max_length": 160}
         fixed |= {"data.held_out": 0.1, **{f"head.{key}": value for key, value in sizes.items()}}
         return self.bare(command, *words, **fixed | options)
 
