@@ -92,7 +92,6 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
         if is_first and ending not in resume.CODES:
             progress = loop.progress
             write_text(stage.output / "recipe.yaml", dump(recipe))
-
             facts = {"steps": progress.step, "total_steps": loop.total, "best_step": progress.best_step}
             facts |= {"tokens": progress.tokens, "processes": loop.world}
             stage.finish(**facts, train_seconds=round(progress.seconds, 1), ended=ending, held_out=loop.held_out)
