@@ -24,6 +24,8 @@ demo bench bench-full: export DS_ACCELERATOR := cpu
 endif
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Where it is set (as in many containers), every process compiles all of torch and transformers again: 10 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo bench bench-full test soak lint clean
 help:

@@ -91,6 +91,6 @@ def test_greedy_answers_are_generates_own_and_the_rule_ends_some_trees(
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rule"), SAMPLED.items())
 def test_sampled_answers_have_the_targets_law(shape: str, rule: str, sampled: SampledProver) -> None:
-    found = sampled.prove(asked(shape, rule), SHAPES[shape][1], SamplingConfig(1.0), 800, seed=0)
+    found = sampled.prove(asked(shape, rule), SHAPES[shape][1], SamplingConfig(1.0), 1500, seed=0)
     assert found.accepted_per_answer > 0.1
     assert found.p_value > ALPHA / len(SAMPLED)
