@@ -17,7 +17,7 @@ import pytest
 
 from tests import tiny
 
-PROMPTS, STEPS = 5, 54
+PROMPTS, STEPS = 7, 72
 CLOCKS = {"ms", "cycle_ms", "peak_memory_gib", "t_draft", "t_verify", "data_wait_share", "tokens_per_s", "step_ms"}
 RECORDS = ("provenance.json", "recipe.yaml", "reference.json")  # they name the run, or hold times
 SOAK = {"features": 17, "train": 17, "bench": 16}
@@ -109,7 +109,7 @@ def content_of(output: Path, run: Path) -> dict[str, Any]:
 
 def write_recipe(root: Path) -> None:
     tiny.target(root / "target")
-    tiny.write_conversations(root / "train.jsonl", 800)
+    tiny.write_conversations(root / "train.jsonl", 1400)
     rows = [{"question_id": n, "category": "count", "turns": [f"Please count {n + 2} boats."]} for n in range(PROMPTS)]
     tiny.write_rows(root / "questions.jsonl", rows)
     tree = {"levels": 3, "k": 3, "nodes": 8}

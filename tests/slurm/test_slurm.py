@@ -16,7 +16,7 @@ from tests.train.test_main import write_recipe
 from tests.train.test_processes import together
 
 pytestmark = pytest.mark.slow
-STEPS = 120
+STEPS = 200
 SIGNAL = ("scancel", "--batch", "--signal=USR1")  # as --signal=B:USR1@300 has SLURM do: the batch script alone is told
 
 

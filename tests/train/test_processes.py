@@ -35,7 +35,7 @@ LM = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "m
 EAGLE1 = {"save_every": 2, "eval_every": 5}
 # name -> (launcher, head, train)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "eagle1": ("zero3", {"kind": "eagle1"}, {**EAGLE1, "max_steps": 12}),
+    "eagle1": ("zero3", {"kind": "eagle1"}, EAGLE1),
     "eagle1-ddp": ("torchrun", {"kind": "eagle1"}, EAGLE1),
     "hydra": ("zero1", {"kind": "hydra", "prefix_layer": True}, {"dropout": 0.2, "law_weight": 0.5, **SMALL}),
     "eagle3": (
