@@ -343,10 +343,10 @@ class MultiTokenObjective(Objective):
             label = torch.stack([F.nll_loss(q, t, reduction="sum") for q, t in zip(laws, tokens, strict=True)])
         if self.settings.law_weight:
             loss = losses.LOSSES[self.settings.loss]
-            found = []
+            sums = []
             for q, at in zip(laws, which, strict=True):
-                found.append(loss(q, target.at(at), self.settings).sum())
-            law = torch.stack(found)
+                sums.append(loss(q, target.at(at), self.settings).sum())
+            law = torch.stack(sums)
         with torch.no_grad():
             hits = torch.stack([(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)])
             alpha = losses.acceptance(laws[0], target.at(which[0]).whole).sum()
