@@ -47,14 +47,14 @@ def shared_start(first: str, second: str) -> int:
     return len(first) if second.startswith(first) else len(commonprefix([first, second]))  # noqa: RUF071
 
 
-def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any) -> str:
-    """The messages as the tokenizer's chat template renders them; UnusableRow where it refuses them."""
+def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any) -> Any:
+    """Text or token ids of the messages in the tokenizer's chat template; UnusableRow where it refuses them."""
     name = tokenizer.name_or_path or "the tokenizer"
     if not tokenizer.chat_template:
         fix = f"name one with target.chat_template, such as {SHIPPED_TEMPLATE} for Vicuna"
         raise UserError(f"{name}: the tokenizer has no chat template; {fix}")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **settings))
+        return tokenizer.apply_chat_template(list(messages), **{"tokenize": False, "return_dict": False, **settings})
     except TemplateSyntaxError as error:
         raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:

@@ -47,11 +47,11 @@ class Conversation:
     is_held_out: bool = False
 
 
-class UnusableRow(Exception):
+class UnusableRow(UserError):
     """A reason that is counted, and a sentence about this row."""
 
     def __init__(self, reason: str, sentence: str) -> None:
-        super().__init__(sentence)
+        super().__init__(sentence or reason)
         self.reason, self.sentence = reason, sentence
 
 

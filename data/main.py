@@ -152,7 +152,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
 
     def decode(prompt: list[int], seed: int) -> list[int]:
         generation = decoder.generate(
-            torch.tensor([prompt], device=target.device),
+            prompt,
             generator=torch.Generator(target.device).manual_seed(seed),
             do_sample=sampling.temperature > 0,
             temperature=sampling.temperature,
@@ -163,9 +163,7 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
         )
         return generation.new_ids
 
-    limits = [(target.config, "max_position_embeddings"), (decoder.proposer, "max_positions")]
-    known = [limit for owner, name in limits if (limit := getattr(owner, name, None)) is not None]
-    return local_target(decode, thinking, min(known) - sampling.max_tokens if known else None)
+    return local_target(decode, thinking, min(decoder.limits.values()) - sampling.max_tokens)
 
 
 def show(arguments: argparse.Namespace, recipe: Recipe) -> int:

@@ -1,24 +1,29 @@
 """The decoding loop; plain decoding (`vanilla`) is the same loop with a tree of one node."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from aerie.configs.errors import UserError
-from aerie.configs.schema.decode import USUAL, MethodConfig, TreeConfig, TypicalConfig
+from aerie.configs.read import validate
+from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig, TypicalConfig, check_kind
 from aerie.configs.schema.heads import TargetConfig
+from aerie.data.chat import apply_template
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import Decoding, Sampler, resolve
 from aerie.infer.decode.shape import Cycle, Proposer
 from aerie.infer.decode.tree import root_only
 from aerie.infer.decode.verify import rule_of, verify
-from aerie.model.target import Target
+from aerie.model.target import Target, load_tokenizer
 
 SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
 PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
@@ -50,15 +55,26 @@ class Statistics:
     def tau(self) -> float:
         return sum(self.cycle_tokens) / len(self.cycle_tokens) if self.cycle_tokens else 1.0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Without the prefill and its token."""
+        return (self.new_tokens - 1) / max((self.ms["wall"] - self.ms["prefill"]) / 1000, 1e-9)
+
 
 @dataclass(frozen=True)
 class Generation:
     sequences: Tensor  # prompt and answer [1, T + new]
     statistics: Statistics
+    decoder: "SpeculativeDecoder" = field(repr=False)
 
     @property
     def new_ids(self) -> list[int]:
         return list(self.sequences[0, self.statistics.prompt_tokens :].tolist())
+
+    @property
+    def text(self) -> str:
+        """The answer without special tokens."""
+        return str(self.decoder.tokenizer.decode(self.new_ids, skip_special_tokens=True))
 
 
 class SpeculativeDecoder:
@@ -71,27 +87,66 @@ class SpeculativeDecoder:
         self.target, self.proposer, self.typical = target, proposer, typical
         self.lm = CachedLM(target, () if proposer is None else proposer.after_blocks)
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's own, unless from_pretrained was given one."""
+        try:
+            return load_tokenizer(self.target.recipe)
+        except UserError as error:
+            raise UserError(f"{error}; give from_pretrained tokenizer=") from error
+
     @classmethod
     def from_pretrained(
         cls,
-        target: str | Target,
-        head: str | None = None,
+        target: str | PathLike[str] | Target | PreTrainedModel,
+        head: str | PathLike[str] | None = None,
         *,
-        tree: TreeConfig | None = None,
+        method: str | None = None,
+        tree: TreeConfig | dict[str, Any] | None = None,
+        tokenizer: Any = None,
         device: str | None = None,
         **keys: Any,
     ) -> "SpeculativeDecoder":
-        """target: a directory, a Hub id or a loaded one; no tree: the head's published one; keys: TargetConfig's."""
-        if isinstance(target, str):
-            target = Target.load(TargetConfig(path=target, **keys), device)
-        if head is None:
-            return cls(target)
-        return cls(target, make_proposer(Drafters(target), MethodConfig(USUAL[kind_at(head)], tree), head))
+        """target: a directory, a Hub id, or a loaded Target or transformers model (sdpa or eager attention; frozen).
+
+        method, tree: by default the head's usual ones; tokenizer: by default that of the target's directory or Hub id.
+        device (by default the GPU, if there is one) and keys (TargetConfig's: dtype, ...) are for loading the target.
+        """
+        if not isinstance(target, Target | PreTrainedModel):
+            values = {"path": str(target), **keys, "dtype": str(keys.get("dtype", "auto")).removeprefix("torch.")}
+            config = validate(values, TargetConfig, "from_pretrained", {})
+            target = Target.load(config, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        elif keys or device:
+            raise UserError(f"from_pretrained: the target is loaded already; leave {', '.join(keys) or 'device'} out")
+        if isinstance(target, PreTrainedModel):
+            target = Target(target, TargetConfig(path=target.name_or_path or type(target).__name__))
+        kind = kind_at(str(head)) if head else "none"
+        named = {"method": method or USUAL.get(kind, "vanilla"), "tree": tree}
+        asked = validate(named, MethodConfig, "from_pretrained", {})
+        if head or METHODS[asked.method].heads:
+            check_kind(asked.method, kind, "from_pretrained")
+        decoder = make_decoder(Drafters(target), asked, str(head) if head else None)
+        if tokenizer is not None:
+            decoder.tokenizer = tokenizer
+        return decoder
+
+    def encode(self, prompt: Any) -> Tensor:
+        """Token ids [1, T] of any prompt that `generate` takes."""
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}] if self.tokenizer.chat_template else self.tokenizer(prompt)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+            prompt = apply_template(self.tokenizer, prompt, tokenize=True, add_generation_prompt=True)
+        try:
+            ids = torch.as_tensor(prompt["input_ids"] if isinstance(prompt, Mapping) else prompt)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            known = "a text, messages, one prompt's token ids or what a tokenizer returns"
+            raise UserError(f"generate() takes {known}, not this {type(prompt).__name__}") from error
+        return ids[None] if ids.ndim == 1 else ids
 
     @torch.inference_mode()
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: str | Sequence[Any] | Mapping[str, Any] | Tensor,
         *,
         attention_mask: Tensor | None = None,
         streamer: BaseStreamer | None = None,
@@ -100,10 +155,18 @@ class SpeculativeDecoder:
         timed: bool = False,
         **settings: Any,
     ) -> Generation:
-        """input_ids [1, T]; settings: SETTINGS, else the generation_config's; timed waits for the device."""
+        """input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer returns.
+
+        A text is a user's turn in the chat template; a tokenizer without one takes it as it is.
+        settings: SETTINGS, else the generation_config's; on_cycle sees each cycle; timed waits for the device.
+        UserError: padding, several prompts, ids outside the vocabulary, no room in the context, unknown settings.
+        """
         if foreign := sorted(settings.keys() - set(SETTINGS)):
             raise UserError(f"generate() does not know {', '.join(foreign)}; use {', '.join(SETTINGS)}")
         decoding = resolve(self.target.generation_config, **settings)
+        if isinstance(input_ids, Mapping) and attention_mask is None and "attention_mask" in input_ids:
+            attention_mask = torch.as_tensor(input_ids["attention_mask"])
+        input_ids = self.encode(input_ids)
         self._check(input_ids, attention_mask, decoding.max_new_tokens)
         prompt, proposer, limit = input_ids[0].to(self.target.device), self.proposer, decoding.max_new_tokens
         if generator is None:
@@ -169,7 +232,15 @@ class SpeculativeDecoder:
         clock.lap("other")
         statistics.ms["wall"] = sum(statistics.ms.values())
         ids = torch.tensor([answer], dtype=input_ids.dtype, device=input_ids.device)
-        return Generation(torch.cat([input_ids, ids], dim=1), statistics)
+        return Generation(torch.cat([input_ids, ids], dim=1), statistics, self)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """How many tokens prompt and answer may have together, by what bounds them."""
+        limits = {"the target's context": int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)}
+        if self.proposer is not None:
+            limits["the draft head's max_position_embeddings"] = self.proposer.max_positions
+        return limits
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, new: int) -> None:
         shape, rows = tuple(input_ids.shape), self.target.vocab.embedding.shape[0]
@@ -180,10 +251,7 @@ class SpeculativeDecoder:
             raise UserError("attention_mask hides tokens of the prompt; pass the prompt without padding")
         if int(input_ids.max()) >= rows:
             raise UserError(f"token id {int(input_ids.max())} is outside the target's vocabulary of {rows}")
-        limits = {"the target's context": int(getattr(self.target.config, "max_position_embeddings", None) or 2**31)}
-        if self.proposer is not None:
-            limits["the draft head's max_position_embeddings"] = self.proposer.max_positions
-        for name, limit in limits.items():
+        for name, limit in self.limits.items():
             if shape[1] + new > limit:
                 asked = f"prompt of {shape[1]} tokens + max_new_tokens {new}"
                 raise UserError(f"{asked} exceeds {name} {limit}; lower either")

@@ -14,6 +14,7 @@ from torch import Tensor
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.measure import PromptsConfig, TaskConfig
+from aerie.data.chat import apply_template
 from aerie.data.conversations import hub_commit, is_local, read_rows
 from aerie.model.storage import file_digest
 from aerie.model.target import Target
@@ -171,12 +172,10 @@ def encode(text: str, tokenizer: Any, target: Target) -> Tensor:
 
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
     """Token ids [1, T] of the turn after these answers, with what came before."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise UserError(f"{target.recipe.path}: has no chat template; give --target.chat_template FILE.jinja")
     messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     for turn, answer in zip_longest(prompt.turns[: len(answers) + 1], answers):
         messages.append({"role": "user", "content": turn})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = apply_template(tokenizer, messages, tokenize=True, add_generation_prompt=True)
     return torch.tensor([ids], device=target.device)

@@ -87,6 +87,8 @@ def test_a_streamer_gets_the_prompt_and_then_every_cycles_tokens_and_phases_add_
     [
         ({"input_ids": torch.ones(2, 4, dtype=torch.long)}, "one prompt at a time"),
         ({"input_ids": torch.ones(1, 0)}, "the prompt is empty"),
+        ({"input_ids": ["a", "b"]}, r"generate\(\) takes a text, messages, .* not this list"),
+        ({"input_ids": {"role": "user"}}, "not this dict"),
         ({"input_ids": torch.full((1, 4), 999)}, "outside the target's vocabulary"),
         ({"max_new_tokens": 300}, "exceeds the target's context"),
         ({"max_new_tokens": 60}, "draft head's max_position_embeddings"),

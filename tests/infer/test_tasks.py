@@ -98,7 +98,7 @@ def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> 
     config = TargetConfig(str(tiny.target(tmp_path / "t")))
     tokenizer, target = load_tokenizer(config), Target.load(config)
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"--target\.chat_template"):
+    with pytest.raises(UserError, match=r"target\.chat_template"):
         encode("x", tokenizer, target)
 
 
