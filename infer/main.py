@@ -198,20 +198,37 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
-    """stream an answer; accepted draft tokens are green"""
+    """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
+    from aerie.infer.measure.generate import generate, read_prompts
+
+    return _decode(arguments, unknown, partial(generate, read_prompts(arguments)))
+
+
+def chat(arguments: Namespace, unknown: list[str]) -> int:
+    """talk with the target; accepted draft tokens are green"""
+    from aerie.infer.measure.generate import chat
+
+    return _decode(arguments, unknown, chat)
+
+
+def _decode(arguments: Namespace, unknown: list[str], work: Callable[[Any, Namespace], None]) -> int:
+    """Hands `work` a decoder with the target, method and head that the command line or its recipe names."""
     given, row, recipe, pairs = arguments.head, arguments.row, None, pairs_of(unknown)
+    command = arguments.command
     if arguments.config is None:
         if arguments.target is None:
-            raise UserError("generate needs --config RECIPE, or --target with --head or --method")
-        usual, of_method, target = "vanilla", pairs, _target(arguments)
+            raise UserError(f"{command} needs --config RECIPE, or --target with --head or --method")
+        of_target = [pair.removeprefix("target.") for pair in pairs if pair.startswith("target.")]
+        usual, target = "vanilla", _target(arguments, pairs=of_target)
+        of_method = [pair for pair in pairs if not pair.startswith("target.")]
     else:
         of_method = [pair for pair in pairs if pair.startswith(("tree.", "typical.", "lookup.", "lookahead."))]
         others = [f"--{pair}" for pair in pairs if pair not in of_method]
         recipe = load(arguments, others)
         usual, target = USUAL[recipe.head.kind], recipe.target
-    from aerie.infer.decode.methods import check_levels, kind_at
+    from aerie.infer.decode.engine import make_decoder
+    from aerie.infer.decode.methods import Drafters, check_levels, kind_at
     from aerie.infer.measure.bench import load_quietly
-    from aerie.infer.measure.generate import answer
     from aerie.model.target import load_tokenizer
 
     if recipe is None and given is not None:
@@ -228,12 +245,12 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
     if given is not None:
         decode.check_kind(asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head")
     if recipe is not None:
-        head = _head(arguments, recipe, asked if given is None else replace(asked, head=None), "generate")
+        head = _head(arguments, recipe, asked if given is None else replace(asked, head=None), command)
     else:
         head = asked.head if given is None else str(given)
         if head is None and METHODS[asked.method].heads:
             raise UserError(f"{asked.method} needs a head; give --head")
-        check_levels(asked.tree, head, "generate")
+        check_levels(asked.tree, head, command)
     _check(target, [head])
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
@@ -245,16 +262,21 @@ def generate(arguments: Namespace, unknown: list[str]) -> int:
     if arguments.plan:
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
         tree = as_dict(asked.tree) if asked.tree else "no tree"
-        print(f"generate: {target.path}, {asked.method} with {head or 'no head'}, {tree}{law}")
+        print(f"{command}: {target.path}, {asked.method} with {head or 'no head'}, {tree}{law}")
         return 0
-    loaded = load_quietly(target, recipe.threads if recipe else None)
-    answer(loaded, load_tokenizer(target), asked, head, arguments)
+    tokenizer = load_tokenizer(target)
+    if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
+        fix = "give --target.chat_template FILE.jinja, or generate --raw"
+        raise UserError(f"{target.path}: the tokenizer has no chat template; {fix}")
+    decoder = make_decoder(Drafters(load_quietly(target, recipe.threads if recipe else None)), asked, head)
+    decoder.tokenizer = tokenizer
+    work(decoder, arguments)
     return 0
 
 
-def _target(arguments: Namespace, dtype: str | None = None) -> TargetConfig:
+def _target(arguments: Namespace, dtype: str | None = None, pairs: Sequence[str] = ()) -> TargetConfig:
     words = {"dtype": arguments.dtype or dtype, "device_map": arguments.device_map}
-    pairs = [f"{key}={word}" for key, word in words.items() if word]
+    pairs = [*pairs, *(f"{key}={word}" for key, word in words.items() if word)]
     return validate({"path": arguments.target}, TargetConfig, "--target", {}, pairs)
 
 
@@ -296,20 +318,26 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
 HEAD: dict[str, Any] = {"type": Path, "help": "a head directory (default: the run's own)"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
-COMMANDS = (generate, calibrate, bench, tune, report, compare, verify)
+COMMANDS = (generate, chat, calibrate, bench, tune, report, compare, verify)
+DECODING: dict[str, dict[str, Any]] = {
+    "--method": {"choices": get_args(Method), "help": "default: the usual one of the head"},
+    "--row": {**FILE, "help": "a method and its tree"},
+    "--max-new-tokens": {"type": int},
+    "--temperature": {"type": float},
+    "--top-k": {"type": int},
+    "--top-p": {"type": float},
+    "--seed": {"type": int, "default": 0},
+    "--show-tree": {"action": "store_true", "help": "print the first draft tree of each answer"},
+}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
-        "--prompt": {"required": True},
+        "--prompt": {"help": "a text; - reads it from stdin"},
+        "--prompts": {"metavar": "FILE.jsonl", "help": "rows with prompt, question, turns or messages"},
         "--raw": {"action": "store_true", "help": "the prompt as it is, without the chat template"},
-        "--method": {"choices": get_args(Method), "help": "default: the usual one of the head"},
-        "--row": {**FILE, "help": "a method and its tree"},
-        "--max-new-tokens": {"type": int},
-        "--temperature": {"type": float},
-        "--top-k": {"type": int},
-        "--top-p": {"type": float},
-        "--seed": {"type": int, "default": 0},
-        "--show-tree": {"action": "store_true", "help": "print the first draft tree"},
+        "--json": {"action": "store_true", "help": "stdout gets a line of JSON for each answer, and no stream"},
+        **DECODING,
     },
+    "chat": DECODING,
     "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row"}},
     "compare": {"--of": ROWS, "--against": ROWS, "--temperature": {"type": float, "help": "of the answers compared"}},
     "verify": {
@@ -330,7 +358,7 @@ def main() -> int:
     subparsers = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
         command = subparsers.add_parser(run.__name__, help=run.__doc__)
-        add_arguments(command, config_required=run not in (generate, verify))
+        add_arguments(command, config_required=run not in (generate, chat, verify))
         for flag, settings in ({"--head": HEAD} | OPTIONS.get(run.__name__, {})).items():
             command.add_argument(flag, **settings)
         command.set_defaults(run_command=run)

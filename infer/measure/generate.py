@@ -1,7 +1,9 @@
-"""Text as it is decoded, accepted draft tokens in colour."""
+"""Answers on the command line: streamed with accepted draft tokens in colour, as lines of JSON, or turn by turn."""
 
+import json
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -9,13 +11,12 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from aerie.configs.schema.decode import MethodConfig
-from aerie.infer.decode.engine import make_decoder
-from aerie.infer.decode.methods import Drafters
+from aerie.configs.errors import UserError
+from aerie.data.conversations import Message, RawRow, UnusableRow, read_rows, to_messages
+from aerie.infer.decode.engine import Generation, SpeculativeDecoder
+from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree, describe
-from aerie.infer.measure.tasks import encode
-from aerie.model.target import Target
 
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
@@ -27,7 +28,7 @@ class ColouredStreamer(BaseStreamer):
         self.tokenizer, self._colours = tokenizer, (GREEN, PLAIN) if sys.stdout.isatty() else ("", "")
         self.accepted = 0  # drafted tokens among those of the next put
         self._ids: list[int] | None = None  # of the answer; null: the prompt is still to come
-        self._printed = ""
+        self.text = ""  # printed so far
 
     def put(self, value: Tensor) -> None:
         if self._ids is None:
@@ -38,37 +39,124 @@ class ColouredStreamer(BaseStreamer):
             self._ids += part
             text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
             if part and not text.endswith("\ufffd"):  # half a character: wait for the rest
-                print(f"{colour}{text[len(self._printed) :]}{end}", end="", flush=True)
-                self._printed = text
+                print(f"{colour}{text[len(self.text) :]}{end}", end="", flush=True)
+                self.text = text
         self.accepted = 0
 
     def end(self) -> None:
         print(flush=True)
 
 
-def answer(target: Target, tokenizer: Any, asked: MethodConfig, head: str | None, arguments: Namespace) -> None:
-    """Streams the answer to stdout, statistics to stderr."""
-    decoder = make_decoder(Drafters(target), asked, head)
-    plain = tokenizer(arguments.prompt, return_tensors="pt")["input_ids"] if arguments.raw else None
-    ids = encode(arguments.prompt, tokenizer, target) if plain is None else plain
-    streamer, trees = ColouredStreamer(tokenizer), list[Tree]()
+def read_prompts(arguments: Namespace) -> list[list[Message]]:
+    """Of --prompt (`-`: stdin) or --prompts; UserError where one is empty."""
+    path, text = arguments.prompts, arguments.prompt
+    if (path is None) == (text is None):
+        raise UserError("generate needs either --prompt TEXT (- reads stdin) or --prompts FILE.jsonl")
+    text = sys.stdin.read().removesuffix("\n") if text == "-" else text
+    prompts = []
+    for row in read_rows(path) if path else [RawRow("--prompt", 1, text)]:
+        values = row.value if isinstance(row.value, dict) else {"prompt": row.value}
+        turns = next((values[name] for name in ("turns", "question", "prompt") if name in values), None)
+        turns = turns if isinstance(turns, list | None) else [turns]
+        try:
+            messages = to_messages(values) if turns is None else [{"role": "user", "content": turn} for turn in turns]
+        except UnusableRow as error:
+            raise UserError(f"{row.place}: {error}; or prompt, question or turns") from error
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()  # to be written anew
+        asked = [message["content"] for message in messages if message["role"] == "user"]
+        if not asked or not all(isinstance(text, str) and text.strip() for text in asked):
+            raise UserError(f"{row.place}: the prompt is empty, or no text")
+        if arguments.raw and len(messages) > 1:
+            raise UserError(f"{row.place}: several turns need the chat template; leave --raw out")
+        prompts.append(messages)
+    if not prompts:
+        raise UserError(f"{path}: holds no prompts")
+    return prompts
+
+
+def generate(prompts: list[list[Message]], decoder: SpeculativeDecoder, arguments: Namespace) -> None:
+    """Answers every turn of the user that has no answer yet; each prompt begins with the seed."""
+    for messages in prompts:
+        generator, history = torch.Generator(decoder.target.device).manual_seed(arguments.seed), list[Message]()
+        for message, following in zip(messages, [*messages[1:], {"role": "user"}], strict=True):
+            history.append(message)
+            if message["role"] not in ("user", "tool") or following["role"] != "user":
+                continue
+            prompt = decoder.tokenizer(message["content"]) if arguments.raw else history
+            streamer = None if arguments.json else ColouredStreamer(decoder.tokenizer)
+            generation = answer(decoder, prompt, arguments, generator, streamer)
+            history.append({"role": "assistant", "content": generation.text})
+            if arguments.json:
+                counted, ids = generation.statistics, generation.new_ids
+                row = {"prompt": message["content"], "text": generation.text, "new_ids": ids, "tau": counted.tau}
+                row |= {"tokens_per_s": counted.tokens_per_s, "statistics": asdict(counted)}
+                print(json.dumps(row, default=sorted), flush=True)
+
+
+def chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
+    """Answers what is typed or piped in, with what came before it."""
+    bound, limit = min(decoder.limits.items(), key=lambda item: item[1])
+    full = f"{bound} of {limit:,} tokens is full; /reset begins a new conversation"
+    most = resolve(decoder.target.generation_config, max_new_tokens=arguments.max_new_tokens).max_new_tokens
+    generator, history = torch.Generator(decoder.target.device).manual_seed(arguments.seed), list[Message]()
+    is_terminal, typed = sys.stdin.isatty(), lambda: ""
+    if is_terminal:
+        with suppress(ImportError):  # some Pythons are built without it
+            import readline  # input() then edits its line and remembers those before
+
+            typed = readline.get_line_buffer
+        print("/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer", file=sys.stderr)
+    while True:
+        try:
+            text = input("\n> " if is_terminal else "").strip()
+        except (EOFError, KeyboardInterrupt) as error:
+            print(file=sys.stderr)
+            if isinstance(error, KeyboardInterrupt) and typed():
+                continue  # drops the line
+            break
+        if text == "/exit":
+            break
+        if text in ("", "/reset"):
+            history = [] if text else history
+            continue
+        history.append({"role": "user", "content": text})
+        room = limit - decoder.encode(history).shape[1]
+        if room < 1:
+            history.pop()
+            print(full, file=sys.stderr)
+            continue
+        arguments.max_new_tokens, streamer = min(most, room), ColouredStreamer(decoder.tokenizer)
+        try:
+            if len(answer(decoder, history, arguments, generator, streamer).new_ids) == room:
+                print(full, file=sys.stderr)
+        except KeyboardInterrupt:
+            print("\nstopped", file=sys.stderr)
+        history.append({"role": "assistant", "content": streamer.text})
+
+
+def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, generator: Any, streamer: Any) -> Generation:
+    """The answer, streamed to stdout unless streamer is null; statistics to stderr."""
+    trees = list[Tree]()
 
     def watch(cycle: Cycle) -> None:
-        streamer.accepted = cycle.verdict.accepted
+        if streamer is not None:
+            streamer.accepted = cycle.verdict.accepted
         if len(cycle.tree) > 1 and not trees:
             trees.append(cycle.tree)
 
-    generator = torch.Generator(target.device).manual_seed(arguments.seed)
     settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    generation = decoder.generate(ids, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings)
+    generation = decoder.generate(
+        prompt, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings
+    )
     counted = generation.statistics
     for tree in trees if arguments.show_tree else ():
-        print("\n" + describe(tree, [tokenizer.decode([token]) for token in tree.tokens.tolist()]), file=sys.stderr)
-    seconds = (counted.ms["wall"] - counted.ms["prefill"]) / 1000
-    used = {name: value for name, value in asdict(counted.decoding).items() if name != "eos_token_ids"}
+        names = [decoder.tokenizer.decode([token]) for token in tree.tokens.tolist()]
+        print("\n" + describe(tree, names), file=sys.stderr)
     print(
         f"\n{counted.new_tokens} tokens in {counted.target_forwards} target forwards: tau {counted.tau:.2f}, "
-        f"{(counted.new_tokens - 1) / max(seconds, 1e-9):.1f} tokens/s (prefill {counted.ms['prefill']:.0f} ms), "
-        f"{counted.verify} | {used}",
+        f"{counted.tokens_per_s:.1f} tokens/s (prefill {counted.ms['prefill']:.0f} ms), "
+        f"{counted.verify} at T {counted.decoding.temperature:g}",
         file=sys.stderr,
     )
+    return generation

@@ -13,12 +13,17 @@ import pytest
 import torch
 
 from aerie.infer import main as infer_main
+from aerie.infer.measure.generate import ColouredStreamer
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import WEIGHTS
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = {"levels": 3, "k": 3, "nodes": 8}
+BOATS, OWLS = "Please count 4 boats.", "Please sort 9 owls."
+CONVERSATION = [("user", BOATS), ("assistant", "Four."), ("user", OWLS), ("assistant", "to be written anew")]
+ROWS_OF_PROMPTS: list[Any] = [{"question": BOATS}, {"prompt": OWLS}, {"turns": [BOATS, OWLS]}]
+ROWS_OF_PROMPTS.append({"messages": [{"role": role, "content": text} for role, text in CONVERSATION]})
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -35,6 +40,7 @@ def write_recipe(root: Path) -> None:
     for name, paths in trees.items():
         (root / f"{name}.yaml").write_text(f"choices: [{paths}]\n")
     (root / "q.txt").write_text("Please count 2 boats.\nPlease count 3 boats.\n")
+    tiny.write_rows(root / "rows.jsonl", ROWS_OF_PROMPTS)
     prompts = {"path": str(root / "q.txt"), "num_prompts": 2, "max_new_tokens": 8}
     rows = [{"method": "vanilla"}, {"method": "eagle2", "tree": TREE}, {"method": "eagle-chain", "tree": {"levels": 3}}]
     measured = {"warmup_prompts": 1, "sampling": [{"temperature": 0.0}, {"temperature": 1.0}], "rows": rows}
@@ -57,7 +63,8 @@ def command(shared: Path) -> Command:
     """One command line on the shared recipe, in this process: exit code, stdout and stderr."""
 
     def on_shared(name: str, *words: str, config: bool = True) -> tuple[int, str, str]:
-        prompt = ["--prompt", "Please count 4 boats."] if name == "generate" and "--prompt" not in words else []
+        is_asked = name != "generate" or {"--prompt", "--prompts"} & {*words}
+        prompt = [] if is_asked else ["--prompt", "Please count 4 boats."]
         given = ["--config", str(shared / "recipe.yaml")] if config else []
         line = [*given, *prompt, *(word.replace("{root}", str(shared)) for word in words)]
         out, err = io.StringIO(), io.StringIO()
@@ -87,6 +94,12 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
      "--method medusa --tree.shape dynamic --tree.levels 2"),
     ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
     ("generate --max-new-tokens 0", "--max-new-tokens: must be at least 1", None),
+    ("generate --prompt ' '", "--prompt: the prompt is empty", "--prompt x"),
+    ("generate --prompts {root}/gone.jsonl", "gone.jsonl: no such file or directory", "--prompts {root}/rows.jsonl"),
+    ("generate --prompts {root}/rows.jsonl --prompt x", "needs either --prompt TEXT", None),
+    ("generate --prompts {root}/rows.jsonl --raw", "several turns need the chat template; leave --raw out", None),
+    ("generate --prompts {root}/q.txt", "q.txt: cannot be read; expected .json", None),
+    ("chat --top-p 0.5", "greedy decoding draws nothing", "--top-p 0.5 --temperature 1"),
     ("generate --method svip --head {root}/run/heads/medusa", "svip drafts with eagle1 or eagle3",
      "--method svip --head {root}/run/heads/eagle3"),
     (f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}", "bench.rows.1: tree: is 3",
@@ -155,6 +168,67 @@ def test_generate_streams_the_same_text_with_every_method(command: Command) -> N
         assert code == 0 and "tau" in err and ("  survival " in err or method != "eagle2")
         texts.add(out)
     assert len(texts) == 1
+
+
+def written(*turns: str) -> list[str]:
+    """What transformers' greedy generate answers to each turn of a conversation, in at most 12 tokens."""
+    model, tokenizer = tiny.llama(), tiny.tokenizer()
+    history: list[dict[str, str]] = []
+    for turn in turns:
+        history.append({"role": "user", "content": turn})
+        ids = tokenizer.apply_chat_template(history, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        out = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+        text = tokenizer.decode(out, skip_special_tokens=True).rstrip("\ufffd")
+        history.append({"role": "assistant", "content": text})
+    return [message["content"] for message in history[1::2]]
+
+
+def test_generate_answers_rows_of_every_shape_as_lines_of_json(command: Command, shared: Path) -> None:
+    words = ("--prompts", "{root}/rows.jsonl", "--json", "--max-new-tokens", "12")
+    code, out, err = command("generate", *words)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and err.count("tau") == 5 and [row["prompt"] for row in rows] == [BOATS, OWLS, BOATS, OWLS, OWLS]
+    plain = [json.loads(line) for line in command("generate", *words, "--method", "vanilla")[1].splitlines()]
+    assert [row["new_ids"] for row in rows] == [row["new_ids"] for row in plain]
+    assert [row["text"].rstrip("\ufffd") for row in rows[2:4]] == written(BOATS, OWLS)
+    assert rows[0]["new_ids"] == rows[2]["new_ids"] and rows[3]["new_ids"] != rows[4]["new_ids"]
+    assert {row["tau"] for row in plain} == {1.0} and rows[0]["statistics"]["decoding"]["eos_token_ids"] == [3]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", io.StringIO(BOATS + "\n"))
+        assert json.loads(command("generate", "--prompt", "-", *words[2:])[1])["new_ids"] == rows[0]["new_ids"]
+
+
+def test_a_chat_answers_as_generate_does_on_the_whole_conversation(
+    command: Command, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [BOATS, OWLS, "", "/reset", "boats " * 300, OWLS, "/exit", BOATS]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    code, out, err = command("chat", "--max-new-tokens", "12")
+    assert code == 0 and out.splitlines() == "\n".join([*written(BOATS, OWLS), *written(OWLS)]).splitlines()
+    assert err.count("tau") == 3 and err.count("context of 256 tokens is full; /reset") == 1
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = ColouredStreamer.put
+
+    def interrupted(streamer: ColouredStreamer, value: torch.Tensor) -> None:
+        monkeypatch.setattr(ColouredStreamer, "put", put)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ColouredStreamer, "put", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{BOATS}\n{OWLS}\n"))
+    code, _, err = command("chat", "--max-new-tokens", "4")
+    assert code == 0 and "stopped" in err and err.count("tau") == 1
+
+
+def test_a_target_without_a_chat_template_is_told_what_to_give(command: Command, tmp_path: Path) -> None:
+    plain = ("--target", str(tiny.target(tmp_path / "plain", chat_template=None)), "--max-new-tokens", "2")
+    for name in ("generate", "chat"):
+        code, _, err = command(name, *plain, config=False)
+        assert code == 2 and err.count("\n") == 1 and "give --target.chat_template FILE.jinja, or generate --raw" in err
+    (tmp_path / "own.jinja").write_text(tiny.TEMPLATE)
+    for fix in (("--raw",), ("--target.chat_template", str(tmp_path / "own.jinja"))):
+        assert command("generate", *plain, *fix, config=False)[0] == 0
 
 
 def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, shared: Path) -> None:
