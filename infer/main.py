@@ -163,6 +163,25 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     return 0
 
 
+def results(arguments: Namespace, unknown: list[str]) -> int:
+    """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
+    if unknown:
+        raise UserError(f"{unknown[0]}: not an option of results")
+    text = "# Results\n\nWritten by `aerie results " + " ".join(map(str, arguments.runs)) + "` from the runs' reports. "
+    text += "What the columns mean: [metrics.md](metrics.md).\n"
+    for run in arguments.runs:
+        report = RunPaths(run).report
+        if not (report / "summary.json").is_file():
+            raise UserError(f"{run}: has no report; run aerie report --config RECIPE --run {run}")
+        facts = storage.read_json(report / "summary.json")
+        target = facts["target"]
+        machine = ", ".join(f"{key} {value}" for key, value in facts["hardware"].items() if value)
+        text += f"\n## {run}\n\nTarget `{target['name']}`; {machine}; commit `{facts['commit']}`.\n\n"
+        text += (report / "table.md").read_text(encoding="utf-8")
+    print(text, end="")
+    return 0
+
+
 def compare(arguments: Namespace, unknown: list[str]) -> int:
     """the difference of tau between rows of a bench, in pairs of prompts, with an interval"""
     recipe = load(arguments, unknown)
@@ -318,7 +337,7 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
 HEAD: dict[str, Any] = {"type": Path, "help": "a head directory (default: the run's own)"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
-COMMANDS = (generate, chat, calibrate, bench, tune, report, compare, verify)
+COMMANDS = (generate, chat, calibrate, bench, tune, report, results, compare, verify)
 DECODING: dict[str, dict[str, Any]] = {
     "--method": {"choices": get_args(Method), "help": "default: the usual one of the head"},
     "--row": {**FILE, "help": "a method and its tree"},
@@ -339,6 +358,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "chat": DECODING,
     "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row"}},
+    "results": {"runs": {"type": Path, "nargs": "+", "metavar": "RUN"}},
     "compare": {"--of": ROWS, "--against": ROWS, "--temperature": {"type": float, "help": "of the answers compared"}},
     "verify": {
         "--head": {"type": Path, "action": "append", "default": [], "help": "a head directory; one of each kind"},
@@ -358,7 +378,8 @@ def main() -> int:
     subparsers = parser.add_subparsers(dest="command", required=True)
     for run in COMMANDS:
         command = subparsers.add_parser(run.__name__, help=run.__doc__)
-        add_arguments(command, config_required=run not in (generate, chat, verify))
+        if run is not results:
+            add_arguments(command, config_required=run not in (generate, chat, verify))
         for flag, settings in ({"--head": HEAD} | OPTIONS.get(run.__name__, {})).items():
             command.add_argument(flag, **settings)
         command.set_defaults(run_command=run)

@@ -8,7 +8,7 @@ from aerie.configs.errors import exit_codes
 PACKAGES = {
     "data": ("synthetic", "check", "show", "features", "distill"),
     "train": ("train",),
-    "infer": ("generate", "chat", "calibrate", "bench", "tune", "report", "compare", "verify"),
+    "infer": ("generate", "chat", "calibrate", "bench", "tune", "report", "results", "compare", "verify"),
     "model": ("inspect", "convert", "push"),
 }
 

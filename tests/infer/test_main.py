@@ -250,6 +250,9 @@ def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, 
     assert code == 0 and "eagle2" in out and "index.html" in out
     summary = json.loads((shared / "run" / "report" / "summary.json").read_text())
     assert summary["schema"] == 1 and len(summary["rows"]) == 6 and summary["rows"][0]["tau"] == 1.0
+    code, out, _ = command("results", str(shared / "run"), config=False)
+    assert code == 0 and "commit" in out and out.count("| eagle2 |") == 2
+    assert "has no report; run aerie report" in command("results", str(shared), config=False)[2]
     records.unlink()
     assert "records.jsonl: missing; write it anew with --overwrite" in command("bench")[2]
     assert command("bench", "--overwrite", "--bench.prompts.max_new_tokens", "6")[0] == 0
