@@ -121,7 +121,7 @@ class SpeculativeDecoder:
         if isinstance(target, PreTrainedModel):
             target = Target(target, TargetConfig(path=target.name_or_path or type(target).__name__))
         kind = kind_at(str(head)) if head else "none"
-        named = {"method": method or USUAL.get(kind, "vanilla"), "tree": tree}
+        named = {"method": method or USUAL.get(kind, "vanilla"), "tree": tree if head else None}
         asked = validate(named, MethodConfig, "from_pretrained", {})
         if head or METHODS[asked.method].heads:
             check_kind(asked.method, kind, "from_pretrained")
