@@ -137,10 +137,11 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         print(f"report: {paths.bench} and {paths.calibration} -> {paths.report}")
         return 0
     from aerie.infer.report.page import write_report
-    from aerie.infer.report.tables import console_table
+    from aerie.infer.report.tables import console_table, parameters, stopped
 
     head, again = arguments.head or paths.head(recipe), f"--config {arguments.config}"
-    stages = (paths.features, head, paths.calibration, paths.bench, paths.tune)
+    target = Path(recipe.target.path)
+    stages = (target, paths.features, head, *sorted(paths.heads.glob("*")), paths.calibration, paths.bench, paths.tune)
     made = {path: storage.read_json(path / storage.FILE) for path in stages if (path / storage.FILE).is_file()}
     if paths.bench not in made:
         raise UserError(f"{paths.bench}: no bench, or one that was stopped; run aerie bench {again}")
@@ -148,17 +149,23 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     for words in filter(None, (facts.get("argv") for facts in made.values())):
         launch = ["accelerate", "launch"] if words[0] in ("data/main.py", "train/main.py") else ["python"]
         commands.append(shlex.join([*(launch if words[0].endswith(".py") else []), *words]))
-    trained, measured = made.get(head, {}), made[paths.bench]
-    training = {name: trained[name] for name in ("training_tokens", "steps", "seconds") if name in trained}
+    measured, trainings = made[paths.bench], dict[str, dict[str, Any]]()
+    for path in (path for path, record in made.items() if record.get("stage") == "train"):
+        names = ("steps", "total_steps", "tokens", "train_seconds", "ended")
+        name = "target" if path == target else f"{path.name} head"
+        trainings[name] = {"parameters": parameters(path), **{name: made[path].get(name) for name in names}}
     facts = {
         "run": str(recipe.run),
         "commit": measured.get("commit"),
-        "target": {"name": recipe.target.path, "dtype": recipe.target.dtype},
-        "head": {"kind": recipe.head.kind, "name": str(head)} | training,
+        "target": {"name": recipe.target.path, "dtype": recipe.target.dtype, "parameters": parameters(target)},
+        "head": {"kind": recipe.head.kind, "name": str(head), "parameters": parameters(head)},
         "hardware": measured.get("hardware", {}),
         "commands": [*commands, f"aerie report {again}"],
+        "trainings": trainings,
     }
     print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, seed=recipe.seed)))
+    for name, words in stopped(trainings).items():
+        print(f"{name}: training {words}")
     print(f"\nreport: {paths.report / 'index.html'}")
     return 0
 

@@ -46,8 +46,12 @@ def export(
     target: TargetFacts,
     after_blocks: tuple[int, ...] | None = None,
     any_target: bool = False,
+    pickled: bool = True,
 ) -> tuple[str, list[str]]:
-    """Writes output; returns the head's own layout, and notes. any_target: other weights become a note."""
+    """Writes output (SafeAILab's layout pickled, as published); returns the head's own layout, and notes.
+
+    any_target: other weights become a note.
+    """
     directory = head_directory(source)
     layout, files, content = read_content(directory, after_blocks or target.default_taps)
     state = _completed(files, content, target)
@@ -60,7 +64,7 @@ def export(
     facts |= {**written.values.get("aerie", {}), "exported_from": {"layout": layout, "files": digests(directory)}}
     dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
     with directory_atomically(output) as place:
-        write_tensors(place, written.tensors, pickled=to == "safeailab")
+        write_tensors(place, written.tensors, pickled=pickled and to == "safeailab")
         write_json(place / CONFIG, {**written.values, "aerie": facts, "dtype": dtype, "torch_dtype": dtype})
         for name in RECORDS[:2]:
             if (directory / name).is_file():

@@ -10,6 +10,7 @@ from aerie.model.storage import CALIBRATOR, CONFIG, find_weights, first_line
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 RECORDS = ("recipe.yaml", "provenance.json", "calibration.json", CALIBRATOR)
+OURS = "aerie"  # the folder of a head as it was trained, where a repository's root is a server's layout
 SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
 
@@ -21,11 +22,10 @@ def head_directory(path: Path | str) -> Path:
     from huggingface_hub import snapshot_download
 
     repo, revision = found["repo"], found["revision"]
+    root = (CONFIG, *RECORDS, "README.md")
     with readable_errors(str(path)):  # a pickle only where there is nothing better
-        for weights in (SAFE, PICKLED):
-            place = Path(
-                snapshot_download(repo, revision=revision, allow_patterns=[CONFIG, *RECORDS, "README.md", *weights])
-            )
+        for folder, patterns in ((OURS, (f"{OURS}/*",)), ("", (*root, *SAFE)), ("", (*root, *PICKLED))):
+            place = Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns))) / folder
             if find_weights(place) is not None:
                 break
     if not (place / CONFIG).is_file():

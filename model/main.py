@@ -98,6 +98,8 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
+    from tempfile import TemporaryDirectory
+
     from aerie.model.export import inspect_head
     from aerie.model.push import pack, removals, upload
 
@@ -106,21 +108,23 @@ def push(arguments: argparse.Namespace) -> int:
         raise UserError(f"--repo {repo}: no repository name; it looks like user/name")
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
     allowed = [name for name in ("without_results", "uncommitted") if getattr(arguments, name)]
-    files, notes = pack(head, repo, arguments.run, arguments.target_name, arguments.license, allowed)
-    print("".join(f"note: {note}\n" for note in notes), end="")
     where = repo if revision is None else f"{repo}@{revision}"
-    if not arguments.dry_run:
-        address, removed = upload(repo, files, revision, arguments.private)
-        print(f"push: {len(files)} files to {where}, removed {', '.join(removed) or 'nothing'}: {address}")
-        return 0
-    try:
-        does = f"remove {', '.join(removals(repo, files, revision)) or 'nothing'}"
-    except UserError as error:
-        does = f"fail now ({error})"
-    print(f"push: would {does}, and ship to {where}:")
-    for name, file in sorted(files.items()):
-        print(f"  {len(file) if isinstance(file, bytes) else file.stat().st_size:>16,} bytes  {name}")
-    print(f"\nREADME.md:\n{bytes(files['README.md']).decode()}")
+    with TemporaryDirectory() as place:
+        server = Path(place) / "server", arguments.target
+        files, notes = pack(head, repo, arguments.run, arguments.target_name, arguments.license, allowed, server)
+        print("".join(f"note: {note}\n" for note in notes), end="")
+        if not arguments.dry_run:
+            address, removed = upload(repo, files, revision, arguments.private)
+            print(f"push: {len(files)} files to {where}, removed {', '.join(removed) or 'nothing'}: {address}")
+            return 0
+        try:
+            does = f"remove {', '.join(removals(repo, files, revision)) or 'nothing'}"
+        except UserError as error:
+            does = f"fail now ({error})"
+        print(f"push: would {does}, and ship to {where}:")
+        for name, file in sorted(files.items()):
+            print(f"  {len(file) if isinstance(file, bytes) else file.stat().st_size:>16,} bytes  {name}")
+        print(f"\nREADME.md:\n{bytes(files['README.md']).decode()}")
     return 0
 
 

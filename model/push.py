@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import yaml
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.model.formats.content import table
+from aerie.model.export import export
+from aerie.model.formats.content import TargetFacts, table
 from aerie.model.formats.eagle import CHECKED, LOST, SPECULATIVE_TOKENS
-from aerie.model.hub import RECORDS, head_directory, is_on_hub, readable_errors
-from aerie.model.storage import CALIBRATOR, CONFIG, content_digest, digests, is_dirty, read_json
+from aerie.model.hub import OURS, RECORDS, head_directory, is_on_hub, readable_errors
+from aerie.model.storage import CALIBRATOR, CONFIG, WEIGHTS, content_digest, digests, is_dirty, read_json
 
 Files = dict[str, Path | bytes]  # name in the repository -> local file or content
 TAG = "aerie"  # of every card
@@ -22,6 +24,23 @@ FILES = (".json", ".jsonl", ".parquet")
 
 ANY_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json")
 OUR_WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt")
+# what vLLM, or else SGLang, loads from a repository as it is
+SERVED = {"eagle1": ("safeailab", "sglang"), "eagle3": ("speculators", "sglang")}
+SERVERS = {"safeailab": ["vllm"], "sglang": ["sglang"], "speculators": ["speculators", "vllm"]}
+
+
+def for_server(head: dict[str, Any], name: str, place: Path, target: TargetFacts | None) -> tuple[str, list[str]]:
+    """The layout that a server loads, in which a trained head is written to place ("": none), and notes."""
+    notes, recorded = list[str](), head["target"]["recorded"]
+    for layout in SERVED.get(head["kind"], ()) if head["layout"] == "aerie" and (target or recorded) else ():
+        if layout == "safeailab" and "bias" in head["options"]:
+            continue  # vLLM stops at fc.bias
+        try:
+            facts = replace(target or TargetFacts.load(recorded), name=name)
+            return layout, export(head["path"], layout, place, facts, pickled=False)[1]
+        except UserError as error:
+            notes = [f"no server's layout goes along: {error}"]
+    return "", notes
 
 
 def pack(
@@ -31,8 +50,12 @@ def pack(
     target_name: str | None = None,
     licence: str | None = None,
     allowed: Collection[str] = (),
+    server: tuple[Path, TargetFacts | None] | None = None,
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes; allowed: "without_results", "uncommitted"; head: `inspect_head`'s."""
+    """The files of a push, and notes; allowed: "without_results", "uncommitted"; head: `inspect_head`'s.
+
+    server: where to write the layout of a server, which becomes the root (ours: the folder OURS), and --target.
+    """
     directory = head_directory(head["path"])
     if head["problems"] or head["taps_open"] == "ambiguous":
         raise UserError([*head["problems"], f"{directory}: {', '.join(head['guesses'])}"][0])
@@ -65,9 +88,15 @@ def pack(
     if fitted.get("head") == known:  # it has to fit the shipped config.json
         fitted["head"] = {**known, CONFIG: content_digest(bytes(files[CONFIG]))}
         files[CALIBRATOR] = _written(CALIBRATOR, fitted)
-    files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
     stays = sorted(path.name for path in directory.iterdir() if path.name not in files)
-    return files, [*notes, *(f"{name} stays here" for name in stays)]
+    layout, about = for_server(head, target, *server) if server else ("", [])
+    if layout and server:
+        place = server[0]
+        files = {name if name == "summary.json" else f"{OURS}/{name}": file for name, file in files.items()}
+        files |= {CONFIG: _written(CONFIG, public(_table(place / CONFIG), names)), WEIGHTS: place / WEIGHTS}
+        head = {**head, "layout": layout, "weights": f"{WEIGHTS}; as it was trained, for aerie, in the folder {OURS}/"}
+    files["README.md"] = _card(repo, head, target, records, rows, licence).encode()
+    return files, [*about, *notes, *(f"{name} stays here" for name in stays)]
 
 
 def _records(directory: Path, run: Path, without_results: bool) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -105,6 +134,7 @@ def _card(
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     conversations = table(records.get("recipe.yaml"), "data").get("conversations") or []
+    sources = dict.fromkeys(name.split(":")[0] for name in conversations)  # without subset and split
     results = [
         EvalResult("text-generation", row["task"], row["task"], metric, round(row[metric], 4), metric_name=name)
         for row in rows
@@ -112,14 +142,14 @@ def _card(
         for name in [f"{metric} ({row['method']}, temperature {row['temperature']:g})"]
         if row["head"] and row[metric] is not None
     ]
-    tags = ["speculative-decoding", "draft-head", head["kind"], TAG]
+    tags = ["speculative-decoding", "draft-head", *["eagle"][: head["kind"] == "eagle1"], head["kind"], TAG]
     data = ModelCardData(
         license=licence,
         base_model=target if is_on_hub(target) else None,
         library_name="aerie",
         pipeline_tag="text-generation",
-        tags=tags + (["speculators", "vllm"] if head["layout"] == "speculators" else []),
-        datasets=[name for name in conversations if is_on_hub(name) and not name.endswith(FILES)] or None,
+        tags=tags + SERVERS.get(head["layout"], []),
+        datasets=[name for name in sources if is_on_hub(name) and not name.endswith(FILES)] or None,
         model_name=repo.split("/")[1],
         eval_results=results or None,
     )
@@ -190,7 +220,8 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
     if theirs and not is_ours:
         held = ", ".join(sorted(theirs)[:4])
         raise UserError(f"{repo}: is somebody else's: it holds {held}, but no card of {TAG}; name another repository")
-    earlier = [name for name in there if OUR_WEIGHTS.fullmatch(name) or name in (*RECORDS, "summary.json")]
+    ours = (*RECORDS, "summary.json")
+    earlier = [n for n in there if OUR_WEIGHTS.fullmatch(n) or n in ours or n.startswith(f"{OURS}/")]
     return sorted(name for name in earlier if name not in files) if is_ours else []
 
 

@@ -38,6 +38,7 @@ SERIES = ("#c2570c", "#0f766e", "#5b4fc4", "#b7931a", "#b03a73", "#2f6fb5")
 WIDTH, POINTS = 332.0, 72.0  # of a picture, in points, and points per inch
 MAX_ROWS = 4  # in the pictures by depth
 MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
+MANY = 50  # points of a curve, which is drawn without dots
 DASHED = (0, (3, 3))
 SHARES: dict[str, Any] = {"ylim": (-0.03, 1.05), "yticks": [0, 0.5, 1]}  # a vertical axis of them
 Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (null: no point), colour, line style
@@ -65,6 +66,8 @@ def pictures(
             figures |= _laws(analysis["laws"]) if analysis["laws"] else {}
         if tuning is not None:
             figures["tuning-costs"] = _costs(tuning["heads"])
+        for kind, curves in details["training"]["curves"].items():
+            figures[f"training-{kind}"] = _training(curves)
         for grid in grids:
             if grid.picture is None:
                 continue
@@ -114,7 +117,8 @@ def _figure(
         for places, values, colour, style in curves:
             points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
             if points:
-                axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o")
+                dots = "o" if len(points) < MANY else ""
+                axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=dots)
     every[-1].set_xlabel(xlabel)
     return figure, every
 
@@ -211,8 +215,6 @@ def _laws(laws: Mapping[str, Any]) -> dict[str, Figure]:
         curves.append((np.linspace(0, 100, len(values)), values, legend[name], "-"))
     bounds, (axes,) = _figure({"probability": curves}, "laws, by their acceptance probability (%)", legend, 190.0)
     axes.set_ylim(-1.05, 1.05)
-    for line in axes.lines:
-        line.set(marker="", linewidth=1.5)
     colours = {"accepted": SERIES[1], "rejected": SERIES[0]}
     ranks: list[Curve] = [(laws["sorted"]["ranks"], laws["sorted"][key], colours[key], "-") for key in colours]
     panels = {"KL(q‖p), nats; place 0: the rejected token": [], "mean log q of the token of this rank": ranks}
@@ -264,6 +266,25 @@ def _costs(heads: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def _training(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Solid: batches of the training; dashed: held out."""
+    numbers = sorted({int(name.split("_at_")[1]) for name in curves if "_at_" in name})
+    legend = {f"depth {number}": SERIES[at % len(SERIES)] for at, number in enumerate(numbers)}
+    legend |= {"agreement": INK} if any("greedy_agreement" in name for name in curves) else {}
+    shares = "accuracy by depth, and greedy agreement"
+    panels: dict[str, list[Curve]] = {"loss": [], shares: [], "tau by decoding (grey: predicted)": []}
+    for name, curve in curves.items():
+        key, _, depth = name.removeprefix("held_out_").partition("_at_")
+        title = next((title for title in panels if key.endswith(title.split()[0])), shares)
+        colour = legend.get(f"depth {depth}", QUIET if key == "predicted_tau" else INK)
+        panels[title].append((curve["steps"], curve["values"], colour, DASHED if name.startswith("held") else "-"))
+    drawn = {title: lines for title, lines in panels.items() if lines}
+    figure, every = _figure(drawn, "step", legend, 90.0)
+    for axes, title in zip(every, drawn, strict=True):
+        axes.set(xlim=(0, None), **(SHARES if title == shares else {}))
+    return figure
+
+
 SCHEMA, TINTS = 1, 4
 CALIBRATION_CONTRACT = ("temperature", "ece", "brier", "bins")
 
@@ -297,7 +318,10 @@ def write_report(
         raise UserError(f"{calibration / 'analysis.json'}: {fix}")
     tuning = _read(bench.parent / "tune" / "tune.json")
     if tuning is not None:
-        tuning["measured"] = _read(bench.parent / "tune" / "measured.json")
+        tuning |= {"measured": _read(bench.parent / "tune" / "measured.json")}
+        tuning["file"] = str(bench.parent / "tune" / "tuned.yaml")
+    trainings = facts.get("trainings", {})
+    curves = tables.training_curves(bench.parent / "metrics.jsonl")
     reference = _read(bench / files.REFERENCE, files.Reference)
     overhead = _read(bench / files.OVERHEAD, list[files.Overhead]) or []
     places = {members.first.row: at for at, members in reversed(list(enumerate(groups)))}
@@ -320,6 +344,7 @@ def write_report(
         "analysis": analysis,
         "tuning": tuning,
         "deagle": tables.claims(records, asked, tuning),
+        "training": {"runs": trainings, "stopped": tables.stopped(trainings), "curves": curves},
     }
     grids, contexts = tables.sweep_grids(sweeps), tables.context_grids(sweeps)
     drawn = pictures(rows, details, grids, contexts)
@@ -336,7 +361,7 @@ def write_report(
         details["pooled"] = [row.as_dict() for row in rows]
     summary = {
         "schema": SCHEMA,
-        **{name: value for name, value in facts.items() if name != "commands"},
+        **{name: value for name, value in facts.items() if name not in ("commands", "trainings")},
         "rows": [row.as_dict() for row in shown],
         "sweeps": [point.as_dict() for point in sweeps],
         "calibration": curve and {name: curve[name] for name in CALIBRATION_CONTRACT},
@@ -359,7 +384,7 @@ def render(facts: Mapping[str, Any], rows: Rows, details: Mapping[str, Any], **p
     environment.filters.update(number=tables.number, count=lambda value: f"{value:,}", fact=fact_text)
     kinds = {row.head for row in rows if row.head}
     drafting = [row for row in rows if row.status == "ok" and row.tree is not None]
-    return environment.get_template("report.html.jinja").render(
+    page = environment.get_template("report.html.jinja").render(
         tables=tables,
         nothing=tables.NOTHING,
         facts=facts,
@@ -373,6 +398,9 @@ def render(facts: Mapping[str, Any], rows: Rows, details: Mapping[str, Any], **p
         tints=TINTS,
         **parts,
     )
+    found = re.findall(r'<(h2|details) id="([\w-]+)">(?:<summary>)?([^<]+)', page)
+    links = "".join(f'<a class="{tag}" href="#{place}">{text}</a>' for tag, place, text in found)
+    return page.replace("<nav></nav>", f"<nav>{links}</nav>")
 
 
 def lossless(rows: Rows, extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """Rows of the summary in words and as text tables; sweeps and papers as grids."""
 
 import csv
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product, zip_longest
@@ -10,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from huggingface_hub import get_local_safetensors_metadata, try_to_load_from_cache
+from huggingface_hub.errors import NotASafetensorsRepoError
 
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
 from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, group, identity, told_apart
-from aerie.model.storage import digest
+from aerie.model.storage import CONFIG, digest
 
 Rows = Sequence[SummaryRow]
 NOTHING = "–"
@@ -26,6 +31,37 @@ LIMITS = {"waste": 0.5, "tau": 0.97, "modelled": 0.97}
 COLUMNS: dict[str, list[str]] = read_yaml(Path(__file__).with_name("columns.yaml"))[0]
 PUBLISHED = read_yaml(Path(__file__).with_name("published.yaml"))[0]
 TASKS: dict[str, str] = PUBLISHED["tasks"]
+SHARED = ("embed_tokens.weight", "d2t", "t2d")  # of a head's file: its target's embedding, and tables
+CURVES = re.compile(r"(held_out_)?(loss|greedy_agreement|accuracy_at_\d+|predicted_tau|tau)")
+
+
+def stopped(trainings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """'stopped by the time budget at step 483 of 1,050' of each training whose budget ended it."""
+    words = "stopped by the time budget at step {steps:,} of {total_steps:,}"
+    return {name: words.format_map(one) for name, one in trainings.items() if one["ended"] == "budget"}
+
+
+def parameters(directory: Path) -> int | None:
+    """Numbers in the safetensors of a directory or cached repository, without what a head has of its target."""
+    cached = None if directory.is_dir() else try_to_load_from_cache(str(directory), CONFIG)
+    with suppress(OSError, NotASafetensorsRepoError):
+        found = get_local_safetensors_metadata(Path(cached).parent if isinstance(cached, str) else directory)
+        own = [(name, table) for file in found.files_metadata.values() for name, table in file.tensors.items()]
+        return sum(table.parameter_count for name, table in own if name not in SHARED)
+    return None
+
+
+def training_curves(metrics: Path) -> dict[str, dict[str, dict[str, list[Any]]]]:
+    """metrics.jsonl by kind of training: figure -> its steps and values."""
+    curves: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
+        with suppress(ValueError):  # a kill has cut it off
+            record = json.loads(line)
+            for name in filter(CURVES.fullmatch, record):
+                curve = curves.setdefault(record["kind"], {}).setdefault(name, {"steps": [], "values": []})
+                curve["steps"].append(record["step"])
+                curve["values"].append(record[name])
+    return curves
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:

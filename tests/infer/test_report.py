@@ -2,6 +2,7 @@
 
 import csv
 import html
+import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -9,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.decode import EntropyConfig, Method, MethodConfig
+from aerie.infer import main as commands
 from aerie.infer.measure import record as measured
 from aerie.infer.measure.record import SUITE, Asked, AskedCell, AskedPoint, Record, line_of
 from aerie.infer.measure.statistics import group, summary_row
@@ -22,6 +26,7 @@ from aerie.infer.report.page import write_report
 from aerie.model.storage import read_json, write_json, write_text
 from tests.infer.made_up import FAILED, GREEDY, drafted, milliseconds, record, write_run
 from tests.infer.test_calibrate import write_calibration
+from tests.tiny import call, recipe
 
 PROMPTS = (("sums", "a"), ("sums", "b"))
 # trees: a level costs 1 ms, verifying 2 ms for one node and 4 for 60, the rest 0.5 a cycle, a plain cycle 3
@@ -124,6 +129,9 @@ def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_others_wrote(
             assert link.startswith(("#", "data:,")) or (run / "report" / link).is_file(), link
         ids, used = re.findall(r'\bid="([^"]+)"', source), set(re.findall(r'href="#([^"]+)"', source))
         assert len(ids) == len(set(ids)) and used and used <= set(ids)
+        contents = re.findall(r'href="#([^"]+)"', re.findall(r"(?s)<nav>(.*?)</nav>", source)[0])
+        assert contents == re.findall(r'<(?:h2|details) id="([^"]+)"', source) and "<details open" not in source
+        assert source.count("<h2") + source.count("<details") == len(contents)
     for text in ("<b>Bold</b>", "<script>alert(1)</script>", "<max_position_embeddings>", "tiny <target>"):
         assert text.replace("<", "&lt;").replace(">", "&gt;") in page(whole) and text not in page(whole)
 
@@ -145,6 +153,43 @@ def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tm
     assert rows == [(method, task) for method in ("vanilla", "eagle2") for task in ("sums", "units", "letters")]
     for words in ("honest baseline", "Does a calibrator help?"):
         assert words in words_of(whole) and words not in words_of(run)
+
+
+def test_the_headline_has_the_tuned_row_measured_where_it_was(swept: Path, tmp_path: Path) -> None:
+    headline = "Tuned to this machine 1.50 × predicted, not measured eagle2, 6 levels, k 10, 60 nodes"
+    assert f"{headline} to use it: aerie generate --row {swept / 'tune' / 'tuned.yaml'}" in words_of(swept)
+    run = shutil.copytree(swept, tmp_path / "run")
+    row = {"tau": 2.0, "speedup": 1.4, "speedup_ci95": [1.2, 1.6], "chosen_against_it": 1.0}
+    figures = {"predicted_over_measured": 1.07, "predicted_tau_over_measured": 1.5, "names": ["vanilla", "a tree"]}
+    row |= {"chosen_against_it_ci95": [1.0, 1.0]}
+    write_json(run / "tune" / "measured.json", {**figures, "rows": [row | {"speedup": 1.0}, row]})
+    report(run)
+    assert "Tuned to this machine 1.40 × 95 % interval 1.20–1.60 eagle2, 6 levels" in words_of(run)
+    assert read_json(run / "report" / "details.json")["tuning"]["measured"]["rows"][1] == row
+
+
+def test_a_training_that_its_budget_ended_is_said_under_the_table_and_on_the_page(tmp_path: Path, capsys: Any) -> None:
+    run, words = tmp_path / "run", "stopped by the time budget at step 483 of 1,050"
+    write_text(run / "bench" / "records.jsonl", "".join(map(line_of, [record(), drafted((3, 1))])))
+    write_json(run / "bench" / "provenance.json", {"stage": "bench"})
+    facts = {"stage": "train", "steps": 483, "total_steps": 1050, "tokens": 9000, "train_seconds": 90.0}
+    write_json(run / "heads" / "eagle1" / "provenance.json", {**facts, "ended": "budget"})
+    write_json(run / "target" / "provenance.json", {**facts, "ended": "finished"})
+    tensors = {"fc.weight": np.zeros((4, 8)), "embed_tokens.weight": np.zeros((50, 4))}
+    save_file(tensors, run / "heads" / "eagle1" / "model.safetensors")
+    lines = [{"step": step, "loss": 1 / step, "alpha": 0.5} for step in (100, 200)]
+    lines += [{"step": 200, "held_out_loss": 0.1, "held_out_accuracy_at_2": 0.7, "held_out_tau": 2.5}]
+    write_text(run / "metrics.jsonl", "".join(json.dumps({"kind": "eagle1", **line}) + "\n" for line in lines) + '{"ki')
+    values = {"run": str(run), "target": {"path": str(run / "target")}, "data": {"conversations": ["x.jsonl"]}}
+    assert call(commands, "report", "--config", recipe(tmp_path / "recipe.yaml", values)) == 0
+    out = capsys.readouterr().out
+    assert f"eagle1 head: training {words}\n" in out and "target: training" not in out
+    for said in (f"Stopped early eagle1 head: {words}.", f"eagle1 head {words} 32 483 9,000 90 s", "parameters 32 "):
+        assert said in words_of(run), said
+    curves = read_json(run / "report" / "details.json")["training"]["curves"]["eagle1"]
+    assert curves.pop("loss") == {"steps": [100, 200], "values": [0.01, 0.005]}
+    assert curves.keys() == {"held_out_loss", "held_out_accuracy_at_2", "held_out_tau"}
+    assert "tau by decoding" in (run / "report" / "training-eagle1.svg").read_text()
 
 
 def test_the_same_input_gives_the_same_bytes(swept: Path) -> None:

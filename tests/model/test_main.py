@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from aerie.infer import main as inference
 from aerie.model import main as commands
 from aerie.model.checkpoint import save_head
 from tests import tiny
@@ -72,7 +73,7 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
         (push, 2, "error: me/head: the Hub does not accept this login; run: hf auth login"),
         (push, 2, "error: me/head: this login may not do that; use a token that may"),
         (push, 2, "error: me/head: the Hub is out of reach, refused or broke off"),
-        (push, 0, "3 files to me/head@v2"),
+        (push, 0, "5 files to me/head@v2"),
         (("inspect", "me/head@v2", "--target", target), 0, "taps        hidden_states [2, 4, 5]"),
         (convert, 0, "bit for bit"),
     ):
@@ -82,9 +83,12 @@ def test_a_push_is_shown_broken_off_repeated_and_fetched_and_the_token_is_nowher
         assert ("--dry-run" in command) <= (hub.count("POST|PUT") == 0)
         assert code == 0 or not any(hub.repositories.get("me/head", {}).values())  # nothing half there
         said += out
-    assert hub.repositories["me/head"]["v2"].keys() == {"README.md", "config.json", "model.safetensors"}
+    files = {"README.md", "config.json", "model.safetensors", "aerie/config.json", "aerie/model.safetensors"}
+    assert hub.repositories["me/head"]["v2"].keys() == files
+    words = ("generate", "--target", target, "--head", "me/head@v2", "--prompt", "Hi", "--max-new-tokens", "4")
+    assert call(inference, *words) == 0
     assert hub.private == {"me/head"} and hub.tokens == {f"Bearer {TOKEN}"}
-    assert hub.count("PUT /upload/") == 2  # one failed; what had arrived is not sent again
+    assert hub.count("PUT /upload/") == 3  # two, and one that failed; what had arrived is not sent again
     contents = [content for files in hub.repositories["me/head"].values() for content in files.values()]
     contents += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(TOKEN.encode() in content for content in [*contents, said.encode()])

@@ -17,8 +17,9 @@ from aerie.model import push
 from aerie.model.checkpoint import load_head, save_head
 from aerie.model.export import export, inspect_head
 from aerie.model.formats.eagle import CHECKED
+from aerie.model.formats.layouts import read_content
 from aerie.model.hub import head_directory, readable_errors
-from aerie.model.push import Files, pack, public, upload
+from aerie.model.push import SERVERS, Files, pack, public, upload
 from aerie.model.storage import digests, write_json
 from tests import tiny
 from tests.model.formats import published
@@ -201,6 +202,46 @@ def test_a_pickled_head_is_fetched_where_there_is_nothing_better(hub: Hub, tmp_p
     assert not (head_directory("me/both") / "pytorch_model.bin").exists()
     with pytest.raises(UserError, match="me/both: exists and is public; make it private"):
         upload("me/both", files_of(safe), private=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "command"),
+    [
+        (published.eagle3, "speculators", "vllm serve me/head\n"),
+        (lambda: tiny.head(tiny.vocab().embedding), "safeailab", """'{"model": "me/head", "method": "eagle","""),
+        (lambda: tiny.head(tiny.vocab().embedding, bias=True), "sglang", "--speculative-draft-model-path me/head "),
+    ],
+)
+def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
+    hub: Hub, tmp_path: Path, make: Any, layout: str, command: str
+) -> None:
+    head, place = make(), tmp_path / "head"
+    save_head(head, place, target_path="someone/tiny")
+    write_json(place / "calibrator.json", asdict(Calibrator(1.5, (0.1, 0.9), (0.2, 0.8), head=digests(place))))
+    (place / "recipe.yaml").write_text("data: {conversations: ['a/chats:all:train', 'a/chats', 'no.jsonl']}\n")
+    server = (tmp_path / "server", target_facts())
+    upload("me/head", pack(inspect_head(place), "me/head", server=server, **UNMEASURED)[0])
+    assert head_directory("me/head").name == "aerie" and load_calibrator(head_directory("me/head")).temperature == 1.5
+    same(load_head("me/head", vocab=tiny.vocab()), head)
+    root = tmp_path / "root"
+    root.mkdir()
+    for name, content in hub.repositories["me/head"]["main"].items():
+        if "/" not in name:
+            (root / name).write_bytes(content)
+    assert {path.name for path in root.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert read_content(root)[0] == layout
+    same(load_head(root), head)
+    if layout == "speculators":
+        values = json.loads((root / "config.json").read_text())
+        assert values["speculators_config"]["verifier"]["name_or_path"] == "someone/tiny"
+    card = huggingface_hub.ModelCard.load(root / "README.md")
+    card.validate()
+    assert command in card.text and "tiny --out draft\n" + command not in card.text
+    assert card.data.base_model == "someone/tiny" and card.data.datasets == ["a/chats"]
+    assert set(SERVERS[layout]) < set(card.data.tags)
+    _, removed = upload("me/head", files_of(place))  # an earlier push's folder would be read first
+    assert {"aerie/config.json", "aerie/model.safetensors", "aerie/recipe.yaml"} < set(removed)
+    same(load_head("me/head", vocab=tiny.vocab()), head)
 
 
 def test_a_second_push_removes_what_the_first_left_and_nothing_of_anybody_elses(hub: Hub, one: Path) -> None:
