@@ -39,6 +39,30 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
     re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
+# Other programs' names of our keys: the trainers' of transformers and SpecForge, the EAGLE code's, the servers'.
+ALIASES = {
+    "learning_rate": "lr",
+    "max_length": "max_len max_seq_len max_seq_length model_max_length seq_len seq_length context_length cutoff_len",
+    "batch_size": "per_device_train_batch_size micro_batch_size train_batch_size bs",
+    "accumulation": "gradient_accumulation_steps grad_accum accumulation_steps",
+    "epochs": "num_epochs num_train_epochs",
+    "clip_norm": "max_grad_norm grad_clip gradient_clipping clip_grad",
+    "warmup_steps": "num_warmup_steps warmup",
+    "schedule": "lr_scheduler lr_scheduler_type",
+    "unroll_steps": "ttt_steps ttt_length ttt",
+    "trackers": "report_to tracker",
+    "log_every": "logging_steps log_interval log_steps",
+    "save_every": "save_steps save_interval",
+    "eval_every": "eval_steps eval_interval",
+    "conversations": "dataset datasets train_data train_data_path train_file data_path",
+    "held_out": "val_split eval_split validation_split test_size",
+    "target.path": "model model_path model_name model_name_or_path base_model base_model_path target_model_path",
+    "run": "output_dir out_dir run_dir",
+    "dtype": "torch_dtype precision",
+    "levels": "depth max_depth draft_length speculative_num_steps num_speculative_tokens num_draft_tokens gamma",
+    "nodes": "total_token total_tokens speculative_num_draft_tokens",
+    "k": "top_k topk speculative_eagle_topk branching",
+}
 # Making one takes as long as thousands of its calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
@@ -139,16 +163,16 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
         if is_there or (kind.startswith("missing") and number == len(problem["loc"])):
             parts.append(str(part))
             values = values[part] if is_there else None
-    name, names = ".".join(parts), _names(schema)
+    name = ".".join(parts)
     known = next((key for key in reversed([*itertools.accumulate(parts, "{}.{}".format)]) if key in lines), None)
     where = lines[known] if known else source
     prefix = where if f"{where}.".startswith(f"--{name}.") else f"{where}: {name}".removesuffix(": ")
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{prefix}: unknown key; {_suggestion(parts, names, problem['loc'])}"
+        return f"{prefix}: unknown key; {suggestion(parts, schema, problem['loc'])}"
     if kind == "union_tag_not_found":
         key = problem["ctx"]["discriminator"].strip("'")
         choice = re.compile(re.escape(f"{_pattern(parts)}{key}=") + r"(.+)")
-        choices = dict.fromkeys(match[1] for match in map(choice.fullmatch, names) if match)
+        choices = dict.fromkeys(match[1] for match in map(choice.fullmatch, names(schema)) if match)
         return f"{prefix}: needs a key {key!r}: {', '.join(choices)}"
     if kind == "union_tag_invalid":
         key, tag, choices = (problem["ctx"][of].replace("'", "") for of in ("discriminator", "tag", "expected_tags"))
@@ -163,30 +187,34 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
 
 
 def _pattern(parts: list[str]) -> str:
-    """The start of the keys of a section, as in `_names`."""
+    """The start of the keys of a section, as in `names`."""
     return "".join("*." if part.isdecimal() else f"{part}." for part in parts)
 
 
-def _suggestion(parts: list[str], names: Sequence[str], loc: Any) -> str:
+def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
+    """What a key that is none may mean: a name of other trainers, one like it beside it, or one of another section."""
     *section, leaf = parts
-    place = _pattern(section)
-    beside = dict.fromkeys(name.removeprefix(place) for name in names if re.fullmatch(re.escape(place) + r"\w+", name))
+    place, known = _pattern(section), names(schema)
+    beside = dict.fromkeys(name.removeprefix(place) for name in known if re.fullmatch(re.escape(place) + r"\w+", name))
     if leaf in beside:  # of another member of a union
         return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
-    meant = {name.rpartition(".")[2]: name for name in reversed(names) if not {"*", "="} & {*name}}
-    close = difflib.get_close_matches(leaf, beside, n=1) or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.8)
+    meant = {name.rpartition(".")[2]: name for name in reversed(known) if not {"*", "="} & {*name}}
     meant |= {key: ".".join([*section, key]) for key in beside}
-    return f"did you mean {meant[close[0]]!r}?" if close else f"known here: {', '.join(beside)}"
+    # `lr` is learning_rate and so on; where no key has that name, it is a place
+    alias = next((key for key, others in ALIASES.items() if leaf.lower().replace("-", "_") in others.split()), "")
+    close = [alias] if alias.rpartition(".")[2] in meant else difflib.get_close_matches(leaf, beside, n=1)
+    close = close or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.8)
+    return f"did you mean {meant.get(close[0], close[0])!r}?" if close else f"known here: {', '.join(beside)}"
 
 
 @functools.cache
-def _names(schema: Any, place: str = "") -> tuple[str, ...]:
+def names(schema: Any, place: str = "") -> tuple[str, ...]:
     """Every dotted key of a schema, and `key=value` of its choices; * is any position in a list."""
     if typing.get_origin(schema) is typing.Literal:
         return tuple(f"{place[:-1]}={choice}" for choice in typing.get_args(schema))
     if isinstance(schema, type) and dataclasses.is_dataclass(schema):
         hints = typing.get_type_hints(schema, include_extras=True)
         fields = [(place + field.name, hints[field.name]) for field in dataclasses.fields(schema)]
-        return tuple(name for key, hint in fields for name in (key, *_names(hint, f"{key}.")))
+        return tuple(name for key, hint in fields for name in (key, *names(hint, f"{key}.")))
     deeper = f"{place}*." if typing.get_origin(schema) in (tuple, list) else place
-    return tuple(name for inner in typing.get_args(schema) for name in _names(inner, deeper))
+    return tuple(name for inner in typing.get_args(schema) for name in names(inner, deeper))

@@ -9,10 +9,10 @@ from aerie.configs.read import Section
 
 
 class SyntheticConfig(Section):
-    num_conversations: PositiveInt = 12000
+    num_conversations: PositiveInt = 12000  # to train on
     num_prompts: PositiveInt = 120  # measuring prompts, disjoint from the conversations
     vocab_size: Annotated[int, Field(ge=300)] = 2048  # of the byte-level BPE trained on the corpus
-    seed: int = 0
+    seed: int = 0  # of the draws
 
 
 class DataConfig(Section):
@@ -20,7 +20,7 @@ class DataConfig(Section):
 
     conversations: Annotated[tuple[str, ...], Field(min_length=1)]  # .json, .jsonl, .parquet, directories or Hub ids
     prompt_field: str | None = None  # for prompt/completion rows; null: the usual names are tried
-    completion_field: str | None = None
+    completion_field: str | None = None  # goes with prompt_field
     system_prompt: str | None = None  # for conversations without one
     max_length: Annotated[int, Field(ge=8)] = 2048  # tokens; longer conversations are cut
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share, by hash, that training never sees
@@ -72,7 +72,7 @@ class SourceConfig(Section):
 
 class SamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0  # the target's own law; 0: greedy
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
     top_k: int | None = None  # null: the server's default; in process 0 is off
     max_tokens: PositiveInt = 2048  # of one answer
 
@@ -103,7 +103,7 @@ class GateConfig(Section):
 
     cut: Action = "drop"  # at max_tokens; kept, it has no end-of-turn token
     empty: Action = "drop"  # nothing behind the thinking
-    loop: Action = "drop"
+    loop: Action = "drop"  # the same words over and over
     language: Action = "drop"  # in another script than its question
     refusal: Action = "keep"  # a draft head has to follow the target
     repeated: Action = "drop"  # an invented problem that an earlier row has
@@ -121,11 +121,11 @@ class QuestionsConfig(Section):
 class DistillConfig(Section):
     """Prompts that the target answers (RUN/distilled)."""
 
-    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]  # of the prompts
     server: ServerConfig | None = None  # null: this process, with the run's draft head if any
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()  # how the target answers
     max_turns: PositiveInt | None = None  # questions of a conversation at most
     exclude: tuple[QuestionsConfig, ...] = ()  # that no prompt may overlap, beside the recipe's own prompts
     ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
-    gate: GateConfig = GateConfig()
-    seed: int = 0
+    gate: GateConfig = GateConfig()  # which answers are kept
+    seed: int = 0  # of the prompts' order and of each answer's draws

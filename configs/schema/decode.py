@@ -36,8 +36,8 @@ class EntropyConfig(Section):
     """SVIP: stop when sqrt(c * H) > h, H in nats. The defaults are its code's; c: 1 is the paper's text."""
 
     rule: Literal["entropy"] = "entropy"
-    c: Annotated[Finite, Field(gt=0.0)] = 0.15
-    h: Finite = 0.3
+    c: Annotated[Finite, Field(gt=0.0)] = 0.15  # how q's entropy is weighed
+    h: Finite = 0.3  # the threshold (section 3.1)
     # Whose entropy counts on a tree: the best path's, the frontier's mean by survival or minimum, or each node's own.
     over: Literal["top_path", "value_weighted", "minimum", "per_node"] = "top_path"
 
@@ -57,10 +57,11 @@ class VoteConfig(Section):
     """DEAGLE's vote. Momentum is section 3.4's S_d / S_{d-1}: equation 25's ratio, at least 1, would never vote."""
 
     rule: Literal["vote"] = "vote"
+    # that vote (table 4 has each alone)
     signals: tuple[Literal["probability", "momentum", "expectation"], ...] = ("probability", "momentum", "expectation")
     votes: int | None = None  # null: two, or one where there is one signal
-    probability_threshold: Share = 0.15
-    momentum_threshold: Share = 0.6
+    probability_threshold: Share = 0.15  # section 4.1; votes where the summed survival is below it
+    momentum_threshold: Share = 0.6  # section 4.1; a ratio below it is a decline
     momentum_from: PositiveInt = 1  # the first depth with a ratio; the root's S is 1
     declines: PositiveInt = 2  # "two times"
     consecutive: bool = False  # whether these must be levels in a row
@@ -124,10 +125,11 @@ class ChainConfig(Section, kw_only=True):
     """`levels` tokens in a row: drawn from q where the target samples (R1), or q's best."""
 
     shape: Literal["chain"] = "chain"
-    levels: PositiveInt = 6
+    levels: PositiveInt = 6  # drafted tokens, at most
+    # sampled: drawn from q where the target samples; best: q's most probable
     children: Literal["best", "sampled"] = "sampled"
-    stop: StopConfig = ConstantConfig()
-    calibrated: Fit | None = None
+    stop: StopConfig = ConstantConfig()  # when to end a draft early
+    calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
 
     @property
     def k(self) -> int:
@@ -146,8 +148,8 @@ class StaticConfig(Section, kw_only=True):
     choices: str | tuple[Choice, ...]
     # where the target samples: q's most probable tokens (R2), or drawn without (R3) or with (R4) replacement
     children: Literal["best", "sampled", "replaced"] = "sampled"
-    stop: StopConfig = ConstantConfig()
-    calibrated: Fit | None = None
+    stop: StopConfig = ConstantConfig()  # when to end a draft early
+    calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, EntropyConfig) and self.stop.over == "per_node":
@@ -202,14 +204,14 @@ class DynamicConfig(Section, kw_only=True):
     """EAGLE-2's tree of q's most probable tokens: reranking would bias drawn ones."""
 
     shape: Literal["dynamic"] = "dynamic"
-    levels: PositiveInt = 6
+    levels: PositiveInt = 6  # depth, at most; the root is none (EAGLE-2, appendix A: 6)
     k: PositiveInt = 10  # branching and frontier width
     nodes: Annotated[int, Field(ge=2)] = 60  # verified nodes with the root
     # EAGLE-2's ablations (table 3)
     rank: Literal["survival", "confidence"] = "survival"
     rerank: bool = True  # false: every level's k best are verified, k * levels + 1 nodes
-    stop: StopConfig = ConstantConfig()
-    calibrated: Fit | None = None
+    stop: StopConfig = ConstantConfig()  # when to end a draft early
+    calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, ProbabilitySumConfig) and self.stop.checks[0] >= self.levels:
@@ -231,7 +233,7 @@ def digests(trees: Iterable[Any]) -> dict[str, dict[str, str]]:
 class TypicalConfig(Section):
     """NOT lossless: x is accepted where p(x) > min(epsilon, delta exp(-H(p))) (Medusa, section 2.3.1)."""
 
-    epsilon: Annotated[Share, Field(lt=1.0)] = 0.09
+    epsilon: Annotated[Share, Field(lt=1.0)] = 0.09  # the highest threshold (the published code's)
     delta: NonNegativeFloat = 0.3  # the square root of epsilon
 
 
@@ -239,7 +241,7 @@ class PromptLookupConfig(Section):
     """Prompt lookup as transformers 5 has it: any continuation, cut before an end token."""
 
     ngram: PositiveInt = 2  # the longest; transformers (prompt-lookup-decoding: 3)
-    min_ngram: PositiveInt = 1
+    min_ngram: PositiveInt = 1  # the shortest
     length: PositiveInt = 10  # drafted tokens
     match: Literal["first", "last"] = "first"  # place with that n-gram
 
@@ -362,12 +364,12 @@ def published_tree(method: str, **changes: Any) -> Any:
 
 
 class MethodConfig(Section):
-    method: Method
-    tree: TreeConfig | None = None
+    method: Method  # its tree and options are the published ones where nothing else is set
+    tree: TreeConfig | None = None  # what differs from the method's
     head: str | None = None  # a directory or Hub id; null: the run's own
     typical: TypicalConfig | None = None  # in place of a lossless rule where tokens are sampled
-    lookup: PromptLookupConfig | None = None
-    lookahead: LookaheadConfig | None = None
+    lookup: PromptLookupConfig | None = None  # of method pld
+    lookahead: LookaheadConfig | None = None  # of method lookahead
 
     @model_validator(mode="before")
     @classmethod

@@ -16,10 +16,10 @@ class TargetConfig(Section):
     """The frozen causal LM that is sped up."""
 
     path: str  # local directory or Hub id
-    revision: str | None = None
+    revision: str | None = None  # a branch, tag or commit of the Hub; null: main
     dtype: DType = "auto"  # auto: what the checkpoint was saved in
     device_map: str | None = None  # "auto" spreads the target over the GPUs that are there
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # true runs the Python files that come with the checkpoint
     chat_template: str | None = None  # a .jinja file, for targets whose tokenizer has none
 
 
@@ -32,9 +32,9 @@ class _AnyHead(Section, kw_only=True):
 class _LayerSizes(Section, kw_only=True):
     """Sizes of decoder layers. null: the target's."""
 
-    intermediate_size: Size | None = None
-    num_attention_heads: Size | None = None
-    num_key_value_heads: Size | None = None
+    intermediate_size: Size | None = None  # width of the MLP
+    num_attention_heads: Size | None = None  # query heads
+    num_key_value_heads: Size | None = None  # fewer than the query heads: grouped-query attention
     head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = None  # even: RoPE turns pairs of entries
     rope_theta: Annotated[float, Field(gt=0)] | None = None  # null: the target's base and scaling
 
@@ -44,14 +44,14 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
 
     methods = ("eagle2", *EAGLE)
     kind: Literal["eagle1"] = "eagle1"
-    num_hidden_layers: Size = 1
+    num_hidden_layers: Size = 1  # decoder layers; the papers' heads have one
     bias: bool = False  # fc.bias, as published Vicuna and LLaMA-2 heads have; no server loads it
 
 
 class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
     methods = ("eagle3", *EAGLE)
     kind: Literal["eagle3"] = "eagle3"
-    num_hidden_layers: Size = 1
+    num_hidden_layers: Size = 1  # decoder layers; the paper's head has one
     hidden_size: Size | None = None  # null: the target's
     draft_vocab_size: Size | None = None  # null: 32,000, or the target's where that is smaller
     qk_norm: bool | None = None  # RMSNorm on queries and keys; null: as the target (Qwen3 has it)
@@ -94,8 +94,8 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
 
     methods = ("sps", "sps-heuristic", "sps-svip", "sps-confidence")
     kind: Literal["draft_lm"] = "draft_lm"
-    num_hidden_layers: Size = 1
-    hidden_size: Size | None = None
+    num_hidden_layers: Size = 1  # decoder layers
+    hidden_size: Size | None = None  # width; needed without init_from
     initializer_range: float = 0.02  # of its matrices
 
     def __post_init__(self) -> None:
@@ -126,28 +126,28 @@ class TrainConfig(Section, kw_only=True):
     """The defaults are the EAGLE code's unless a comment differs."""
 
     kind: str  # the head's
-    epochs: Count = 20
+    epochs: Count = 20  # passes over the training conversations; its README advises 20 to 40
     max_steps: int | None = None  # optimiser steps; null: epochs decide
     max_seconds: float | None = None  # this stage's budget: stops at the next step and saves
     batch_size: Count = 4  # conversations per process and forward
-    accumulation: Count = 1
-    learning_rate: Positive = 3e-5
-    warmup_steps: int = 2000
+    accumulation: Count = 1  # batches of one optimiser step
+    learning_rate: Positive = 3e-5  # at the end of the warm-up (its DeepSpeed script: 5e-5)
+    warmup_steps: int = 2000  # optimiser steps in which the rate rises from zero
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up, to zero at the last step
     final_rate: Share = 0.0  # share of the learning rate that linear and cosine end at
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's decay rates of the two moments
+    weight_decay: float = 0.01  # AdamW's (its DeepSpeed script: 0)
     clip_norm: Positive = 0.5  # the published accelerate script clips by value
     lk_eta: Weight = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
     loss_chunk_slots: Count = 4096  # slots whose laws are held at once
-    gradient_checkpointing: bool = False
-    seed: int = 0
-    log_every: Count = 10
+    gradient_checkpointing: bool = False  # compute the layers again in the backward pass: less memory, more time
+    seed: int = 0  # of new weights, the order of the rows and the noise
+    log_every: Count = 10  # steps between lines of metrics.jsonl and the terminal
     eval_every: int = 500  # steps; 0: only at the end
-    eval_conversations: int = 64
+    eval_conversations: int = 64  # held-out rows of an evaluation
     eval_depths: Count = 5  # drafted tokens per start slot of the predicted tau
-    save_every: Count = 500
+    save_every: Count = 500  # steps between saves to go on from
     keep_last: Count = 2  # saves; with 2, a broken newest one costs save_every steps
     trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
 

@@ -38,9 +38,9 @@ class PromptsConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: Finite = 0.0
+    temperature: Finite = 0.0  # 0: greedy
     top_k: NonNegativeInt = 0  # 0: off
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
 
 
 CONTEXT = "context"  # the sweep of contexts
@@ -49,9 +49,9 @@ CONTEXT = "context"  # the sweep of contexts
 class SweepConfig(Section):
     """Rows measured once for each value of one setting (`sweeps` of summary.json)."""
 
-    name: str
+    name: str  # of the sweep in summary.json and the report
     vary: str  # a key of a row (tree.levels, tree.nodes, tree.k, method, head, lookup.length, ...), or temperature
-    values: Annotated[tuple[Any, ...], Field(min_length=1)]
+    values: Annotated[tuple[Any, ...], Field(min_length=1)]  # of that setting
     rows: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]  # as the bench's
     sampling: tuple[SamplingConfig, ...] = ()  # empty: the bench's
     tasks: tuple[str, ...] = ()  # names; empty: all
@@ -61,15 +61,15 @@ class SweepConfig(Section):
 class BenchConfig(Section):
     """Every row on every prompt, interleaved, in one process."""
 
-    prompts: PromptsConfig
-    rows: tuple[MethodConfig, ...]
-    sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)
-    warmup_prompts: NonNegativeInt = 2
+    prompts: PromptsConfig  # what is asked
+    rows: tuple[MethodConfig, ...]  # methods to measure; one must be vanilla, speedup is measured against it
+    sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)  # every row is measured with each of these
+    warmup_prompts: NonNegativeInt = 2  # decoded before the clock starts (Spec-Bench: 3)
     reference: bool = True  # also time transformers' generate and the bare forwards
     overhead: bool = False  # also time each row's forwards alone, on a few prompts (overhead.json)
     cycles: bool = False  # also record every cycle with its nodes and levels (cycles.jsonl)
     by_task: bool = False  # summary.json has a row for each task; false: the tasks pooled
-    sweeps: tuple[SweepConfig, ...] = ()
+    sweeps: tuple[SweepConfig, ...] = ()  # series of rows in which one setting varies
     # tokens of prompt and answer that split answers into a sweep: from the start to each, from one to the next
     contexts: tuple[PositiveInt, ...] = ()
 
@@ -88,10 +88,10 @@ class BenchConfig(Section):
 class CalibrateConfig(Section):
     """How confidence predicts acceptance on held-out prompts."""
 
-    prompts: PromptsConfig
+    prompts: PromptsConfig  # others than the bench's
     method: Method | None = None  # null: the usual one of the recipe's head
     tree: TreeConfig | None = None  # what differs from the method's
-    bins: PositiveInt = 20
+    bins: PositiveInt = 20  # of the reliability diagram
     temperature: Finite = 0.0  # of the decoding
     oracle_levels: PositiveInt | None = None  # also draft this deep at every cycle: the oracle draft length; SVIP: 40
     ranks: PositiveInt = 10  # of a law's best tokens that a rebuilt static tree tries

@@ -16,20 +16,20 @@ from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfi
 
 class Recipe(Section):
     run: str  # the run's directory
-    target: TargetConfig
-    data: DataConfig
-    head: HeadConfig = Eagle1Section()
-    features: FeaturesConfig = FeaturesConfig()
-    train: Train = Eagle1Train()
+    target: TargetConfig  # the model that is sped up
+    data: DataConfig  # what is trained on, and what is held out
+    head: HeadConfig = Eagle1Section()  # the draft head; its `kind` (eagle1) decides which other keys there are
+    features: FeaturesConfig = FeaturesConfig()  # the target's states that heads learn from
+    train: Train = Eagle1Train()  # how the head is trained; the keys depend on head.kind
     tree: TreeConfig | None = None  # what differs from that of the head's usual method
-    calibrate: CalibrateConfig | None = None
-    bench: BenchConfig | None = None
-    tune: TuneConfig | None = None
-    synthetic: SyntheticConfig | None = None
-    distill: DistillConfig | None = None
+    calibrate: CalibrateConfig | None = None  # how far its confidence can be trusted
+    bench: BenchConfig | None = None  # tau and speedup of methods
+    tune: TuneConfig | None = None  # search for the fastest tree; needed by `aerie tune` alone
+    synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as configs/embedded.yaml has it
+    distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
     output: str | None = None  # of training; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
-    seed: int = 0
+    seed: int = 0  # of measuring: the draws of sampled rows, the bootstrap of intervals
 
     @property
     def paths(self) -> "RunPaths":

@@ -1,4 +1,4 @@
-"""`aerie COMMAND`: the commands of data, train, model and infer under one name."""
+"""`aerie COMMAND`: the commands of configs, data, train, model and infer under one name."""
 
 import sys
 from importlib import import_module
@@ -6,6 +6,7 @@ from importlib import import_module
 from aerie.configs.errors import exit_codes
 
 PACKAGES = {
+    "configs": ("keys",),
     "data": ("synthetic", "check", "show", "features", "distill"),
     "train": ("train",),
     "infer": ("generate", "chat", "calibrate", "bench", "tune", "report", "results", "compare", "verify"),
@@ -20,7 +21,7 @@ def main() -> int:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command not in owners:
         print("usage: aerie COMMAND [OPTION ...]; aerie COMMAND --help tells a command's options\n")
-        print("\n".join(f"  {package:6} {', '.join(commands)}" for package, commands in PACKAGES.items()))
+        print("\n".join(f"  {package:8} {', '.join(commands)}" for package, commands in PACKAGES.items()))
         return 0 if command in ("-h", "--help") else 2
     if command == "train":
         del sys.argv[1]  # train/main.py has one command
