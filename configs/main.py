@@ -20,12 +20,12 @@ import types
 import typing
 from collections.abc import Iterator
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from aerie.configs.errors import UserError, exit_codes, stop_on_signals
-from aerie.configs.read import Section, as_dict, suggestion
+from aerie.configs.read import Place, Section, as_dict, suggestion
 from aerie.configs.schema.recipe import Recipe
 
 TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
@@ -53,7 +53,7 @@ def main() -> int:
 
     options = add(keys, "print the keys of a recipe: meaning, type, default")
     options.add_argument("section", nargs="?", help="such as train, bench.prompts or tree.stop; default: the sections")
-    options.add_argument("--markdown", action="store_true", help="with tables; of every section by default")
+    options.add_argument("--markdown", action="store_true", help="as a page; of every section by default")
     arguments = parser.parse_args()
     stop_on_signals()
     return int(arguments.run_command(arguments))
@@ -61,20 +61,20 @@ def main() -> int:
 
 def keys(arguments: argparse.Namespace) -> int:
     section = re.sub(r"\.\d+(?=\.|$)", ".*", arguments.section or "")
-    blocks = [block for block in documented(section) if section or arguments.markdown or block.places == [""]]
+    blocks = documented(section)
     if not blocks:
         raise UserError(f"{section}: no section or key of a recipe; {suggestion(section.split('.'), Recipe)}")
-    width = min(120, shutil.get_terminal_size((120, 24)).columns)
     if arguments.markdown:
-        print("\n".join([*([] if section else [PAGE]), *map(_markdown, blocks)]), end="")
+        lists = ("".join(f"- `{name}`: {words}\n" for name, words in rows.items()) for _, _, rows in blocks)
+        pages = [f"## {head}\n\n{text}{listed}" for (head, text, _), listed in zip(blocks, lists, strict=True)]
+        print("\n".join([*([] if section else [PAGE]), *pages]), end="")
         return 0
-    for block in blocks:
-        print((", ".join(filter(None, block.places)) or "a recipe") + (block.kinds and f" ({block.kinds})"))
-        print("".join(f"  {line}\n" for line in textwrap.wrap(block.text, width - 2)))
-        indent = " " * (max((len(key.name) for key in block.keys), default=0) + 4)
-        for key in block.keys:
-            words = f"{key.meaning} ({key.type}{key.default and f'; {key.default}'})".strip()
-            first = f"  {key.name}".ljust(len(indent))
+    width = min(120, shutil.get_terminal_size((120, 24)).columns)
+    for head, text, rows in blocks if section else blocks[:1]:
+        print(head.replace("`", ""), *textwrap.wrap(text, width - 2), sep="\n  ", end="\n\n")
+        indent = " " * (max(map(len, rows), default=0) + 4)
+        for name, words in rows.items():
+            first = f"  {name}".ljust(len(indent))
             print(textwrap.fill(words, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False))
         print()
     if not section:
@@ -82,39 +82,22 @@ def keys(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class Key(NamedTuple):
-    name: str
-    type: str
-    default: str  # 'default 3', 'required' or, of a section, nothing
-    meaning: str
-
-
-class Block(NamedTuple):
-    """The keys that one class declares, the dotted places where they stand (* in a list), and of which kinds."""
-
-    places: list[str]
-    kinds: str
-    text: str
-    keys: list[Key]
-
-
-def documented(section: str = "") -> list[Block]:
-    """The blocks at and below a dotted place, after the key of that name itself."""
+def documented(section: str = "") -> list[tuple[str, str, dict[str, str]]]:
+    """Heading, text and {key: meaning (type; default)} of each class at and below a place, after the key so named."""
     found: dict[Any, dict[str, list[str]]] = {}  # class -> place -> kinds
     for cls, place, kind in _sections(Recipe):
         found.setdefault(cls, {}).setdefault(place, []).append(kind)
     blocks, (parent, _, leaf) = [], section.rpartition(".")
     for cls, at in found.items():
         places = [place for place in at if f"{place}.".startswith(f"{section}." if section else "")]
-        own = [key for key in _keys(cls) if not (key.name in TAGS and any(map(any, at.values())))]
-        if not places and parent in at:
-            own = [key for key in own if key.name == leaf]
-            places = [parent] if own else []
+        own = {key: words for key, words in _keys(cls) if not (key in TAGS and any(map(any, at.values())))}
+        if not places and parent in at and leaf in own:
+            places, own = [parent], {leaf: own[leaf]}
         if places:
             kinds = " | ".join(dict.fromkeys(kind for place in places for kind in at[place] if kind))
-            text = inspect.getdoc(cls) if "__doc__" in vars(cls) else ""
-            kinds = re.sub(r"\| \w+: ", "| ", kinds)
-            blocks.append(Block(places, kinds, "" if text.startswith(f"{cls.__name__}(") else text, own))
+            kinds = kinds and f" ({re.sub(r'[|] [a-z]+: ', '| ', kinds)})"
+            text = "" if cls.__doc__.startswith(f"{cls.__name__}(") else f"{cls.__doc__}\n\n"  # dataclass writes one
+            blocks.append((", ".join(f"`{place}`" for place in places if place) + kinds or "A recipe", text, own))
     return blocks
 
 
@@ -123,35 +106,42 @@ def _sections(hint: Any, place: str = "", kind: str = "") -> Iterator[tuple[Any,
     if isinstance(hint, type) and issubclass(hint, Section):
         bases = [base for base in reversed(hint.__mro__) if issubclass(base, Section) and base is not Section]
         yield from ((base, place, kind) for base in bases if vars(base).get("__annotations__"))
-        for name, inner in typing.get_type_hints(hint, include_extras=True).items():
-            yield from _sections(inner, f"{place}.{name}".lstrip("."))
+        for field in dataclasses.fields(hint):
+            yield from _sections(field.type, f"{place}.{field.name}".lstrip("."))
     elif typing.get_origin(hint) is not typing.Literal:
         members = typing.get_args(hint)
         tags = [tag for member in members for tag in TAGS if tag in getattr(member, "__dataclass_fields__", ())]
         for member in members:
             inner = f"{place}.*" if typing.get_origin(hint) is tuple else place
-            kinds = _type(typing.get_type_hints(member)[tags[0]]) if len(tags) > 1 else ""
-            yield from _sections(member, inner, kinds and f"{tags[0]}: {kinds}")
+            kinds = f"{tags[0]}: {_type(member.__dataclass_fields__[tags[0]].type)}" if len(tags) > 1 else ""
+            yield from _sections(member, inner, kinds)
 
 
-def _keys(cls: Any) -> list[Key]:
+def _keys(cls: Any) -> Iterator[tuple[str, str]]:
     """Those that the class itself declares; their comments stand behind or above them."""
-    lines, found = inspect.getsource(cls).splitlines(), []
-    hints, fields = typing.get_type_hints(cls, include_extras=True), cls.__dataclass_fields__
+    lines, fields = inspect.getsource(cls).splitlines(), {field.name: field for field in dataclasses.fields(cls)}
     for node in ast.parse("\n".join(lines)).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and (name := ast.unparse(node.target)) in fields:
+        if isinstance(node, ast.AnnAssign) and (field := fields.get(ast.unparse(node.target))):
             first = node.lineno - 1
             while lines[first - 1].lstrip().startswith("#"):
                 first -= 1
             words = [line.strip().lstrip("# ") for line in lines[first : node.lineno - 1]]
             words.append(lines[(node.end_lineno or 1) - 1].partition("  # ")[2])
-            found.append(Key(name, _type(hints[name]), _default(fields[name]), " ".join(words).strip()))
-    return found
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            facts = _type(field.type)
+            if value is dataclasses.MISSING:
+                facts += "; required"
+            elif not isinstance(value, Section):
+                flow = yaml.safe_dump(as_dict(value), default_flow_style=True, width=inf)
+                facts += f"; default {flow}".removesuffix("...\n").strip()
+            yield field.name, " ".join(filter(None, [*words, f"({facts})"]))
 
 
 def _type(hint: Any) -> str:
     """'integer >= 1', 'chain | static', 'list of text | null'."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint == Place:
+        return "path"
     if origin is typing.Annotated:
         rules = [rule for metadata in inner[1:] for rule in getattr(metadata, "metadata", [metadata])]
         limits = {sign: getattr(rule, name) for rule in rules for name, sign in BOUNDS.items() if hasattr(rule, name)}
@@ -164,23 +154,6 @@ def _type(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Section):
         return "section"
     return f"list of {_type(inner[0])}" if origin is tuple else TYPES.get(origin or hint, "anything")
-
-
-def _default(field: "dataclasses.Field[Any]") -> str:
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if value is dataclasses.MISSING:
-        return "required"
-    flow = yaml.safe_dump(as_dict(value), default_flow_style=True, width=inf)
-    return "" if isinstance(value, Section) else "default " + flow.removesuffix("...\n").strip()
-
-
-def _markdown(block: Block) -> str:
-    places = ", ".join(f"`{place}`" if place else "The recipe itself" for place in block.places)
-    rows = [(f"`{key.name}`", key.type, key.default.removeprefix("default "), key.meaning) for key in block.keys]
-    table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    head = ["| key | type | default | meaning |", "|---|---|---|---|"] if rows else []
-    text = [f"{block.text}\n"] if block.text else []
-    return "\n".join([f"## {places}{block.kinds and f' ({block.kinds})'}", "", *text, *head, *table, ""])
 
 
 if __name__ == "__main__":

@@ -5,29 +5,53 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import os
 import re
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from aerie.configs.errors import UserError
 
 T = TypeVar("T")
+Place = Annotated[str, AfterValidator(os.path.expanduser)]  # a path, or the Hub's name for one
+
+
+def user_path(text: str) -> Path:
+    """Of the command line: ~ is the home directory."""
+    return Path(text).expanduser()
 
 
 @typing.dataclass_transform(frozen_default=True)
 class Section:
-    """Its subclasses are frozen dataclasses that refuse unknown keys."""
+    """Its subclasses are frozen dataclasses that refuse unknown keys, and take one value for a list of one."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init_subclass__(cls, kw_only: bool = False) -> None:
+        cls._listed = model_validator(mode="before")(classmethod(_listed))  # type: ignore[attr-defined]
         dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
+
+
+def _listed(cls: Any, values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    lists = {field.name for field in dataclasses.fields(cls) if _is_list(field.type)}
+    alone = {key for key in lists & values.keys() if not isinstance(values[key], list | tuple | None)}
+    return {key: [value] if key in alone else value for key, value in values.items()}
+
+
+def _is_list(hint: Any) -> bool:
+    """Whether a key takes a list of any length, and no text beside it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return inner[-1] is ...
+    return origin is not typing.Literal and not {str, Place} & {*inner} and any(map(_is_list, inner))
 
 
 class _Loader(yaml.SafeLoader):
@@ -46,22 +70,20 @@ ALIASES = {
     "batch_size": "per_device_train_batch_size micro_batch_size train_batch_size bs",
     "accumulation": "gradient_accumulation_steps grad_accum accumulation_steps",
     "epochs": "num_epochs num_train_epochs",
-    "clip_norm": "max_grad_norm grad_clip gradient_clipping clip_grad",
-    "warmup_steps": "num_warmup_steps warmup",
+    "clip_norm": "max_grad_norm grad_clip gradient_clipping",
     "schedule": "lr_scheduler lr_scheduler_type",
-    "unroll_steps": "ttt_steps ttt_length ttt",
-    "trackers": "report_to tracker",
-    "log_every": "logging_steps log_interval log_steps",
+    "unroll_steps": "ttt_steps ttt_length",
+    "trackers": "report_to",
+    "log_every": "logging_steps log_interval",
     "save_every": "save_steps save_interval",
     "eval_every": "eval_steps eval_interval",
     "conversations": "dataset datasets train_data train_data_path train_file data_path",
-    "held_out": "val_split eval_split validation_split test_size",
-    "target.path": "model model_path model_name model_name_or_path base_model base_model_path target_model_path",
-    "run": "output_dir out_dir run_dir",
+    "target.path": "model model_path model_name_or_path base_model base_model_path target_model_path",
+    "run": "output_dir",
     "dtype": "torch_dtype precision",
-    "levels": "depth max_depth draft_length speculative_num_steps num_speculative_tokens num_draft_tokens gamma",
+    "levels": "depth max_depth speculative_num_steps num_speculative_tokens gamma",
     "nodes": "total_token total_tokens speculative_num_draft_tokens",
-    "k": "top_k topk speculative_eagle_topk branching",
+    "k": "top_k topk speculative_eagle_topk",
 }
 # Making one takes as long as thousands of its calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
@@ -200,7 +222,6 @@ def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
         return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
     meant = {name.rpartition(".")[2]: name for name in reversed(known) if not {"*", "="} & {*name}}
     meant |= {key: ".".join([*section, key]) for key in beside}
-    # `lr` is learning_rate and so on; where no key has that name, it is a place
     alias = next((key for key, others in ALIASES.items() if leaf.lower().replace("-", "_") in others.split()), "")
     close = [alias] if alias.rpartition(".")[2] in meant else difflib.get_close_matches(leaf, beside, n=1)
     close = close or difflib.get_close_matches(leaf, meant, n=1, cutoff=0.8)

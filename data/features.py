@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.configs.errors import UserError
-from aerie.configs.schema.data import FeaturesConfig
+from aerie.configs.errors import UserError, warn
+from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.batches import collate, forward, grouped
 from aerie.data.cache import STATES, TOKENS, CachePlan, Shard, Storage, decode, encode, pack, rows_digest
@@ -48,12 +48,17 @@ def plan_cache(
     return CachePlan(directory, shards, len(data.train), text.hidden_size, after_blocks, storage, config.batch_tokens)
 
 
+def within_context(data: DataConfig, text_config: Any, speaks: bool = True) -> DataConfig:
+    """With a max_length that the target can hold."""
+    context = getattr(text_config, "max_position_embeddings", None) or data.max_length
+    if context < data.max_length and speaks:
+        warn(f"data.max_length: {data.max_length:,} is beyond the target's context; conversations end at {context:,}")
+    return replace(data, max_length=min(data.max_length, context))
+
+
 def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
-    context, size = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
+    size = text_config.vocab_size
     for row in rows:
-        if context is not None and len(row.input_ids) > context:
-            fix = f"beyond the context of {target_path}; set data.max_length to {context} or less"
-            raise UserError(f"{row.source}: {len(row.input_ids):,} tokens are {fix}")
         if max(row.input_ids) >= size:
             raise UserError(f"{row.source}: token id {max(row.input_ids):,} is outside {target_path}'s {size:,} rows")
 
@@ -207,7 +212,7 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
     text, path = hf_config.get_text_config(), recipe.target.path
     taps = taps_of(recipe, text.num_hidden_layers)
     check_size(getattr(recipe.head, "draft_vocab_size", None), text.vocab_size)
-    data, tokenizer, tally = tokenised(recipe.target, recipe.data, speaks=rank == 0)
+    data, tokenizer, tally = tokenised(recipe.target, within_context(recipe.data, text, rank == 0), rank == 0)
     origin = {**state_inputs(stage.inputs), "after_blocks": list(taps)}
     plan = plan_cache(stage.output, data, replace(recipe.features, after_blocks=taps), path, hf_config, origin)
     facts = {"train": statistics(data.train), "held_out": statistics(data.held_out)}

@@ -117,7 +117,7 @@ def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
     measured += [] if recipe.tune is None or recipe.tune.measure is None else [recipe.tune.measure]
     measured += [PromptsConfig(tasks=excluded)] if excluded else []
     target, questions = target_inputs(recipe.target), list[str]()
-    for prompts in measured:
+    for prompts in (each for each in measured if each.path or each.tasks):
         tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
         whole_sets = load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None))
         questions += [turn for prompt in whole_sets for turn in prompt.turns]

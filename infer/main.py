@@ -14,12 +14,12 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
 from aerie.configs.errors import UserError, exit_codes, stop_on_signals, warn
-from aerie.configs.read import as_dict, validate
+from aerie.configs.read import as_dict, user_path, validate
 from aerie.configs.read import load as load_row
 from aerie.configs.schema import decode
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.configs.schema.measure import SamplingConfig
+from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, HeldOutPrompts, SamplingConfig
 from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load, pairs_of
 from aerie.data.stage import target_inputs
 from aerie.model import storage
@@ -36,7 +36,10 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.bench import measured
     from aerie.infer.measure.suite import suite_of
 
-    section = replace(section, rows=(*section.rows, *(load_row(path, MethodConfig, []) for path in arguments.row)))
+    usual = (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
+    section = replace(
+        section, rows=(*(section.rows or usual), *(load_row(path, MethodConfig, []) for path in arguments.row))
+    )
     suite = suite_of(section)
     heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
     inputs = {"threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
@@ -220,7 +223,8 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
     heads = heads_by_kind(arguments.head, recipe.paths.heads)
     if not arguments.head:
         heads |= {kind_at(row.head): row.head for row in rows if row.head is not None}
-    return demonstrate(arguments, target, heads, section.prompts if section else None, rows, recipe.threads)
+    prompts = section.prompts if section and (section.prompts.path or section.prompts.tasks) else None
+    return demonstrate(arguments, target, heads, prompts, rows, recipe.threads)
 
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
@@ -311,9 +315,13 @@ def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any, RunP
     name = arguments.command
     if any(word.startswith("--tree.") for word in unknown) and name in ("bench", "calibrate"):
         warn(f"--tree: {name} does not read it; set {'bench.rows' if name == 'bench' else 'calibrate.tree'}")
-    section = getattr(recipe, name)
+    section = getattr(recipe, name) or {"bench": BenchConfig, "calibrate": CalibrateConfig}.get(name, lambda: None)()
     if section is None:
         raise UserError(f"{arguments.config}: has no section {name!r}; add one with its prompts")
+    for key, part in (("prompts", int(name != "bench")), ("measure", 0)):  # so that none is measured and fitted on
+        prompts = getattr(section, key, None)
+        if prompts is not None and prompts.path is None and not prompts.tasks:
+            section = replace(section, **{key: HeldOutPrompts(**vars(prompts), data=recipe.data, part=part)})
     return recipe, section, recipe.paths
 
 
@@ -341,8 +349,8 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
             raise UserError(f"{head}: holds no weights; train the head with: aerie train --config RECIPE")
 
 
-HEAD: dict[str, Any] = {"type": Path, "help": "a head directory (default: the run's own)"}
-FILE: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
+HEAD: dict[str, Any] = {"type": user_path, "help": "a head directory (default: the run's own)"}
+FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
 COMMANDS = (generate, chat, calibrate, bench, tune, report, results, compare, verify)
 DECODING: dict[str, dict[str, Any]] = {
@@ -368,12 +376,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "results": {"runs": {"type": Path, "nargs": "+", "metavar": "RUN"}},
     "compare": {"--of": ROWS, "--against": ROWS, "--temperature": {"type": float, "help": "of the answers compared"}},
     "verify": {
-        "--head": {"type": Path, "action": "append", "default": [], "help": "a head directory; one of each kind"},
+        "--head": {"type": user_path, "action": "append", "default": [], "help": "a head directory; one of each kind"},
         "--methods": {"default": ",".join(METHODS), "help": "eagle2,sps,...; default: all"},
         "--prompts": {"type": int, "default": 20, "help": "greedy prompts (default 20)"},
         "--draws": {"type": int, "default": 2000, "help": "for each p-value (default 2000)"},
         "--seed": {"type": int, "default": 0, "help": "of the draws"},
-        "--json": {"type": Path, "help": "write what was found here too"},
+        "--json": {"type": user_path, "help": "write what was found here too"},
     },
 }
 

@@ -8,8 +8,10 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 import json
+from os.path import expanduser
 
 from aerie.configs.errors import UserError, exit_codes
+from aerie.configs.read import user_path
 from aerie.model.hub import HUB_ID, quieten
 from aerie.model.storage import CONFIG, read_json
 
@@ -20,8 +22,8 @@ def parser() -> argparse.ArgumentParser:
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        command.add_argument("head", help="a directory, or user/name[@revision] on the Hub")
-        command.add_argument("--target", required=name == "convert", help="its target: a directory or a Hub id")
+        command.add_argument("head", type=expanduser, help="a directory, or user/name[@revision] on the Hub")
+        command.add_argument("--target", type=expanduser, required=name == "convert", help="a directory or a Hub id")
         command.add_argument("--after-blocks", type=taps, help="of an EAGLE-3 head that names no taps, as 2,16,29")
         return command
 
@@ -29,13 +31,13 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="for tools")
     convert = add("convert", "write a head for vLLM, SGLang or SafeAILab's code")
     convert.add_argument("--to", required=True, choices=("safeailab", "sglang", "speculators"), help="the layout")
-    convert.add_argument("--out", required=True, type=Path, help="the directory to write")
+    convert.add_argument("--out", required=True, type=user_path, help="the directory to write")
     convert.add_argument("--target-name", help="what servers load, where it is not --target")
     convert.add_argument("--any-target", action="store_true", help="allow one with other weights")
     convert.add_argument("--overwrite", action="store_true", help="replace what is in --out")
     push = add("push", "ship a head to the Hub, with a card from its run's reports")
     push.add_argument("--repo", required=True, help="user/name")
-    push.add_argument("--run", type=Path, help="the run with its reports (default: the head's own)")
+    push.add_argument("--run", type=user_path, help="the run with its reports (default: the head's own)")
     push.add_argument("--target-name", help="the target's Hub id, in place of a local path")
     push.add_argument("--license", help="as the Hub spells it (apache-2.0)")
     push.add_argument("--private", action="store_true", help="refused where the repository is public")

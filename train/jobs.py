@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from aerie.data import tokens
 from aerie.data.batches import Batch, OnlineFeatures, Order, ShardPools, TokenisedRow
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.conversations import Tally
-from aerie.data.features import check_rows
+from aerie.data.features import check_rows, within_context
 from aerie.model.checkpoint import new_head, position_warnings, save_head
 from aerie.model.target import Target, fingerprint, load_tokenizer, load_vocab, taps_of, target_end_ids
 from aerie.train import lm
@@ -73,6 +73,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         text_config, vocab = load_vocab(recipe.target) if whole is None else (whole.config, whole.vocab)
         taps = taps_of(recipe, text_config.num_hidden_layers)
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
+    length, drafted = within_context(recipe.data, text_config, False).max_length, _num_drafted(recipe)
     if is_online and whole is not None:
         features = OnlineFeatures(whole, taps, getattr(torch, recipe.features.dtype or "", None))
     if isinstance(section, DraftLMSection):
@@ -91,6 +92,9 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
             counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, section.draft_vocab_size, forced)
         vocabulary = None if counted is None else counted.vocabulary
+        if section.init_from is None and section.max_position_embeddings is None:
+            positions = max(text_config.max_position_embeddings, length + drafted)
+            section = replace(section, max_position_embeddings=positions)
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
         # A warm start keeps its vocabulary, which must be able to end a turn.
         if isinstance(section, Eagle3Section) and counted is None:
@@ -100,7 +104,11 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
         known: dict[str, Any] = {"target_path": path, "target": fingerprint(text_config, vocab)}
         known |= {} if counted is None else {"draft_vocabulary": counted.facts}
         save = partial(save_head, **known)
-    _check_positions(recipe, head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config)
+    sizes = head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config
+    positions = getattr(sizes, "max_position_embeddings", None) or length + drafted
+    if positions < length + drafted:
+        needed = f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
+        raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")
     if rank() == 0 and not isinstance(section, DraftLMSection):
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
             warn(sentence)
@@ -116,15 +124,11 @@ def _whole_target(recipe: Recipe, is_plan: bool) -> Target | None:
     return None if is_plan else Target.load(recipe.target, device)
 
 
-def _check_positions(recipe: Recipe, sizes: Any) -> None:
-    # Medusa and Hydra heads have no positions, or none below the last token that is kept.
-    drafted, length, settings = 0, recipe.data.max_length, recipe.train
-    if recipe.head.kind in ("eagle1", "eagle3") and recipe.tree is not None:
-        drafted = max(recipe.tree.levels, settings.eval_depths, getattr(settings, "unroll_steps", 0))
-    positions = getattr(sizes, "max_position_embeddings", None)
-    if positions is not None and positions < length + drafted:
-        needed = f"data.max_length {length:,} + {drafted} drafted levels; set it to {length + drafted:,}"
-        raise UserError(f"head.max_position_embeddings: {positions:,} is less than {needed}")
+def _num_drafted(recipe: Recipe) -> int:
+    """Positions that a head needs beyond the last token; Medusa and Hydra heads have none there."""
+    if recipe.head.kind not in ("eagle1", "eagle3") or recipe.tree is None:
+        return 0
+    return max(recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
 
 
 def _rows(
@@ -138,7 +142,8 @@ def _rows(
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
         return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
-    data = tokens.tokenize(recipe.data, tokenizer, end_ids, Tally(), rank() == 0)
+    asked = within_context(recipe.data, text_config, rank() == 0)
+    data = tokens.tokenize(asked, tokenizer, end_ids, Tally(), rank() == 0)
     if text_config is not None:
         check_rows([*data.train, *data.held_out], text_config, recipe.target.path)
     if rank() == 0:

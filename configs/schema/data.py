@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from aerie.configs.read import Section
+from aerie.configs.read import Place, Section
+from aerie.configs.schema.heads import Float
 
 
 class SyntheticConfig(Section):
@@ -18,7 +19,7 @@ class SyntheticConfig(Section):
 class DataConfig(Section):
     """Which conversations, and how they become tokens and a loss mask."""
 
-    conversations: Annotated[tuple[str, ...], Field(min_length=1)]  # .json, .jsonl, .parquet, directories or Hub ids
+    conversations: Annotated[tuple[Place, ...], Field(min_length=1)]  # .json, .jsonl, .parquet, directories or Hub ids
     prompt_field: str | None = None  # for prompt/completion rows; null: the usual names are tried
     completion_field: str | None = None  # goes with prompt_field
     system_prompt: str | None = None  # for conversations without one
@@ -39,7 +40,7 @@ class FeaturesConfig(Section):
     after_blocks: tuple[int, ...] | None = None
     batch_tokens: PositiveInt = 8192  # tokens of one target forward, padding included
     shard_tokens: PositiveInt = 262144  # tokens of one safetensors shard
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # that training sees; null: the target's
+    dtype: Float | None = None  # that training sees; null: the target's
     # on the disk; null: dtype. fp8 (E4M3) and int8: a byte a value, a float32 scale per token and state
     storage: Literal["bf16", "fp8", "int8"] | None = None
     shuffle_shards: PositiveInt | None = None  # training draws rows from so many shards at a time; null: all
@@ -55,7 +56,7 @@ class FeaturesConfig(Section):
 class SourceConfig(Section):
     """Where prompts come from."""
 
-    path: str  # a file (.json, .jsonl, .parquet), a directory or a Hub data set (owner/name:subset:split)
+    path: Place  # a file (.json, .jsonl, .parquet), a directory or a Hub data set (owner/name:subset:split)
     # human turns, asked on the new history; a question per row; or rows of PersonaHub, made into math problems
     kind: Literal["conversations", "prompts", "personas"] = "conversations"
     revision: str | None = None  # the Hub data set's commit
@@ -114,7 +115,8 @@ class QuestionsConfig(Section):
 
     # a published one (mt_bench, humaneval, gsm8k, ...), or a name of your own for the questions at `path`
     name: Annotated[str, Field(min_length=1)]
-    path: str | None = None  # a file, a directory or a Hub data set (owner/name:subset:split); null: the published one
+    # a file, a directory or a Hub data set (owner/name:subset:split); null: the published one
+    path: Place | None = None
     revision: str | None = None  # null: the published one's pinned commit
 
 

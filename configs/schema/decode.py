@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Section, adapter, read_yaml, validate
+from aerie.configs.read import Place, Section, adapter, read_yaml, validate
 from aerie.configs.schema.heads import KINDS
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -19,6 +19,8 @@ Finite = Annotated[NonNegativeFloat, Field(lt=inf)]
 
 
 class ConstantConfig(Section):
+    """Every draft is as deep as the tree."""
+
     rule: Literal["constant"] = "constant"
 
 
@@ -145,7 +147,7 @@ class StaticConfig(Section, kw_only=True):
 
     shape: Literal["static"] = "static"
     # paths of child ranks [[0], [1], [0, 0], ...], a YAML file with them under `choices`, or a published tree
-    choices: str | tuple[Choice, ...]
+    choices: Place | tuple[Choice, ...]
     # where the target samples: q's most probable tokens (R2), or drawn without (R3) or with (R4) replacement
     children: Literal["best", "sampled", "replaced"] = "sampled"
     stop: StopConfig = ConstantConfig()  # when to end a draft early
@@ -366,7 +368,7 @@ def published_tree(method: str, **changes: Any) -> Any:
 class MethodConfig(Section):
     method: Method  # its tree and options are the published ones where nothing else is set
     tree: TreeConfig | None = None  # what differs from the method's
-    head: str | None = None  # a directory or Hub id; null: the run's own
+    head: Place | None = None  # a directory or Hub id; null: the run's own
     typical: TypicalConfig | None = None  # in place of a lossless rule where tokens are sampled
     lookup: PromptLookupConfig | None = None  # of method pld
     lookahead: LookaheadConfig | None = None  # of method lookahead

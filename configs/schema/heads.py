@@ -4,9 +4,12 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field
 
-from aerie.configs.read import Section
+from aerie.configs.read import Place, Section
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+spelt_out = BeforeValidator(lambda name: SHORT.get(str(name).removeprefix("torch."), str(name).removeprefix("torch.")))
+Float = Annotated[Literal["float32", "bfloat16", "float16"], spelt_out]
+DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], spelt_out]
 DEFAULT_KIND = "eagle1"
 EAGLE = ("eagle", "eagle-chain", "deagle", "svip", "ddd", "opt-tree")
 Size = Annotated[int, Field(gt=0)]
@@ -15,18 +18,18 @@ Size = Annotated[int, Field(gt=0)]
 class TargetConfig(Section):
     """The frozen causal LM that is sped up."""
 
-    path: str  # local directory or Hub id
+    path: Place  # local directory or Hub id
     revision: str | None = None  # a branch, tag or commit of the Hub; null: main
     dtype: DType = "auto"  # auto: what the checkpoint was saved in
     device_map: str | None = None  # "auto" spreads the target over the GPUs that are there
     trust_remote_code: bool = False  # true runs the Python files that come with the checkpoint
-    chat_template: str | None = None  # a .jinja file, for targets whose tokenizer has none
+    chat_template: Place | None = None  # a .jinja file, for targets whose tokenizer has none
 
 
 class _AnyHead(Section, kw_only=True):
     methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
-    init_from: str | None = None  # warm start: a directory or Hub id, in any published layout
-    max_position_embeddings: Size | None = None  # null: the target's
+    init_from: Place | None = None  # warm start: a directory or Hub id, in any published layout
+    max_position_embeddings: Size | None = None  # null: the target's, and what is drafted beyond data.max_length
 
 
 class _LayerSizes(Section, kw_only=True):
@@ -54,7 +57,7 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
     num_hidden_layers: Size = 1  # decoder layers; the paper's head has one
     hidden_size: Size | None = None  # null: the target's
     draft_vocab_size: Size | None = None  # null: 32,000, or the target's where that is smaller
-    qk_norm: bool | None = None  # RMSNorm on queries and keys; null: as the target (Qwen3 has it)
+    qk_norm: bool | None = False  # RMSNorm on queries and keys, which SGLang does not load; null: if the target has it
     fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
     norm_output: bool = False  # EAGLE-3.1: feed back the normed output
     lm_head_init: Literal["random", "target"] = "random"  # target: its rows

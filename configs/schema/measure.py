@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from aerie.configs.read import Section
-from aerie.configs.schema.data import QuestionsConfig
+from aerie.configs.read import Place, Section
+from aerie.configs.schema.data import DataConfig, QuestionsConfig
 from aerie.configs.schema.decode import Finite, Method, MethodConfig, TreeConfig
 
 
@@ -17,24 +17,31 @@ class TaskConfig(QuestionsConfig):
 
 
 class PromptsConfig(Section):
-    """Measuring prompts: questions {question_id, category, turns}, lines of plain text, or tasks."""
+    """Measuring prompts: a file, tasks, or else questions of conversations that training never sees (data.held_out)."""
 
-    path: str | None = None  # a .jsonl file of questions, or of lines
+    path: Place | None = None  # a .jsonl file of questions {question_id, category, turns}, or a text with one a line
     num_prompts: PositiveInt | None = 80  # of the file, or of each task; null: all
     max_new_tokens: PositiveInt = 512  # of each turn
     task: str | None = None  # of all of `path`; null: the file's categories
     tasks: tuple[TaskConfig, ...] = ()  # in place of path
-    turns: PositiveInt | None = None  # of each question at most; null: all
+    turns: PositiveInt | None = None  # of each question at most; null: all, of held-out conversations the first
     system_prompt: str | None = None  # before each conversation
 
     def __post_init__(self) -> None:
-        if (self.path is None) == (not self.tasks):
+        if self.path is not None and self.tasks:
             raise ValueError("prompts come from a file (path) or from tasks; set one of them")
         if self.tasks and self.task is not None:
             raise ValueError("task names the questions of path, and tasks have names of their own; leave it out")
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: {max(names, key=names.count)} stands there twice")
+
+
+class HeldOutPrompts(PromptsConfig, kw_only=True):
+    """Of a recipe that names none."""
+
+    data: DataConfig
+    part: int  # 0: the first, third, ... of them; 1: the others
 
 
 class SamplingConfig(Section):
@@ -61,8 +68,8 @@ class SweepConfig(Section):
 class BenchConfig(Section):
     """Every row on every prompt, interleaved, in one process."""
 
-    prompts: PromptsConfig  # what is asked
-    rows: tuple[MethodConfig, ...]  # methods to measure; one must be vanilla, speedup is measured against it
+    prompts: PromptsConfig = PromptsConfig()  # what is asked
+    rows: tuple[MethodConfig, ...] = ()  # methods, vanilla among them; empty: it and the head's usual one with `tree`
     sampling: tuple[SamplingConfig, ...] = (SamplingConfig(),)  # every row is measured with each of these
     warmup_prompts: NonNegativeInt = 2  # decoded before the clock starts (Spec-Bench: 3)
     reference: bool = True  # also time transformers' generate and the bare forwards
@@ -74,7 +81,7 @@ class BenchConfig(Section):
     contexts: tuple[PositiveInt, ...] = ()
 
     def __post_init__(self) -> None:
-        if not any(row.method == "vanilla" for row in self.rows):
+        if self.rows and not any(row.method == "vanilla" for row in self.rows):
             raise ValueError("rows must contain the vanilla row: speedup is measured against it")
         if not self.sampling or len(set(self.sampling)) < len(self.sampling):
             raise ValueError("sampling is a list of different settings, such as [{temperature: 0.0}]")
@@ -88,7 +95,7 @@ class BenchConfig(Section):
 class CalibrateConfig(Section):
     """How confidence predicts acceptance on held-out prompts."""
 
-    prompts: PromptsConfig  # others than the bench's
+    prompts: PromptsConfig = PromptsConfig()  # others than the bench's
     method: Method | None = None  # null: the usual one of the recipe's head
     tree: TreeConfig | None = None  # what differs from the method's
     bins: PositiveInt = 20  # of the reliability diagram

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import model_validator
 
 from aerie.configs.errors import UserError
-from aerie.configs.read import Section, override, read_yaml, validate
+from aerie.configs.read import Place, Section, override, read_yaml, user_path, validate
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
 from aerie.configs.schema.decode import USUAL, TreeConfig, completed
 from aerie.configs.schema.heads import DEFAULT_KIND, Eagle1Section, Eagle1Train, HeadConfig, TargetConfig, Train
@@ -15,19 +15,19 @@ from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfi
 
 
 class Recipe(Section):
-    run: str  # the run's directory
+    run: Place  # the run's directory
     target: TargetConfig  # the model that is sped up
     data: DataConfig  # what is trained on, and what is held out
     head: HeadConfig = Eagle1Section()  # the draft head; its `kind` (eagle1) decides which other keys there are
     features: FeaturesConfig = FeaturesConfig()  # the target's states that heads learn from
     train: Train = Eagle1Train()  # how the head is trained; the keys depend on head.kind
     tree: TreeConfig | None = None  # what differs from that of the head's usual method
-    calibrate: CalibrateConfig | None = None  # how far its confidence can be trusted
-    bench: BenchConfig | None = None  # tau and speedup of methods
+    calibrate: CalibrateConfig | None = None  # how far its confidence can be trusted; null: all defaults
+    bench: BenchConfig | None = None  # tau and speedup of methods; null: all defaults
     tune: TuneConfig | None = None  # search for the fastest tree; needed by `aerie tune` alone
     synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as configs/embedded.yaml has it
     distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
-    output: str | None = None  # of training; null: RUN/heads/KIND
+    output: Place | None = None  # of training; null: RUN/heads/KIND
     threads: int | None = None  # torch threads per process; null: torch's choice
     seed: int = 0  # of measuring: the draws of sampled rows, the bootstrap of intervals
 
@@ -72,7 +72,9 @@ class RunPaths:
 
 def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True) -> None:
     """Every command's; any other `--section.key value` overrides the recipe."""
-    parser.add_argument("--config", type=Path, required=config_required, help="the recipe (YAML)")
+    words = "`aerie keys SECTION` prints the keys of a section, what they mean and their defaults."
+    parser.epilog = f"Any key of the recipe can be set too: --section.key VALUE (--train.learning_rate 1e-4). {words}"
+    parser.add_argument("--config", type=user_path, required=config_required, help="the recipe (YAML)")
     parser.add_argument("--run", help="the run's directory")
     parser.add_argument("--target", help="directory or Hub id (overrides target.path)")
     parser.add_argument("--dtype", help="overrides target.dtype")

@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, make_decoder
 from aerie.infer.decode.methods import FLOOR, Calibrator, Drafters
 from aerie.infer.measure.cycles import COLUMNS, Oracle, Recorder, Tables, keep_pools, tables_of
 from aerie.infer.measure.record import FloatArray
-from aerie.infer.measure.tasks import encode, load_prompts
+from aerie.infer.measure.tasks import encode_turn, load_prompts
 from aerie.model.storage import CALIBRATOR, CHOICES, digests, write_atomically, write_json, write_text
 from aerie.model.target import Target
 
@@ -62,9 +63,11 @@ def record(
     if section.oracle_levels is not None and drafts and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
-    settings["max_new_tokens"] = section.prompts.max_new_tokens
+    context = getattr(decoder.target.config, "max_position_embeddings", None) or sys.maxsize
+    longest = min(context, decoder.proposer.max_positions if decoder.proposer else context)
     with bar(len(questions), "prompts", "calibrate") as progress:
         for number, (ids, _) in enumerate(questions):
+            settings["max_new_tokens"] = min(section.prompts.max_new_tokens, max(1, longest - ids.shape[1]))
             recorder, generator = Recorder(), torch.Generator(ids.device).manual_seed(seed * 1_000_003 + number)
             text = decoder.generate(ids, on_cycle=recorder, generator=generator, **settings).sequences[0]
             tables.append(tables_of(number, recorder.records, text.tolist()))
@@ -354,7 +357,7 @@ def calibrated(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """The calibration and its facts; a static tree's best, from a wider one's answers, goes to choices.yaml."""
-    questions = [(encode(prompt.text, tokenizer, target), prompt.task) for prompt in load_prompts(section.prompts)]
+    questions = [(encode_turn(prompt, (), tokenizer, target), prompt.task) for prompt in load_prompts(section.prompts)]
     recording = record(make_decoder(Drafters(target), asked, head), asked.tree, questions, section, seed)
     print("\n".join(write_calibration(output, recording, section.bins, head)))
     tree, ranks = asked.tree, section.ranks

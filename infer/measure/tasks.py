@@ -13,10 +13,10 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.configs.schema.measure import PromptsConfig, TaskConfig
+from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.chat import apply_template
-from aerie.data.conversations import hub_commit, is_local, read_rows
-from aerie.model.storage import file_digest
+from aerie.data.conversations import Tally, hub_commit, is_local, load_conversations, read_rows
+from aerie.model.storage import digest, file_digest
 from aerie.model.target import Target
 
 Row = Mapping[str, Any]
@@ -81,6 +81,8 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
     source = config.path or ", ".join(task.name for task in config.tasks)
     if config.path is not None:
         prompts = _of_file(Path(config.path), config)
+    elif isinstance(config, HeldOutPrompts):
+        return _held_out(config)
     else:
         prompts = [prompt for task in config.tasks for prompt in _of_task(task, config)]
     if not prompts:
@@ -89,6 +91,22 @@ def load_prompts(config: PromptsConfig) -> list[Prompt]:
     if count > 1:
         raise UserError(f"{source}: question_id {name} of {task!r} stands there {count} times")
     return prompts
+
+
+def _held_out(config: HeldOutPrompts) -> list[Prompt]:
+    """Questions that training never sees, none so long that its answer may lie behind max_length."""
+    data, found = config.data, dict[tuple[str, ...], Prompt]()
+    for number, row in enumerate(load_conversations(data, Tally()), start=1):
+        turns = tuple(str(message["content"]) for message in row.messages if message["role"] == "user")
+        if row.is_held_out and (turns := turns[: config.turns or 1]) and len("".join(turns)) <= data.max_length:
+            system = config.system_prompt or data.system_prompt
+            found.setdefault(turns, Prompt(str(number), "held_out", turns[0], turns[1:], system))
+        if config.num_prompts is not None and len(found) == 2 * config.num_prompts:
+            break
+    if len(found) <= config.part:
+        fix = "raise data.held_out, or name prompts: path, or tasks such as [{name: mt_bench}]"
+        raise UserError(f"{', '.join(data.conversations)}: too few held-out conversations to measure with; {fix}")
+    return list(found.values())[config.part :: 2]
 
 
 def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
@@ -147,6 +165,8 @@ def check_sources(config: PromptsConfig) -> None:
 def prompt_inputs(config: PromptsConfig) -> str | list[dict[str, Any]]:
     if config.path is not None:
         return file_digest(Path(config.path))
+    if isinstance(config, HeldOutPrompts):
+        return digest([prompt.turns for prompt in load_prompts(config)])
     inputs = []
     for task in config.tasks:
         source, revision = source_of(task)

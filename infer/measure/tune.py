@@ -24,7 +24,7 @@ from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
 from aerie.infer.measure.record import Record
 from aerie.infer.measure.statistics import group, speedups, summary_row
-from aerie.infer.measure.tasks import check_sources, encode, load_prompts
+from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, write_json, write_text
 from aerie.model.target import Target
@@ -358,7 +358,7 @@ def tuned(
     heads: Mapping[str, str], config: TuneConfig, output: Path, seed: int, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
     """Writes tuned.yaml and tune.json: the method predicted to be the fastest with heads (kind -> directory)."""
-    prompts = [encode(prompt.text, tokenizer, target) for prompt in load_prompts(config.prompts)]
+    prompts = [encode_turn(prompt, (), tokenizer, target) for prompt in load_prompts(config.prompts)]
     tunings = [HeadTuning(target, kind, head, prompts, config) for kind, head in heads.items()]
     best = max(tunings, key=lambda one: one.choice.speedup)
     best.try_rules()

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+from aerie.configs.read import ALIASES, suggestion
 from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import StaticConfig
 
@@ -42,6 +43,30 @@ def test_another_kind_of_head_or_method_forgets_the_files_trees() -> None:
     assert eagle3.tree == load(path, "--head.kind=eagle3", "--tree={}").tree != own.tree
     assert chain.calibrate and chain.calibrate.tree and chain.calibrate.tree.shape == "chain"
     assert changed.tree and eagle3.tree and (changed.tree.levels, changed.tree.nodes) == (3, eagle3.tree.nodes)
+
+
+def test_words_for_lists_short_dtypes_and_the_home_directory_are_read_as_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text(
+        "run: ~/run\ntarget: {path: ~/target, dtype: bf16}\ndata: {conversations: ~/rows.jsonl}\n"
+        "train: {trackers: wandb}\nbench: {rows: {method: vanilla, head: ~/head}, prompts: {tasks: {name: gsm8k}}}\n"
+    )
+    recipe = load(Path("~/recipe.yaml"), "--features.after_blocks", "2", "--features.dtype", "torch.half")
+    target, features, train, bench = recipe.target, recipe.features, recipe.train, recipe.bench
+    assert (recipe.run, target.path, *recipe.data.conversations) == tuple(
+        f"{tmp_path}/{name}" for name in ("run", "target", "rows.jsonl")
+    )
+    assert (target.dtype, features.dtype, features.after_blocks) == ("bfloat16", "float16", (2,))
+    assert bench is not None and train.trackers == ("wandb",) and bench.rows[0].head == f"{tmp_path}/head"
+    assert [task.name for task in bench.prompts.tasks] == ["gsm8k"]
+
+
+def test_names_of_other_programs_lead_to_ours() -> None:
+    for key, other in ((key, other) for key, others in ALIASES.items() for other in others.split()):
+        told = suggestion([other], pipeline.Recipe)
+        assert told.startswith("did you mean '") and told.endswith((f".{key}'?", f"'{key}'?")), (other, told)
 
 
 def test_the_published_recipes_and_trees_are_all_there() -> None:

@@ -257,3 +257,22 @@ def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, 
     assert "records.jsonl: missing; write it anew with --overwrite" in command("bench")[2]
     assert command("bench", "--overwrite", "--bench.prompts.max_new_tokens", "6")[0] == 0
     assert tiny.read_rows(records)[0]["new_tokens"] <= 6
+
+
+def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_questions(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"conversations": str(tiny.write_conversations(tmp_path / "rows.jsonl", 24)), "held_out": 0.4}
+    values = {
+        "run": str(tmp_path),
+        "target": {"path": str(shared / "target")},
+        "data": data,
+        "head": {"kind": "eagle1"},
+    }
+    config = tiny.recipe(tmp_path / "recipe.yaml", {**values, "threads": 1})
+    shutil.copytree(shared / "run" / "heads", tmp_path / "heads")
+    for command in ("bench", "calibrate", "report"):
+        few = [f"--{command}.prompts.num_prompts=2", f"--{command}.prompts.max_new_tokens=8"]
+        assert tiny.call(infer_main, command, "--config", config, *(few if command != "report" else [])) == 0
+    rows = json.loads((tmp_path / "report" / "summary.json").read_text())["rows"]
+    assert [(row["method"], row["task"]) for row in rows] == [("vanilla", "held_out"), ("eagle2", "held_out")]

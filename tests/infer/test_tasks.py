@@ -2,14 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aerie.configs.errors import UserError
+from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.configs.schema.measure import PromptsConfig, TaskConfig
+from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
+from aerie.data.conversations import Tally, load_conversations
 from aerie.infer.measure import tasks
 from aerie.infer.measure.tasks import TASKS, Prompt, encode, load_prompts, pinned, prompt_inputs, prompt_of
 from aerie.model.target import Target, load_tokenizer
@@ -41,6 +44,21 @@ def test_a_row_of_each_task_becomes_its_prompt(name: str, row: dict[str, Any], i
     assert prompt.task == ("math500-level3" if name == "math500" else name)
     with pytest.raises(UserError, match=rf"file: row 5: a question of {name} needs '\w+'"):
         prompt_of(name, {"foreign": 1}, 5, "file: row 5", ANY)
+
+
+def test_a_recipe_without_prompts_asks_what_training_never_sees_and_no_two_stages_ask_the_same(tmp_path: Path) -> None:
+    data = DataConfig((str(tiny.write_conversations(tmp_path / "rows.jsonl", 100)),), held_out=0.3, limit=40)
+    rows = list(load_conversations(data, Tally()))
+    held_out = {row.messages[0]["content"] for row in rows if row.is_held_out}
+    one, other = (load_prompts(HeldOutPrompts(data=data, part=part, num_prompts=None)) for part in (0, 1))
+    assert all(rows[int(prompt.prompt_id) - 1].is_held_out for prompt in (*one, *other))
+    assert {p.text for p in one} | {p.text for p in other} == held_out and not {p.text for p in one} & {
+        p.text for p in other
+    }
+    assert load_prompts(HeldOutPrompts(data=data, part=1, num_prompts=3)) == other[:3]
+    assert {len(p.turns) for p in load_prompts(HeldOutPrompts(data=data, part=0, turns=9))} == {1, 2, 3}
+    with pytest.raises(UserError, match="too few held-out conversations to measure with; raise data"):
+        load_prompts(HeldOutPrompts(data=replace(data, held_out=0.0), part=0))
 
 
 def test_gpqa_lists_all_answers_in_an_order_of_its_own_that_never_changes() -> None:
