@@ -34,7 +34,7 @@ class Section:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init_subclass__(cls, kw_only: bool = False) -> None:
-        cls._listed = model_validator(mode="before")(classmethod(_listed))  # type: ignore[attr-defined]
+        cls._listed = model_validator(mode="before")(classmethod(_listed))  # type: ignore[attr-defined,arg-type]
         dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
 
 

@@ -373,7 +373,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "chat": DECODING,
     "bench": {"--row": {"action": "append", "default": [], **FILE, "help": "one more row"}},
-    "results": {"runs": {"type": Path, "nargs": "+", "metavar": "RUN"}},
+    "results": {"runs": {"type": user_path, "nargs": "+", "metavar": "RUN"}},
     "compare": {"--of": ROWS, "--against": ROWS, "--temperature": {"type": float, "help": "of the answers compared"}},
     "verify": {
         "--head": {"type": user_path, "action": "append", "default": [], "help": "a head directory; one of each kind"},

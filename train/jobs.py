@@ -142,8 +142,8 @@ def _rows(
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
         return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
-    asked = within_context(recipe.data, text_config, rank() == 0)
-    data = tokens.tokenize(asked, tokenizer, end_ids, Tally(), rank() == 0)
+    config = within_context(recipe.data, text_config, rank() == 0)
+    data = tokens.tokenize(config, tokenizer, end_ids, Tally(), rank() == 0)
     if text_config is not None:
         check_rows([*data.train, *data.held_out], text_config, recipe.target.path)
     if rank() == 0:

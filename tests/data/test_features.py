@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from aerie.configs.errors import NotWritable, UserError
-from aerie.configs.schema.data import FeaturesConfig
+from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.data.batches import OnlineFeatures, collate, grouped
 from aerie.data.cache import CachePlan, rows_digest
 from aerie.data.chat import Row
-from aerie.data.features import WRITING, plan_cache
+from aerie.data.features import WRITING, plan_cache, within_context
 from aerie.data.stage import Share
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, write_text
@@ -44,11 +44,15 @@ def plan(target: Target, tmp_path: Path) -> CachePlan:
     return caches.plan(tmp_path / "features", target, DATA)
 
 
-@pytest.mark.parametrize(("ids", "said"), [([1] * 65, "65 tokens are"), ([1, 320, 2], "token id 320 is")])
-def test_what_the_target_does_not_have_is_refused_by_place(tmp_path: Path, ids: list[int], said: str) -> None:
-    data = TokenisedData([Row(ids, [0] + [1] * (len(ids) - 1), "a: row 7")], [])
+def test_a_token_that_the_target_lacks_is_refused_by_place_and_text_beyond_its_context_is_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = TokenisedData([Row([1, 320, 2], [0, 1, 1], "a: row 7")], [])
     config = LlamaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=4, max_position_embeddings=64)
-    with pytest.raises(UserError, match=f"a: row 7: {said}"):
+    asked = DataConfig(("rows.jsonl",), max_length=100)
+    assert within_context(asked, config).max_length == 64 and "end at 64" in capsys.readouterr().err
+    assert within_context(replace(asked, max_length=32), config).max_length == 32
+    with pytest.raises(UserError, match="a: row 7: token id 320 is"):
         plan_cache(tmp_path, data, FeaturesConfig(dtype="float32"), "owner/target", config, {"target": {}})
 
 

@@ -47,14 +47,12 @@ def test_a_row_of_each_task_becomes_its_prompt(name: str, row: dict[str, Any], i
 
 
 def test_a_recipe_without_prompts_asks_what_training_never_sees_and_no_two_stages_ask_the_same(tmp_path: Path) -> None:
-    data = DataConfig((str(tiny.write_conversations(tmp_path / "rows.jsonl", 100)),), held_out=0.3, limit=40)
+    data = DataConfig((str(tiny.write_conversations(tmp_path / "rows.jsonl", 200)),), held_out=0.3, limit=100)
     rows = list(load_conversations(data, Tally()))
-    held_out = {row.messages[0]["content"] for row in rows if row.is_held_out}
     one, other = (load_prompts(HeldOutPrompts(data=data, part=part, num_prompts=None)) for part in (0, 1))
     assert all(rows[int(prompt.prompt_id) - 1].is_held_out for prompt in (*one, *other))
-    assert {p.text for p in one} | {p.text for p in other} == held_out and not {p.text for p in one} & {
-        p.text for p in other
-    }
+    asked, apart = ({prompt.text for prompt in prompts} for prompts in (one, other))
+    assert asked | apart == {row.messages[0]["content"] for row in rows if row.is_held_out} and not asked & apart
     assert load_prompts(HeldOutPrompts(data=data, part=1, num_prompts=3)) == other[:3]
     assert {len(p.turns) for p in load_prompts(HeldOutPrompts(data=data, part=0, turns=9))} == {1, 2, 3}
     with pytest.raises(UserError, match="too few held-out conversations to measure with; raise data"):
