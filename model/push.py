@@ -26,7 +26,7 @@ ANY_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx
 OUR_WEIGHTS = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt")
 # what vLLM, or else SGLang, loads from a repository as it is
 SERVED = {"eagle1": ("safeailab", "sglang"), "eagle3": ("speculators", "sglang")}
-SERVERS = {"safeailab": ["vllm"], "sglang": ["sglang"], "speculators": ["speculators", "vllm"]}
+SERVERS = {"safeailab": ["eagle", "vllm"], "sglang": ["eagle", "sglang"], "speculators": ["speculators", "vllm"]}
 
 
 def for_server(head: dict[str, Any], name: str, place: Path, target: TargetFacts | None) -> tuple[str, list[str]]:
@@ -138,11 +138,12 @@ def _card(
     results = [
         EvalResult("text-generation", row["task"], row["task"], metric, round(row[metric], 4), metric_name=name)
         for row in rows
+        if row["head"]
         for metric in ("tau", "speedup")
-        for name in [f"{metric} ({row['method']}, temperature {row['temperature']:g})"]
-        if row["head"] and row[metric] is not None
+        for name in [f"{metric} ({row['method']}, {row['tree']['nodes']} nodes, temperature {row['temperature']:g})"]
+        if row[metric] is not None
     ]
-    tags = ["speculative-decoding", "draft-head", *["eagle"][: head["kind"] == "eagle1"], head["kind"], TAG]
+    tags = ["speculative-decoding", "draft-head", head["kind"], TAG]
     data = ModelCardData(
         license=licence,
         base_model=target if is_on_hub(target) else None,

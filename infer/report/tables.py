@@ -21,6 +21,7 @@ from aerie.configs.schema.measure import CONTEXT
 from aerie.infer.measure import statistics
 from aerie.infer.measure.record import Asked, Record, SummaryRow, TreeShape
 from aerie.infer.measure.statistics import ALL_TASKS, VANILLA, Group, group, identity, told_apart
+from aerie.model.hub import is_on_hub
 from aerie.model.storage import CONFIG, digest
 
 Rows = Sequence[SummaryRow]
@@ -43,7 +44,7 @@ def stopped(trainings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def parameters(directory: Path) -> int | None:
     """Numbers in the safetensors of a directory or cached repository, without what a head has of its target."""
-    cached = None if directory.is_dir() else try_to_load_from_cache(str(directory), CONFIG)
+    cached = try_to_load_from_cache(str(directory), CONFIG) if is_on_hub(directory) else None
     with suppress(OSError, NotASafetensorsRepoError):
         found = get_local_safetensors_metadata(Path(cached).parent if isinstance(cached, str) else directory)
         own = [(name, table) for file in found.files_metadata.values() for name, table in file.tensors.items()]
