@@ -1,7 +1,10 @@
 """Conversations in files and Hub data sets: kept, mended or skipped, with counted reasons."""
 
+import ast
+import csv
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -104,7 +107,7 @@ def hub_commit(name: str, revision: str | None) -> str | None:
 def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     """The rows of a file, a directory's files, or a Hub data set 'owner/name[:[subset:]split]' (split: 'train')."""
     path = Path(name).expanduser()
-    is_hub = HUB_NAME.fullmatch(name) and path.suffix not in (*ROW_SUFFIXES, ".csv", ".txt", ".gz") and name[0] != "."
+    is_hub = HUB_NAME.fullmatch(name) and path.suffix not in (*ROW_SUFFIXES, ".txt", ".gz") and name[0] != "."
     if not path.exists():
         if not is_hub:
             raise UserError(f"{name}: no such file or directory; name local ones or Hub data sets (owner/name:split)")
@@ -125,7 +128,7 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     for file in files:
         try:
             yield from (RawRow(f"{file}: row {number:,}", number, value) for number, value in _numbered(file))
-        except (OSError, ValueError) as error:  # no permission, no UTF-8, no Parquet
+        except (OSError, ValueError, csv.Error) as error:  # no permission, no UTF-8, no Parquet
             raise UserError(f"{file}: cannot be read ({first_line(error)})") from error
 
 
@@ -135,6 +138,11 @@ def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
 
         batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        return
+    if path.suffix == ".csv":
+        csv.field_size_limit(sys.maxsize)  # else 128 KiB, and a conversation may be longer
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield from enumerate(csv.DictReader(file), start=1)
         return
     # An array's items, one object, or JSONL, which Hub data sets often name .json. Arrow's readers name no line.
     with path.open(encoding="utf-8-sig") as file:
@@ -186,9 +194,7 @@ def _read(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
         return Conversation(row.place, (), None, (ids, mask), _is_held_out([ids, mask], config))
     fields = tuple(name for name in (config.prompt_field, config.completion_field) if name is not None)
     messages, reasons = mend(to_messages(value, fields))
-    if isinstance(tools, str):  # a list that is stored as text
-        with suppress(json.JSONDecodeError):
-            tools = json.loads(tools)
+    tools = _unpacked(tools)
     if tools and not isinstance(tools, list):
         raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}")
     for reason in reasons:
@@ -207,7 +213,7 @@ def _is_held_out(content: Any, config: DataConfig) -> bool:
 def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Message]:
     """The row's messages as they stand; fields are the recipe's prompt and completion."""
     pairs = [pair for pair in (fields, *SHAPES["pairs"]) if pair and all(row.get(name) is not None for name in pair)]
-    turns = next((row[name] for name in LISTS if isinstance(row.get(name), list)), None)
+    turns = next((turns for name in LISTS if isinstance(turns := _unpacked(row.get(name)), list)), None)
     if pairs and (turns is None or pairs[0] == fields):
         prompt, completion = (row[name] for name in pairs[0])
         context = row.get("input")
@@ -226,6 +232,15 @@ def to_messages(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> list[Me
     if system and not any(message["role"] == "system" for message in messages):
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def _unpacked(value: Any) -> Any:
+    """The list that a column holds, also as JSON or as Python's text (a table's cell, such as pandas writes)."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError):
+                return read(value.strip())
+    return value
 
 
 def _message(turn: Any, number: int) -> Message:

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,9 +25,14 @@ OTHER_FILES = (
     "config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json chat_template* vocab* "
     "merges.txt *.model *.py"
 ).split()
-ROW_SUFFIXES = (".json", ".jsonl", ".parquet")
+ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 LINE_SECONDS = 10.0  # between two progress lines of a log file
 LINE = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining} left{postfix}"
+OPEN_LINE = "{desc}: {n_fmt}{unit}, {rate_fmt}"
+
+
+def sampled_if_large(path: Path) -> str:
+    return file_digest(path) if path.stat().st_size <= WHOLE_FILE_BYTES else sampled_digest(path)
 
 
 def target_inputs(config: TargetConfig) -> dict[str, Any]:
@@ -36,7 +41,8 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     directory = Path(config.path)
     require_target(config.path)
     if directory.is_dir():
-        patterns = dict.fromkeys(OTHER_FILES, _content) | dict.fromkeys(("*.safetensors", "*.bin"), sampled_digest)
+        weights = dict.fromkeys(("*.safetensors", "*.bin"), sampled_digest)
+        patterns = dict.fromkeys(OTHER_FILES, sampled_if_large) | weights
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
         inputs["files"] = {path.name: read(path) for path, read in found if path.is_file()}
 
@@ -50,13 +56,13 @@ def row_files(directory: Path) -> list[Path]:
     return [path for path in files if path.name != FILE and not path.name.startswith(".")]
 
 
-def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
+def conversation_inputs(names: Iterable[str], read: Callable[[Path], str] = sampled_if_large) -> dict[str, str]:
     digests = {}
     for name in names:
         if Path(name).is_file():
-            digests[name] = _content(Path(name))
+            digests[name] = read(Path(name))
         elif Path(name).is_dir():
-            digests |= {str(path): _content(path) for path in row_files(Path(name))}
+            digests |= {str(path): read(path) for path in row_files(Path(name))}
     return digests
 
 
@@ -104,10 +110,6 @@ def sampled_digest(path: Path) -> str:
     return hasher.hexdigest()[:16]
 
 
-def _content(path: Path) -> str:
-    return file_digest(path) if path.stat().st_size <= WHOLE_FILE_BYTES else sampled_digest(path)
-
-
 @dataclass(frozen=True)
 class Share:
     """Every count-th item, from the index-th on (counted from 1)."""
@@ -141,11 +143,11 @@ class _Lines:
             self.stream.write(line + "\n")
 
 
-def bar(total: int, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
-    """On standard error; a log file gets lines. `done` does not count in the rate."""
+def bar(total: int | None, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
+    """On standard error; a log file gets lines. `done` does not count in the rate; without a total it vanishes."""
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():
-        options = {"file": _Lines(sys.stderr), "bar_format": LINE, "mininterval": LINE_SECONDS, "delay": 1e-9}
-    return tqdm(
-        desc=description, total=total, initial=done, unit=f" {unit}", unit_scale=True, disable=rank != 0, **options
-    )
+        form = OPEN_LINE if total is None else LINE
+        options = {"file": _Lines(sys.stderr), "bar_format": form, "mininterval": LINE_SECONDS, "delay": 1e-9}
+    options |= {"unit": f" {unit}", "unit_scale": True, "disable": rank != 0, "leave": total is not None}
+    return tqdm(desc=description, total=total, initial=done, **options)

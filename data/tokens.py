@@ -1,26 +1,36 @@
 """The recipe's conversations as tokenised rows; their preview and draft vocabulary."""
 
+import os
 import re
+import sys
+import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
+from importlib.metadata import version
 from itertools import accumulate, groupby, islice, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
+import pyarrow as arrow  # type: ignore[import-untyped]
+from pyarrow import parquet
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, Rendered, Row, shared_start
-from aerie.data.conversations import Conversation, Tally, UnusableRow, load_conversations
+from aerie.data.conversations import Conversation, Tally, UnusableRow, hub_commit, is_local, load_conversations
+from aerie.data.stage import bar, conversation_inputs
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
-from aerie.model.storage import digest
+from aerie.model.storage import Manifest, Whole, digest, directory_atomically, file_digest
 from aerie.model.target import load_tokenizer, target_end_ids
 
 BATCH = 256  # conversations of one tokenizer call
+ROWS, SLOW_SECONDS = "rows.parquet", 5.0  # rows that took longer to make are kept
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
@@ -37,12 +47,54 @@ def tokenised(target: TargetConfig, config: DataConfig, speaks: bool = True) -> 
 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool = True) -> TokenisedData:
-    """Rows cut at max_length, each with a supervised slot."""
+    """Rows cut at max_length, each with a supervised slot; what takes long is kept in the user's cache folder."""
+    inputs, started = _decisive(config, tokenizer, end_ids), time.monotonic()
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "aerie" / digest(inputs)
+    if isinstance(found := Manifest.check(directory, inputs), Whole):
+        if speaks:
+            print(f"tokenised rows are read from {directory}", file=sys.stderr, flush=True)
+        return _restored(parquet.read_table(directory / ROWS), found.manifest.facts, tally)
+    data = _made(config, tokenizer, end_ids, tally, speaks)
+    if speaks and None not in inputs["conversations"].values() and time.monotonic() - started > SLOW_SECONDS:
+        rows, names = [*data.train, *data.held_out], ("input_ids", "turns")
+        columns = {name: [np.asarray(getattr(row, name), dtype=np.int32) for row in rows] for name in names}
+        counts = [[*key, count, tally.examples[key]] for key, count in tally.counts.items()]
+        with suppress(OSError, UserError), directory_atomically(directory) as temporary:  # no room, no permission
+            parquet.write_table(arrow.table({**columns, "source": [row.source for row in rows]}), temporary / ROWS)
+            facts = {"num_train": len(data.train), "rows": tally.rows, "counts": counts}
+            Manifest.of(temporary, inputs, facts).write(temporary)
+    return data
+
+
+def _decisive(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[str, Any]:
+    """All that decides the rows; a Hub data set whose commit cannot be asked for has none (None)."""
+    here, files = Path(__file__).parent, ("chat.py", "conversations.py", "tokens.py", "shapes.yaml")
+    commits = {name: hub_commit(name, None) for name in config.conversations if not is_local(name)}
+    return {
+        **text_fingerprint(tokenizer, config),
+        "special_tokens": [tokenizer.special_tokens_map, tokenizer.all_special_ids, sorted(end_ids)],
+        "today": date.today().isoformat() if "strftime_now" in str(tokenizer.chat_template) else "",
+        "conversations": conversation_inputs(config.conversations, file_digest) | commits,
+        "code": [version("transformers"), version("tokenizers"), *(file_digest(here / name) for name in files)],
+    }
+
+
+def _restored(table: Any, facts: dict[str, Any], tally: Tally) -> TokenisedData:
+    ints = ([array("i", row.values.to_numpy().tobytes()) for row in table[name]] for name in ("input_ids", "turns"))
+    rows = [Row(*row) for row in zip(*ints, table["source"].to_pylist(), strict=True)]
+    tally.rows += facts["rows"]
+    for kind, reason, count, example in facts["counts"]:
+        tally.counts[kind, reason] += count
+        tally.examples.setdefault((kind, reason), example)
+    return TokenisedData(rows[: facts["num_train"]], rows[facts["num_train"] :])
+
+
+def _made(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally, speaks: bool) -> TokenisedData:
     chat, data = Chat(tokenizer, end_ids, tally), TokenisedData([], [])
     num_ids, max_length = max(tokenizer.get_vocab().values()) + 1, config.max_length
     num_tokens = num_supervised = 0  # rows without a supervised slot count too
     conversations = load_conversations(config, tally)
-    with tqdm(desc="tokenise", unit=" conversations", disable=None if speaks else True) as progress:
+    with bar(None, "conversations", "tokenise", 0 if speaks else 1) as progress:
         while batch := list(islice(conversations, BATCH)):
             for conversation, rows in zip(batch, _rows(batch, chat, config, num_ids), strict=True):
                 reasons, kept = list[str](), list[Row]()

@@ -19,7 +19,8 @@ class SyntheticConfig(Section):
 class DataConfig(Section):
     """Which conversations, and how they become tokens and a loss mask."""
 
-    conversations: Annotated[tuple[Place, ...], Field(min_length=1)]  # .json, .jsonl, .parquet, directories or Hub ids
+    # .json, .jsonl, .parquet or .csv files, directories or Hub ids
+    conversations: Annotated[tuple[Place, ...], Field(min_length=1)]
     prompt_field: str | None = None  # for prompt/completion rows; null: the usual names are tried
     completion_field: str | None = None  # goes with prompt_field
     system_prompt: str | None = None  # for conversations without one
@@ -56,7 +57,7 @@ class FeaturesConfig(Section):
 class SourceConfig(Section):
     """Where prompts come from."""
 
-    path: Place  # a file (.json, .jsonl, .parquet), a directory or a Hub data set (owner/name:subset:split)
+    path: Place  # a file (.json, .jsonl, .parquet, .csv), a directory or a Hub data set (owner/name:subset:split)
     # human turns, asked on the new history; a question per row; or rows of PersonaHub, made into math problems
     kind: Literal["conversations", "prompts", "personas"] = "conversations"
     revision: str | None = None  # the Hub data set's commit

@@ -16,6 +16,8 @@ from aerie.configs.read import read_yaml
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.chat import apply_template
 from aerie.data.conversations import Tally, hub_commit, is_local, load_conversations, read_rows
+from aerie.data.distill.prompts import TEXTS
+from aerie.data.stage import ROW_SUFFIXES
 from aerie.model.storage import digest, file_digest
 from aerie.model.target import Target
 
@@ -59,7 +61,9 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
     published, as_it_is = TASKS.get(task, {}), "turns" in values
     try:
         if as_it_is or not published:
-            turns, column = values["turns"], "question_id"
+            names = ("turns", *TEXTS["question_fields"])
+            name = next((name for name in names if name in values), " or ".join(names))
+            turns, column = values[name], "question_id"
         else:
             columns = COLUMNS_OF.get(task, dict)(values)
             turns = columns[published["turns"]] if "turns" in published else published["text"].format_map(columns)
@@ -110,7 +114,7 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
 
 
 def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
-    if path.suffix == ".jsonl":
+    if path.suffix in ROW_SUFFIXES:
         prompts = []
         for row in read_rows(str(path)):
             prompt = prompt_of("", row.value, row.number, f"{path}:{row.number}", config)
@@ -157,7 +161,7 @@ def source_of(task: TaskConfig) -> tuple[str, str | None]:
 def check_sources(config: PromptsConfig) -> None:
     """Of files alone: the Hub is not asked."""
     for source in [config.path] if config.path else [source_of(task)[0] for task in config.tasks]:
-        is_file = config.path or Path(source).suffix in (".jsonl", ".json", ".parquet")
+        is_file = config.path or Path(source).suffix in ROW_SUFFIXES
         if is_file and not is_local(source):
             raise UserError(f"{source}: no such file of prompts")
 

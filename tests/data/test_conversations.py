@@ -1,5 +1,6 @@
 """Laws of conversations out of rows: every known shape is read, every change and every skipped row is counted."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,16 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    for name in ("a.parquet", "a.json", "lines.json", "mark.jsonl", "gap.jsonl", "folder"):
+    with (tmp_path / "a.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        table = csv.DictWriter(file, list(ROWS[0]))
+        table.writeheader()
+        table.writerows(ROWS)
+    for name in ("a.parquet", "a.json", "lines.json", "mark.jsonl", "gap.jsonl", "folder", "a.csv"):
         assert [row.value for row in read_rows(str(tmp_path / name))] == ROWS
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for name, text, said in (("a.jsonl", '{"a": 1}\n{"a": \n', ":2: not JSON"), ("a.csv", "a,b", ": cannot be read")):
+    for name, text, said in (("a.jsonl", '{"a": 1}\n{"a": \n', ":2: not JSON"), ("a.tsv", "a,b", ": cannot be read")):
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError, match=name + said):
             list(read_rows(str(tmp_path / name)))
@@ -53,6 +58,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         {"conversations": turns("human=hello|gpt=fine")},
         {"messages": [HELLO[0], {"role": "assistant", "content": [{"type": "text", "text": "fine"}]}]},
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
+        {"messages": json.dumps(HELLO)},
+        {"messages": str(HELLO)},
         {"instruction": "hello", "input": "", "output": "fine"},
         {"question": "no", "answer": "no", "ask": "hello", "say": "fine"},
     ],

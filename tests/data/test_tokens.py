@@ -7,6 +7,7 @@ import pytest
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.data import DataConfig
+from aerie.data import tokens
 from aerie.data.conversations import Tally
 from aerie.data.tokens import TokenisedData, draft_vocabulary, forced_ids, statistics, tokenize
 from tests import tiny
@@ -14,12 +15,12 @@ from tests.data import chat_targets as targets
 
 
 def tokenised(
-    tmp_path: Path, rows: list[Any], template: str | None = targets.CHATML, **options: Any
+    tmp_path: Path, rows: list[Any], template: str | None = targets.CHATML, speaks: bool = False, **options: Any
 ) -> tuple[TokenisedData, Tally]:
     tokenizer, tally = targets.build_tokenizer(template, "<|im_end|>"), Tally()
     path = str(tiny.write_rows(tmp_path / "rows.jsonl", rows))
     config = DataConfig((path,), **{"held_out": 0.0, **options})
-    return tokenize(config, tokenizer, {tokenizer.eos_token_id}, tally, speaks=False), tally
+    return tokenize(config, tokenizer, {tokenizer.eos_token_id}, tally, speaks), tally
 
 
 def questions(count: int) -> list[dict[str, str]]:
@@ -37,6 +38,32 @@ def test_each_side_keeps_the_order_of_the_file_and_the_limit_counts_rows_for_tra
     assert sorted(numbers[0] + numbers[1]) == list(range(1, 301))
     some, _ = tokenised(tmp_path, questions(300), held_out=0.2, limit=50)
     assert some.train == data.train[:50] and some.held_out == data.held_out[: len(some.held_out)]
+
+
+def test_rows_that_took_long_are_kept_and_made_anew_after_any_change(tmp_path: Path, monkeypatch: Any) -> None:
+    cache, made, make = tmp_path / "cache", list[str](), tokens._made
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(tokens, "_made", lambda *arguments: made.append("made") or make(*arguments))
+
+    def times(rows: Any = None, **options: Any) -> int:
+        before, rows = len(made), rows or [*questions(9), {"question": "?", "answer": ""}]
+        got, again = (tokenised(tmp_path, rows, speaks=True, **options) for _ in range(2))
+        assert got == again and got[0].train and got[1].rows == len(rows)
+        return len(made) - before
+
+    assert times() == 2 and not cache.exists()  # they are made sooner than read
+    monkeypatch.setattr(tokens, "SLOW_SECONDS", 0.0)
+    assert times(held_out=0.3) == times() == 1 and times() == 0
+    template = targets.CHATML.replace("<|im_start|>", "<|im_start|> ", 1)
+    for change in ({"rows": questions(9)}, {"template": template}, {"max_length": 999}, {"system_prompt": "Be short."}):
+        assert times(**change) == 1, change
+    for damaged in cache.glob("aerie/*/rows.parquet"):
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+    assert times() == 1 and times() == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "rows.jsonl"))  # no folder can be made there
+    assert times() == 2
 
 
 def test_cutting_keeps_the_turns_of_what_remains_and_skips_what_cannot_be_learnt(tmp_path: Path) -> None:

@@ -97,10 +97,16 @@ def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Pa
     assert [(p.task[-1], p.prompt_id) for p in chosen] == [("1", "0"), ("2", "6"), ("1", "1"), ("2", "7")]
 
 
+def test_a_column_of_questions_is_read_from_rows_of_any_format(tmp_path: Path) -> None:
+    for name, text in {"q.jsonl": '{"question": "a"}\n', "q.csv": "answer,question\nb,a\n", "q.txt": "a\n"}.items():
+        (tmp_path / name).write_text(text)
+        assert load_prompts(PromptsConfig(str(tmp_path / name))) == [Prompt("1", "q", "a")]
+
+
 def test_broken_questions_are_one_sentence(tmp_path: Path) -> None:
     twice = '{"question_id": 1, "turns": ["a"]}\n'
     for text, message in {
-        '{"question": "a"}\n': "a question needs 'turns'",
+        '{"answer": "a"}\n': "a question needs 'turns or prompt or question",
         '{"turns": []}\n': "a text or a list of texts",
         "": "holds no prompts",
         twice + twice: "stands there 2 times",
