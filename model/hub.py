@@ -1,6 +1,8 @@
 """The Hugging Face Hub: heads fetched by repository name; its errors, without tokens."""
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +17,13 @@ SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.
 
 
 def head_directory(path: Path | str) -> Path:
-    """path, or else the snapshot of user/name[@revision] on the Hub."""
-    found = HUB_ID.fullmatch(str(path))
-    if found is None or Path(path).exists():
-        return Path(path)
+    """path, or else the snapshot of user/name[@revision] on the Hub; UserError for a run, which holds heads."""
+    found, place = HUB_ID.fullmatch(str(path)), Path(path)
+    if found is None or place.exists():
+        heads = [] if (place / CONFIG).is_file() else sorted(place.glob(f"heads/*/{CONFIG}"))
+        if heads:
+            raise UserError(f"{path}: a run and no head; name {' or '.join(str(head.parent) for head in heads)}")
+        return place
     from huggingface_hub import snapshot_download
 
     repo, revision = found["repo"], found["revision"]
@@ -34,18 +39,27 @@ def head_directory(path: Path | str) -> Path:
 
 
 def require_target(path: str) -> None:
-    """UserError for a local path without a directory."""
+    """UserError for a local path that is no directory of a whole model."""
     place = Path(path)
+    if place.suffix == ".gguf" or (any(place.glob("*.gguf")) and not (place / CONFIG).is_file()):
+        raise UserError(f"{path}: GGUF is not read; name the safetensors model that it was made from")
+    if (place / "adapter_config.json").is_file() and find_weights(place) is None:
+        merged = f"M.from_pretrained('{path}').merge_and_unload().save_pretrained('MERGED')"
+        merge = f'python -c "from peft import AutoPeftModelForCausalLM as M; {merged}"'
+        raise UserError(
+            f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: {merge}"
+        )
     if not place.is_dir() and (place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise UserError(f"{path}: no such target directory; name a local one or a Hub id")
 
 
 def quieten() -> None:
-    """Silences transformers' log and progress bars."""
+    """Silences transformers' log, and bars of the Hub and of loading but on the first process's terminal."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
 
 def is_on_hub(path: Path | str) -> bool:
@@ -59,19 +73,29 @@ def readable_errors(repo: str) -> Iterator[None]:
     try:
         yield
     except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
-        # snapshot_download hides the Hub's answer
-        cause = error.__cause__ if isinstance(error.__cause__, errors.HfHubHTTPError) else error
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        may_not = "this login may not do that; use a token that may: hf auth login"
-        nowhere = "no such local directory, and no such repository on the Hub (if it is private: hf auth login)"
-        meanings = (
-            (isinstance(cause, errors.GatedRepoError), "gated on the Hub; ask for access on its page: hf auth login"),
-            (isinstance(cause, errors.RepositoryNotFoundError), nowhere),
-            (isinstance(cause, errors.RevisionNotFoundError), "the repository has no such revision"),
-            (status == 401, "the Hub does not accept this login; run: hf auth login"),
-            (status == 403, f"{may_not}; if a link has expired, the same command goes on"),
-            (True, f"the Hub is out of reach, refused or broke off: {first_line(cause)}; the same command goes on"),
-        )
-        text = next(meaning for applies, meaning in meanings if applies)
-        token = get_token()
+        what, token = first_line(error.__cause__ or error), get_token()
+        text = hub_answer(error) or f"the Hub is out of reach, refused or broke off: {what}; the same command goes on"
         raise UserError(f"{repo}: {text.replace(token, '***') if token else text}") from error
+
+
+def hub_answer(error: BaseException) -> str | None:
+    """What the Hub's answer means, also below another error; None: it answered nothing, or nothing known."""
+    from huggingface_hub import constants, errors
+
+    cause = error
+    while cause.__cause__ is not None and not isinstance(cause, errors.HfHubHTTPError):
+        cause = cause.__cause__
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    nowhere = "no such local directory, and no such repository on the Hub (if it is private: hf auth login)"
+    may_not = "this login may not do that; use a token that may: hf auth login"
+    offline = "not in the local cache, and HF_HUB_OFFLINE forbids to ask the Hub; unset it, or fetch it: hf download"
+    is_away = isinstance(cause, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+    meanings = (
+        (isinstance(cause, errors.GatedRepoError), "gated on the Hub; ask for access on its page: hf auth login"),
+        (isinstance(cause, errors.RepositoryNotFoundError), nowhere),
+        (isinstance(cause, errors.RevisionNotFoundError), "the repository has no such revision"),
+        (status == 401, "the Hub does not accept this login; run: hf auth login"),
+        (status == 403, f"{may_not}; if a link has expired, the same command goes on"),
+        (is_away and constants.HF_HUB_OFFLINE, offline),
+    )
+    return next((meaning for applies, meaning in meanings if applies), None)

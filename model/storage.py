@@ -28,6 +28,7 @@ REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
 WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # directories of some network file systems
 TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")  # torch.save's full disk
+OF_DIGESTS = re.compile(r": [0-9a-f]{16} there|, [0-9a-f]{16} asked")
 TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
 
@@ -78,7 +79,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or f'not JSON ({error})'}") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -308,7 +309,7 @@ def sound_record(directory: Path) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
-    """'key: 1 there, 2 asked' of the first three keys that differ."""
+    """'key: 1 there, 2 asked' of three keys that differ; digests come last."""
 
     def compare(old: Any, new: Any, key: str) -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
@@ -317,7 +318,8 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
         shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in (str(old), str(new))]
         return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
 
-    return "; ".join(compare(there, asked, "")[:3])
+    rows = sorted(compare(there, asked, ""), key=lambda row: bool(OF_DIGESTS.search(row)))
+    return "; ".join(rows[:3])
 
 
 def environment() -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The target: any stock `AutoModelForCausalLM`, asked for features and logits."""
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -15,8 +18,10 @@ from transformers.utils import cached_file
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
-from aerie.model.hub import require_target
+from aerie.model.hub import hub_answer, require_target
 from aerie.model.storage import WEIGHTS, digest, first_line, read_json, template_path
+
+LARGE = 10**8  # bytes of a target whose loading is announced
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class Target:
             arguments["device_map"] = config.device_map
         if getattr(load_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
             arguments["attn_implementation"] = "eager"  # sdpa has no softcap
+        if (size := weights_size(config)) >= LARGE and os.environ.get("RANK", "0") == "0":
+            print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
         with _readable(config, "load the target"):
             model = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
         return cls(model if config.device_map is not None or device is None else model.to(device), config)
@@ -120,6 +127,20 @@ def final_transform(text_config: Any) -> tuple[float, float | None]:
     scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
     softcap = getattr(text_config, "final_logit_softcapping", None)
     return scale, None if softcap is None else float(softcap)
+
+
+def weights_size(config: TargetConfig) -> int:
+    """Bytes of the weights, which need not be here yet; 0 where nobody can say."""
+    directory, revision = Path(config.path), config.revision
+    if directory.is_dir():
+        files = [*directory.glob("model*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
+        return sum(file.stat().st_size for file in files)
+    with suppress(OSError):  # in several files
+        return int(hf_hub_download(config.path, WEIGHTS, revision=revision, dry_run=True).file_size)
+    with suppress(OSError, UserError, LookupError):
+        index = hf_hub_download(config.path, f"{WEIGHTS}.index.json", revision=revision)
+        return int(read_json(Path(index))["metadata"]["total_size"])
+    return 0
 
 
 def load_config(config: TargetConfig) -> Any:
@@ -251,4 +272,9 @@ def _readable(config: TargetConfig, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise UserError(f"{config.path}: cannot {what}: {first_line(error)}") from error
+        why = hub_answer(error) or f"cannot {what}: {first_line(error)}"
+        if "trust_remote_code" in str(error):
+            why = "comes with code of its own; read it, then add --target.trust_remote_code true"
+        elif "config.json" in why:
+            why += " (a target is a whole model: merge a LoRA adapter into its own first; GGUF is not read)"
+        raise UserError(f"{config.path}: {why}") from error

@@ -19,7 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import transformers
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -38,7 +37,8 @@ from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, kee
 from aerie.infer.measure.record import Key, Origin, Overhead, Record, Reference, line_of, tree_shape
 from aerie.infer.measure.suite import Suite, asked_of, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
-from aerie.model.storage import Manifest, Stage, Whole, first_line, remove_temporaries, write_json, write_text
+from aerie.model.hub import quieten
+from aerie.model.storage import Foreign, Manifest, Stage, Whole, first_line, remove_temporaries, write_json, write_text
 from aerie.model.target import Target
 
 CYCLES, JOB = "cycles.jsonl", "job.json"
@@ -51,9 +51,11 @@ PHASES = ("draft", "verify", "commit", "other")
 def begin_bench(stage: Stage, overwrite: bool) -> None:
     """Keeps the answers measured under the same inputs."""
     records = stage.output / results.RECORDS
-    if not isinstance(Manifest.check(stage.output, stage.inputs, name=JOB), Whole):
+    checked = Manifest.check(stage.output, stage.inputs, name=JOB)
+    if not isinstance(checked, Whole):
         if records.is_file() and not overwrite:
-            raise UserError(f"{records}: answers another recipe, head or target; choose --overwrite or another --run")
+            changed = checked.differences if isinstance(checked, Foreign) else str(checked)
+            raise UserError(f"{records}: answers another recipe ({changed}); choose another --run, or add --overwrite")
         for left in (results.RECORDS, CYCLES, results.OVERHEAD, results.SUITE):
             (stage.output / left).unlink(missing_ok=True)
     remove_temporaries(stage.output)
@@ -64,8 +66,7 @@ def load_quietly(config: Any, threads: int | None) -> Target:
     if threads is not None:
         torch.set_num_threads(threads)
     warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quieten()
     logging.getLogger("torch").setLevel(logging.ERROR)
     return Target.load(config, "cuda" if torch.cuda.is_available() else "cpu")
 

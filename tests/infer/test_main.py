@@ -93,6 +93,8 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
     ("generate --method medusa --tree.shape dynamic", "has 2 heads, one a level; set tree.levels to 2",
      "--method medusa --tree.shape dynamic --tree.levels 2"),
     ("generate --top-k 5", "--top-k and --top-p: greedy decoding", "--top-k 5 --temperature 1"),
+    ("generate --head {root}/run", "run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1",
+     "--head {root}/run/heads/eagle1"),
     ("generate --max-new-tokens 0", "--max-new-tokens: must be at least 1", None),
     ("generate --prompt ' '", "--prompt: the prompt is empty", "--prompt x"),
     ("generate --prompts {root}/gone.jsonl", "gone.jsonl: no such file or directory", "--prompts {root}/rows.jsonl"),
@@ -116,11 +118,11 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
 
 @pytest.mark.parametrize(("line", "message", "remedy"), WRONG)
 def test_a_plan_refuses_what_cannot_work_in_one_line_and_its_remedy_works(
-    line: str, message: str, remedy: str | None, plan: Command
+    line: str, message: str, remedy: str | None, plan: Command, shared: Path
 ) -> None:
     name, *words = shlex.split(line)
     code, _, err = plan(name, *words)
-    assert code == 2 and err.count("\n") == 1 and message in err, err
+    assert code == 2 and err.count("\n") == 1 and message.replace("{root}", str(shared)) in err, err
     if remedy is not None:
         code, _, err = plan(name, *shlex.split(remedy))
         assert (code, err) == (0, "")

@@ -25,6 +25,7 @@ class Hub:
 
     repositories: dict[str, dict[str, Files]] = field(default_factory=dict)  # name -> branch -> files
     private: set[str] = field(default_factory=set)
+    gated: set[str] = field(default_factory=set)
     blobs: dict[str, bytes] = field(default_factory=dict)  # uploaded large files by SHA-256
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)  # what came as Authorization
@@ -35,6 +36,8 @@ class Hub:
         return sum(bool(re.search(pattern, request)) for request in self.requests)
 
     def files(self, repo: str, revision: str | None = "main") -> Files:
+        if repo in self.gated:
+            raise Refused(403, "GatedRepo")
         if repo not in self.repositories:
             raise Refused(404, "RepoNotFound")
         for name, files in self.repositories[repo].items():

@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import constants
 
 from aerie.configs.errors import UserError
+from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.methods import Calibrator, load_calibrator
 from aerie.model import push
 from aerie.model.checkpoint import load_head, save_head
@@ -21,6 +22,7 @@ from aerie.model.formats.layouts import read_content
 from aerie.model.hub import head_directory, readable_errors
 from aerie.model.push import SERVERS, Files, pack, public, upload
 from aerie.model.storage import digests, write_json
+from aerie.model.target import load_config, weights_size
 from tests import tiny
 from tests.model.formats import published
 from tests.model.formats.published import TAPS, safeailab_eagle3, same, target_facts
@@ -272,6 +274,24 @@ def test_a_strangers_weights_are_never_written_over(hub: Hub, one: Path) -> None
         with pytest.raises(UserError, match="me/model: is somebody else's: it holds "):
             upload("me/model", files_of(one))
         assert hub.repositories["me/model"]["main"] == files and hub.count("POST|PUT") == 0
+
+
+def test_a_target_on_the_hub_has_a_size_and_what_keeps_it_away_is_one_sentence(hub: Hub, monkeypatch: Any) -> None:
+    index = json.dumps({"metadata": {"total_size": 16_400_000_000}}).encode()
+    hub.repositories["me/two"] = {"main": {"model.safetensors.index.json": index, "adapter_config.json": b"{}"}}
+    hub.repositories["me/one"] = {"main": {"model.safetensors": b"123456789"}}
+    hub.gated.add("me/gated")
+    sizes = [weights_size(TargetConfig(name)) for name in ("me/two", "me/one", "me/none", "me/gated")]
+    assert sizes == [16_400_000_000, 9, 0, 0]
+    for name, is_offline, message in (
+        ("me/none", False, "no such local directory, and no such repository on the Hub"),
+        ("me/gated", False, "gated on the Hub; ask for access on its page"),
+        ("me/two", False, "cannot read the target's configuration: .*merge a LoRA adapter"),
+        ("me/two", True, "not in the local cache, and HF_HUB_OFFLINE forbids to ask"),
+    ):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+        with pytest.raises(UserError, match=f"^{name}: {message}"):
+            load_config(TargetConfig(name))
 
 
 def test_names_that_are_nowhere_are_one_sentence(hub: Hub, one: Path, monkeypatch: Any) -> None:

@@ -16,6 +16,8 @@ from aerie.model.storage import (
     Manifest,
     Stage,
     Whole,
+    differences,
+    digest,
     directory_atomically,
     remove_temporaries,
     status_file,
@@ -64,6 +66,8 @@ def test_a_manifest_tells_whole_foreign_and_every_changed_byte(tmp_path: Path) -
     found, other = Manifest.check(folder, mine), Manifest.check(folder, {**mine, "seed": 2})
     assert isinstance(found, Whole) and found.manifest.facts == {"stage": "heads"} and len(found.manifest.files) == 1
     assert isinstance(other, Foreign) and other.differences == "seed: 1 there, 2 asked"
+    files = [{"a.json": digest(number), "seed": number} for number in (1, 2)]
+    assert differences(*files).startswith("seed: 1 there, 2 asked; a.json: ")
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         content = path.read_bytes()
         for place in range(0, len(content), 5):

@@ -11,7 +11,8 @@ from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.tree import Tree, ancestors
-from aerie.model.target import Target, fingerprint, load_vocab, require_same_token_ids
+from aerie.model.storage import write_json
+from aerie.model.target import Target, fingerprint, load_config, load_vocab, require_same_token_ids
 from tests import tiny
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -85,6 +86,24 @@ def test_a_final_transform_that_is_not_known_is_refused(monkeypatch: Any) -> Non
     monkeypatch.setattr("aerie.model.target.final_transform", lambda config: (1.0, None))
     with pytest.raises(UserError, match="would not be lossless"):
         Target(target.model, target.recipe)
+
+
+def test_what_is_no_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    names = {"adapter_config.json": {}, "model-q4.gguf": {}, "config.json": own, "words.json": {}}
+    saying = (
+        "a LoRA adapter; merge it .* python -c",
+        "GGUF is not read",
+        "target.trust_remote_code true",
+        "GGUF is not",
+    )
+    for (name, content), said in zip(names.items(), saying, strict=True):
+        write_json(tmp_path / Path(name).stem / name, content)
+        with pytest.raises(UserError, match=said) as error:
+            load_config(TargetConfig(str(tmp_path / Path(name).stem)))
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="GGUF is not read"):
+        load_config(TargetConfig(str(tmp_path / "model-q4/model-q4.gguf")))
 
 
 def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:
