@@ -1,10 +1,13 @@
 """Mistakes of the user: one line on stderr and exit code 2, no traceback."""
 
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 REQUEUE = 75  # the exit code that asks for another start (sysexits.h: EX_TEMPFAIL)
@@ -44,6 +47,15 @@ def exit_codes() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except UserError as error:
+        if reply := os.environ.get(
+            "TORCHELASTIC_ERROR_FILE"
+        ):  # torch's launcher quotes it at the end of its own report
+            Path(reply).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
+        if (
+            os.environ.get("LOCAL_RANK", "0") != "0"
+        ):  # the first process says the same, and the launcher ends the others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3)
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except BrokenPipeError:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.tracking import get_available_trackers
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict
@@ -61,6 +62,12 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     """The recipe's job. A plan loads no more of the target than its embedding and LM head."""
     section, paths = recipe.head, recipe.paths
     settings: Any = recipe.train
+    # Accelerate leaves trackers that are not installed out in silence.
+    if missing := set(settings.trackers) - set(map(str, get_available_trackers())):
+        raise UserError(f"train.trackers: {min(missing)} is not installed; run: pip install {min(missing)}")
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        several = "with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+        warn(f"accelerate launch: asked for several processes, started one; on a CPU launch them {several}")
     tokenizer = load_tokenizer(recipe.target)
     end_ids, is_online = target_end_ids(recipe.target, tokenizer), needs_target(recipe) and not reads_cache(recipe)
     # Cached features need the embedding and the LM head alone: 2 GB instead of 140 for a 70B target.
@@ -160,10 +167,12 @@ def plan(job: Job) -> str:
     trained, frozen = (sum(p.numel() for p in weights if p.requires_grad == asked) for asked in (True, False))
     # Weights, gradients and Adam's two moments in float32, and the frozen part, without ZeRO.
     memory = (16 * trained + 4 * frozen) / 2**20
+    cap = "" if config.max_seconds is None else f", and at most {config.max_seconds:,g} s (train.max_seconds)"
     return (
         f"data: {len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch; {len(rows.held_out):,} held out\n"
         f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} processes: "
         f"{steps / order.steps_per_epoch:.2f} epochs\n"
+        f"time: told after {config.log_every:,} steps{cap}\n"
         f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam\n"
         f"output: {job.output}"
     )

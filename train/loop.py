@@ -133,13 +133,18 @@ class Loop:
         self.file = MetricsFile(job.metrics, job.kind, self.progress.step) if self.rank == 0 else None
         # A run that goes on has the same id; tensorboard purges what came after the save, wandb leaves it out.
         if accelerator.log_with:
-            config = {"made_of": json.dumps(self.progress.made_of)} if self.progress.step == 0 else None
-            resumed: dict[str, Any] = {"name": f"{job.kind}-{self.progress.run_id}", "resume": "allow"}
-            options = {"wandb": {"id": resumed["name"], **resumed}, "trackio": resumed}
-            options["tensorboard"] = {"purge_step": self.progress.step + 1}
-            accelerator.init_trackers("aerie", config=config, init_kwargs=options)
+            name, number = f"{job.metrics.parent.resolve().name}-{job.kind}", self.progress.run_id
+            options: dict[str, Any] = {"tensorboard": {"purge_step": self.progress.step + 1}}
+            options["wandb"] = {"id": f"{job.kind}-{number}", "name": name, "resume": "allow"}
+            options["trackio"] = {"name": f"{name}-{number}", "resume": "allow"}  # its name is its id
+            from pandas import json_normalize
+
+            flat = json_normalize(self.progress.made_of).to_dict("records")[0]
+            flat = {key: value if isinstance(value, int | float | str) else str(value) for key, value in flat.items()}
+            accelerator.init_trackers("aerie", None if self.progress.step else flat, options)
         self.say: Callable[[str], None] = lambda text: None  # prints a line above the bar, on the first process
         self._grad_norm: Any = 0.0
+        self._is_timed = False
         self._since = time.monotonic() - self.progress.seconds
         self._saved_at = self.progress.step  # or begun, with nothing to save
 
@@ -208,7 +213,7 @@ class Loop:
                     ending = asked if step + 1 < self.total else ending
                     break
                 if (step + 1) % config.log_every == 0:
-                    self._log()
+                    self._log(goes_on=True)
                 if config.eval_every and (step + 1) % config.eval_every == 0:
                     self._evaluate()
                 if (step + 1) % config.save_every == 0:
@@ -224,7 +229,6 @@ class Loop:
                 self._log()
                 self._evaluate()
                 if ending == "budget":
-                    self.say(f"train.max_seconds is spent after step {step:,} of {self.total:,}")
                     self._save_state()
                 accelerator.wait_for_everyone()
         stop.is_stepping = False
@@ -266,7 +270,7 @@ class Loop:
         endings = [name for name, value in zip(("requeue", "interrupted", "budget"), rest[:3], strict=True) if value]
         return dict(zip(counts[0], rest[3:], strict=True)), tokens, endings[0] if endings else ""
 
-    def _log(self) -> None:
+    def _log(self, goes_on: bool = False) -> None:
         if not self.clock["steps"]:
             return
         found, step, clock = means(self.sums, self.device), self.progress.step, self.clock
@@ -288,6 +292,12 @@ class Loop:
             "peak_memory_gib": peak / 2**30,
         }
         self._record(record, "train")
+        if goes_on and not self._is_timed:  # once a sitting
+            self._is_timed, rest, budget = True, self.total - step, self.config.max_seconds
+            left, needed = (budget or math.inf) - self.progress.seconds, rest * seconds / clock["steps"]
+            ends = f"; train.max_seconds {budget} will end them near step {step + rest * left / needed:,.0f}"
+            took = f"{needed:,.0f} s" if needed < 120 else f"{needed / 60:,.0f} min"
+            self.say(f"about {took} for the other {rest:,} steps{ends if left < needed else ''}")
 
     def _record(self, values: dict[str, Any], section: str) -> None:
         """A line of metrics and trackers."""

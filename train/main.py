@@ -59,7 +59,11 @@ def main() -> int:
         from aerie.train import jobs, launch
 
         launch.be_quiet()
-        print(jobs.plan(jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True)), flush=True)
+        plan = jobs.plan(jobs.build(recipe, stage.output, arguments.overwrite, is_plan=True))
+        if "LOCAL_RANK" in os.environ:  # by a launcher, whose processes have to find each other
+            launch.build_accelerator(recipe.train, recipe.paths.root).end_training()
+        if launch.rank() == 0:
+            print(plan, flush=True)
         return 0
     with resume.StopRequest() as stop, status_file(paths.status, "train") as ended:
         ended["state"], code = _train(recipe, stage, arguments.overwrite, stop)
@@ -98,6 +102,9 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
             # Only now: a kill before this goes on from the last save.
             resume.forget_saves(stage.output, job.state)
             done = f"{progress.step:,} steps in {progress.seconds:,.0f} s, best at step {progress.best_step:,}"
+            if ending == "budget":
+                budget = f"the time budget (train.max_seconds {recipe.train.max_seconds:g})"
+                done += f"; stopped by {budget} at step {progress.step:,} of {loop.total:,}"
             print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
         # Before the process group, whose end could wait for a module that it owns.
         del loop

@@ -10,6 +10,7 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "floa
 spelt_out = BeforeValidator(lambda name: SHORT.get(str(name).removeprefix("torch."), str(name).removeprefix("torch.")))
 Float = Annotated[Literal["float32", "bfloat16", "float16"], spelt_out]
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], spelt_out]
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "aim", "comet_ml", "clearml", "dvclive", "swanlab"]
 DEFAULT_KIND = "eagle1"
 EAGLE = ("eagle", "eagle-chain", "deagle", "svip", "ddd", "opt-tree")
 Size = Annotated[int, Field(gt=0)]
@@ -152,7 +153,7 @@ class TrainConfig(Section, kw_only=True):
     eval_depths: Count = 5  # drafted tokens per start slot of the predicted tau
     save_every: Count = 500  # steps between saves to go on from
     keep_last: Count = 2  # saves; with 2, a broken newest one costs save_every steps
-    trackers: tuple[str, ...] = ()  # accelerate's: tensorboard, wandb, trackio
+    trackers: tuple[Tracker, ...] = ()  # tensorboard, wandb, trackio or another of accelerate's
 
 
 class DraftHeadTrain(TrainConfig, kw_only=True):

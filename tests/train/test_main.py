@@ -88,6 +88,8 @@ MISTAKES = [
     ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
     ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
     ("eagle1", "--head.init_from /no/head", "/no/head: no such head directory"),
+    ("eagle1", "--train.trackers [tensorbord]", "train.trackers.0: input should be 'tensorboard', 'wandb', "),
+    ("eagle1", "--train.trackers [tensorboard,dvclive]", "dvclive is not installed; run: pip install dvclive"),
     ("draft_lm", "--head.init_from OTHER", "choose a draft LM with the target's tokenizer"),
     ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens"),
     ("eagle3", "--head.draft_vocab_size 400", "400 is larger than the target's vocabulary of 320"),
@@ -251,7 +253,9 @@ def test_a_kill_at_the_very_end_costs_no_training(run: Any, tmp_path: Path, caps
 
 
 def test_a_run_that_its_budget_ended_goes_on_with_another(run: Any, tmp_path: Path, capsys: Any) -> None:
-    assert run("--train.max_seconds", 0) == 0 and run("--train.max_seconds", 60, "--train.seed", 5) == 2
+    assert run("--train.max_seconds", 0) == 0
+    said = "stopped by the time budget (train.max_seconds 0) at step 1 of 3: "
+    assert said in capsys.readouterr().out and run("--train.max_seconds", 60, "--train.seed", 5) == 2
     assert "holds another train (train.max_seconds: 0.0 there, 60.0 asked; train.seed" in capsys.readouterr().err
     assert run("--train.max_seconds", 60) == 0 and "going on from step 1 of 3" in capsys.readouterr().out
     record = json.loads((tmp_path / "run/heads/eagle1/provenance.json").read_text())

@@ -116,6 +116,8 @@ def test_a_tracker_goes_on_and_has_no_step_twice(tmp_path: Path) -> None:
     time.sleep(1)  # tensorboard orders its files by the second
     sitting(job(tmp_path, settings))
     (place,) = {path.parent for path in tmp_path.rglob("aerie/events.out.tfevents.*")}
+    (settings_there,) = tmp_path.rglob("hparams.yml")
+    assert "train.learning_rate: 0.01" in settings_there.read_text()
     curve = [(event.step, event.value) for event in EventAccumulator(str(place)).Reload().Scalars("train/loss")]
     assert curve == [(line["step"], pytest.approx(line["loss"])) for line in lines(tmp_path) if "loss" in line]
 
