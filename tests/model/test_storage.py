@@ -122,3 +122,15 @@ def test_a_lock_is_one_writers_until_it_is_released_or_shared(tmp_path: Path) ->
         first.file.close()
         assert second.acquire(shared=True)
         assert third.acquire(shared=True, wait=False) and not third.acquire(wait=False)
+
+
+def test_a_launcher_is_told_the_mistake_and_the_first_process_alone_says_it(tmp_path: Path, monkeypatch: Any) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("aerie.configs.errors.time.sleep", slept.append)
+    monkeypatch.setattr("aerie.configs.errors.signal.signal", lambda *_: None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "reply.json"))
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit), exit_codes():
+            raise UserError("a mistake")
+    assert json.loads((tmp_path / "reply.json").read_text())["message"] == "error: a mistake" and len(slept) == 1
