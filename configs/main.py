@@ -34,7 +34,8 @@ PAGE = """# Recipes: every key
 
 A recipe is a YAML file with the sections below; `run`, `target.path` and `data.conversations` are all that it needs.
 Any key can be set on the command line too: `--train.learning_rate 1e-4`, `--bench.rows.1.tree.nodes 30` (`*` below is
-a place in a list, from 0). `aerie keys SECTION` prints a section.
+a place in a list, from 0). One value where a list is expected is a list of one, and `~` is the home directory in every
+path. `aerie keys SECTION` prints a section.
 
 This page is made from the schema by `aerie keys --markdown > docs/recipes.md`.
 """
