@@ -1,5 +1,7 @@
-"""Settings: the keys of a recipe.
+"""Whole runs, and the keys of a recipe.
 
+aerie run RECIPE.yaml [--run DIRECTORY] [--section.key VALUE ...]
+aerie status DIRECTORY
 aerie keys [SECTION] [--markdown]
 """
 
@@ -13,21 +15,36 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import json
+import logging
+import multiprocessing
+import os
 import re
+import shlex
 import shutil
+import signal
 import textwrap
+import threading
 import types
 import typing
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from importlib import import_module
+from importlib.util import find_spec
 from math import inf
 from typing import Any
 
 import yaml
 
-from aerie.configs.errors import UserError, exit_codes, stop_on_signals
-from aerie.configs.read import Place, Section, as_dict, suggestion
-from aerie.configs.schema.recipe import Recipe
+from aerie.configs.errors import REQUEUE, Requeued, UserError, exit_codes, stop_on_signals
+from aerie.configs.read import Place, Section, as_dict, dump, suggestion, user_path
+from aerie.configs.schema.recipe import Recipe, add_arguments, load
+from aerie.model.storage import FILE, ROOT, Lock, Manifest, Whole, read_json, write_text
 
+STAGES = {"data": ("synthetic", "distill", "features"), "train": ("train",)}
+STAGES["infer"] = ("calibrate", "bench", "tune", "report")
+OWNERS = {stage: package for package, stages in STAGES.items() for stage in stages}  # in the order of a run
 TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
 TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping", type(None): "null"}
 PAGE = """# Recipes: every key
@@ -44,7 +61,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 @exit_codes()
 def main() -> int:
-    parser = argparse.ArgumentParser("aerie", description="Settings.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("aerie", description="Runs and settings.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(command: Any, summary: str) -> argparse.ArgumentParser:
@@ -52,15 +69,203 @@ def main() -> int:
         options.set_defaults(run_command=command)
         return options
 
+    options = add(run, "do what is left of a recipe, to the report")
+    add_arguments(options, config_required=False)
+    options.add_argument("recipe", type=user_path, metavar="RECIPE.yaml", help="in place of --config")
+    options.add_argument("--processes", type=int, help="of features and train (default: one for each GPU)")
+    options = add(status, "what a run has, and what to type next")
+    options.add_argument("directory", type=user_path, metavar="RUN", help="the run's directory")
     options = add(keys, "print the keys of a recipe: meaning, type, default")
     options.add_argument("section", nargs="?", help="such as train, bench.prompts or tree.stop; default: the sections")
     options.add_argument("--markdown", action="store_true", help="as a page; of every section by default")
-    arguments = parser.parse_args()
+    arguments, unknown = parser.parse_known_args()
+    if unknown and arguments.command != "run":
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     stop_on_signals()
-    return int(arguments.run_command(arguments))
+    return int(arguments.run_command(arguments, unknown))
 
 
-def keys(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    """Each stage in a process of its own; its exit code where that is not 0."""
+    arguments.config = arguments.recipe
+    recipe = load(arguments, unknown)
+    stages, stop = _stages(recipe), None
+    _require_files(recipe, stages)
+    words = ["--config", str(arguments.recipe), *unknown, *["--overwrite"] * arguments.overwrite]
+    for name in ("run", "target", "dtype", "device_map"):
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}={value}"]
+    if arguments.plan:
+        print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
+        return 0
+    write_text(recipe.paths.root / "recipe.yaml", dump(recipe))
+    for number, stage in enumerate(stages, start=1):
+        print(f"run: {stage} ({number} of {len(stages)})", file=sys.stderr, flush=True)
+        # A fork: the stage's memory goes with it, and a new interpreter would start no sooner.
+        asked = (stage, words, arguments.processes, recipe)
+        child: Any = multiprocessing.get_context("fork").Process(target=_do, args=asked)
+        child.start()
+        while child.exitcode is None:
+            try:
+                child.join()
+            except KeyboardInterrupt as raised:
+                stop = raised
+                os.kill(child.pid, signal.SIGUSR1 if isinstance(raised, Requeued) else signal.SIGINT)
+        if child.exitcode < 0:
+            why = f"killed by signal {-child.exitcode}, often for want of memory; the same command goes on"
+            print(f"error: {stage}: {why}", file=sys.stderr)
+        if child.exitcode:
+            return child.exitcode if child.exitcode > 0 else 128 - child.exitcode
+        if stop is not None:
+            raise stop
+    return 0
+
+
+def _stages(recipe: Recipe) -> list[str]:
+    from aerie.train.resume import reads_cache
+
+    # What is trained to be a target is measured only where its recipe says so.
+    measures = recipe.output is None or recipe.bench
+    asked = vars(recipe) | {"features": reads_cache(recipe), "report": measures}
+    asked |= {"bench": measures, "calibrate": measures or recipe.calibrate}
+    return [stage for stage in OWNERS if asked[stage]]
+
+
+def _require_files(recipe: Recipe, stages: list[str]) -> None:
+    """UserError, before hours of work, for what is not there and no stage makes."""
+    from aerie.data.stage import is_here, target_inputs
+
+    asked = [section.prompts.path for section in (recipe.calibrate, recipe.bench, recipe.tune) if section]
+    for name in filter(None, [recipe.target.path, *recipe.data.conversations, *asked]):
+        if not Path(name).absolute().is_relative_to(recipe.paths.root.absolute()):
+            target_inputs(recipe.target) if name == recipe.target.path else is_here(name)
+    if "report" in stages and find_spec("matplotlib") is None:
+        raise UserError("report: matplotlib is not installed; pip install aerie[report]")
+
+
+@exit_codes()
+def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> None:
+    """Exits with the code of a stage's own main, in this process or in several (None: one for each GPU)."""
+    from aerie.train.resume import reads_cache
+
+    os.setpgid(0, 0)  # Ctrl-C goes to `run`, which hands it on once; its end is one, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=follow, daemon=True).start()
+    stage_main = import_module(f"aerie.{OWNERS[stage]}.main").main
+    command = [str(ROOT / OWNERS[stage] / "main.py"), *([] if stage == "train" else [stage]), *words]
+
+    def call(*options: str) -> int:
+        sys.argv = [*command, *options]
+        return int(stage_main())
+
+    # A target that spans all GPUs has room for one process.
+    reads_target = stage == "features" or not reads_cache(recipe) or getattr(recipe.train, "measure_prompts", None)
+    processes = 1 if recipe.target.device_map is not None and reads_target else processes
+    if stage in ("features", "train") and processes != 1 and call("--is-whole") == 1:
+        import torch
+
+        gpus = torch.cuda.device_count()
+        processes = processes or gpus
+        os.environ |= {"ACCELERATE_MIXED_PRECISION": "bf16"} if gpus else {}
+        if processes > 1:
+            os.environ["WORLD_SIZE"] = str(processes)
+            code = call("--plan")  # a mistake is one line here, and one of each process there
+            del os.environ["WORLD_SIZE"]
+            sys.exit(code or _launched(command, processes, "bf16" if gpus else "no"))
+    sys.exit(call())
+
+
+def _launched(command: list[str], processes: int, precision: str) -> int:
+    """The exit code of the first process that failed."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable()  # the launcher's: each process says itself what was wrong
+    os.environ |= {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "PET_SHUTDOWN_TIMEOUT": "120"}
+    options = ["--config_file", str(ROOT / "configs/accelerate/zero2.yaml"), "--num_processes", str(processes)]
+    try:
+        launch_command(launch_command_parser().parse_args([*options, "--mixed_precision", precision, *command]))
+    except ChildFailedError as error:
+        code = int(error.get_first_failure()[1].exitcode)
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        return REQUEUE if error.sigval == signal.SIGUSR1 else 128 + int(error.sigval)
+    return 0
+
+
+def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    root, lines, states, running = arguments.directory, list[str](), set[str](), ""
+    stages, stored, heads = ["features", "train", "calibrate", "bench", "report"], root / "recipe.yaml", root / "heads"
+    kinds = sorted(path.name for path in heads.glob("[!.]*"))
+    with suppress(UserError):
+        recipe = load(argparse.Namespace(config=stored), [])
+        stages, kinds = _stages(recipe), list(dict.fromkeys([recipe.head.kind, *kinds]))
+    for path in sorted(root.glob("status*.json")):
+        said = read_json(path)
+        with suppress(OSError), Lock(path.with_name(f".{path.name}.lock")) as lock:
+            if said["state"] == "running" and lock.acquire(wait=False) is True:  # a running stage would hold it
+                said |= {"state": "killed", "code": 137}
+        running = said["stage"].split()[0] if said["state"] == "running" else running
+        lines.append(f"{root}: {said['stage']} {said['state']}" + f", exit code {said['code']}" * (said["code"] != 0))
+    names = {"synthetic": "conversations", "distill": "distilled", "calibrate": "calibration"}
+    for stage in OWNERS:
+        for kind in (kinds or [""]) if stage == "train" else [""]:
+            state, facts = _state(heads / kind if stage == "train" else root / names.get(stage, stage))
+            state = "running" if stage == running and state != "whole" else state
+            if stage in stages or state != "absent":
+                facts = [*_progress(root / "metrics.jsonl", kind), *facts]
+                lines.append(f"  {f'{stage} {kind}':<14} {state:<8} {', '.join(facts)}".rstrip())
+                states.add(state)
+    if states == {"absent"} and not stored.exists():
+        raise UserError(f"{root}: no run; name the directory that a recipe calls `run`")
+    words = f"aerie run {stored if stored.exists() else f'RECIPE.yaml --run {root}'}"
+    words += " --overwrite" if "damaged" in states else ""
+    if states == {"whole"}:
+        words = f"aerie push {heads / kinds[0]} --repo USER/NAME --dry-run; see {root / 'report/index.html'}"
+    print("\n".join([*lines, f"next: {f'wait for {running}' if running else words}"]))
+    return 0
+
+
+def _state(place: Path) -> tuple[str, list[str]]:
+    """whole, damaged, stopped or absent; and what is worth telling."""
+    found: Any = Manifest.check(place, content=False)
+    if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
+        rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]
+        best = max(rows, key=lambda row: float(row["tau"]))
+        return "whole", [f"best tau {best['tau']:.2f} ({best['method']}, {best['speedup'] or 0:.2f}x)"]
+    if not (place / FILE).is_file():
+        return "stopped" if place.is_dir() and any(place.iterdir()) else "absent", []
+    record = found
+    if isinstance(found, Whole) and not found.manifest.files:  # a feature cache's are in its index
+        record = Manifest.check(place, content=False, name="index.json")
+    if not isinstance(record, Whole):
+        return "damaged", [str(record)]
+    facts, when = found.manifest.facts, datetime.fromtimestamp((place / FILE).stat().st_mtime)
+    rows = facts.get("rows") or facts.get("summary", {}).get("kept")
+    counts = {"rows": sum(rows.values()) if isinstance(rows, dict) else rows}
+    counts |= {name: facts.get(name) for name in ("tokens", "answers")}
+    told = [f"{count:,} {name}" for name, count in counts.items() if count]
+    size = sum(size for size, _ in record.manifest.files.values()) / 2**20
+    return "whole", [*told, f"{size:,.1f} MiB", f"{when:%Y-%m-%d %H:%M}", f"{facts['seconds']:,.0f} s"]
+
+
+def _progress(metrics: Path, kind: str) -> list[str]:
+    """Where a head's training is, and its best tau."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if kind and metrics.is_file() else []
+    records = [json.loads(line) for line in lines if line.startswith(f'{{"kind": "{kind}') and line.endswith("}")]
+    taus = [record["held_out_tau"] for record in records if "held_out_tau" in record]
+    logged = [{"total_steps": 0, **record} for record in records if "loss" in record]
+    text = "step {step:,} of {total_steps:,}, loss {loss:.3g}, {tokens_per_s:,.0f} tokens/s"
+    return [*(text.format(**record) for record in logged[-1:]), *([f"best tau {max(taus):.2f}"] if taus else [])]
+
+
+def keys(arguments: argparse.Namespace, unknown: list[str]) -> int:
     section = re.sub(r"\.\d+(?=\.|$)", ".*", arguments.section or "")
     blocks = documented(section)
     if not blocks:

@@ -246,7 +246,8 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
     if index is not None:
         tokens = sum(shard.num_tokens for shard in plan.shards)
         num_bytes = sum(num_bytes for num_bytes, _ in index.files.values())
-        facts |= {"tokens": tokens, "bytes": num_bytes, "batch_tokens": plan.batch_tokens}
+        facts |= {"rows": sum(len(shard.rows) for shard in plan.shards), "tokens": tokens, "bytes": num_bytes}
+        facts |= {"batch_tokens": plan.batch_tokens}
         seconds = stage.finish(**facts)["seconds"]
         print(f"features: {tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}", flush=True)
         if plan.storage.form is not None:

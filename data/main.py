@@ -1,5 +1,6 @@
 """The data commands.
 
+python data/main.py init --target TARGET --data DATA --out RECIPE.yaml
 python data/main.py synthetic|distill|show|features|check --config RECIPE [--section.key VALUE ...]
 accelerate launch data/main.py features --config RECIPE
 """
@@ -13,17 +14,18 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import json
 import os
+import shlex
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from aerie.configs.errors import UserError, exit_codes, stop_on_signals
-from aerie.configs.read import as_dict
-from aerie.configs.schema.recipe import Recipe, add_arguments, load
+from aerie.configs.read import as_dict, override, user_path
+from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
 from aerie.data.stage import INDEX, Share, feature_inputs, target_inputs
 from aerie.model.hub import quieten
-from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, status_file, write_status
+from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, status_file, write_status, write_text
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
 
@@ -55,8 +57,17 @@ def main() -> int:
         shared.add_argument("--shard", default="1/1", metavar="I/N", help="make the I-th of N shares")
         shared.add_argument("--is-whole", action="store_true", help="exit code 1 if something is left to do")
     add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
+    summary = "write a recipe that suits a target, its data and this machine; other --section.key VALUE go into it"
+    options = commands.add_parser("init", help=summary, description=summary, allow_abbrev=False)
+    options.add_argument("--target", required=True, help="directory or Hub id")
+    options.add_argument("--data", required=True, nargs="+", help="files or directories of conversations, or Hub ids")
+    options.add_argument("--out", required=True, type=user_path, metavar="RECIPE.yaml", help="what to write")
+    options.add_argument("--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the data")
+    options.add_argument("--run", help="the run's directory (default: runs/TARGET-KIND)")
     arguments, unknown = parser.parse_known_args()
     stop_on_signals()
+    if arguments.command == "init":
+        return init(arguments, unknown)
     recipe = load(arguments, unknown)
     try:
         return int(arguments.run_command(arguments, recipe))
@@ -64,6 +75,20 @@ def main() -> int:
         if arguments.is_whole:
             return 1  # an earlier stage has not written what this one reads
         raise
+
+
+def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    if arguments.out.exists():
+        raise UserError(f"--out {arguments.out}: is there already; name another file")
+    asked = {"target": {"path": arguments.target}, "data": {"conversations": arguments.data}, "run": arguments.run}
+    asked["head"] = {"kind": arguments.kind} if arguments.kind else {}
+    override(pairs_of(unknown), asked, {})
+    quieten()
+    from aerie.data.init import recipe_text
+
+    write_text(arguments.out, text := recipe_text(asked))
+    print(f"{text}\nwritten; what to type next:\naerie run {shlex.quote(str(arguments.out))}")
+    return 0
 
 
 def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:

@@ -51,6 +51,14 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
     return inputs
 
 
+def is_here(name: str) -> bool:
+    """Whether a source of rows is on this machine; UserError where it is not, and can be no Hub data set."""
+    path = Path(name).expanduser()
+    if not path.exists() and (path.suffix in ROW_SUFFIXES or name.startswith((".", "/", "~"))):
+        raise UserError(f"{name}: no such file or directory")
+    return path.exists()
+
+
 def row_files(directory: Path) -> list[Path]:
     files = [path for path in sorted(directory.rglob("*")) if path.suffix in ROW_SUFFIXES and path.is_file()]
     return [path for path in files if path.name != FILE and not path.name.startswith(".")]

@@ -360,7 +360,9 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
     write_status(path, stage, "running")
     ended: dict[str, Any] = {"state": "done", "code": 0}
     try:
-        yield ended
+        with Lock(path.with_name(f".{path.name}.lock")) as lock:  # tells a running stage from a killed one
+            lock.acquire(wait=False)
+            yield ended
     except BaseException as error:
         ends = {Requeued: ("requeue", REQUEUE), KeyboardInterrupt: ("interrupted", 130), UserError: ("failed", 2)}
         state, code = next((end for kind, end in ends.items() if isinstance(error, kind)), ("failed", 1))

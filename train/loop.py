@@ -305,7 +305,7 @@ class Loop:
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         self.say(" | ".join([f"step {step:,}/{self.total:,}", *shown(numbers)]))
         if self.file is not None:
-            self.file.write({"kind": self.job.kind, "step": step, **values})
+            self.file.write({"kind": self.job.kind, "step": step, "total_steps": self.total, **values})
             for tracker in self.accelerator.trackers:
                 if tracker.name != "trackio" or step > self.file.reached:
                     with explained(Path(self.accelerator.project_dir)):

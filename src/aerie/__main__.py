@@ -6,8 +6,8 @@ from importlib import import_module
 from aerie.configs.errors import exit_codes
 
 PACKAGES = {
-    "configs": ("keys",),
-    "data": ("synthetic", "check", "show", "features", "distill"),
+    "configs": ("run", "status", "keys"),
+    "data": ("init", "synthetic", "check", "show", "features", "distill"),
     "train": ("train",),
     "infer": ("generate", "chat", "calibrate", "bench", "tune", "report", "results", "compare", "verify"),
     "model": ("inspect", "convert", "push"),

@@ -1,0 +1,118 @@
+"""`aerie init`: a recipe that suits a target, its data and this machine, with the reasons as comments."""
+
+import os
+import shutil
+import sys
+from math import ceil, inf
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from aerie.configs.read import validate
+from aerie.configs.schema.data import DataConfig
+from aerie.configs.schema.heads import TargetConfig
+from aerie.configs.schema.recipe import Recipe
+from aerie.data.cache import CachePlan, Storage
+from aerie.data.conversations import read_rows
+from aerie.data.features import size
+from aerie.data.stage import is_here
+from aerie.data.tokens import tokenised
+from aerie.model.heads.eagle import DEFAULT_SIZE
+from aerie.model.target import default_taps, load_config, weights_size
+
+MUCH, SAMPLE, MOST = 100_000, 1000, 4096  # rows; those that are measured; tokens of a row (SpecForge)
+GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
+SERVERS = {
+    "eagle1": "vLLM (aerie convert --to safeailab) and SGLang (--to sglang) load it",
+    "eagle3": "vLLM (aerie convert --to speculators) and SGLang (--to sglang) load it",
+}
+
+
+def recipe_text(asked: dict[str, Any]) -> str:
+    """What is asked (sections, among them target.path and data.conversations), completed."""
+    target: TargetConfig = validate(asked["target"], TargetConfig, "--target", {})
+    hf_config = load_config(target)
+    text, gpus, cores = hf_config.get_text_config(), torch.cuda.device_count(), os.cpu_count() or 1
+    blocks, width, vocab_size = text.num_hidden_layers, text.hidden_size, text.vocab_size
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.cuda.get_device_properties(0).total_memory if gpus else memory
+    params = weights_size(target) // (getattr(hf_config, "dtype", None) or torch.float32).itemsize
+    dtype = torch.bfloat16 if gpus or 4 * params > memory / 2 else torch.float32
+
+    rows, lengths = _measured(target, asked["data"])
+    longest, context = lengths[int(0.99 * len(lengths))], getattr(text, "max_position_embeddings", None) or MOST
+    max_length = min(MOST, context, 64 * ceil(longest / 64))
+    mean = sum(min(length, max_length) for length in lengths) / len(lengths)
+    held_out = {"held_out": min(0.2, round(40 / rows, 2))} if 0 < rows < 800 else {}  # to measure with
+    counted = f"{rows:,} rows, about {rows * mean:,.0f} tokens; 99 % of the rows have at most {longest:,}"
+
+    kind, why = asked["head"].get("kind"), "as asked"
+    if kind is None:
+        kind = "eagle3" if blocks >= 7 and not 0 < rows < MUCH else "eagle1"
+        why = f"eagle3 is for {MUCH:,} rows and more, eagle1 learns from the features of few"
+        why = why if blocks >= 7 else f"eagle3's taps need 7 blocks, this target has {blocks}"
+    # Learning rates are published for a width of 4,096: a narrower head takes larger steps.
+    taps: tuple[int, ...] = ()
+    train: dict[str, Any] = {"epochs": 20, "batch_size": 4}  # EAGLE's, with 5e-5
+    layer = width * (5 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width))
+    trained = layer if kind in SERVERS else 4 * width * (width + vocab_size)
+    if kind == "eagle3":  # SpecForge's
+        taps = default_taps(blocks) if blocks >= 7 else tuple(range(max(blocks - 3, 0), blocks))
+        train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True}
+        trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
+    steps = ceil(train["epochs"] * rows / (train["batch_size"] * max(gpus, 1)))
+    rate = (1e-4 if taps else 5e-5) * 4096 / width
+    train |= {"learning_rate": float(f"{rate:.1e}"), "warmup_steps": min(2000, steps // 20) or 2000}
+
+    run = asked.get("run") or f"runs/{Path(target.path).name.lower()}-{kind}"
+    free = shutil.disk_usage(next(place for place in Path(run).absolute().parents if place.exists())).free
+    features: dict[str, Any] = {"mode": "online"}
+    place = "takes no disk: the target runs in the training step"
+    for form in ("int8", None):  # the second is better, where it fits
+        needed = rows * mean * CachePlan(Path(), [], 0, width, taps, Storage(dtype, form), 0).token_bytes
+        if 0 < needed < free / 2:
+            features = {"mode": "cached"} | ({"storage": form} if form else {})
+            place = f"about {size(needed)} of the {size(free)} that are free"
+    features |= {"after_blocks": list(taps)} if taps else {}
+    is_online = features["mode"] == "online"
+    # Operations a token: EAGLE-3 unrolls its head seven times, others call the target's LM head.
+    work = 6 * (7 * trained if taps else trained + vocab_size * width) + 2 * params * is_online
+    speed = 3600 * (gpus * GPU_SPEED or cores * CORE_SPEED) / (rows * mean or inf)
+    needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
+    hours = [f"{each / speed:,.1f} h" for each in (2 * params, train["epochs"] * work)]
+    spread = {"device_map": "auto"} if gpus > 1 and params * dtype.itemsize > 0.8 * memory else {}
+    few = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
+    sections: dict[str, tuple[dict[str, Any], str]] = {
+        "target": ({"dtype": str(dtype)[6:]} | spread, f"{blocks} blocks of width {width:,}, {params:,} parameters"),
+        "data": ({"max_length": max_length} | held_out, counted if rows else "on the Hub: not counted"),
+        "features": (features, f"{place}; one pass of the target: {hours[0]}"),
+        "head": ({"kind": kind}, f"{why}; {SERVERS.get(kind, 'no server loads it, aerie decodes with it')}"),
+        "train": (train, f"{steps:,} steps, {hours[1]}; {size(needed)} and a batch's, of {size(memory)}"),
+    }
+    if not gpus:
+        sections["calibrate"] = few, "fewer and shorter answers than on a GPU, to questions of held-out rows"
+        sections["bench"] = few, "to others of them"
+    if not gpus and kind in SERVERS:
+        sections["tree"] = {"levels": 6, "k": 2, "nodes": 12}, "a CPU pays for every node; aerie tune finds the best"
+    values = {name: asked.get(name, {}) | value | asked.get(name, {}) for name, (value, _) in sections.items()}
+    values = {**asked, **values, "run": run}
+    validate(values, Recipe, "--out", {})
+    lines = [f"# By aerie init, for {cores} cores, {gpus} GPUs. Hours, sizes and memory are estimates (docs/scale.md)."]
+    for name in sorted(values, key=["run", *sections, *values].index):
+        flow = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=inf).partition("\n")[0]
+        lines += [*([f"# {sections[name][1]}"] if name in sections else []), f"{name}: {flow}"]
+    return "\n".join(lines) + "\n"
+
+
+def _measured(target: TargetConfig, data: dict[str, Any]) -> tuple[int, list[int]]:
+    """How many rows there are (0 where some are the Hub's), and tokens of the first ones, ascending."""
+    some = {"max_length": 2**20, "held_out": 0.0, "limit": SAMPLE}
+    config: DataConfig = validate({**data, **some}, DataConfig, "--data", {})
+    if not all(is_here(name) for name in config.conversations):
+        return 0, [MOST]
+    sample, _, tally = tokenised(target, config)
+    print(tally.table(), file=sys.stderr)
+    read = sum(1 for name in config.conversations for _ in read_rows(name))
+    return round(read * len(sample.train) / tally.rows), sorted(len(row.input_ids) for row in sample.train)

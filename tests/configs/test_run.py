@@ -1,0 +1,121 @@
+"""aerie init, run and status: a recipe for any target, done to the report, stopped and gone on with."""
+
+import os
+import re
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from aerie.configs import main
+from aerie.data import main as data_main
+from aerie.train import main as train_main
+from tests import tiny
+from tests.configs.test_recipes import load
+from tests.train.sittings import ended, fork
+
+SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 8, "intermediate_size": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+SIZES |= {"bos_token_id": None, "eos_token_id": 3, "pad_token_id": 4}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 16},
+    "gemma3_text": {"sliding_window": 16, "final_logit_softcapping": 2.0},
+    "gpt_oss": {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def write(path: Path, family: str) -> Path:
+    changes = OTHERS[family]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **changes)).save_pretrained(path)
+    tiny.tokenizer(320).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a user with a small target and conversations."""
+    monkeypatch.chdir(tmp_path)
+    tiny.target(tmp_path / "target")
+    rows = [
+        {"messages": [{"role": turn["from"], "content": turn["value"]} for turn in row["conversations"]]}
+        for row in tiny.conversations(60)
+    ]
+    tiny.write_rows(tmp_path / "chats.jsonl", rows)
+    tiny.write_rows(tmp_path / "questions.jsonl", [{"question_id": n, "turns": [f"Count {n} owls."]} for n in range(3)])
+    return tmp_path
+
+
+init = partial(tiny.call, data_main, "init", "--data", "chats.jsonl")
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_init_writes_a_recipe_that_trains_for_any_family(folder: Path, family: str, capsys: Any) -> None:
+    assert init("--target", write(folder / family, family), "--out", "r.yaml", "--kind", "eagle3") == 0
+    assert capsys.readouterr().out.endswith("\naerie run r.yaml\n")
+    recipe = load(Path("r.yaml"))
+    assert (recipe.features.mode, recipe.features.after_blocks, recipe.data.max_length) == ("cached", (2, 4, 5), 128)
+    assert tiny.call(data_main, "features", "--config", "r.yaml", "--plan") == 0
+    assert tiny.call(train_main, "--config", "r.yaml", "--plan", "--features.mode", "online") == 0
+
+
+def test_init_refuses_what_cannot_be_trained_and_keeps_files(folder: Path, capsys: Any) -> None:
+    tiny.write_rows(folder / "bad.jsonl", [{"text": "no"}])
+    for words, said in (
+        ("--target target --out questions.jsonl", "--out questions.jsonl: is there already"),
+        ("--target target --data bad.jsonl --out r.yaml", "has keys text; expected"),
+        ("--target target --data nowhere.jsonl --out r.yaml", "nowhere.jsonl: no such file"),
+        ("--target ./nowhere --out r.yaml", "./nowhere: no such target directory"),
+        ("--target target --out r.yaml --train.learning_rat 1", "did you mean 'train.learning_rate'?"),
+    ):
+        assert init(*words.split()) == 2
+        error = capsys.readouterr().err
+        assert said in error and not Path("r.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_to_its_report_and_status_says_what_is_left(folder: Path, capfd: Any) -> None:
+    asked = "--bench.reference false --train.epochs 1"
+    for stage in ("bench", "calibrate"):
+        asked += f" --{stage}.prompts.path questions.jsonl --{stage}.prompts.max_new_tokens 8"
+    assert init("--target", "target", "--out", "r.yaml", "--run", "run", *asked.split()) == 0
+    run, status = partial(tiny.call, main, "run", "r.yaml"), partial(tiny.call, main, "status")
+    assert status("run") == 2 and run("--train.learning_rat", 1) == 2 and run("--bench.prompts.path", "no.jsonl") == 2
+    said = capfd.readouterr().err
+    assert (
+        "run: no run" in said
+        and "did you mean" in said
+        and "no.jsonl: no such" in said
+        and not (folder / "run").exists()
+    )
+    assert run("--plan") == 0 and not (folder / "run").exists()
+    assert run("--train.learning_rate", 1e30, "--train.clip_norm", 1e30) == 2
+    assert "the training diverged" in capfd.readouterr().err.splitlines()[-1]
+    assert status("run") == 0 and "train failed, exit code 2" in (out := capfd.readouterr().out)
+    assert re.search(r"features +whole +60 rows.*\n  train eagle1 +stopped.*\n  calibrate +absent", out)
+    child = fork(lambda: run("--run", "long", "--train.epochs", 9999))
+    while not (folder / "long/metrics.jsonl").exists():
+        time.sleep(0.1)
+    assert status("long") == 0 and "train eagle1   running  step" in capfd.readouterr().out
+    os.kill(child, signal.SIGINT)
+    assert ended(child) == 130 and status("long") == 0
+    assert re.search(r"train interrupted, exit code 130\n.*\n  train eagle1 +stopped  step", capfd.readouterr().out)
+    assert run() == 0 and "features: whole, reused" in capfd.readouterr().out and status("run") == 0
+    assert re.search(
+        r"bench +whole +6 answers.*\n  report +whole +best tau .*\nnext: aerie push", capfd.readouterr().out
+    )
+    (folder / "run/heads/eagle1/model.safetensors").write_bytes(b"")
+    assert status("run") == 0 and "next: aerie run run/recipe.yaml --overwrite" in capfd.readouterr().out
+    assert run() == 2 and "model.safetensors: 0 bytes" in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_mistake_under_the_launcher_is_its_last_line_and_its_code(folder: Path, capfd: Any) -> None:
+    command = [str(main.ROOT / "train/main.py"), "--config", "nowhere.yaml"]
+    assert ended(fork(lambda: main._launched(command, 2, "no"))) == 2
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: nowhere.yaml: cannot read the recipe")
