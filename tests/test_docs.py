@@ -1,0 +1,100 @@
+"""Every command line of README.md and docs/: bash expands it, and with stand-ins its command takes it."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+
+from aerie.__main__ import PACKAGES
+from tests import tiny
+from tests.infer.test_main import write_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+OTHERS = ("accelerate", "make", "pip", "python", "sbatch", "vllm")
+# Each command is a function that prints its words between separators, and as sbatch does a number.
+BASH = "exec 3>&1; record() { printf '%s\\037' \"$@\" >&3; printf '\\036' >&3; echo 1; }; set -u\n"
+BASH += "".join(f'{name}() {{ record {name} "$@"; }}; ' for name in ("aerie", *OTHERS))
+AT_ONCE = ("check", "compare", "convert", "init", "inspect", "keys", "push", "results", "status")
+# What a command asks for that the lines before it make.
+FIRST = {"compare": "records", "check": "index.json", "bench": "train the head", "push": "no measured results"}
+FIRST |= {"train": "no whole feature cache|no run has made", "features": "too few rows to time"}
+OWNERS = {command: package for package, commands in PACKAGES.items() for command in commands}
+
+
+def lines() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of each command in a bash block."""
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
+            text = re.sub(r"(?m)^\. .*activate$|&& \. .*$", "", block)
+            done = subprocess.run(["bash", "-c", BASH + text], capture_output=True, text=True, check=True, cwd="/")
+            assert not done.stderr, f"{page.name}: {done.stderr}"
+            for record in done.stdout.split("\036")[:-1]:
+                yield page.name, record.lstrip("1\n").split("\037")[:-1]
+
+
+LINES = list(lines())
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every name of the docs is there: small, and made here."""
+    root = tmp_path_factory.mktemp("docs")
+    write_recipe(root)
+    rows = tiny.write_conversations(root / "conversations.jsonl", 12)
+    tiny.write_conversations(root / "chats.jsonl", 12)
+    for number, name in enumerate(("FILE", "gsm8k", "gsm8k_1200", "gsm8k_train", "questions/gsm8k")):
+        asked = [{"question": f"What are {n} and {number}?", "answer": f"It is {n}."} for n in range(12)]
+        tiny.write_rows(root / f"{name}.jsonl", asked)
+    tiny.write_conversations(root / "runs/distilled/distilled/conversations.jsonl", 12)
+    values = yaml.safe_load((root / "recipe.yaml").read_text())
+    values["data"]["conversations"] = [str(rows)]
+    values["distill"] = {"sources": [{"path": str(rows)}]}
+    values["tune"] = {"prompts": {"path": str(root / "q.txt")}}
+    tiny.recipe(root / "recipe.yaml", values)
+    (root / "RUN/tune").mkdir(parents=True)
+    (root / "RUN/tune/tuned.yaml").write_text("method: eagle-chain\n")
+    heads = root / "run/heads"
+    names = dict.fromkeys(("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target")
+    names |= {
+        "HEAD": heads / "eagle1",
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": heads / "eagle3",
+        "configs": ROOT / "configs",
+    }
+    names["qwen3-8b.yaml"] = root / "recipe.yaml"
+    names |= dict.fromkeys(("runs/my", "runs/NAME", "runs/qwen3-8b-eagle3"), root / "run") | dict.fromkeys(
+        ("RECIPE", "my.yaml"), root / "recipe.yaml"
+    )
+    for name, there in names.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(there)
+    return root
+
+
+@pytest.mark.parametrize(("page", "words"), LINES, ids=[f"{page}-{' '.join(words)[:60]}" for page, words in LINES])
+def test_a_command_line_of_the_docs_is_taken(
+    page: str, words: list[str], world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words[0] == "accelerate":
+        known = launch_command_parser().parse_args(words[2:])
+        script, words = known.training_script, known.training_script_args
+        assert (ROOT / script).is_file() and Path(known.config_file or ROOT).exists()
+        words = ["aerie", *(["train"] if script.startswith("train") else []), *words]
+    if words[0] == "make":
+        assert subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, check=False).returncode == 0
+    elif words[0] == "sbatch":
+        assert (ROOT / next(word for word in words if word.endswith(".sbatch"))).is_file()
+    if words[0] != "aerie":
+        return
+    command = words[1]
+    monkeypatch.chdir(world)
+    if command == "init":
+        words = [word.replace(".yaml", "-new.yaml") for word in words]
+    words += [] if command in AT_ONCE or "--plan" in words else ["--plan"]
+    code = tiny.call(import_module(f"aerie.{OWNERS[command]}.main"), *words[1 + (command == "train") :])
+    said = "".join(capsys.readouterr())
+    assert code == 0 or "--is-whole" in words or re.search(FIRST.get(command, "nothing else"), said), said
