@@ -79,13 +79,17 @@ def recipe_text(asked: dict[str, Any]) -> str:
     is_online = features["mode"] == "online"
     # Operations a token: EAGLE-3 unrolls its head seven times, others call the target's LM head.
     work = 6 * (7 * trained if taps else trained + vocab_size * width) + 2 * params * is_online
-    speed = 3600 * (gpus * GPU_SPEED or cores * CORE_SPEED) / (rows * mean or inf)
+    speed = 3600 * (gpus * GPU_SPEED or cores * CORE_SPEED)
     needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
-    hours = [f"{each / speed:,.1f} h" for each in (2 * params, train["epochs"] * work)]
+    spent = [each * rows * mean / speed for each in (2 * params, train["epochs"] * work)]
+    hours = [f"{each:,.1f} h" if rows else "? h" for each in spent]
     spread = {"device_map": "auto"} if gpus > 1 and params * dtype.itemsize > 0.8 * memory else {}
     few = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
     sections: dict[str, tuple[dict[str, Any], str]] = {
-        "target": ({"dtype": str(dtype)[6:]} | spread, f"{blocks} blocks of width {width:,}, {params:,} parameters"),
+        "target": (
+            {"dtype": str(dtype)[6:]} | spread,
+            f"{blocks} blocks of width {width:,}, about {params:,} parameters",
+        ),
         "data": ({"max_length": max_length} | held_out, counted if rows else "on the Hub: not counted"),
         "features": (features, f"{place}; one pass of the target: {hours[0]}"),
         "head": ({"kind": kind}, f"{why}; {SERVERS.get(kind, 'no server loads it, aerie decodes with it')}"),
@@ -115,4 +119,5 @@ def _measured(target: TargetConfig, data: dict[str, Any]) -> tuple[int, list[int
     sample, _, tally = tokenised(target, config)
     print(tally.table(), file=sys.stderr)
     read = sum(1 for name in config.conversations for _ in read_rows(name))
-    return round(read * len(sample.train) / tally.rows), sorted(len(row.input_ids) for row in sample.train)
+    rows = min(read * len(sample.train) / tally.rows, data.get("limit") or inf)
+    return round(rows), sorted(len(row.input_ids) for row in sample.train)

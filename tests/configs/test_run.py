@@ -76,6 +76,10 @@ def test_init_refuses_what_cannot_be_trained_and_keeps_files(folder: Path, capsy
         assert init(*words.split()) == 2
         error = capsys.readouterr().err
         assert said in error and not Path("r.yaml").exists()
+    assert (
+        init("--target", "target", "--data", "owner/name:train", "--out", "hub.yaml") == 0
+    )  # neither asked nor counted
+    assert load(Path("hub.yaml")).features.mode == "online"
 
 
 @pytest.mark.slow
