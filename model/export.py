@@ -12,16 +12,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError
 from aerie.model import checkpoint
-from aerie.model.formats.content import (
-    COUNTS_OUTPUTS,
-    Export,
-    HeadContent,
-    HeadFiles,
-    TargetFacts,
-    table,
-    tap_numbers,
-    unread,
-)
+from aerie.model.formats.content import COUNTS_OUTPUTS, HeadContent, HeadFiles, TargetFacts, table, tap_numbers, unread
 from aerie.model.formats.eagle import SERVER, ZERO_BIAS, write_eagle
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import AnyConfig
@@ -80,8 +71,24 @@ def export(
         if not same:
             raise AssertionError(f"layout {to}: the head was read back otherwise than it was written")
     notes = [f"{other}: few of its drafts will be accepted"] if other is not None else []
-    notes += [*content.guesses, *_differences(files, content, written, target.name), *written.notes]
-    return layout, notes
+    notes += content.guesses
+    old, new = files.tensors, written.tensors
+    if EMBEDDING in new and EMBEDDING not in old:
+        dtype = str(new[EMBEDDING].dtype).removeprefix("torch.")
+        notes.append(f"{EMBEDDING} is added, the target's in {dtype}")
+    if "d2t" in old and "d2t" not in new:
+        notes.append("d2t and t2d left out: both vocabularies are one")
+    carried = vars(content.config).keys() | written.values.keys()
+    for name, value in files.values.items():
+        if name not in carried and not BOOKKEEPING.fullmatch(name) and value not in (None, False):
+            notes.append(f"config.json's {name} left out: its meaning is not known here")
+    notes += [f"left out: {text}" for text in unread(files.values)]
+    drafts, is_speculators = content.speculative_tokens, "speculators_config" in written.values
+    if drafts is not None and not is_speculators:
+        notes.append(f"its {drafts} drafts per cycle are left out: say them on the server's command line")
+    if is_speculators and not is_on_hub(target.name):
+        notes.append(f"servers are told to load {target.name}, a local path; give its Hub id with --target-name")
+    return layout, [*notes, *written.notes]
 
 
 def check_taps(
@@ -111,26 +118,6 @@ def _completed(files: HeadFiles, content: HeadContent, target: TargetFacts) -> d
     if EMBEDDING not in content.tensors and EMBEDDING in state:
         state[EMBEDDING] = state[EMBEDDING].to(state["fc.weight"].dtype)
     return state
-
-
-def _differences(files: HeadFiles, content: HeadContent, written: Export, target: str) -> list[str]:
-    notes, old, new = [], files.tensors, written.tensors
-    if EMBEDDING in new and EMBEDDING not in old:
-        dtype = str(new[EMBEDDING].dtype).removeprefix("torch.")
-        notes.append(f"{EMBEDDING} is added, the target's in {dtype}")
-    if "d2t" in old and "d2t" not in new:
-        notes.append("d2t and t2d left out: both vocabularies are one")
-    carried = vars(content.config).keys() | written.values.keys()
-    for name, value in files.values.items():
-        if name not in carried and not BOOKKEEPING.fullmatch(name) and value not in (None, False):
-            notes.append(f"config.json's {name} left out: its meaning is not known here")
-    notes += [f"left out: {text}" for text in unread(files.values)]
-    drafts, is_speculators = content.speculative_tokens, "speculators_config" in written.values
-    if drafts is not None and not is_speculators:
-        notes.append(f"its {drafts} drafts per cycle are left out: say them on the server's command line")
-    if is_speculators and not is_on_hub(target):
-        notes.append(f"servers are told to load {target}, a local path; give its Hub id with --target-name")
-    return notes
 
 
 UNNAMED = (2, 3, 4)  # for unknown taps: only their number matters

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from aerie.configs.errors import UserError
+from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import hub_answer, require_target
@@ -88,6 +88,10 @@ class Target:
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
         with _readable(config, "load the target"):
             model = AutoModelForCausalLM.from_pretrained(config.path, **arguments)
+        penalty = getattr(model.generation_config, "repetition_penalty", None)
+        if penalty not in (None, 1.0):
+            warn(f"{config.path}: generation_config sets repetition_penalty={penalty}; aerie decodes without it (1.0)")
+            model.generation_config.repetition_penalty = 1.0
         return cls(model if config.device_map is not None or device is None else model.to(device), config)
 
     @property

@@ -7,7 +7,6 @@ import platform
 import re
 import resource
 import statistics
-import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -101,8 +100,7 @@ class Bench:
     def settings(self, ids: Tensor) -> dict[str, Any]:
         """Greedy decoding of a prompt [1, T], alike for every row and as long as there is room."""
         # a drafter that the prompt alone overruns limits nobody: its row fails
-        limits = [decoder.proposer.max_positions for decoder in self.decoders if decoder.proposer is not None]
-        limits.append(getattr(self.target.config, "max_position_embeddings", None) or sys.maxsize)
+        limits = {limit for decoder in self.decoders for limit in decoder.limits.values()}
         room = min((limit - ids.shape[1] for limit in limits if limit > ids.shape[1]), default=1)
         return {"max_new_tokens": min(self.config.prompts.max_new_tokens, room), "do_sample": False}
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import heapq
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -63,8 +62,7 @@ def record(
     if section.oracle_levels is not None and drafts and tree is not None:
         oracle = Oracle(decoder, tree, section.oracle_levels, seed)
     settings: dict[str, Any] = {"temperature": section.temperature, "top_k": 0, "top_p": 1.0}
-    context = getattr(decoder.target.config, "max_position_embeddings", None) or sys.maxsize
-    longest = min(context, decoder.proposer.max_positions if decoder.proposer else context)
+    longest = min(decoder.limits.values())
     with bar(len(questions), "prompts", "calibrate") as progress:
         for number, (ids, _) in enumerate(questions):
             settings["max_new_tokens"] = min(section.prompts.max_new_tokens, max(1, longest - ids.shape[1]))

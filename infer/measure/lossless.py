@@ -27,7 +27,7 @@ from aerie.infer.decode.sampling import Sampler, resolve, token_ids
 from aerie.infer.decode.shape import Cycle, Drafting
 from aerie.infer.decode.tree import Tree
 from aerie.infer.measure.bench import load_quietly
-from aerie.infer.measure.tasks import encode, load_prompts
+from aerie.infer.measure.tasks import load_prompts
 from aerie.model.checkpoint import new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import write_json
@@ -143,15 +143,13 @@ def demonstrate(
     if options.plan:
         print(f"verify: {config.path} in {config.dtype}: {', '.join(row.asked.method for row in rows)}")
         return 0
-    target, tokenizer = load_quietly(config, threads), load_tokenizer(config)
+    target = load_quietly(config, threads)
     texts = [f"{task} {topic}." for topic in GIVEN["topics"] for task in GIVEN["tasks"]]
     if prompts is not None:
         texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))]
-    references = []
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    for text in texts[: options.prompts]:
-        ids = encode(text, tokenizer, target) if has_template else tokenizer(text, return_tensors="pt")["input_ids"]
-        references.append(reference(target, ids.to(target.device)))
+    plain = SpeculativeDecoder(target)
+    plain.tokenizer = load_tokenizer(config)
+    references = [reference(target, plain.encode(text).to(target.device)) for text in texts[: options.prompts]]
     tested = [row for row in rows if row.asked.typical is None]
     drafters, level = Drafters(target), ALPHA / max(1, len(tested) * len(SETTINGS))
     with tempfile.TemporaryDirectory() as directory, bar(len(tested), "rows", "verify") as progress:

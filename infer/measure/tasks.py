@@ -189,11 +189,6 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
     return replace(config, tasks=tuple(tasks))
 
 
-def encode(text: str, tokenizer: Any, target: Target) -> Tensor:
-    """Token ids [1, T] of one user turn in the chat template, the assistant's opened."""
-    return encode_turn(Prompt("", "", text), (), tokenizer, target)
-
-
 def encode_turn(prompt: Prompt, answers: Sequence[str], tokenizer: Any, target: Target) -> Tensor:
     """Token ids [1, T] of the turn after these answers, with what came before."""
     messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]

@@ -7,20 +7,7 @@ import torch
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
-from aerie.model.formats.content import (
-    NUMBERED,
-    Export,
-    HeadContent,
-    HeadFiles,
-    Rule,
-    TargetFacts,
-    configured,
-    read_sizes,
-    read_taps,
-    renamed,
-    table,
-    write_sizes,
-)
+from aerie.model.formats import content
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, Eagle1Config, Eagle3Config
 
@@ -29,13 +16,13 @@ LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
 SERVER = "made_for"  # under "aerie": the versions that count taps so
 ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros, for SGLang alone
 FIRST_LAYER = "layers.0.hidden_norm.weight"  # SafeAILab: midlayer
-DERIVED: Rule = (r"^.*rotary_emb\.inv_freq$", "")  # RoPE's frequencies, in old pickles
-EARLY_NAMES: tuple[Rule, ...] = ((r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0."))
-TO_MIDLAYER: tuple[Rule, ...] = (
+DERIVED: content.Rule = (r"^.*rotary_emb\.inv_freq$", "")  # RoPE's frequencies, in old pickles
+EARLY_NAMES: tuple[content.Rule, ...] = ((r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0."))
+TO_MIDLAYER: tuple[content.Rule, ...] = (
     (r"^layers\.0\.", "midlayer."),
     (r"^layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) - 1}."),
 )
-FROM_MIDLAYER: tuple[Rule, ...] = (
+FROM_MIDLAYER: tuple[content.Rule, ...] = (
     (r"^layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}."),
     (r"^midlayer\.", "layers.0."),
 )
@@ -49,34 +36,34 @@ CHECKED = "0.5.10 to 0.5.23"  # versions of SGLang
 TAP_RULES = read_yaml(Path(__file__).with_name("sglang.yaml"))[0]
 
 
-def read_eagle1(files: HeadFiles, layout: str) -> HeadContent:
+def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, place, is_early = files.values, files.config_place, layout == "speculators"
-    tensors = renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())), files.weights_place)
+    tensors = content.renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())), files.weights_place)
     if values.get("layernorms"):
         raise UserError(f"{place}: layernorms is true: a HASS head; such heads are not supported")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
         raise UserError(f'{place}: has no "bias", which means true, and the weights no fc.bias; say "bias": false')
-    if table(values, "aerie").get(ZERO_BIAS) and not tensors.get("fc.bias", torch.ones(1)).any():
+    if content.table(values, "aerie").get(ZERO_BIAS) and not tensors.get("fc.bias", torch.ones(1)).any():
         del tensors["fc.bias"]
-    sizes = read_sizes({**values[LAYER], "num_hidden_layers": 1} if is_early else values, place)
+    sizes = content.read_sizes({**values[LAYER], "num_hidden_layers": 1} if is_early else values, place)
     options = {
         "safeailab": {"bias": values.get("bias", True), "qkv_bias": values.get("qkv_bias")},
         "sglang": {"bias": "fc.bias" in tensors},
         "speculators": {"bias": values.get("fusion_bias")},
     }
-    config = configured(Eagle1Config, {**sizes, **options[layout]}, place)
-    return HeadContent(config, tensors, is_embedding_optional=is_early)
+    config = content.configured(Eagle1Config, {**sizes, **options[layout]}, place)
+    return content.HeadContent(config, tensors, is_embedding_optional=is_early)
 
 
-def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
+def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, place, is_speculators = files.values, files.config_place, layout == "speculators"
-    extra = table(values, "eagle_config")
+    extra = content.table(values, "eagle_config")
     if extra.get("use_aux_hidden_state") is False:
         raise UserError(f"{place}: use_aux_hidden_state is false: heads that read no taps are not supported")
     rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
-    tensors = renamed(files.tensors, rules, files.weights_place)
-    sizes = read_sizes(values[LAYER] if is_speculators else values, place)
-    taps, guess = read_taps(values, files.after_blocks, place, is_speculators)
+    tensors = content.renamed(files.tensors, rules, files.weights_place)
+    sizes = content.read_sizes(values[LAYER] if is_speculators else values, place)
+    taps, guess = content.read_taps(values, files.after_blocks, place, is_speculators)
     guesses, draft, drafts = [guess] if guess else [], sizes.get("vocab_size"), None
     if is_speculators:
         draft = 32_000  # where it is not said
@@ -84,7 +71,7 @@ def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
             sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote another number
         if "norm_before_residual" not in values:
             guesses.append("norm_before_residual is not said; false is taken, as by speculators (vLLM: true)")
-        proposals = table(values, "speculators_config").get("proposal_methods")
+        proposals = content.table(values, "speculators_config").get("proposal_methods")
         drafts = proposals[0].get("speculative_tokens") if proposals else None
     options = {
         "draft_vocab_size": values.get("draft_vocab_size") or draft,
@@ -96,18 +83,18 @@ def read_eagle3(files: HeadFiles, layout: str) -> HeadContent:
         "norm_before_residual": values.get("norm_before_residual"),
         "norm_before_fc": {**extra, **values}.get("norm_before_fc", "input_norm.weight" in tensors),
     }
-    config = configured(Eagle3Config, {**sizes, **options}, place)
-    return HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
+    config = content.configured(Eagle3Config, {**sizes, **options}, place)
+    return content.HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
 
 
-def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Export:
+def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFacts) -> content.Export:
     """UserError for what readers would drop or misread in silence."""
-    config, tensors, is_safeailab = content.config, dict(content.tensors), layout == "safeailab"
+    config, tensors, is_safeailab = head.config, dict(head.tensors), layout == "safeailab"
     if not isinstance(config, Eagle1Config | Eagle3Config):
-        raise UserError(f"--to {layout}: carries EAGLE heads, and this is a {content.kind} head")
+        raise UserError(f"--to {layout}: carries EAGLE heads, and this is a {head.kind} head")
     _refuse_what_is_lost(layout, config, target)
-    sizes, notes = write_sizes(config, target)
-    architecture = "LlamaForCausalLM" if is_safeailab else HEADS[content.kind].architecture
+    sizes, notes = content.write_sizes(config, target)
+    architecture = "LlamaForCausalLM" if is_safeailab else HEADS[head.kind].architecture
     values = {"architectures": [architecture], **sizes}
     scaling = config.rope_scaling or {}
     if is_safeailab and scaling.get("rope_type") == "linear":
@@ -118,8 +105,8 @@ def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Expor
             tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         width = None if config.target_hidden_size == config.hidden_size else config.target_hidden_size
         if layout == "speculators":
-            values = _nested(config, target, sizes, width, content.speculative_tokens or SPECULATIVE_TOKENS)
-            return Export(values, renamed(tensors, FROM_MIDLAYER, Path()), tuple(notes))
+            values = _nested(config, target, sizes, width, head.speculative_tokens or SPECULATIVE_TOKENS)
+            return content.Export(values, content.renamed(tensors, FROM_MIDLAYER, Path()), tuple(notes))
         values["draft_vocab_size"] = config.draft_vocab_size
         values |= {} if width is None else {"target_hidden_size": width}  # null would be a width
         values |= {"bias": False, "after_blocks": list(config.after_blocks), "tap_convention": TAP_CONVENTION}
@@ -132,7 +119,7 @@ def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Expor
             counted = "its default, so that config.json names none"
             if numbers is not None:
                 counted = f"written as {numbers}; for vLLM export with --to speculators"
-                values["eagle_config"] = {"use_aux_hidden_state": True, NUMBERED: numbers}
+                values["eagle_config"] = {"use_aux_hidden_state": True, content.NUMBERED: numbers}
             notes.append(f"made for SGLang {versions}: the taps {list(config.after_blocks)} are {counted}")
     elif is_safeailab:
         values |= {"bias": config.bias, "qkv_bias": config.qkv_bias}
@@ -144,10 +131,10 @@ def write_eagle(layout: str, content: HeadContent, target: TargetFacts) -> Expor
             tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
             values["aerie"] = {ZERO_BIAS: True}
             notes.append("fc.bias of zeros is added: SGLang would have a random one")
-    return Export(values, tensors, tuple(notes))
+    return content.Export(values, tensors, tuple(notes))
 
 
-def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, target: TargetFacts) -> None:
+def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, target: content.TargetFacts) -> None:
     lost = [name for name in LOST[layout] if getattr(config, name, False)]
     instead = "serve it with vLLM (--to speculators)"
     if isinstance(config, Eagle1Config):
@@ -164,7 +151,7 @@ def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, targe
 
 
 def _nested(
-    config: Eagle3Config, target: TargetFacts, sizes: dict[str, Any], target_hidden_size: int | None, drafts: int
+    config: Eagle3Config, target: content.TargetFacts, sizes: dict[str, Any], width: int | None, drafts: int
 ) -> dict[str, Any]:
     layer = {"model_type": "qwen3" if config.qk_norm else "llama", "attention_bias": False, "mlp_bias": False}
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1}
@@ -173,8 +160,8 @@ def _nested(
         TYPE: "eagle3",
         "speculators_version": "0.9.0",
         **{name: getattr(config, name) for name in ("draft_vocab_size", *SPECULATORS_FLAGS)},
-        NUMBERED: list(config.after_blocks),
-        "target_hidden_size": target_hidden_size,
+        content.NUMBERED: list(config.after_blocks),
+        "target_hidden_size": width,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "after_blocks": list(config.after_blocks),

@@ -14,7 +14,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.conversations import Tally, load_conversations
 from aerie.infer.measure import tasks
-from aerie.infer.measure.tasks import TASKS, Prompt, encode, load_prompts, pinned, prompt_inputs, prompt_of
+from aerie.infer.measure.tasks import TASKS, Prompt, encode_turn, load_prompts, pinned, prompt_inputs, prompt_of
 from aerie.model.target import Target, load_tokenizer
 from tests import tiny
 
@@ -121,7 +121,7 @@ def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> 
     tokenizer, target = load_tokenizer(config), Target.load(config)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"target\.chat_template"):
-        encode("x", tokenizer, target)
+        encode_turn(Prompt("", "", "x"), (), tokenizer, target)
 
 
 def test_a_data_set_is_read_by_its_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.decode.cache import CachedLM
+from aerie.infer.decode.engine import SpeculativeDecoder
 from aerie.infer.decode.tree import Tree, ancestors
 from aerie.model.storage import write_json
 from aerie.model.target import Target, fingerprint, load_config, load_vocab, require_same_token_ids
@@ -79,6 +80,20 @@ def test_the_ends_alone_are_those_of_the_whole_target(tmp_path: Path, tied: bool
     assert torch.equal(vocab.embedding, whole.vocab.embedding) and torch.equal(vocab.lm_head, whole.vocab.lm_head)
     other = Target.load(TargetConfig(path=str(tiny.target(tmp_path / "other", seed=1))))
     assert fingerprint(text, vocab) == whole.fingerprint() != other.fingerprint()
+
+
+def test_a_repetition_penalty_is_switched_off_where_the_target_is_loaded(tmp_path: Path, capsys: Any) -> None:
+    """Qwen2.5's instruction models have 1.05, which no draft tree honours: drafts, vanilla and transformers agree."""
+    path = tiny.target(tmp_path / "t")
+    settings = GenerationConfig.from_pretrained(path)
+    settings.repetition_penalty = 1.05
+    settings.save_pretrained(path)
+    target = Target.load(TargetConfig(str(path)))
+    assert capsys.readouterr().err.count("repetition_penalty=1.05; aerie decodes without it") == 1
+    ids = prompt(8)[None] % 40
+    theirs = target.model.generate(ids, max_new_tokens=12, do_sample=False)
+    ours = SpeculativeDecoder(target).generate(ids, max_new_tokens=12, do_sample=False).sequences
+    assert torch.equal(ours, theirs)
 
 
 def test_a_final_transform_that_is_not_known_is_refused(monkeypatch: Any) -> None:
