@@ -12,7 +12,6 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
 
 import argparse
-import ast
 import dataclasses
 import inspect
 import json
@@ -38,14 +37,14 @@ from typing import Any
 import yaml
 
 from aerie.configs.errors import REQUEUE, Requeued, UserError, exit_codes, stop_on_signals
-from aerie.configs.read import Place, Section, as_dict, dump, suggestion, user_path
+from aerie.configs.read import TAGS, Place, Section, as_dict, dump, sections, suggestion, user_path
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import FILE, ROOT, Lock, Manifest, Whole, read_json, write_text
 
 STAGES = {"data": ("synthetic", "distill", "features"), "train": ("train",)}
 STAGES["infer"] = ("calibrate", "bench", "tune", "report")
 OWNERS = {stage: package for package, stages in STAGES.items() for stage in stages}  # in the order of a run
-TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
+KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)  # with the comments above and behind
 TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping", type(None): "null"}
 PAGE = """# Recipes: every key
 
@@ -291,7 +290,7 @@ def keys(arguments: argparse.Namespace, unknown: list[str]) -> int:
 def documented(section: str = "") -> list[tuple[str, str, dict[str, str]]]:
     """Heading, text and {key: meaning (type; default)} of each class at and below a place, after the key so named."""
     found: dict[Any, dict[str, list[str]]] = {}  # class -> place -> kinds
-    for cls, place, kind in _sections(Recipe):
+    for cls, place, kind in sections(Recipe):
         found.setdefault(cls, {}).setdefault(place, []).append(kind)
     blocks, (parent, _, leaf) = [], section.rpartition(".")
     for cls, at in found.items():
@@ -307,32 +306,11 @@ def documented(section: str = "") -> list[tuple[str, str, dict[str, str]]]:
     return blocks
 
 
-def _sections(hint: Any, place: str = "", kind: str = "") -> Iterator[tuple[Any, str, str]]:
-    """Every class with keys at and below a place, those that it inherits from first, and the kind that chooses it."""
-    if isinstance(hint, type) and issubclass(hint, Section):
-        bases = [base for base in reversed(hint.__mro__) if issubclass(base, Section) and base is not Section]
-        yield from ((base, place, kind) for base in bases if vars(base).get("__annotations__"))
-        for field in dataclasses.fields(hint):
-            yield from _sections(field.type, f"{place}.{field.name}".lstrip("."))
-    elif typing.get_origin(hint) is not typing.Literal:
-        members = typing.get_args(hint)
-        tags = [tag for member in members for tag in TAGS if tag in getattr(member, "__dataclass_fields__", ())]
-        for member in members:
-            inner = f"{place}.*" if typing.get_origin(hint) is tuple else place
-            kinds = f"{tags[0]}: {_type(member.__dataclass_fields__[tags[0]].type)}" if len(tags) > 1 else ""
-            yield from _sections(member, inner, kinds)
-
-
 def _keys(cls: Any) -> Iterator[tuple[str, str]]:
     """Those that the class itself declares; their comments stand behind or above them."""
-    lines, fields = inspect.getsource(cls).splitlines(), {field.name: field for field in dataclasses.fields(cls)}
-    for node in ast.parse("\n".join(lines)).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and (field := fields.get(ast.unparse(node.target))):
-            first = node.lineno - 1
-            while lines[first - 1].lstrip().startswith("#"):
-                first -= 1
-            words = [line.strip().lstrip("# ") for line in lines[first : node.lineno - 1]]
-            words.append(lines[(node.end_lineno or 1) - 1].partition("  # ")[2])
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for above, name, behind in KEY.findall(inspect.getsource(cls)):
+        if field := fields.get(name):
             value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             facts = _type(field.type)
             if value is dataclasses.MISSING:
@@ -340,7 +318,7 @@ def _keys(cls: Any) -> Iterator[tuple[str, str]]:
             elif not isinstance(value, Section):
                 flow = yaml.safe_dump(as_dict(value), default_flow_style=True, width=inf)
                 facts += f"; default {flow}".removesuffix("...\n").strip()
-            yield field.name, " ".join(filter(None, [*words, f"({facts})"]))
+            yield name, " ".join([*re.findall("# (.*)", above + behind), f"({facts})"])
 
 
 def _type(hint: Any) -> str:

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -19,6 +19,7 @@ from aerie.configs.errors import UserError
 
 T = TypeVar("T")
 Place = Annotated[str, AfterValidator(os.path.expanduser)]  # a path, or the Hub's name for one
+TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
 
 
 def user_path(text: str) -> Path:
@@ -193,9 +194,8 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
         return f"{prefix}: unknown key; {suggestion(parts, schema, problem['loc'])}"
     if kind == "union_tag_not_found":
         key = problem["ctx"]["discriminator"].strip("'")
-        choice = re.compile(re.escape(f"{_pattern(parts)}{key}=") + r"(.+)")
-        choices = dict.fromkeys(match[1] for match in map(choice.fullmatch, names(schema)) if match)
-        return f"{prefix}: needs a key {key!r}: {', '.join(choices)}"
+        kinds = [kind for _, place, kind in sections(schema) if place == _place(parts) and kind]
+        return f"{prefix}: needs a key {key!r}: {', '.join(dict.fromkeys(kinds)).replace(f'{key}: ', '')}"
     if kind == "union_tag_invalid":
         key, tag, choices = (problem["ctx"][of].replace("'", "") for of in ("discriminator", "tag", "expected_tags"))
         close = difflib.get_close_matches(tag, choices.split(", "), n=1, cutoff=0.5)
@@ -209,19 +209,19 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
     return f"{prefix}: {message[0].lower()}{message[1:]}" + ("" if is_told else f", not {problem['input']!r}")
 
 
-def _pattern(parts: list[str]) -> str:
-    """The start of the keys of a section, as in `names`."""
-    return "".join("*." if part.isdecimal() else f"{part}." for part in parts)
+def _place(parts: list[str]) -> str:
+    """As in `sections`."""
+    return ".".join("*" if part.isdecimal() else part for part in parts)
 
 
 def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
     """What a key that is none may mean: a name of other trainers, one like it beside it, or one of another section."""
     *section, leaf = parts
-    place, known = _pattern(section), names(schema)
-    beside = dict.fromkeys(name.removeprefix(place) for name in known if re.fullmatch(re.escape(place) + r"\w+", name))
+    known = [(place, field.name) for cls, place, _ in sections(schema) for field in dataclasses.fields(cls)]
+    beside = dict.fromkeys(key for place, key in known if place == _place(section))
     if leaf in beside:  # of another member of a union
         return f"it belongs to another kind of {section[-1]} than {loc[-2]}, leave it out"
-    meant = {name.rpartition(".")[2]: name for name in reversed(known) if not {"*", "="} & {*name}}
+    meant = {key: f"{place}.{key}".lstrip(".") for place, key in reversed(known) if "*" not in place}
     meant |= {key: ".".join([*section, key]) for key in beside}
     alias = next((key for key, others in ALIASES.items() if leaf.lower().replace("-", "_") in others.split()), "")
     close = [alias] if alias.rpartition(".")[2] in meant else difflib.get_close_matches(leaf, beside, n=1)
@@ -229,14 +229,17 @@ def suggestion(parts: list[str], schema: Any, loc: Any = ()) -> str:
     return f"did you mean {meant.get(close[0], close[0])!r}?" if close else f"known here: {', '.join(beside)}"
 
 
-@functools.cache
-def names(schema: Any, place: str = "") -> tuple[str, ...]:
-    """Every dotted key of a schema, and `key=value` of its choices; * is any position in a list."""
-    if typing.get_origin(schema) is typing.Literal:
-        return tuple(f"{place[:-1]}={choice}" for choice in typing.get_args(schema))
-    if isinstance(schema, type) and dataclasses.is_dataclass(schema):
-        hints = typing.get_type_hints(schema, include_extras=True)
-        fields = [(place + field.name, hints[field.name]) for field in dataclasses.fields(schema)]
-        return tuple(name for key, hint in fields for name in (key, *names(hint, f"{key}.")))
-    deeper = f"{place}*." if typing.get_origin(schema) in (tuple, list) else place
-    return tuple(name for inner in typing.get_args(schema) for name in names(inner, deeper))
+def sections(hint: Any, place: str = "", kind: str = "") -> Iterator[tuple[Any, str, str]]:
+    """Every class with keys at and below a place, those that it inherits from first, and the kind that chooses it."""
+    if isinstance(hint, type) and issubclass(hint, Section):
+        bases = [base for base in reversed(hint.__mro__) if issubclass(base, Section) and base is not Section]
+        yield from ((base, place, kind) for base in bases if vars(base).get("__annotations__"))
+        for field in dataclasses.fields(hint):
+            yield from sections(field.type, f"{place}.{field.name}".lstrip("."))
+    elif typing.get_origin(hint) is not typing.Literal:
+        members = typing.get_args(hint)
+        tags = [tag for member in members for tag in TAGS if tag in getattr(member, "__dataclass_fields__", ())]
+        for member in members:
+            inner = f"{place}.*" if typing.get_origin(hint) is tuple else place
+            choices = typing.get_args(member.__dataclass_fields__[tags[0]].type) if len(tags) > 1 else ()
+            yield from sections(member, inner, f"{tags[0]}: {' | '.join(choices)}" if choices else "")
