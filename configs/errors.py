@@ -47,13 +47,11 @@ def exit_codes() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except UserError as error:
-        if reply := os.environ.get(
-            "TORCHELASTIC_ERROR_FILE"
-        ):  # torch's launcher quotes it at the end of its own report
+        # torch's launcher quotes this file at the end of its own report.
+        if reply := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             Path(reply).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
-        if (
-            os.environ.get("LOCAL_RANK", "0") != "0"
-        ):  # the first process says the same, and the launcher ends the others
+        # The first process says the same, and the launcher ends the others.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         print(f"error: {error}", file=sys.stderr, flush=True)

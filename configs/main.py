@@ -41,9 +41,8 @@ from aerie.configs.read import TAGS, Place, Section, as_dict, dump, sections, su
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
 from aerie.model.storage import FILE, ROOT, Lock, Manifest, Whole, read_json, write_text
 
-STAGES = {"data": ("synthetic", "distill", "features"), "train": ("train",)}
-STAGES["infer"] = ("calibrate", "bench", "tune", "report")
-OWNERS = {stage: package for package, stages in STAGES.items() for stage in stages}  # in the order of a run
+OWNERS = dict.fromkeys(("synthetic", "distill", "features"), "data") | {"train": "train"}  # in the order of a run
+OWNERS |= dict.fromkeys(("calibrate", "bench", "tune", "report"), "infer")
 KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)  # with the comments above and behind
 TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping", type(None): "null"}
 PAGE = """# Recipes: every key
@@ -55,6 +54,7 @@ path. `aerie keys SECTION` prints a section.
 
 This page is made from the schema by `aerie keys --markdown > docs/recipes.md`.
 """
+FORK = multiprocessing.get_context("fork")
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -91,9 +91,8 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     stages, stop = _stages(recipe), None
     _require_files(recipe, stages)
     words = ["--config", str(arguments.recipe), *unknown, *["--overwrite"] * arguments.overwrite]
-    for name in ("run", "target", "dtype", "device_map"):
-        value = getattr(arguments, name)
-        words += [] if value is None else [f"--{name.replace('_', '-')}={value}"]
+    flags = {name: getattr(arguments, name.replace("-", "_")) for name in ("run", "target", "dtype", "device-map")}
+    words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
     if arguments.plan:
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
@@ -101,8 +100,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     for number, stage in enumerate(stages, start=1):
         print(f"run: {stage} ({number} of {len(stages)})", file=sys.stderr, flush=True)
         # A fork: the stage's memory goes with it, and a new interpreter would start no sooner.
-        asked = (stage, words, arguments.processes, recipe)
-        child: Any = multiprocessing.get_context("fork").Process(target=_do, args=asked)
+        child: Any = FORK.Process(target=_do, args=(stage, words, arguments.processes, recipe))
         child.start()
         while child.exitcode is None:
             try:
@@ -157,26 +155,19 @@ def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> 
     threading.Thread(target=follow, daemon=True).start()
     stage_main = import_module(f"aerie.{OWNERS[stage]}.main").main
     command = [str(ROOT / OWNERS[stage] / "main.py"), *([] if stage == "train" else [stage]), *words]
-
-    def call(*options: str) -> int:
-        sys.argv = [*command, *options]
-        return int(stage_main())
-
+    sys.argv = [*command, "--is-whole"]
     # A target that spans all GPUs has room for one process.
     reads_target = stage == "features" or not reads_cache(recipe) or getattr(recipe.train, "measure_prompts", None)
     processes = 1 if recipe.target.device_map is not None and reads_target else processes
-    if stage in ("features", "train") and processes != 1 and call("--is-whole") == 1:
+    if stage in ("features", "train") and processes != 1 and stage_main() == 1:
         import torch
 
         gpus = torch.cuda.device_count()
-        processes = processes or gpus
         os.environ |= {"ACCELERATE_MIXED_PRECISION": "bf16"} if gpus else {}
-        if processes > 1:
-            os.environ["WORLD_SIZE"] = str(processes)
-            code = call("--plan")  # a mistake is one line here, and one of each process there
-            del os.environ["WORLD_SIZE"]
-            sys.exit(code or _launched(command, processes, "bf16" if gpus else "no"))
-    sys.exit(call())
+        if (processes or gpus) > 1:
+            sys.exit(_launched(command, processes or gpus, "bf16" if gpus else "no"))
+    sys.argv = command
+    sys.exit(stage_main())
 
 
 def _launched(command: list[str], processes: int, precision: str) -> int:
@@ -191,7 +182,7 @@ def _launched(command: list[str], processes: int, precision: str) -> int:
     try:
         launch_command(launch_command_parser().parse_args([*options, "--mixed_precision", precision, *command]))
     except ChildFailedError as error:
-        code = int(error.get_first_failure()[1].exitcode)
+        code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
     except SignalException as error:
         return REQUEUE if error.sigval == signal.SIGUSR1 else 128 + int(error.sigval)

@@ -64,28 +64,6 @@ _Loader.add_implicit_resolver(  # 3e-5 is a number, as in YAML 1.2
     re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
-# Other programs' names of our keys: the trainers' of transformers and SpecForge, the EAGLE code's, the servers'.
-ALIASES = {
-    "learning_rate": "lr",
-    "max_length": "max_len max_seq_len max_seq_length model_max_length seq_len seq_length context_length cutoff_len",
-    "batch_size": "per_device_train_batch_size micro_batch_size train_batch_size bs",
-    "accumulation": "gradient_accumulation_steps grad_accum accumulation_steps",
-    "epochs": "num_epochs num_train_epochs",
-    "clip_norm": "max_grad_norm grad_clip gradient_clipping",
-    "schedule": "lr_scheduler lr_scheduler_type",
-    "unroll_steps": "ttt_steps ttt_length",
-    "trackers": "report_to",
-    "log_every": "logging_steps log_interval",
-    "save_every": "save_steps save_interval",
-    "eval_every": "eval_steps eval_interval",
-    "conversations": "dataset datasets train_data train_data_path train_file data_path",
-    "target.path": "model model_path model_name_or_path base_model base_model_path target_model_path",
-    "run": "output_dir",
-    "dtype": "torch_dtype precision",
-    "levels": "depth max_depth speculative_num_steps num_speculative_tokens gamma",
-    "nodes": "total_token total_tokens speculative_num_draft_tokens",
-    "k": "top_k topk speculative_eagle_topk",
-}
 # Making one takes as long as thousands of its calls.
 adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
@@ -123,6 +101,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
     mark_lines(node, "")
     return values, lines
+
+
+ALIASES = read_yaml(Path(__file__).parent / "schema/aliases.yaml")[0]  # other programs' names of our keys
 
 
 def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]) -> None:

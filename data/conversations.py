@@ -3,7 +3,6 @@
 import ast
 import csv
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,13 +16,12 @@ from typing import Any, Literal, NamedTuple
 from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.data import DataConfig
-from aerie.data.stage import ROW_SUFFIXES, row_files
+from aerie.data.stage import ROW_SUFFIXES, is_here, row_files
 from aerie.model.hub import readable_errors
 from aerie.model.storage import digest, first_line
 
 Message = dict[str, Any]
 Kind = Literal["skipped", "mended", "left out"]  # 'left out': turns or tokens
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 MAX_REASONS = 40  # a template may put the text into its refusals
 UNKNOWN_KEYS = "keys of no known shape"
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
@@ -88,10 +86,6 @@ class Tally:
         return "; ".join(" ".join(line.split()) for line in self.table().splitlines())
 
 
-def is_local(name: str) -> bool:
-    return Path(name).expanduser().exists()
-
-
 def hub_commit(name: str, revision: str | None) -> str | None:
     """The commit of a Hub data set's revision (None: main), if the Hub can be asked."""
     from huggingface_hub import HfApi
@@ -107,10 +101,7 @@ def hub_commit(name: str, revision: str | None) -> str | None:
 def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     """The rows of a file, a directory's files, or a Hub data set 'owner/name[:[subset:]split]' (split: 'train')."""
     path = Path(name).expanduser()
-    is_hub = HUB_NAME.fullmatch(name) and path.suffix not in (*ROW_SUFFIXES, ".txt", ".gz") and name[0] != "."
-    if not path.exists():
-        if not is_hub:
-            raise UserError(f"{name}: no such file or directory; name local ones or Hub data sets (owner/name:split)")
+    if not is_here(name):
         import datasets
 
         identifier, *parts = name.split(":")

@@ -24,10 +24,8 @@ from aerie.model.target import default_taps, load_config, weights_size
 
 MUCH, SAMPLE, MOST = 100_000, 1000, 4096  # rows; those that are measured; tokens of a row (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
-SERVERS = {
-    "eagle1": "vLLM (aerie convert --to safeailab) and SGLang (--to sglang) load it",
-    "eagle3": "vLLM (aerie convert --to speculators) and SGLang (--to sglang) load it",
-}
+SERVERS = {"eagle1": "safeailab", "eagle3": "speculators"}  # vLLM's layout
+OURS = "no server loads it, aerie decodes with it"
 
 
 def recipe_text(asked: dict[str, Any]) -> str:
@@ -51,8 +49,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
     kind, why = asked["head"].get("kind"), "as asked"
     if kind is None:
         kind = "eagle3" if blocks >= 7 and not 0 < rows < MUCH else "eagle1"
-        why = f"eagle3 is for {MUCH:,} rows and more, eagle1 learns from the features of few"
-        why = why if blocks >= 7 else f"eagle3's taps need 7 blocks, this target has {blocks}"
+        why = f"eagle3 is for {MUCH:,} rows and 7 blocks or more, eagle1 learns from the features of few"
     # Learning rates are published for a width of 4,096: a narrower head takes larger steps.
     taps: tuple[int, ...] = ()
     train: dict[str, Any] = {"epochs": 20, "batch_size": 4}  # EAGLE's, with 5e-5
@@ -81,18 +78,17 @@ def recipe_text(asked: dict[str, Any]) -> str:
     work = 6 * (7 * trained if taps else trained + vocab_size * width) + 2 * params * is_online
     speed = 3600 * (gpus * GPU_SPEED or cores * CORE_SPEED)
     needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
-    spent = [each * rows * mean / speed for each in (2 * params, train["epochs"] * work)]
+    spent = (each * rows * mean / speed for each in (2 * params, train["epochs"] * work))
     hours = [f"{each:,.1f} h" if rows else "? h" for each in spent]
     spread = {"device_map": "auto"} if gpus > 1 and params * dtype.itemsize > 0.8 * memory else {}
     few = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
+    model = f"{blocks} blocks of width {width:,}, about {params:,} parameters"
+    served = f"vLLM (aerie convert --to {SERVERS.get(kind)}) and SGLang (--to sglang) load it"
     sections: dict[str, tuple[dict[str, Any], str]] = {
-        "target": (
-            {"dtype": str(dtype)[6:]} | spread,
-            f"{blocks} blocks of width {width:,}, about {params:,} parameters",
-        ),
+        "target": ({"dtype": str(dtype)[6:]} | spread, model),
         "data": ({"max_length": max_length} | held_out, counted if rows else "on the Hub: not counted"),
         "features": (features, f"{place}; one pass of the target: {hours[0]}"),
-        "head": ({"kind": kind}, f"{why}; {SERVERS.get(kind, 'no server loads it, aerie decodes with it')}"),
+        "head": ({"kind": kind}, f"{why}; {served if kind in SERVERS else OURS}"),
         "train": (train, f"{steps:,} steps, {hours[1]}; {size(needed)} and a batch's, of {size(memory)}"),
     }
     if not gpus:
@@ -101,8 +97,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
     if not gpus and kind in SERVERS:
         sections["tree"] = {"levels": 6, "k": 2, "nodes": 12}, "a CPU pays for every node; aerie tune finds the best"
     values = {name: asked.get(name, {}) | value | asked.get(name, {}) for name, (value, _) in sections.items()}
-    values = {**asked, **values, "run": run}
-    validate(values, Recipe, "--out", {})
+    validate(values := {**asked, **values, "run": run}, Recipe, "--out", {})
     lines = [f"# By aerie init, for {cores} cores, {gpus} GPUs. Hours, sizes and memory are estimates (docs/scale.md)."]
     for name in sorted(values, key=["run", *sections, *values].index):
         flow = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=inf).partition("\n")[0]

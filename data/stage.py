@@ -5,8 +5,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,6 +27,7 @@ OTHER_FILES = (
     "merges.txt *.model *.py"
 ).split()
 ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
 LINE_SECONDS = 10.0  # between two progress lines of a log file
 LINE = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining} left{postfix}"
 OPEN_LINE = "{desc}: {n_fmt}{unit}, {rate_fmt}"
@@ -54,8 +56,9 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
 def is_here(name: str) -> bool:
     """Whether a source of rows is on this machine; UserError where it is not, and can be no Hub data set."""
     path = Path(name).expanduser()
-    if not path.exists() and (path.suffix in ROW_SUFFIXES or name.startswith((".", "/", "~"))):
-        raise UserError(f"{name}: no such file or directory")
+    is_file = name[0] == "." or path.suffix in (*ROW_SUFFIXES, ".txt", ".gz")
+    if not path.exists() and (is_file or not HUB_NAME.fullmatch(name)):
+        raise UserError(f"{name}: no such file or directory; name local ones or Hub data sets (owner/name:split)")
     return path.exists()
 
 
@@ -142,13 +145,10 @@ class Share:
 ALL = Share()
 
 
-class _Lines:
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.flush = stream, stream.flush
-
-    def write(self, text: str) -> None:
-        if line := text.replace("\r", "").strip():
-            self.stream.write(line + "\n")
+class _Lines(StringIO):
+    def write(self, text: str) -> int:
+        line = text.replace("\r", "").strip()
+        return sys.stderr.write(line and f"{line}\n")
 
 
 def bar(total: int | None, unit: str, description: str, rank: int = 0, done: int = 0) -> "tqdm[Any]":
@@ -156,6 +156,6 @@ def bar(total: int | None, unit: str, description: str, rank: int = 0, done: int
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():
         form = OPEN_LINE if total is None else LINE
-        options = {"file": _Lines(sys.stderr), "bar_format": form, "mininterval": LINE_SECONDS, "delay": 1e-9}
+        options = {"file": _Lines(), "bar_format": form, "mininterval": LINE_SECONDS, "delay": 1e-9}
     options |= {"unit": f" {unit}", "unit_scale": True, "disable": rank != 0, "leave": total is not None}
     return tqdm(desc=description, total=total, initial=done, **options)

@@ -23,8 +23,8 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.data.chat import Chat, Rendered, Row, shared_start
-from aerie.data.conversations import Conversation, Tally, UnusableRow, hub_commit, is_local, load_conversations
-from aerie.data.stage import bar, conversation_inputs
+from aerie.data.conversations import Conversation, Tally, UnusableRow, hub_commit, load_conversations
+from aerie.data.stage import bar, conversation_inputs, is_here
 from aerie.model.heads.eagle import DEFAULT_SIZE, DraftVocabulary
 from aerie.model.storage import Manifest, Whole, digest, directory_atomically, file_digest
 from aerie.model.target import load_tokenizer, target_end_ids
@@ -69,7 +69,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
 def _decisive(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[str, Any]:
     """All that decides the rows; a Hub data set whose commit cannot be asked for has none (None)."""
     here, files = Path(__file__).parent, ("chat.py", "conversations.py", "tokens.py", "shapes.yaml")
-    commits = {name: hub_commit(name, None) for name in config.conversations if not is_local(name)}
+    commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
     return {
         **text_fingerprint(tokenizer, config),
         "special_tokens": [tokenizer.special_tokens_map, tokenizer.all_special_ids, sorted(end_ids)],

@@ -171,8 +171,7 @@ def plan(job: Job) -> str:
     return (
         f"data: {len(rows.lengths):,} rows, {sum(rows.lengths):,} tokens an epoch; {len(rows.held_out):,} held out\n"
         f"steps: {steps:,} of {config.batch_size} rows x {config.accumulation} x {world} processes: "
-        f"{steps / order.steps_per_epoch:.2f} epochs\n"
-        f"time: told after {config.log_every:,} steps{cap}\n"
+        f"{steps / order.steps_per_epoch:.2f} epochs{cap}\n"
         f"weights: {trained:,} trained, {frozen:,} frozen; {memory:,.1f} MiB with gradients and Adam\n"
         f"output: {job.output}"
     )

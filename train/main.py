@@ -103,8 +103,8 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
             resume.forget_saves(stage.output, job.state)
             done = f"{progress.step:,} steps in {progress.seconds:,.0f} s, best at step {progress.best_step:,}"
             if ending == "budget":
-                budget = f"the time budget (train.max_seconds {recipe.train.max_seconds:g})"
-                done += f"; stopped by {budget} at step {progress.step:,} of {loop.total:,}"
+                done += f"; stopped by the time budget (train.max_seconds {recipe.train.max_seconds:g})"
+                done += f" at step {progress.step:,} of {loop.total:,}"
             print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
         # Before the process group, whose end could wait for a module that it owns.
         del loop

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from aerie.configs.read import Place, Section
 
@@ -13,7 +13,6 @@ DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], spelt_out]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "aim", "comet_ml", "clearml", "dvclive", "swanlab"]
 DEFAULT_KIND = "eagle1"
 EAGLE = ("eagle", "eagle-chain", "deagle", "svip", "ddd", "opt-tree")
-Size = Annotated[int, Field(gt=0)]
 
 
 class TargetConfig(Section):
@@ -30,17 +29,17 @@ class TargetConfig(Section):
 class _AnyHead(Section, kw_only=True):
     methods: ClassVar[tuple[str, ...]]  # that decode with it, the usual one first
     init_from: Place | None = None  # warm start: a directory or Hub id, in any published layout
-    max_position_embeddings: Size | None = None  # null: the target's, and what is drafted beyond data.max_length
+    max_position_embeddings: PositiveInt | None = None  # null: the target's, and what is drafted beyond data.max_length
 
 
 class _LayerSizes(Section, kw_only=True):
     """Sizes of decoder layers. null: the target's."""
 
-    intermediate_size: Size | None = None  # width of the MLP
-    num_attention_heads: Size | None = None  # query heads
-    num_key_value_heads: Size | None = None  # fewer than the query heads: grouped-query attention
+    intermediate_size: PositiveInt | None = None  # width of the MLP
+    num_attention_heads: PositiveInt | None = None  # query heads
+    num_key_value_heads: PositiveInt | None = None  # fewer than the query heads: grouped-query attention
     head_dim: Annotated[int, Field(gt=0, multiple_of=2)] | None = None  # even: RoPE turns pairs of entries
-    rope_theta: Annotated[float, Field(gt=0)] | None = None  # null: the target's base and scaling
+    rope_theta: PositiveFloat | None = None  # null: the target's base and scaling
 
 
 class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
@@ -48,16 +47,16 @@ class Eagle1Section(_LayerSizes, _AnyHead, kw_only=True):
 
     methods = ("eagle2", *EAGLE)
     kind: Literal["eagle1"] = "eagle1"
-    num_hidden_layers: Size = 1  # decoder layers; the papers' heads have one
+    num_hidden_layers: PositiveInt = 1  # decoder layers; the papers' heads have one
     bias: bool = False  # fc.bias, as published Vicuna and LLaMA-2 heads have; no server loads it
 
 
 class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
     methods = ("eagle3", *EAGLE)
     kind: Literal["eagle3"] = "eagle3"
-    num_hidden_layers: Size = 1  # decoder layers; the paper's head has one
-    hidden_size: Size | None = None  # null: the target's
-    draft_vocab_size: Size | None = None  # null: 32,000, or the target's where that is smaller
+    num_hidden_layers: PositiveInt = 1  # decoder layers; the paper's head has one
+    hidden_size: PositiveInt | None = None  # null: the target's
+    draft_vocab_size: PositiveInt | None = None  # null: 32,000, or the target's where that is smaller
     qk_norm: bool | None = False  # RMSNorm on queries and keys, which SGLang does not load; null: if the target has it
     fc_norm: bool = False  # EAGLE-3.1: a norm per fused feature before fc
     norm_output: bool = False  # EAGLE-3.1: feed back the normed output
@@ -69,8 +68,8 @@ class Eagle3Section(_LayerSizes, _AnyHead, kw_only=True):
 
 
 class _MultiToken(_AnyHead, kw_only=True):
-    num_heads: Size = 4  # future tokens with a head of their own (the papers')
-    num_layers: Size = 1  # residual blocks of each head
+    num_heads: PositiveInt = 4  # future tokens with a head of their own (the papers')
+    num_layers: PositiveInt = 1  # residual blocks of each head
     lm_head: Literal["own", "target"] = "own"  # for each future token, or the target's frozen one
 
 
@@ -98,8 +97,8 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
 
     methods = ("sps", "sps-heuristic", "sps-svip", "sps-confidence")
     kind: Literal["draft_lm"] = "draft_lm"
-    num_hidden_layers: Size = 1  # decoder layers
-    hidden_size: Size | None = None  # width; needed without init_from
+    num_hidden_layers: PositiveInt = 1  # decoder layers
+    hidden_size: PositiveInt | None = None  # width; needed without init_from
     initializer_range: float = 0.02  # of its matrices
 
     def __post_init__(self) -> None:
@@ -118,10 +117,6 @@ KINDS: dict[str, type[_AnyHead]] = {section.kind: section for section in get_arg
 LossName = Literal[
     "soft_cross_entropy", "kl", "reverse_kl", "jsd", "total_variation", "negative_log_alpha", "lk_hybrid"
 ]
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Weight = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(gt=0, le=1)]
 
@@ -130,29 +125,29 @@ class TrainConfig(Section, kw_only=True):
     """The defaults are the EAGLE code's unless a comment differs."""
 
     kind: str  # the head's
-    epochs: Count = 20  # passes over the training conversations; its README advises 20 to 40
+    epochs: PositiveInt = 20  # passes over the training conversations; its README advises 20 to 40
     max_steps: int | None = None  # optimiser steps; null: epochs decide
     max_seconds: float | None = None  # this stage's budget: stops at the next step and saves
-    batch_size: Count = 4  # conversations per process and forward
-    accumulation: Count = 1  # batches of one optimiser step
-    learning_rate: Positive = 3e-5  # at the end of the warm-up (its DeepSpeed script: 5e-5)
+    batch_size: PositiveInt = 4  # conversations per process and forward
+    accumulation: PositiveInt = 1  # batches of one optimiser step
+    learning_rate: PositiveFloat = 3e-5  # at the end of the warm-up (its DeepSpeed script: 5e-5)
     warmup_steps: int = 2000  # optimiser steps in which the rate rises from zero
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up, to zero at the last step
     final_rate: Share = 0.0  # share of the learning rate that linear and cosine end at
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's decay rates of the two moments
     weight_decay: float = 0.01  # AdamW's (its DeepSpeed script: 0)
-    clip_norm: Positive = 0.5  # the published accelerate script clips by value
-    lk_eta: Weight = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
+    clip_norm: PositiveFloat = 0.5  # the published accelerate script clips by value
+    lk_eta: NonNegativeFloat = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
-    loss_chunk_slots: Count = 4096  # slots whose laws are held at once
+    loss_chunk_slots: PositiveInt = 4096  # slots whose laws are held at once
     gradient_checkpointing: bool = False  # compute the layers again in the backward pass: less memory, more time
     seed: int = 0  # of new weights, the order of the rows and the noise
-    log_every: Count = 10  # steps between lines of metrics.jsonl and the terminal
+    log_every: PositiveInt = 10  # steps between lines of metrics.jsonl and the terminal
     eval_every: int = 500  # steps; 0: only at the end
     eval_conversations: int = 64  # held-out rows of an evaluation
-    eval_depths: Count = 5  # drafted tokens per start slot of the predicted tau
-    save_every: Count = 500  # steps between saves to go on from
-    keep_last: Count = 2  # saves; with 2, a broken newest one costs save_every steps
+    eval_depths: PositiveInt = 5  # drafted tokens per start slot of the predicted tau
+    save_every: PositiveInt = 500  # steps between saves to go on from
+    keep_last: PositiveInt = 2  # saves; with 2, a broken newest one costs save_every steps
     trackers: tuple[Tracker, ...] = ()  # tensorboard, wandb, trackio or another of accelerate's
 
 
@@ -160,8 +155,8 @@ class DraftHeadTrain(TrainConfig, kw_only=True):
     """Of all heads that read the target's features."""
 
     loss: LossName = "soft_cross_entropy"  # between the target's and the draft's law
-    measure_prompts: Whole = 0  # held-out ones, decoded at each evaluation: their tau picks the best weights
-    measure_new_tokens: Count = 64  # of each of them
+    measure_prompts: NonNegativeInt = 0  # held-out ones, decoded at each evaluation: their tau picks the best weights
+    measure_new_tokens: PositiveInt = 64  # of each of them
 
 
 class Eagle1Train(DraftHeadTrain, kw_only=True):
@@ -177,7 +172,7 @@ class Eagle3Train(DraftHeadTrain, kw_only=True):
     """The training-time test (EAGLE-3, arXiv 2503.01840)."""
 
     kind: Literal["eagle3"] = "eagle3"
-    unroll_steps: Count = 7  # length of the training-time test
+    unroll_steps: PositiveInt = 7  # length of the training-time test
     unroll_decay: Decay = 0.8  # step k weighs unroll_decay ** k
     mask_outside_vocabulary: bool = True  # no loss where the target's choice cannot be drafted
     packing: bool = False  # conversations of a batch in one row, without padding
@@ -187,8 +182,8 @@ class MultiTokenTrain(DraftHeadTrain, kw_only=True):
     """Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109)."""
 
     kind: Literal["medusa", "hydra"]
-    label_weight: Weight = 1.0  # of the cross-entropy to the conversation's own tokens
-    law_weight: Weight = 0.0  # of the loss to the target's law (Hydra++: 1, with label_weight 0)
+    label_weight: NonNegativeFloat = 1.0  # of the cross-entropy to the conversation's own tokens
+    law_weight: NonNegativeFloat = 0.0  # of the loss to the target's law (Hydra++: 1, with label_weight 0)
     head_decay: Decay = 0.8  # head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each block's inputs (Hydra++: 0.2)
 
@@ -202,10 +197,10 @@ class DraftLMTrain(TrainConfig, kw_only=True):
 
     kind: Literal["draft_lm"] = "draft_lm"
     distill: LossName | None = None  # this loss to the target's laws, beside cross-entropy on its tokens
-    distill_weight: Positive = 1.0  # of that loss
-    token_weight: Weight = 1.0  # of the cross-entropy, where `distill` is set
+    distill_weight: PositiveFloat = 1.0  # of that loss
+    token_weight: NonNegativeFloat = 1.0  # of the cross-entropy, where `distill` is set
     on_policy: Share = 0.0  # share of rows in which it writes tokens itself
-    on_policy_tokens: Count = 128  # from a random place of an answer on
+    on_policy_tokens: PositiveInt = 128  # from a random place of an answer on
 
     def __post_init__(self) -> None:
         if self.distill is None and (self.distill_weight, self.token_weight, self.on_policy) != (1.0, 1.0, 0.0):

@@ -15,7 +15,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.measure import HeldOutPrompts, PromptsConfig, TaskConfig
 from aerie.data.chat import apply_template
-from aerie.data.conversations import Tally, hub_commit, is_local, load_conversations, read_rows
+from aerie.data.conversations import Tally, hub_commit, load_conversations, read_rows
 from aerie.data.distill.prompts import TEXTS
 from aerie.data.stage import ROW_SUFFIXES
 from aerie.model.storage import digest, file_digest
@@ -162,7 +162,7 @@ def check_sources(config: PromptsConfig) -> None:
     """Of files alone: the Hub is not asked."""
     for source in [config.path] if config.path else [source_of(task)[0] for task in config.tasks]:
         is_file = config.path or Path(source).suffix in ROW_SUFFIXES
-        if is_file and not is_local(source):
+        if is_file and not Path(source).exists():
             raise UserError(f"{source}: no such file of prompts")
 
 
@@ -184,7 +184,7 @@ def pinned(config: PromptsConfig) -> PromptsConfig:
     tasks = []
     for task in config.tasks:
         source, revision = source_of(task)
-        commit = None if is_local(source) else hub_commit(source, revision)
+        commit = None if Path(source).exists() else hub_commit(source, revision)
         tasks.append(replace(task, revision=commit) if commit else task)
     return replace(config, tasks=tuple(tasks))
 

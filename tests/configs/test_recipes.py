@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 TOPOLOGIES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 TREES = sorted((CONFIGS / "trees").glob("*.yaml"))
-RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if path not in [*TOPOLOGIES, *TREES])
+RECIPES = sorted(
+    path for path in CONFIGS.rglob("*.yaml") if path not in [*TOPOLOGIES, *TREES, CONFIGS / "schema/aliases.yaml"]
+)
 
 
 def load(path: Path, *overrides: str) -> pipeline.Recipe:
