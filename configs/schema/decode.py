@@ -12,8 +12,9 @@ from pydantic import Discriminator, Field, NonNegativeFloat, PositiveInt, model_
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import Place, Section, adapter, read_yaml, validate
-from aerie.configs.schema.heads import KINDS, Share
+from aerie.configs.schema.heads import KINDS
 
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Finite = Annotated[NonNegativeFloat, Field(lt=inf)]
 
 
