@@ -56,7 +56,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
     layer = width * (5 * width + 3 * (getattr(text, "intermediate_size", None) or 4 * width))
     trained = layer if kind in SERVERS else 4 * width * (width + vocab_size)
     if kind == "eagle3":  # SpecForge's
-        taps = default_taps(blocks) if blocks >= 7 else tuple(range(max(blocks - 3, 0), blocks))
+        taps = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks))
         train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True}
         trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
     steps = ceil(train["epochs"] * rows / (train["batch_size"] * max(gpus, 1)))

@@ -3,14 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aerie.infer.decode.engine import SpeculativeDecoder
-
-__all__ = ["SpeculativeDecoder"]
+    from aerie.infer.decode.engine import SpeculativeDecoder as SpeculativeDecoder
 
 
 def __getattr__(name: str) -> Any:
     """Torch is imported for the decoder alone."""
-    if name not in __all__:
+    if name != "SpeculativeDecoder":
         raise AttributeError(name)
     from aerie.infer.decode import engine
 

@@ -36,10 +36,8 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.bench import measured
     from aerie.infer.measure.suite import suite_of
 
-    usual = (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
-    section = replace(
-        section, rows=(*(section.rows or usual), *(load_row(path, MethodConfig, []) for path in arguments.row))
-    )
+    rows = section.rows or (MethodConfig("vanilla"), MethodConfig(USUAL[recipe.head.kind], recipe.tree))
+    section = replace(section, rows=(*rows, *(load_row(path, MethodConfig, []) for path in arguments.row)))
     suite = suite_of(section)
     heads = [_head(arguments, recipe, row, place) for row, place in zip(suite.rows, suite.places, strict=True)]
     inputs = {"threads": recipe.threads} | decode.digests(row.tree for row in suite.rows)
@@ -166,7 +164,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
         "commands": [*commands, f"aerie report {again}"],
         "trainings": trainings,
     }
-    print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, seed=recipe.seed)))
+    print(console_table(write_report(paths.bench, paths.calibration, paths.report, facts, recipe.seed)))
     for name, words in stopped(trainings).items():
         print(f"{name}: training {words}")
     print(f"\nreport: {paths.report / 'index.html'}")
@@ -229,20 +227,19 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
-    from aerie.infer.measure.generate import generate, read_prompts
-
-    return _decode(arguments, unknown, partial(generate, read_prompts(arguments)))
+    return _decode(arguments, unknown)
 
 
 def chat(arguments: Namespace, unknown: list[str]) -> int:
     """talk with the target; accepted draft tokens are green"""
-    from aerie.infer.measure.generate import chat
-
-    return _decode(arguments, unknown, chat)
+    return _decode(arguments, unknown)
 
 
-def _decode(arguments: Namespace, unknown: list[str], work: Callable[[Any, Namespace], None]) -> int:
-    """Hands `work` a decoder with the target, method and head that the command line or its recipe names."""
+def _decode(arguments: Namespace, unknown: list[str]) -> int:
+    """Answers with the target, method and head that the command line or its recipe names."""
+    from aerie.infer.measure import generate as answers
+
+    work = answers.chat if arguments.command == "chat" else partial(answers.generate, answers.read_prompts(arguments))
     given, row, recipe, pairs = arguments.head, arguments.row, None, pairs_of(unknown)
     command = arguments.command
     if arguments.config is None:
@@ -274,14 +271,14 @@ def _decode(arguments: Namespace, unknown: list[str], work: Callable[[Any, Names
         raise UserError("--row names a method; leave --method out")
     if given is not None:
         decode.check_kind(asked.method, kind_at(given) if METHODS[asked.method].heads else "draft", "--head")
+        asked = replace(asked, head=str(given))
     if recipe is not None:
-        head = _head(arguments, recipe, asked if given is None else replace(asked, head=None), command)
+        asked = replace(asked, head=_head(arguments, recipe, asked, command))
+    elif asked.head is None and METHODS[asked.method].heads:
+        raise UserError(f"{asked.method} needs a head; give --head")
     else:
-        head = asked.head if given is None else str(given)
-        if head is None and METHODS[asked.method].heads:
-            raise UserError(f"{asked.method} needs a head; give --head")
-        check_levels(asked.tree, head, command)
-    _check(target, [head])
+        check_levels(asked.tree, asked.head, command)
+    _check(target, [asked.head])
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
     names = ("temperature", "top_k", "top_p")
@@ -292,13 +289,13 @@ def _decode(arguments: Namespace, unknown: list[str], work: Callable[[Any, Names
     if arguments.plan:
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
         tree = as_dict(asked.tree) if asked.tree else "no tree"
-        print(f"{command}: {target.path}, {asked.method} with {head or 'no head'}, {tree}{law}")
+        print(f"{command}: {target.path}, {asked.method} with {asked.head or 'no head'}, {tree}{law}")
         return 0
     tokenizer = load_tokenizer(target)
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
         fix = "give --target.chat_template FILE.jinja, or generate --raw"
         raise UserError(f"{target.path}: the tokenizer has no chat template; {fix}")
-    decoder = make_decoder(Drafters(load_quietly(target, recipe.threads if recipe else None)), asked, head)
+    decoder = make_decoder(Drafters(load_quietly(target, recipe.threads if recipe else None)), asked, asked.head)
     decoder.tokenizer = tokenizer
     work(decoder, arguments)
     return 0
@@ -327,16 +324,14 @@ def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any, RunP
 
 def _head(arguments: Namespace, recipe: Recipe, asked: MethodConfig, place: str) -> str | None:
     """A row's own head, else --head or the recipe's where its kind fits, else the run's."""
-    from aerie.infer.decode.methods import check_levels, find_head, kind_at
+    from aerie.infer.decode.methods import check_levels, find_head
 
     kinds = METHODS[asked.method].heads
     if arguments.plan and kinds and asked.head is not None and is_on_hub(asked.head):
         return asked.head
-    of_recipe = recipe.paths.head(recipe)
-    given = None if arguments.head == of_recipe else arguments.head
-    if asked.head is None and given is None and recipe.head.kind in kinds:
-        decode.check_kind(asked.method, kind_at(of_recipe), str(of_recipe))
-        given = of_recipe
+    given = arguments.head
+    if given is None and recipe.head.kind in kinds:
+        given = recipe.paths.head(recipe)
     head = find_head(asked, recipe.paths.heads, recipe.head.kind, given, place)
     check_levels(asked.tree, head, place)
     return head

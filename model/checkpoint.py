@@ -10,7 +10,7 @@ from torch import Tensor
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import HeadConfig
 from aerie.model.formats.content import HeadContent
-from aerie.model.formats.layouts import read_content, recognise, tensor_names, write_tensors
+from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import HEADS, AnyConfig, Head
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, DraftVocabulary, Eagle3Config, Eagle3Head, EagleHead
 from aerie.model.hub import head_directory
@@ -180,11 +180,6 @@ def load_head(
 def empty_head(config: AnyConfig) -> Head:
     module: Any = next(kind.module for kind in HEADS.values() if kind.config is type(config))
     return module(config)
-
-
-def kind_of(values: Any, place: Path) -> str:
-    """The kind of the head whose config.json is at place."""
-    return recognise(values, tensor_names(place.parent), place)[1]
 
 
 def head_facts(directory: Path | str) -> dict[str, Any]:

@@ -36,13 +36,10 @@ def export(
     output: Path,
     target: TargetFacts,
     after_blocks: tuple[int, ...] | None = None,
-    any_target: bool = False,
-    pickled: bool = True,
+    any_target: bool = False,  # other weights become a note
+    pickled: bool = True,  # SafeAILab's layout, as published
 ) -> tuple[str, list[str]]:
-    """Writes output (SafeAILab's layout pickled, as published); returns the head's own layout, and notes.
-
-    any_target: other weights become a note.
-    """
+    """Writes output; returns the head's own layout, and notes."""
     directory = head_directory(source)
     layout, files, content = read_content(directory, after_blocks or target.default_taps)
     state = _completed(files, content, target)
@@ -120,16 +117,12 @@ def _completed(files: HeadFiles, content: HeadContent, target: TargetFacts) -> d
     return state
 
 
-UNNAMED = (2, 3, 4)  # for unknown taps: only their number matters
 OPEN = {
     "unnamed": "names no taps: the target's default ones will be taken",
     "ambiguous": "only the target tells how its taps are numbered; give it with --target",
 }
 SCORES = ("step", "predicted_tau", "tau", "loss")
-SIZES = (
-    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers num_heads "
-    "num_layers"
-).split()
+SIZES = ("hidden_size", *checkpoint.LAYER[:4], "num_hidden_layers", "num_heads", "num_layers")
 
 
 def inspect_head(
@@ -144,7 +137,7 @@ def inspect_head(
     elif taps is None and "after_blocks" not in values:
         is_open = values.get("architectures") == [COUNTS_OUTPUTS] and numbers and numbers[0] != 1
         state = "ambiguous" if is_open else None if numbers else "unnamed"
-        taps = None if numbers else UNNAMED
+        taps = None if numbers else (2, 3, 4)  # only their number matters
     layout, files, content = read_content(directory, taps)
     check_taps(content.config, directory, after_blocks)
     config: Any = content.config

@@ -44,11 +44,9 @@ def require_target(path: str) -> None:
     if place.suffix == ".gguf" or (any(place.glob("*.gguf")) and not (place / CONFIG).is_file()):
         raise UserError(f"{path}: GGUF is not read; name the safetensors model that it was made from")
     if (place / "adapter_config.json").is_file() and find_weights(place) is None:
-        merged = f"M.from_pretrained('{path}').merge_and_unload().save_pretrained('MERGED')"
-        merge = f'python -c "from peft import AutoPeftModelForCausalLM as M; {merged}"'
-        raise UserError(
-            f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: {merge}"
-        )
+        code = f"M.from_pretrained('{path}').merge_and_unload().save_pretrained('MERGED')"
+        line = f'python -c "from peft import AutoPeftModelForCausalLM as M; {code}"'
+        raise UserError(f"{path}: a LoRA adapter; merge it into its model, and add the model's tokenizer files: {line}")
     if not place.is_dir() and (place.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise UserError(f"{path}: no such target directory; name a local one or a Hub id")
 

@@ -90,10 +90,7 @@ def convert(arguments: argparse.Namespace) -> int:
         if not (arguments.overwrite and is_export):
             fix = "replace it with --overwrite" if is_export else "it is no earlier export; name a new directory"
             raise UserError(f"--out {out}: not empty; {fix}")
-    try:
-        layout, notes = export(arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from error
+    layout, notes = export(arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target)
     print("".join(f"note: {note}\n" for note in notes), end="")
     print(f"convert: {layout} -> {to}: {out}, read back and equal bit for bit")
     return 0

@@ -44,18 +44,15 @@ def for_server(head: dict[str, Any], name: str, place: Path, target: TargetFacts
 
 
 def pack(
-    head: dict[str, Any],
+    head: dict[str, Any],  # inspect_head's
     repo: str,
     run: Path | None = None,
     target_name: str | None = None,
     licence: str | None = None,
-    allowed: Collection[str] = (),
-    server: tuple[Path, TargetFacts | None] | None = None,
+    allowed: Collection[str] = (),  # "without_results", "uncommitted"
+    server: tuple[Path, TargetFacts | None] | None = None,  # where to write a server's layout, and --target
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes; allowed: "without_results", "uncommitted"; head: `inspect_head`'s.
-
-    server: where to write the layout of a server, which becomes the root (ours: the folder OURS), and --target.
-    """
+    """The files of a push, and notes; a server's layout becomes the root, and ours is in the folder OURS."""
     directory = head_directory(head["path"])
     if head["problems"] or head["taps_open"] == "ambiguous":
         raise UserError([*head["problems"], f"{directory}: {', '.join(head['guesses'])}"][0])
@@ -143,18 +140,17 @@ def _card(
         for name in [f"{metric} ({row['method']}, {row['tree']['nodes']} nodes, temperature {row['temperature']:g})"]
         if row[metric] is not None
     ]
-    tags = ["speculative-decoding", "draft-head", head["kind"], TAG]
     data = ModelCardData(
         license=licence,
         base_model=target if is_on_hub(target) else None,
         library_name="aerie",
         pipeline_tag="text-generation",
-        tags=tags + SERVERS.get(head["layout"], []),
+        tags=["speculative-decoding", "draft-head", head["kind"], TAG, *SERVERS.get(head["layout"], [])],
         datasets=[name for name in sources if is_on_hub(name) and not name.endswith(FILES)] or None,
         model_name=repo.split("/")[1],
         eval_results=results or None,
     )
-    card = ModelCard.from_template(
+    return ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         repo=repo,
@@ -168,8 +164,7 @@ def _card(
         drafts=SPECULATIVE_TOKENS,
         sglang=head["made_for"] or f"SGLang {CHECKED}",
         sglang_lacks=[name for name in LOST["sglang"] if name in head["options"]],
-    )
-    return str(card)
+    ).content
 
 
 WHOLE = re.compile(r"(--?[\w.-]+=)?((?:~|/|\.\./).*)")

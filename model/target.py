@@ -221,19 +221,19 @@ def fingerprints(text_config: Any, vocab: VocabWeights) -> set[str]:
     return {fingerprint(text_config, vocab, dtype) for dtype in (None, torch.bfloat16, torch.float16)}
 
 
-def default_taps(num_blocks: int, path: str = "target") -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high taps."""
-    if num_blocks < 7:
-        what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
-        raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
-    return (2, num_blocks // 2, num_blocks - 3)
+def default_taps(num_blocks: int) -> tuple[int, ...] | None:
+    """EAGLE-3's low, middle and high taps; null: too few blocks."""
+    return (2, num_blocks // 2, num_blocks - 3) if num_blocks >= 7 else None
 
 
 def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
     """The recipe's; null: EAGLE-3's default ones, none for other kinds."""
     path, taps, is_eagle3 = recipe.target.path, recipe.features.after_blocks, recipe.head.kind == "eagle3"
     if taps is None:
-        taps = default_taps(num_blocks, path) if is_eagle3 else ()
+        taps = default_taps(num_blocks) if is_eagle3 else ()
+    if taps is None:
+        what = f"has {num_blocks} blocks, and the default taps (2, n//2, n-3) need at least 7"
+        raise UserError(f"{path}: {what}; name its taps in features.after_blocks")
     if is_eagle3 and not taps:
         raise UserError("features.after_blocks: an eagle3 head needs at least one tap; leave the key out")
     check_taps(taps, num_blocks, path)

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -245,7 +245,6 @@ def load_draft_lm(target: Target, path: str) -> Target:
     return draft
 
 
-Ngram = tuple[int, ...]
 Name = Path | int
 
 
@@ -284,9 +283,7 @@ class Trie:
         return Tree(tokens, parents, depth, mask, confidence, survival, levels, 0, passengers=passengers), places
 
 
-def continuation(
-    text: NDArray[np.int64], config: PromptLookupConfig, end_ids: frozenset[int] = frozenset()
-) -> list[int]:
+def continuation(text: NDArray[np.int64], config: PromptLookupConfig, end_ids: Collection[int] = ()) -> list[int]:
     """What followed the longest n-gram that ends the text, as transformers' PromptLookupCandidateGenerator has it."""
     for size in range(min(config.ngram, len(text) - 1), config.min_ngram - 1, -1):
         starts = np.flatnonzero((sliding_window_view(text[:-1], size) == text[-size:]).all(axis=1)) + size
@@ -336,7 +333,7 @@ class Lookahead(Proposer):
         chosen = torch.randint(len(self._text), (config.window + config.ngram - 2,), generator=generator)
         self.window: list[list[int]] = [[self._text[place] for place in chosen.tolist()]]
         # the last different continuations of each token, oldest first
-        self.pool: dict[int, dict[Ngram, None]] = {}
+        self.pool: dict[int, dict[Path, None]] = {}
         self._newest: list[int] = []  # nodes of the last tree that the window's next tokens are read from
         self._read(len(self._text))
 
@@ -377,7 +374,7 @@ class Lookahead(Proposer):
             for end in range(max(len(self._text) - new, size - 1), len(self._text)):
                 self._add(tuple(self._text[end + 1 - size : end + 1]))
 
-    def _add(self, ngram: Ngram) -> None:
+    def _add(self, ngram: Path) -> None:
         kept = self.pool.setdefault(ngram[0], {})
         kept.pop(ngram[1:], None)
         kept[ngram[1:]] = None

@@ -18,14 +18,14 @@ from aerie.configs.schema.heads import KINDS
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
 from aerie.infer.decode.sampling import token_ids
 from aerie.infer.decode.shape import Calibrate, Drafter, Drafting, Proposer, make_shape, unchanged
-from aerie.model.checkpoint import check_sizes, head_facts, kind_of, load_head, position_warnings
+from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
+from aerie.model.formats.layouts import recognise, tensor_names
 from aerie.model.heads import Head
 from aerie.model.heads.eagle import Eagle3Head
 from aerie.model.hub import head_directory
-from aerie.model.storage import CALIBRATOR, digests, read_json
+from aerie.model.storage import CALIBRATOR, CONFIG, digests, read_json
 from aerie.model.target import Target, default_taps, fingerprints, load_vocab
 
-CONFIG = "config.json"
 FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
 
 
@@ -39,7 +39,7 @@ def kind_at(head: Path | str) -> str:
     if table.get("aerie_kind") in USUAL:
         return str(table["aerie_kind"])
     try:
-        return kind_of(values, path)
+        return recognise(values, tensor_names(path.parent), path)[1]
     except UserError:
         # what is no head, and transformers loads as a causal LM, is a draft LM
         causal = any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in table.get("architectures") or [])
@@ -62,10 +62,8 @@ def find_head(asked: MethodConfig, heads: Path, preferred: str, given: Path | No
             return str(heads / kind)
     if given is not None:
         check_kind(asked.method, kind_at(given), f"{place}: {given}")
-    names = " or ".join(kinds)
-    raise UserError(
-        f"{place}: {asked.method} drafts with a head of kind {names}, and {heads / kinds[0]} holds none; give --head"
-    )
+    needed = f"a head of kind {' or '.join(kinds)}"
+    raise UserError(f"{place}: {asked.method} drafts with {needed}, and {heads / kinds[0]} holds none; give --head")
 
 
 def check_levels(tree: TreeConfig | None, head: str | None, place: str) -> None:
@@ -131,8 +129,7 @@ def make_proposer(drafters: Drafters, asked: MethodConfig, head: str | None) -> 
 def load_head_for(target: Target, head: str) -> Head:
     """The head in the target's dtype, on the device of its LM head; UserError where it does not fit the target."""
     # a published EAGLE-3 head may name no taps
-    published_taps = default_taps(target.num_blocks) if target.num_blocks >= 7 else None
-    module = load_head(head, dtype=target.dtype, vocab=target.vocab, after_blocks=published_taps)
+    module = load_head(head, dtype=target.dtype, vocab=target.vocab, after_blocks=default_taps(target.num_blocks))
     check_sizes(module.config, target.vocab, head, target.recipe.path)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
@@ -162,11 +159,6 @@ class Calibrator(Section):
     decoded_at: float = 0.0  # temperature of the decoding that it was fitted on
     head: dict[str, str] = field(default_factory=dict)  # digests of the head's files
     scores: dict[str, Any] = field(default_factory=dict)  # on prompts that it was not fitted on
-
-    def __post_init__(self) -> None:
-        knots = (self.confidence, self.acceptance)
-        if len(knots[0]) != len(knots[1]) or any(list(values) != sorted(values) for values in knots):
-            raise ValueError("confidence and acceptance must have one length and ascend")
 
     def map(self, kind: Fit) -> Calibrate:
         knots = torch.tensor([self.confidence, self.acceptance])  # [2, K]

@@ -93,10 +93,6 @@ class Bench:
     def suite(self) -> Suite:
         return suite_of(self.config)
 
-    @property
-    def records_path(self) -> Path:
-        return self.directory / results.RECORDS
-
     def settings(self, ids: Tensor) -> dict[str, Any]:
         """Greedy decoding of a prompt [1, T], alike for every row and as long as there is room."""
         # a drafter that the prompt alone overruns limits nobody: its row fails
@@ -129,7 +125,7 @@ def measured(
         records = measure_reference(bench, records)
     if section.overhead:
         measure_overhead(bench, prompts)
-    write_text(bench.records_path, "".join(map(line_of, records)))
+    write_text(output / results.RECORDS, "".join(map(line_of, records)))
     failed = [record.message for record in records if record.status == "error"]
     print(f"bench: {len(records)} answers -> {output}; {len(failed)} failed", *failed[:1])
     return {"answers": len(records), "prompts": prompt_inputs(asked)}
@@ -149,7 +145,8 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
                 named = {**asdict(sampling), "task": prompt.task, "prompt_id": prompt.prompt_id, "turn": turn}
                 turns.append((prompt, [Origin(row, bench.suite.rows[row].method, **named) for row in rows]))
     cycles_path, few = bench.directory / CYCLES, min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
-    done = {record.key: record for record in _known(bench.records_path, prompts)}
+    records_path = bench.directory / results.RECORDS
+    done = {record.key: record for record in _known(records_path, prompts)}
     keep_answers(cycles_path, done)
     for prompt in prompts[: bench.config.warmup_prompts]:
         ids = encode_turn(prompt, (), bench.tokenizer, bench.target)
@@ -157,7 +154,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
             with suppress(UserError, RuntimeError):  # the records will say why
                 decoder.generate(ids, max_new_tokens=few, do_sample=False)
     total = sum(len(origins) for _, origins in turns)
-    with bench.records_path.open("a", encoding="utf-8") as file, bar(total, "answers", "bench") as progress:
+    with bar(total, "answers", "bench") as progress:
         for number, (prompt, origins) in enumerate(turns):
             first = number % len(origins)
             for origin in (*origins[first:], *origins[:first]):
@@ -165,9 +162,7 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
                     record, cycles = _answer(bench, origin, prompt, done, seed + number)
                     if cycles:  # before the record: cycles without one are dropped
                         append_lines(cycles_path, cycles)
-                    file.write(line_of(record))
-                    file.flush()
-                    os.fsync(file.fileno())
+                    append_lines(records_path, [line_of(record)])
                     done[origin.key] = record
                 progress.update()
     good = [record for record in done.values() if record.status == "ok"]

@@ -171,10 +171,17 @@ def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:
             part = laws if task == "all" else laws[laws.prompt.map(task_of) == task]
             means = {"accepted": mean(part.entropy[part.accepted]), "rejected": mean(part.entropy[~part.accepted])}
             entropies.append({"task": task, "laws": len(part), **means})
+        # the Gamma fit of CE(q, p) / H(q) - 1 = KL(q||p) / H(q) (SVIP, section 2.2 and appendix C)
+        usable = laws[(laws.entropy >= LEAST_ENTROPY) & np.isfinite(laws.kl_qp)]
+        excess = np.asarray(usable.kl_qp / usable.entropy)
+        positive, gamma = excess[excess > 0], None
+        if len(positive) > 1 and np.ptp(positive) > 0:
+            shape, _, scale = stats.gamma.fit(positive, floc=0)
+            gamma = {"alpha": shape, "beta": 1.0 / scale}
         parts["laws"] = {
             **inequalities(laws),
             "bounds": [acceptance_bounds(laws, c) for c in PAPER_CS],
-            "ratio": entropy_ratio(laws),
+            "ratio": {"laws": len(excess), "gamma": gamma},
             "entropy": entropies,
             **rejections(laws),
         }
@@ -261,17 +268,6 @@ def acceptance_bounds(laws: pd.DataFrame, c: float) -> dict[str, Any]:
         "tighter": mean(bounds["oracle"] > bounds["bretagnolle_huber"]),
         "curve": {name: [mean(values[part]) for part in parts] for name, values in curves.items()},
     }
-
-
-def entropy_ratio(laws: pd.DataFrame) -> dict[str, Any]:
-    """The Gamma fit of CE(q, p) / H(q) - 1 = KL(q||p) / H(q) (SVIP, section 2.2 and appendix C)."""
-    usable = laws[(laws.entropy >= LEAST_ENTROPY) & np.isfinite(laws.kl_qp)]
-    excess = np.asarray(usable.kl_qp / usable.entropy)
-    positive, gamma = excess[excess > 0], None
-    if len(positive) > 1 and np.ptp(positive) > 0:
-        shape, _, scale = stats.gamma.fit(positive, floc=0)
-        gamma = {"alpha": shape, "beta": 1.0 / scale}
-    return {"laws": len(excess), "gamma": gamma}
 
 
 def rejections(laws: pd.DataFrame, most: int = 4) -> dict[str, Any]:

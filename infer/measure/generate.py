@@ -18,14 +18,12 @@ from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree, describe
 
-GREEN, PLAIN = "\033[32m", "\033[0m"
-
 
 class ColouredStreamer(BaseStreamer):
     """Prints the answer; on a terminal, drafted tokens that the target accepted are green."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self._colours = tokenizer, (GREEN, PLAIN) if sys.stdout.isatty() else ("", "")
+        self.tokenizer, self._colours = tokenizer, ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
         self.accepted = 0  # drafted tokens among those of the next put
         self._ids: list[int] | None = None  # of the answer; null: the prompt is still to come
         self.text = ""  # printed so far
@@ -146,10 +144,8 @@ def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, gener
             trees.append(cycle.tree)
 
     settings = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    generation = decoder.generate(
-        prompt, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings
-    )
-    counted = generation.statistics
+    made = decoder.generate(prompt, streamer=streamer, on_cycle=watch, generator=generator, timed=True, **settings)
+    counted = made.statistics
     for tree in trees if arguments.show_tree else ():
         names = [decoder.tokenizer.decode([token]) for token in tree.tokens.tolist()]
         print("\n" + describe(tree, names), file=sys.stderr)
@@ -159,4 +155,4 @@ def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, gener
         f"{counted.verify} at T {counted.decoding.temperature:g}",
         file=sys.stderr,
     )
-    return generation
+    return made

@@ -110,14 +110,12 @@ def identity(members: Group) -> SummaryRow:
     good = members.good
     rules = [record.verify for record in good if "not lossless" in record.verify]
     rules += [record.verify for record in good if record.draft_nodes] + [record.verify for record in good]
+    names = ("method", "head", "head_path", "tree", "temperature", "top_k", "top_p")
     return SummaryRow(
         task=first.task if len(tasks) == 1 else ALL_TASKS,
         prompts=len({record.prompt for record in members.records}),
         verify=(rules or [first.verify])[0],
-        **{
-            name: getattr(first, name)
-            for name in ("method", "head", "head_path", "tree", "temperature", "top_k", "top_p")
-        },
+        **{name: getattr(first, name) for name in names},
     )
 
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -26,11 +26,6 @@ TASKS: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("tasks.yam
 GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
-def _alpaca(row: Row) -> Row:
-    given = str(row.get("input") or "").strip()
-    return {**row, "given": given and f"\n\n{given}"}
-
-
 def _multiple_choice(row: Row) -> Row:
     """With the answers in an order that the question seeds."""
     answers = [str(row[name]).strip() for name in GPQA_ANSWERS]
@@ -39,7 +34,10 @@ def _multiple_choice(row: Row) -> Row:
     return {"question": str(row["Question"]).strip(), "listed": listed}
 
 
-COLUMNS_OF = {"alpaca": _alpaca, "gpqa_diamond": _multiple_choice}  # what their templates are filled from
+COLUMNS_OF: dict[str, Callable[[Row], Row]] = {  # what their templates are filled from
+    "alpaca": lambda row: {**row, "given": f"\n\n{str(row.get('input') or '').strip()}".rstrip()},
+    "gpqa_diamond": _multiple_choice,
+}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from aerie.infer.decode.engine import SpeculativeDecoder, Statistics
 from aerie.infer.decode.methods import Drafters, calibrate_of, drafting
 from aerie.infer.decode.shape import Cycle, Drafter, DynamicTree
 from aerie.infer.measure.bench import Bench, describe, make_decoders, run
-from aerie.infer.measure.record import Record
+from aerie.infer.measure.record import RECORDS, Record
 from aerie.infer.measure.statistics import group, speedups, summary_row
 from aerie.infer.measure.tasks import check_sources, encode_turn, load_prompts
 from aerie.model.hub import head_directory
@@ -331,9 +331,8 @@ class HeadTuning:
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
         predictions, timed = [best, self.published, *finalists], []
         decoders = [SpeculativeDecoder(self.target), *(self.decoder(one.tree) for one in predictions)]
-        plain, *others = in_turns(
-            decoders, self.prompts[: SEARCH["timed_prompts"]], SEARCH["timed_repetitions"], "finalists"
-        )
+        prompts = self.prompts[: SEARCH["timed_prompts"]]
+        plain, *others = in_turns(decoders, prompts, SEARCH["timed_repetitions"], "finalists")
         for one, answers in zip(predictions, others, strict=True):
             ms = cycle_ms(answers) / one.tau  # tau comes from more prompts
             timed.append(replace(one, ms_per_token=ms, speedup=cycle_ms(plain) / ms))
@@ -393,7 +392,7 @@ def measure(target: Target, tokenizer: Any, best: HeadTuning, config: TuneConfig
     decoders = make_decoders(target, methods, [kind and best.head for kind in kinds])
     section = BenchConfig(prompts=config.measure, rows=tuple(methods))
     bench = Bench(target, tokenizer, decoders, kinds, section, output / "bench")
-    bench.records_path.unlink(missing_ok=True)
+    (output / "bench" / RECORDS).unlink(missing_ok=True)
     groups = {members.first.row: members for members in group(run(bench, load_prompts(config.measure), seed))}
     rows = []
     for number, method in enumerate(methods):

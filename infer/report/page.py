@@ -41,12 +41,12 @@ MIN_CYCLES = MIN_NODES = 10  # a share or mean of fewer is not drawn
 MANY = 50  # points of a curve, which is drawn without dots
 DASHED = (0, (3, 3))
 SHARES: dict[str, Any] = {"ylim": (-0.03, 1.05), "yticks": [0, 0.5, 1]}  # a vertical axis of them
+ALONE = '<?xml version="1.0" encoding="utf-8"?>\n'  # before a picture's own file, and its style
+STYLE = "<style>svg{background:#fff;font-family:sans-serif}</style>"
 Curve = tuple[Iterable[Any], Iterable[Any], str, Any]  # x, y (null: no point), colour, line style
 
 
-def pictures(
-    rows: Rows, details: Mapping[str, Any], grids: Sequence[Grid], contexts: Mapping[str, Grid]
-) -> dict[str, str]:
+def pictures(rows: Rows, details: dict[str, Any], grids: list[Grid], contexts: dict[str, Grid]) -> dict[str, str]:
     """Every picture that the figures allow, name -> an <svg> element; details as in details.json."""
     calibration, analysis, tuning = details["calibration"], details["analysis"], details["tuning"]
     with rc_context(RC):
@@ -82,11 +82,6 @@ def pictures(
             panels["tau between a length and the one before"] = contexts["bucket"].lines, ["tau"]
             figures["sweep-contexts"] = _along(panels, contexts["bucket"].values, "tokens, the prompt included")
         return {name: _svg(figure, name) for name, figure in figures.items()}
-
-
-def standalone(svg: str) -> str:
-    style = "<style>svg{background:#fff;font-family:sans-serif}</style>"
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace(">", f">{style}", 1)
 
 
 def _svg(figure: Figure, name: str) -> str:
@@ -289,9 +284,7 @@ SCHEMA, TINTS = 1, 4
 CALIBRATION_CONTRACT = ("temperature", "ece", "brier", "bins")
 
 
-def write_report(
-    bench: Path, calibration: Path, output: Path, facts: Mapping[str, Any], seed: int = 0
-) -> list[SummaryRow]:
+def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, Any], seed: int) -> list[SummaryRow]:
     """Writes every file of the report from two stages' directories; returns the rows over all tasks.
 
     facts: run, commit, target (with `name`), head (with `kind`), hardware and the commands that made the run. Where the
@@ -329,9 +322,8 @@ def write_report(
     for members in groups:
         good = [] if members.failed else members.records
         compared = [one.identical_to_generate for one in good if one.identical_to_generate is not None]
-        extra: dict[str, Any] = {"tau_ci95": statistics.tau_interval(good, seed)}
-        extra |= {"identical_to_generate": sum(compared) if compared else None}
-        extras.append(extra | {"compared_to_generate": len(compared) or None})
+        same = {"identical_to_generate": sum(compared), "compared_to_generate": len(compared)}
+        extras.append({"tau_ci95": statistics.tau_interval(good, seed), **(same if compared else dict.fromkeys(same))})
     details: dict[str, Any] = {
         "schema": SCHEMA,
         "rows": extras,
@@ -353,7 +345,7 @@ def write_report(
     suite["lengths"] = tables.lengths([*rows, *sweeps], {None: frozenset(one.prompt for one in records), **prompts})
     suite["beside"] = tables.beside(rows, parts)
     suite["published"] = {name: tables.published(name) for name in ("ablation", "depths", "contexts")}
-    texts = {f"{name}.svg": standalone(svg) for name, svg in drawn.items()}
+    texts = {f"{name}.svg": ALONE + svg.replace(">", f">{STYLE}", 1) for name, svg in drawn.items()}
     texts["index.html"] = render(facts, rows, details, suite=suite, drawn=drawn, sample=sample_answer(groups, rows))
     shown = rows
     if asked.by_task:

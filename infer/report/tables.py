@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -217,17 +216,6 @@ def published(name: str) -> Grid:
     return Grid(name, tuple(lines), tuple(table["values"]))
 
 
-@cache
-def published_methods() -> dict[tuple[str, float], list[Line]]:
-    """published.csv by method and temperature; a line's label is the model, its note the paper."""
-    rows = csv.DictReader(Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines())
-    lines: dict[tuple[str, float], list[Line]] = {}
-    for row in rows:
-        line = Line(row["model"], _published([*TASKS], [row[task] for task in TASKS]), row["source"])
-        lines.setdefault((row["method"], float(row["temperature"])), []).append(line)
-    return lines
-
-
 def _published(values: Sequence[Any], cells: Sequence[Any]) -> tuple[Published, ...]:
     """Points of the cells: '2.81/3.92' (speedup and tau), '2.81/', 2.81 or empty."""
     points = []
@@ -302,7 +290,11 @@ def task_grid(rows: Rows, parts: Mapping[int, Rows]) -> Grid | None:
 
 def beside(rows: Rows, parts: Mapping[int, Rows]) -> list[tuple[str, float, Line]]:
     """(method, temperature, line): each method's measured lines, then the published ones."""
-    known = published_methods()
+    # a published line's label is the model, its note the paper
+    known: dict[tuple[str, float], list[Line]] = {}
+    for cells in csv.DictReader(Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines()):
+        line = Line(cells["model"], _published([*TASKS], [cells[task] for task in TASKS]), cells["source"])
+        known.setdefault((cells["method"], float(cells["temperature"])), []).append(line)
     shown: dict[tuple[str, float], list[Line]] = {}
     for position, row in enumerate(rows):
         key = row.method, row.temperature

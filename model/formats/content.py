@@ -71,7 +71,7 @@ class TargetFacts:
 
     @property
     def default_taps(self) -> tuple[int, ...] | None:
-        return default_taps(self.num_blocks) if self.num_blocks >= 7 else None
+        return default_taps(self.num_blocks)
 
 
 @dataclass(frozen=True)

@@ -163,11 +163,7 @@ class EagleHead(nn.Module):
                 parameter.data.zero_()
 
     def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        memories: Sequence[Memory] | None = None,
+        self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory] | None = None
     ) -> Tensor:
         """Outputs [B, T, D] of tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
 

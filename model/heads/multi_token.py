@@ -75,9 +75,8 @@ class TokenLaws(nn.Module):
         super().__init__()
         self.config = config
         count = config.num_heads if config.lm_head == "own" else 0
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias) for _ in range(count)
-        )
+        sizes = (config.hidden_size, config.vocab_size, config.lm_head_bias)
+        self.lm_heads = nn.ModuleList(nn.Linear(*sizes) for _ in range(count))
         self.vocab: VocabWeights | None = None  # of a shared LM head
 
     def forward(self, index: int, state: Tensor, vocab: VocabWeights | None = None) -> Tensor:
@@ -144,17 +143,13 @@ class HydraHead(MultiTokenHead):
             self.rotary = Rotary(config)
 
     def prefix(
-        self,
-        features: Tensor,
-        span: tuple[int, int],
-        mask: Tensor | None = None,
-        buffers: Sequence[KeyValueBuffer] = (),
+        self, states: Tensor, span: tuple[int, int], mask: Tensor | None = None, buffers: Sequence[KeyValueBuffer] = ()
     ) -> Tensor:
-        """h_t [B, T, D] of features [B, T, D] at positions span = (first, stop)."""
+        """h_t [B, T, D] of the target's states [B, T, D] at positions span = (first, stop)."""
         if not self.config.prefix_layer:
-            return features
-        rope = self.rotary.between(*span, features)
-        x = self.prefix_layer(features, None, rope, mask, buffers[0] if buffers else None)
+            return states
+        rope = self.rotary.between(*span, states)
+        x = self.prefix_layer(states, None, rope, mask, buffers[0] if buffers else None)
         return cast(nn.RMSNorm, self.prefix_layer.norm)(x)
 
     def state(self, index: int, state: Tensor, embeddings: Tensor, drop: Drop | None = None) -> Tensor:

@@ -72,7 +72,7 @@ def report(run: Path, output: str = "report") -> dict[str, Any]:
     about = {"target": {"name": "tiny <target>", "blocks": 12}, "head": {"kind": "eagle1"}}
     hardware = {"device": "cpu", "threads": 1, "dtype": "float32"}
     facts = {"run": "runs/made-up", "commit": "0123abcd4567", **about, "hardware": hardware, "commands": ["a && b"]}
-    write_report(run / "bench", run / "calibration", run / output, facts)
+    write_report(run / "bench", run / "calibration", run / output, facts, 0)
     return read_json(run / output / "summary.json")
 
 
