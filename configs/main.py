@@ -70,7 +70,7 @@ def main() -> int:
 
     options = add(run, "do what is left of a recipe, to the report")
     add_arguments(options, config_required=False)
-    options.add_argument("recipe", type=user_path, metavar="RECIPE.yaml", help="in place of --config")
+    options.add_argument("recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config")
     options.add_argument("--processes", type=int, help="of features and train (default: one for each GPU)")
     options = add(status, "what a run has, and what to type next")
     options.add_argument("directory", type=user_path, metavar="RUN", help="the run's directory")
@@ -86,11 +86,13 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     """Each stage in a process of its own; its exit code where that is not 0."""
-    arguments.config = arguments.recipe
+    arguments.config = arguments.recipe or arguments.config
+    if arguments.config is None:
+        raise UserError("run needs a recipe: aerie run RECIPE.yaml")
     recipe = load(arguments, unknown)
     stages, stop = _stages(recipe), None
     _require_files(recipe, stages)
-    words = ["--config", str(arguments.recipe), *unknown, *["--overwrite"] * arguments.overwrite]
+    words = ["--config", str(arguments.config), *unknown, *["--overwrite"] * arguments.overwrite]
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in ("run", "target", "dtype", "device-map")}
     words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
     if arguments.plan:

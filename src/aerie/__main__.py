@@ -1,5 +1,6 @@
 """`aerie COMMAND`: the commands of configs, data, train, model and infer under one name."""
 
+import difflib
 import sys
 from importlib import import_module
 
@@ -20,6 +21,10 @@ def main() -> int:
     owners = {command: package for package, commands in PACKAGES.items() for command in commands}
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command not in owners:
+        if not command.startswith("-"):
+            close = difflib.get_close_matches(command, owners, n=1)
+            print(f"error: {command}: no command{f'; did you mean {close[0]!r}?' if close else ''}", file=sys.stderr)
+            return 2
         print("usage: aerie COMMAND [OPTION ...]; aerie COMMAND --help tells a command's options\n")
         print("\n".join(f"  {package:8} {', '.join(commands)}" for package, commands in PACKAGES.items()))
         return 0 if command in ("-h", "--help") else 2
