@@ -269,8 +269,8 @@ def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[Row]]:
 
 
 def time_forwards(recipe: Recipe, plan: CachePlan, share: Share, device: str) -> None:
-    """Prints the hours that missing shards take, from some seconds of forwards."""
-    part = plan.missing(share)
+    """Prints the hours that missing shards take, or all of a whole cache, from some seconds of forwards."""
+    part = plan.missing(share) or plan.shards
     batches, writer = _batches(plan, part), Writer(Target.load(recipe.target, device), plan)
     writer.forward(next(batches))  # warms up
     writer.num_tokens, writer.forward_seconds = 0, 0.0

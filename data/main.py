@@ -220,7 +220,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     stage = Stage("features", recipe.paths.features, inputs, is_indexed=True)
     # By the sizes of the shards; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
-    if is_there and stage.is_whole() and not arguments.verify:
+    if is_there and stage.is_whole() and not (arguments.verify or arguments.estimate):
         return _reuse(arguments, stage, status)
     if arguments.is_whole:
         return 1
@@ -272,7 +272,7 @@ def _status(recipe: Recipe, stage: str, share: Share) -> Path:
 def _reuse(arguments: argparse.Namespace, stage: Stage, status: Path) -> int:
     if not arguments.is_whole:
         print(f"{arguments.command}: whole, reused ({stage.output})", flush=True)
-        if not (arguments.plan or arguments.estimate):
+        if not arguments.plan:
             write_status(status, arguments.command, "done")
     return 0
 

@@ -175,18 +175,19 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
     """the tables of runs in Markdown, with commit and hardware, as in docs/results.md"""
     if unknown:
         raise UserError(f"{unknown[0]}: not an option of results")
-    text = "# Results\n\nWritten by `aerie results " + " ".join(map(str, arguments.runs)) + "` from the runs' reports. "
-    text += "What the columns mean: [metrics.md](metrics.md).\n"
+    names, text = [], ""
     for run in arguments.runs:
         report = RunPaths(run).report
         if not (report / "summary.json").is_file():
             raise UserError(f"{run}: has no report; run aerie report --config RECIPE --run {run}")
-        facts = storage.read_json(report / "summary.json")
-        target = facts["target"]
+        facts, details = (storage.read_json(report / f"{name}.json") for name in ("summary", "details"))
+        names.append(facts["run"])
         machine = ", ".join(f"{key} {value}" for key, value in facts["hardware"].items() if value)
-        text += f"\n## {run}\n\nTarget `{target['name']}`; {machine}; commit `{facts['commit']}`.\n\n"
+        text += f"\n## {facts['run']}\n\nTarget `{facts['target']['name']}`; {machine}; commit `{facts['commit']}`.\n\n"
+        text += "".join(f"- {name}: {words}.\n" for name, words in details["training"]["stopped"].items())
         text += (report / "table.md").read_text(encoding="utf-8")
-    print(text, end="")
+    print(f"# Results\n\nWritten by `aerie results {shlex.join(names)}` from the runs' reports. ", end="")
+    print(f"What the columns mean: [metrics.md](metrics.md).\n{text}", end="")
     return 0
 
 

@@ -18,7 +18,7 @@ from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import RECORDS, head_directory, is_on_hub
-from aerie.model.storage import CONFIG, digests, directory_atomically, read_json, write_json
+from aerie.model.storage import CONFIG, digests, directory_atomically, plainly, read_json, write_json
 from aerie.model.target import fingerprint, fingerprints
 
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
@@ -48,12 +48,12 @@ def export(
     other = other_weights(facts, target)
     if other is not None and not any_target:
         raise UserError(f"{source}: {other}; give its own target, or --any-target")
-    written = write_eagle(to, dataclasses.replace(content, tensors=state), target)
-    facts |= {**written.values.get("aerie", {}), "exported_from": {"layout": layout, "files": digests(directory)}}
+    values, new, added = write_eagle(to, dataclasses.replace(content, tensors=state), target)
+    facts |= {**values.get("aerie", {}), "exported_from": {"layout": layout, "files": digests(directory)}}
     dtype = str(state["fc.weight"].dtype).removeprefix("torch.")
     with directory_atomically(output) as place:
-        write_tensors(place, written.tensors, pickled=pickled and to == "safeailab")
-        write_json(place / CONFIG, {**written.values, "aerie": facts, "dtype": dtype, "torch_dtype": dtype})
+        write_tensors(place, new, pickled=pickled and to == "safeailab")
+        write_json(place / CONFIG, {**values, "aerie": facts, "dtype": dtype, "torch_dtype": dtype})
         for name in RECORDS[:2]:
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, place / name)
@@ -69,23 +69,22 @@ def export(
             raise AssertionError(f"layout {to}: the head was read back otherwise than it was written")
     notes = [f"{other}: few of its drafts will be accepted"] if other is not None else []
     notes += content.guesses
-    old, new = files.tensors, written.tensors
-    if EMBEDDING in new and EMBEDDING not in old:
+    if EMBEDDING in new and EMBEDDING not in files.tensors:
         dtype = str(new[EMBEDDING].dtype).removeprefix("torch.")
         notes.append(f"{EMBEDDING} is added, the target's in {dtype}")
-    if "d2t" in old and "d2t" not in new:
+    if "d2t" in files.tensors and "d2t" not in new:
         notes.append("d2t and t2d left out: both vocabularies are one")
-    carried = vars(content.config).keys() | written.values.keys()
+    carried = vars(content.config).keys() | values.keys()
     for name, value in files.values.items():
         if name not in carried and not BOOKKEEPING.fullmatch(name) and value not in (None, False):
             notes.append(f"config.json's {name} left out: its meaning is not known here")
     notes += [f"left out: {text}" for text in unread(files.values)]
-    drafts, is_speculators = content.speculative_tokens, "speculators_config" in written.values
+    drafts, is_speculators = content.speculative_tokens, "speculators_config" in values
     if drafts is not None and not is_speculators:
         notes.append(f"its {drafts} drafts per cycle are left out: say them on the server's command line")
     if is_speculators and not is_on_hub(target.name):
         notes.append(f"servers are told to load {target.name}, a local path; give its Hub id with --target-name")
-    return layout, [*notes, *written.notes]
+    return layout, [*notes, *added]
 
 
 def check_taps(
@@ -216,7 +215,7 @@ def screen(head: dict[str, Any]) -> str:
     lines = [("head", f"{head['kind']}, {head['layout']} layout ({head['weights']}): {head['path']}")]
     lines.append(("taps", f"hidden_states {taps}"))
     for name in ("target", "sizes", "parameters", "vocabulary", "rope", "training"):
-        shown = (f"{key} {format(value, ',' * isinstance(value, int))}" for key, value in head[name].items())
+        shown = (f"{key} {plainly(value)}" for key, value in head[name].items())
         lines.append((name, ", ".join(shown) or "not recorded"))
     lines += [("options", ", ".join(head["options"]) or "none"), ("embedding", head["embedding"])]
     lines += [("left out", ", ".join(head["left_out"]) or "nothing"), ("made for", head["made_for"] or "any server")]

@@ -73,7 +73,8 @@ def pack(
         raise UserError(f"{directory}: its files name no target; name it with --target-name")
     if not is_on_hub(target):
         target = last_part(target)
-        notes.append(f"its target is a local path, so no base_model; give --target-name user/{target}")
+        stands = "the card names no base_model and its commands say TARGET"
+        notes.append(f"its target is a local path, so {stands}; if it is on the Hub, give --target-name user/{target}")
     spellings = (recorded, table(records.get("recipe.yaml"), "target").get("path"))
     names = {spelling: target for spelling in spellings if spelling and not is_on_hub(spelling)}
     records = {name: public(record, names) for name, record in records.items()}

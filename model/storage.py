@@ -79,6 +79,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or f'not JSON ({error})'}") from error
 
 
+def plainly(value: Any, nothing: str = "none") -> str:
+    """For people: yes, no or nothing; numbers with at most four decimals."""
+    if value is None or isinstance(value, bool):
+        return nothing if value is None else "yes" if value else "no"
+    return f"{round(value, 4):,.15g}" if isinstance(value, int | float) else str(value)
+
+
 def first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 

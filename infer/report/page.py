@@ -20,7 +20,7 @@ from aerie.infer.measure.record import SummaryRow
 from aerie.infer.measure.statistics import VANILLA, Group, summary_row, told_apart
 from aerie.infer.report import tables
 from aerie.infer.report.tables import LEVELS, Grid, Line, Rows, label, numeric
-from aerie.model.storage import write_json, write_text
+from aerie.model.storage import plainly, write_json, write_text
 
 try:
     from matplotlib import rc_context
@@ -281,7 +281,6 @@ def _training(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 SCHEMA, TINTS = 1, 4
-CALIBRATION_CONTRACT = ("temperature", "ece", "brier", "bins")
 
 
 def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, Any], seed: int) -> list[SummaryRow]:
@@ -356,7 +355,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
         **{name: value for name, value in facts.items() if name not in ("commands", "trainings")},
         "rows": [row.as_dict() for row in shown],
         "sweeps": [point.as_dict() for point in sweeps],
-        "calibration": curve and {name: curve[name] for name in CALIBRATION_CONTRACT},
+        "calibration": curve and {name: curve[name] for name in ("temperature", "ece", "brier", "bins")},
     }
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
@@ -373,7 +372,7 @@ def render(facts: Mapping[str, Any], rows: Rows, details: Mapping[str, Any], **p
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(trim_blocks=True, lstrip_blocks=True, loader=loader, autoescape=True)
     environment.undefined = StrictUndefined
-    environment.filters.update(number=tables.number, count=lambda value: f"{value:,}", fact=fact_text)
+    environment.filters.update(number=tables.number, fact=lambda value: plainly(value, tables.NOTHING))
     kinds = {row.head for row in rows if row.head}
     drafting = [row for row in rows if row.status == "ok" and row.tree is not None]
     page = environment.get_template("report.html.jinja").render(
@@ -407,14 +406,6 @@ def lossless(rows: Rows, extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if any(counts[f"identical{of}"] != counts[f"compared{of}"] for of in ("", "_to_generate")):
         state = "bad"
     return {"state": state if counts["compared"] else "unknown", **counts, "failed": failed, "lossy": lossy}
-
-
-def fact_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float):
-        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    return tables.NOTHING if value is None else str(value)
 
 
 def sample_answer(groups: Sequence[Group], rows: Rows) -> dict[str, Any] | None:

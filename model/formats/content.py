@@ -1,6 +1,5 @@
 """What all layouts share: Llama's sizes, RoPE and the taps."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -74,13 +73,6 @@ class TargetFacts:
         return default_taps(self.num_blocks)
 
 
-@dataclass(frozen=True)
-class Export:
-    values: dict[str, Any]  # of config.json
-    tensors: dict[str, Tensor]
-    notes: tuple[str, ...] = ()
-
-
 def table(values: Any, *keys: str) -> dict[str, Any]:
     """What is under nested keys; {} where that is no table."""
     for key in keys:
@@ -88,18 +80,12 @@ def table(values: Any, *keys: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule], place: Path) -> dict[str, Tensor]:
+def renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, Tensor]:
     """The rules change each name in turn; an empty one drops its tensor."""
-    made: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        new = name
-        for pattern, replacement in rules:
-            new = re.sub(pattern, replacement, new)
-        if new in made:
-            raise UserError(f"{place}: {name!r} is a second {new!r} of the head; take one out")
-        if new:
-            made[new] = tensor
-    return made
+    made = tensors
+    for pattern, replacement in rules:
+        made = {re.sub(pattern, replacement, name): tensor for name, tensor in made.items()}
+    return {name: tensor for name, tensor in made.items() if name}
 
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
@@ -108,7 +94,6 @@ SIZES = (  # of Llama's, those that EAGLE heads have
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
     "hidden_act rms_norm_eps max_position_embeddings rope_theta"
 ).split()
-PREFIX_SIZES = "intermediate_size num_attention_heads num_key_value_heads head_dim rope_theta".split()
 DEPTHS = ("num_hidden_layers", "num_heads", "num_layers")  # a limit: they are built one by one
 ANY_LENGTH = (None, "linear", "llama3")  # RoPE that ignores max_position_embeddings
 
@@ -116,10 +101,6 @@ ANY_LENGTH = (None, "linear", "llama3")  # RoPE that ignores max_position_embedd
 def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
     """A head's configuration; null: the default."""
     given = {name: value for name, value in values.items() if value is not None}
-    needed = [field.name for field in dataclasses.fields(schema) if field.default is dataclasses.MISSING]
-    prefix = PREFIX_SIZES if values.get("prefix_layer") else ()
-    if lacking := [name for name in (*needed, *prefix) if name not in given]:
-        raise UserError(f"{place}: lacks {', '.join(lacking)}")
     config: Any = validate(given, schema, str(place), {})
     for name, size in vars(config).items():
         limit = math.inf if isinstance(size, float) else 2**10 if name in DEPTHS else 2**24

@@ -33,12 +33,13 @@ LOST: dict[str, tuple[str, ...]] = {  # options that readers would drop in silen
     "speculators": (),
 }
 CHECKED = "0.5.10 to 0.5.23"  # versions of SGLang
+Export = tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]
 TAP_RULES = read_yaml(Path(__file__).with_name("sglang.yaml"))[0]
 
 
 def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
     values, place, is_early = files.values, files.config_place, layout == "speculators"
-    tensors = content.renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())), files.weights_place)
+    tensors = content.renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())))
     if values.get("layernorms"):
         raise UserError(f"{place}: layernorms is true: a HASS head; such heads are not supported")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
@@ -61,7 +62,7 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     if extra.get("use_aux_hidden_state") is False:
         raise UserError(f"{place}: use_aux_hidden_state is false: heads that read no taps are not supported")
     rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
-    tensors = content.renamed(files.tensors, rules, files.weights_place)
+    tensors = content.renamed(files.tensors, rules)
     sizes = content.read_sizes(values[LAYER] if is_speculators else values, place)
     taps, guess = content.read_taps(values, files.after_blocks, place, is_speculators)
     guesses, draft, drafts = [guess] if guess else [], sizes.get("vocab_size"), None
@@ -87,8 +88,8 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     return content.HeadContent(config, tensors, tuple(guesses), is_embedding_optional=True, speculative_tokens=drafts)
 
 
-def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFacts) -> content.Export:
-    """UserError for what readers would drop or misread in silence."""
+def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFacts) -> Export:
+    """config.json's values, tensors and notes; UserError for what readers would drop or misread in silence."""
     config, tensors, is_safeailab = head.config, dict(head.tensors), layout == "safeailab"
     if not isinstance(config, Eagle1Config | Eagle3Config):
         raise UserError(f"--to {layout}: carries EAGLE heads, and this is a {head.kind} head")
@@ -106,7 +107,7 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
         width = None if config.target_hidden_size == config.hidden_size else config.target_hidden_size
         if layout == "speculators":
             values = _nested(config, target, sizes, width, head.speculative_tokens or SPECULATIVE_TOKENS)
-            return content.Export(values, content.renamed(tensors, FROM_MIDLAYER, Path()), tuple(notes))
+            return values, content.renamed(tensors, FROM_MIDLAYER), notes
         values["draft_vocab_size"] = config.draft_vocab_size
         values |= {} if width is None else {"target_hidden_size": width}  # null would be a width
         values |= {"bias": False, "after_blocks": list(config.after_blocks), "tap_convention": TAP_CONVENTION}
@@ -131,7 +132,7 @@ def write_eagle(layout: str, head: content.HeadContent, target: content.TargetFa
             tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
             values["aerie"] = {ZERO_BIAS: True}
             notes.append("fc.bias of zeros is added: SGLang would have a random one")
-    return content.Export(values, tensors, tuple(notes))
+    return values, tensors, notes
 
 
 def _refuse_what_is_lost(layout: str, config: Eagle1Config | Eagle3Config, target: content.TargetFacts) -> None:

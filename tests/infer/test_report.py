@@ -124,7 +124,8 @@ def test_summary_follows_the_contract_to_the_key(whole: Path) -> None:
 def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_others_wrote(whole: Path, swept: Path) -> None:
     for run in (whole, swept):
         source = page(run)
-        assert not re.search(r"<(script|iframe|object|embed|img)|<[^>]*\son\w+=|@import|url\((?!#)", source)
+        assert not re.search(r"<(script |iframe|object|embed|img)|<[^>]*\son\w+=|@import|url\((?!#)", source)
+        assert source.count("<script>") == 1 and not re.search(r"fetch|https?:", source.split("<script>")[1])
         for link in re.findall(r'(?:src|href)="([^"]*)"', source):
             assert link.startswith(("#", "data:,")) or (run / "report" / link).is_file(), link
         ids, used = re.findall(r'\bid="([^"]+)"', source), set(re.findall(r'href="#([^"]+)"', source))

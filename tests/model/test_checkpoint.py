@@ -46,7 +46,7 @@ def test_a_round_trip_is_bit_exact_with_the_recorded_facts(name: str, dtype: tor
 
 def test_a_head_whose_configuration_is_damaged_or_whose_embedding_is_missing_is_refused(tmp_path: Path) -> None:
     for name, change, said in (
-        ("eagle1", {"rope_theta": None}, "lacks rope_theta"),
+        ("eagle1", {"rope_theta": None}, "rope_theta: required"),
         ("eagle3", {"after_blocks": [4, 2, 5]}, "must ascend"),
         ("eagle3", {}, r"has no 'embed_tokens.weight', which is the target's"),
     ):

@@ -287,13 +287,9 @@ def test_a_truncated_file_is_one_sentence(tmp_path: Path, pickled: bool) -> None
             read_tensors(tmp_path)
 
 
-def test_shards_that_lie_elsewhere_or_disagree_with_their_index_are_refused(tmp_path: Path) -> None:
+def test_shards_that_lie_elsewhere_are_refused(tmp_path: Path) -> None:
     index = published.sharded(tmp_path, STATE)
     table = json.loads(index.read_text())["weight_map"]
-    for changed, said in (
-        ({**table, "a": "../elsewhere.safetensors"}, "tensors to files beside it"),
-        ({"a": table["a"]}, "disagree about 'c'"),
-    ):
-        index.write_text(json.dumps({"weight_map": changed}))
-        with pytest.raises(UserError, match=said):
-            read_tensors(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**table, "a": "../elsewhere.safetensors"}}))
+    with pytest.raises(UserError, match="tensors to files beside it"):
+        read_tensors(tmp_path)
