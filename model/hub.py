@@ -17,13 +17,13 @@ SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.
 
 
 def head_directory(path: Path | str) -> Path:
-    """path, or else the snapshot of user/name[@revision] on the Hub; UserError for a run, which holds heads."""
+    """path, or else the snapshot of user/name[@revision] on the Hub, or OURS in it; UserError for a run."""
     found, place = HUB_ID.fullmatch(str(path)), Path(path)
     if found is None or place.exists():
         heads = [] if (place / CONFIG).is_file() else sorted(place.glob(f"heads/*/{CONFIG}"))
         if heads:
             raise UserError(f"{path}: a run and no head; name {' or '.join(str(head.parent) for head in heads)}")
-        return place
+        return place / OURS if (place / OURS / CONFIG).is_file() else place
     from huggingface_hub import snapshot_download
 
     repo, revision = found["repo"], found["revision"]

@@ -94,8 +94,6 @@ SIZES = (  # of Llama's, those that EAGLE heads have
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
     "hidden_act rms_norm_eps max_position_embeddings rope_theta"
 ).split()
-DEPTHS = ("num_hidden_layers", "num_heads", "num_layers")  # a limit: they are built one by one
-ANY_LENGTH = (None, "linear", "llama3")  # RoPE that ignores max_position_embeddings
 
 
 def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
@@ -103,7 +101,7 @@ def configured(schema: type[T], values: dict[str, Any], place: Path) -> T:
     given = {name: value for name, value in values.items() if value is not None}
     config: Any = validate(given, schema, str(place), {})
     for name, size in vars(config).items():
-        limit = math.inf if isinstance(size, float) else 2**10 if name in DEPTHS else 2**24
+        limit = math.inf if isinstance(size, float) else 2**10 if name.startswith("num_") else 2**24
         if isinstance(size, int | float) and not isinstance(size, bool) and not 0 < size < limit:
             raise UserError(f"{place}: {name} is {size:,}; it must be above 0 and below {limit:,}")
     if getattr(config, "hidden_act", "silu") != "silu":
@@ -148,8 +146,8 @@ def write_sizes(config: Eagle1Config | Eagle3Config, target: TargetFacts) -> tup
     """Every layout's keys of config.json, and notes."""
     notes, scaling = [], config.rope_scaling or {}
     own, theirs = config.max_position_embeddings, int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
-    # the longer of both: servers draft nothing, or noise, beyond it
-    if theirs > own and scaling.get("rope_type") in ANY_LENGTH:
+    # the longer of both, where RoPE ignores it: servers draft nothing, or noise, beyond it
+    if theirs > own and scaling.get("rope_type") in (None, "linear", "llama3"):
         notes.append(f"max_position_embeddings {own:,} is written as {theirs:,}, the target's: servers stop there")
         own = theirs
     return {

@@ -1,6 +1,7 @@
 """Pushing and fetching heads over a Hub on loopback, by huggingface_hub itself: what goes, stays and breaks."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -149,7 +150,9 @@ def test_no_conversation_no_local_path_and_nobodys_name_leaves_the_machine(
                 assert private not in text, (file, private)
         assert ("base_model: someone/tiny-llama" in texts["README.md"]) == (name is not None)
         assert json.loads(texts["config.json"])["aerie"]["target_path"] == (name or "tiny-llama")
-        assert layout == "aerie" or "vllm serve me/head\n" in texts["README.md"]
+        served = "vllm serve me/head\n" if name else """vllm serve TARGET --speculative-config '{"model": "me/head","""
+        assert layout == "aerie" or served in texts["README.md"]
+        assert ("--target TARGET" in texts["README.md"]) == ("place of `TARGET`" in texts["README.md"]) == (not name)
         recipe = yaml.safe_load(texts["recipe.yaml"])
         assert recipe["run"] == "mine"
         assert recipe["data"]["conversations"] == ["HuggingFaceH4/ultrachat_200k", "train.jsonl", "more.jsonl"]
@@ -226,10 +229,11 @@ def test_a_pushed_repository_is_a_servers_at_its_root_and_ours_by_its_name(
     assert head_directory("me/head").name == "aerie" and load_calibrator(head_directory("me/head")).temperature == 1.5
     same(load_head("me/head", vocab=tiny.vocab()), head)
     root = tmp_path / "root"
-    root.mkdir()
+    (root / "aerie").mkdir(parents=True)
     for name, content in hub.repositories["me/head"]["main"].items():
-        if "/" not in name:
-            (root / name).write_bytes(content)
+        (root / name).write_bytes(content)
+    assert load_calibrator(head_directory(root)).temperature == 1.5  # of a downloaded copy
+    shutil.rmtree(root / "aerie")
     assert {path.name for path in root.iterdir()} == {"config.json", "model.safetensors", "README.md"}
     assert read_content(root)[0] == layout
     same(load_head(root), head)
