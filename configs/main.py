@@ -39,10 +39,11 @@ import yaml
 from aerie.configs.errors import REQUEUE, Requeued, UserError, exit_codes, stop_on_signals
 from aerie.configs.read import TAGS, Place, Section, as_dict, dump, sections, suggestion, user_path
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
-from aerie.model.storage import FILE, ROOT, Lock, Manifest, Whole, read_json, write_text
+from aerie.model.storage import FILE, ROOT, Lock, Manifest, Stage, Whole, digest, read_json, sound_record, write_text
 
 OWNERS = dict.fromkeys(("synthetic", "distill", "features"), "data") | {"train": "train"}  # in the order of a run
 OWNERS |= dict.fromkeys(("calibrate", "bench", "tune", "report"), "infer")
+PLACES = {"synthetic": "conversations", "distill": "distilled", "calibrate": "calibration"}  # others: their names
 KEY = re.compile(r"((?:^ +#.*\n)*)^    (\w+): .*?(  # .*)?$", re.MULTILINE)  # with the comments above and behind
 TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping", type(None): "null"}
 PAGE = """# Recipes: every key
@@ -69,7 +70,7 @@ def main() -> int:
         return options
 
     options = add(run, "do what is left of a recipe, to the report")
-    add_arguments(options, config_required=False)
+    add_arguments(options)
     options.add_argument("recipe", type=user_path, nargs="?", metavar="RECIPE.yaml", help="in place of --config")
     options.add_argument("--processes", type=int, help="of features and train (default: one for each GPU)")
     options = add(status, "what a run has, and what to type next")
@@ -87,11 +88,11 @@ def main() -> int:
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     """Each stage in a process of its own; its exit code where that is not 0."""
     arguments.config = arguments.recipe or arguments.config
-    if arguments.config is None:
-        raise UserError("run needs a recipe: aerie run RECIPE.yaml")
     recipe = load(arguments, unknown)
     stages, stop = _stages(recipe), None
-    _require_files(recipe, stages)
+    made_here = _require_files(recipe, stages)
+    if not arguments.overwrite and all(Path(name).exists() for name in made_here):
+        _require_own_outputs(recipe, stages)
     words = ["--config", str(arguments.config), *unknown, *["--overwrite"] * arguments.overwrite]
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in ("run", "target", "dtype", "device-map")}
     words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
@@ -130,16 +131,38 @@ def _stages(recipe: Recipe) -> list[str]:
     return [stage for stage in OWNERS if asked[stage]]
 
 
-def _require_files(recipe: Recipe, stages: list[str]) -> None:
-    """UserError, before hours of work, for what is not there and no stage makes."""
+def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
+    """The files that stages make; UserError, before hours of work, for others that are not there."""
     from aerie.data.stage import is_here, target_inputs
 
     asked = [section.prompts.path for section in (recipe.calibrate, recipe.bench, recipe.tune) if section]
-    for name in filter(None, [recipe.target.path, *recipe.data.conversations, *asked]):
-        if not Path(name).absolute().is_relative_to(recipe.paths.root.absolute()):
-            target_inputs(recipe.target) if name == recipe.target.path else is_here(name)
+    names, root = [recipe.target.path, *recipe.data.conversations, *filter(None, asked)], recipe.paths.root.absolute()
+    made_here = [name for name in names if Path(name).absolute().is_relative_to(root)]
+    for name in (name for name in names if name not in made_here):
+        target_inputs(recipe.target) if name == recipe.target.path else is_here(name)
     if "report" in stages and find_spec("matplotlib") is None:
         raise UserError("report: matplotlib is not installed; pip install aerie[report]")
+    return made_here
+
+
+def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
+    """UserError, before anything starts, for the output of another recipe."""
+    from aerie.data.stage import feature_stage
+    from aerie.train import resume
+
+    features, paths = feature_stage(recipe), recipe.paths
+    train = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
+    if resume.reads_cache(recipe):
+        features.require_own_directory(overwrite=False)
+        train.inputs["features"] = digest(features.inputs)
+    resume.require_own_output(train, paths.state(resume.state_name(recipe)))
+    for stage in (stage for stage in stages if stage in ("distill", "calibrate", "bench", "tune")):
+        place = paths.root / PLACES.get(stage, stage)
+        if made_of := sound_record(place).get("inputs"):
+            Stage(stage, place, made_of | {"target": train.inputs["target"]}).require_own_directory(overwrite=False)
+            if made_of.get("head") and not train.is_whole():
+                what = f"holds the {stage} of another head than {train.output}, which is still to be trained"
+                raise UserError(f"{place}: {what}; choose another --run, or add --overwrite")
 
 
 @exit_codes()
@@ -192,23 +215,21 @@ def _launched(command: list[str], processes: int, precision: str) -> int:
 
 
 def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
-    root, lines, states, running = arguments.directory, list[str](), set[str](), ""
+    given, states = arguments.directory, set[str]()
+    # A directory in a run, such as its head's, speaks of the run, and one of runs of each of them.
+    root = next((place for place in (given, *given.parents[:2]) if [*place.glob("status*.json")]), given)
+    if root == given and (runs := sorted({path.parent for path in given.glob("*/status*.json")})):
+        print("\n".join(", ".join([*_said(run)[0][-1:], *_state(run / "report")[1]]) for run in runs))
+        return 0
+    lines, running = _said(root)
     stages, stored, heads = ["features", "train", "calibrate", "bench", "report"], root / "recipe.yaml", root / "heads"
     kinds = sorted(path.name for path in heads.glob("[!.]*"))
     with suppress(UserError):
         recipe = load(argparse.Namespace(config=stored), [])
         stages, kinds = _stages(recipe), list(dict.fromkeys([recipe.head.kind, *kinds]))
-    for path in sorted(root.glob("status*.json")):
-        said = read_json(path)
-        with suppress(OSError), Lock(path.with_name(f".{path.name}.lock")) as lock:
-            if said["state"] == "running" and lock.acquire(wait=False) is True:  # a running stage would hold it
-                said |= {"state": "killed", "code": 137}
-        running = said["stage"].split()[0] if said["state"] == "running" else running
-        lines.append(f"{root}: {said['stage']} {said['state']}" + f", exit code {said['code']}" * (said["code"] != 0))
-    names = {"synthetic": "conversations", "distill": "distilled", "calibrate": "calibration"}
     for stage in OWNERS:
         for kind in (kinds or [""]) if stage == "train" else [""]:
-            state, facts = _state(heads / kind if stage == "train" else root / names.get(stage, stage))
+            state, facts = _state(heads / kind if stage == "train" else root / PLACES.get(stage, stage))
             state = "running" if stage == running and state != "whole" else state
             if stage in stages or state != "absent":
                 facts = [*_progress(root / "metrics.jsonl", kind), *facts]
@@ -224,8 +245,23 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
     return 0
 
 
+def _said(root: Path) -> tuple[list[str], str]:
+    """How each job's last stage ended, and the stage that is running."""
+    lines, running = list[str](), ""
+    for path in sorted(root.glob("status*.json")):
+        said = read_json(path)
+        with suppress(OSError), Lock(path.with_name(f".{path.name}.lock")) as lock:
+            if said["state"] == "running" and lock.acquire(wait=False) is True:  # a running stage would hold it
+                said |= {"state": "killed", "code": 137}
+        running = said["stage"].split()[0] if said["state"] == "running" else running
+        lines.append(f"{root}: {said['stage']} {said['state']}" + f", exit code {said['code']}" * (said["code"] != 0))
+    return lines, running
+
+
 def _state(place: Path) -> tuple[str, list[str]]:
     """whole, damaged, stopped or absent; and what is worth telling."""
+    from aerie.data.stage import size
+
     found: Any = Manifest.check(place, content=False)
     if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
         rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]
@@ -243,8 +279,8 @@ def _state(place: Path) -> tuple[str, list[str]]:
     counts = {"rows": sum(rows.values()) if isinstance(rows, dict) else rows}
     counts |= {name: facts.get(name) for name in ("tokens", "answers")}
     told = [f"{count:,} {name}" for name, count in counts.items() if count]
-    size = sum(size for size, _ in record.manifest.files.values()) / 2**20
-    return "whole", [*told, f"{size:,.1f} MiB", f"{when:%Y-%m-%d %H:%M}", f"{facts['seconds']:,.0f} s"]
+    bytes_there = size(sum(num_bytes for num_bytes, _ in record.manifest.files.values()))
+    return "whole", [*told, bytes_there, f"{when:%Y-%m-%d %H:%M}", f"{facts['seconds']:,.0f} s"]
 
 
 def _progress(metrics: Path, kind: str) -> list[str]:

@@ -121,8 +121,9 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
                 if not part.isdecimal() or int(part) >= len(section):
                     raise UserError(f"--{name}: {part} is no position in a list of {len(section)} (the first is 0)")
                 key = int(part)
-            elif not isinstance(section, dict):
-                raise UserError(f"--{name}: {parts[depth - 1]} is not a section")
+            elif not isinstance(section, dict) or part.isdecimal():
+                what = "list in the recipe" if part.isdecimal() else "section"
+                raise UserError(f"--{name}: {parts[depth - 1]} is no {what}")
             lines[".".join(parts[: depth + 1])] = f"--{name}"
             if depth == len(parts) - 1:
                 section[key] = value

@@ -20,7 +20,7 @@ from aerie.configs.schema.recipe import Recipe
 from aerie.data.batches import collate, forward, grouped
 from aerie.data.cache import STATES, TOKENS, CachePlan, Shard, Storage, decode, encode, pack, rows_digest
 from aerie.data.chat import Row
-from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, state_inputs
+from aerie.data.stage import ALL, COMMAND, INDEX, Share, bar, size, state_inputs
 from aerie.data.tokens import TokenisedData, statistics, text_fingerprint, tokenised
 from aerie.model.heads.eagle import check_size
 from aerie.model.storage import FILE, Lock, Manifest, Stage, digest, explained, remove_temporaries, remove_tree
@@ -61,10 +61,6 @@ def check_rows(rows: Sequence[Row], text_config: Any, target_path: str) -> None:
     for row in rows:
         if max(row.input_ids) >= size:
             raise UserError(f"{row.source}: token id {max(row.input_ids):,} is outside {target_path}'s {size:,} rows")
-
-
-def size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def storage_error(last_hidden: Tensor, taps: Tensor | None, storage: Storage, logits: Any) -> str:
@@ -224,8 +220,8 @@ def prepare(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, rank: i
         print(
             f"{tally.table()}\ntrain: {facts['train']}\nheld_out: {facts['held_out']}\n"
             f"features: {rows:,} rows, {tokens:,} tokens x {plan.token_bytes:,} bytes ({plan.storage}); "
-            f"{len(plan.shards):,} shards of at most {size(largest)}, two at a time in memory\n"
-            f"features: to write: {size(needed)} in {len(todo):,} shards of share {share}; free: {size(free)}",
+            f"shards: {len(plan.shards):,} of at most {size(largest)}, two at a time in memory\n"
+            f"features: to write: {size(needed)} (shards: {len(todo):,} of share {share}); free: {size(free)}",
             flush=True,
         )
     plan.require_own_directory(overwrite)
@@ -257,7 +253,7 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
             error = storage_error(output.last_hidden[mask][::step], taps, plan.storage, target.logits)
             print(f"features: {error}", flush=True)
     elif state.is_main_process:
-        print(f"features: share {share} is written{speed}; {len(plan.missing()):,} shards are left", flush=True)
+        print(f"features: share {share} is written{speed}; shards left: {len(plan.missing()):,}", flush=True)
     state.destroy_process_group()
     return "done" if share.count == 1 or index is not None else "share-done"
 

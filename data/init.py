@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from dataclasses import replace
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,8 @@ from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.cache import CachePlan, Storage
-from aerie.data.conversations import read_rows
-from aerie.data.features import size
-from aerie.data.stage import is_here
+from aerie.data.conversations import Tally, load_conversations, read_rows
+from aerie.data.stage import is_here, size
 from aerie.data.tokens import tokenised
 from aerie.model.heads.eagle import DEFAULT_SIZE
 from aerie.model.target import default_taps, load_config, weights_size
@@ -25,6 +25,7 @@ from aerie.model.target import default_taps, load_config, weights_size
 MUCH, SAMPLE, MOST = 100_000, 1000, 4096  # rows; those that are measured; tokens of a row (SpecForge)
 GPU_SPEED, CORE_SPEED = 400e12, 15e9  # operations a second (assumed; docs/scale.md)
 SERVERS = {"eagle1": "safeailab", "eagle3": "speculators"}  # vLLM's layout
+COMMON = ("target", "model", "merged", "final", "hf", "output")  # names of folders that say nothing: their parent's
 OURS = "no server loads it, aerie decodes with it"
 
 
@@ -39,17 +40,27 @@ def recipe_text(asked: dict[str, Any]) -> str:
     params = weights_size(target) // (getattr(hf_config, "dtype", None) or torch.float32).itemsize
     dtype = torch.bfloat16 if gpus or 4 * params > memory / 2 else torch.float32
 
-    rows, lengths = _measured(target, asked["data"])
+    data: DataConfig = validate(asked["data"], DataConfig, "--data", {})
+    rows, lengths = _measured(target, data)
     longest, context = lengths[int(0.99 * len(lengths))], getattr(text, "max_position_embeddings", None) or MOST
-    max_length = min(MOST, context, 64 * ceil(longest / 64))
+    max_length = asked["data"].get("max_length") or min(MOST, context, 64 * ceil(longest / 64))
     mean = sum(min(length, max_length) for length in lengths) / len(lengths)
     held_out = {"held_out": min(0.2, round(40 / rows, 2))} if 0 < rows < 800 else {}  # to measure with
+    data = replace(data, **({} if "held_out" in asked["data"] else held_out))
+    first = [row.is_held_out for row in load_conversations(replace(data, limit=SAMPLE), Tally())] if rows else [False]
+    share = first.count(False) / len(first) or 1.0
+    trained_rows = min(round(rows * share), data.limit or rows)
+    rows = round(trained_rows / share)
     counted = f"{rows:,} rows, about {rows * mean:,.0f} tokens; 99 % of the rows have at most {longest:,}"
 
     kind, why = asked["head"].get("kind"), "as asked"
     if kind is None:
         kind = "eagle3" if blocks >= 7 and not 0 < rows < MUCH else "eagle1"
         why = f"eagle3 is for {MUCH:,} rows and 7 blocks or more, eagle1 learns from the features of few"
+    parent, name = Path(target.path).absolute().parts[-2:]
+    name = parent if name in COMMON else f"{parent}-{name}" if name.startswith("checkpoint-") else name
+    run = asked.get("run") or f"runs/{name.lower()}-{kind}"
+    validate({**asked, "run": run, "head": {"kind": kind} | asked["head"]}, Recipe, "--out", {})
     # Learning rates are published for a width of 4,096: a narrower head takes larger steps.
     taps: tuple[int, ...] = ()
     train: dict[str, Any] = {"epochs": 20, "batch_size": 4}  # EAGLE's, with 5e-5
@@ -59,27 +70,28 @@ def recipe_text(asked: dict[str, Any]) -> str:
         taps = default_taps(blocks) or tuple(range(max(blocks - 3, 0), blocks))
         train = {"epochs": 10, "batch_size": max(1, min(16, int(MOST / mean))), "packing": True}
         trained += width * (5 * width + min(DEFAULT_SIZE, vocab_size))
-    steps = ceil(train["epochs"] * rows / (train["batch_size"] * max(gpus, 1)))
+    train |= asked.get("train", {})
+    epoch_steps = ceil(trained_rows / (train["batch_size"] * train.get("accumulation", 1) * max(gpus, 1)))
+    steps = min(train["epochs"] * epoch_steps, train.get("max_steps") or inf)
     rate = (1e-4 if taps else 5e-5) * 4096 / width
     train |= {"learning_rate": float(f"{rate:.1e}"), "warmup_steps": min(2000, steps // 20) or 2000}
 
-    run = asked.get("run") or f"runs/{Path(target.path).name.lower()}-{kind}"
     free = shutil.disk_usage(next(place for place in Path(run).absolute().parents if place.exists())).free
     features: dict[str, Any] = {"mode": "online"}
     place = "takes no disk: the target runs in the training step"
     for form in ("int8", None):  # the second is better, where it fits
         needed = rows * mean * CachePlan(Path(), [], 0, width, taps, Storage(dtype, form), 0).token_bytes
-        if 0 < needed < free / 2:
+        if 0 < needed < free / 2 and asked.get("features", {}).get("mode") != "online":
             features = {"mode": "cached"} | ({"storage": form} if form else {})
             place = f"about {size(needed)} of the {size(free)} that are free"
     features |= {"after_blocks": list(taps)} if taps else {}
     is_online = features["mode"] == "online"
     # Operations a token: EAGLE-3 unrolls its head seven times, others call the target's LM head.
     work = 6 * (7 * trained if taps else trained + vocab_size * width) + 2 * params * is_online
-    speed = 3600 * (gpus * GPU_SPEED or cores * CORE_SPEED)
+    speed = gpus * GPU_SPEED or cores * CORE_SPEED
     needed = 16 * trained + 8 * vocab_size * width + params * dtype.itemsize * is_online
-    spent = (each * rows * mean / speed for each in (2 * params, train["epochs"] * work))
-    hours = [f"{each:,.1f} h" if rows else "? h" for each in spent]
+    seconds = [2 * params * rows * mean / speed, steps / max(epoch_steps, 1) * work * trained_rows * mean / speed]
+    took = [f"{each / 3600:,.1f} h" if each > 3600 else f"{ceil(each / 60)} min" if rows else "? h" for each in seconds]
     spread = {"device_map": "auto"} if gpus > 1 and params * dtype.itemsize > 0.8 * memory else {}
     few = {"prompts": {"num_prompts": 20, "max_new_tokens": 128}}
     model = f"{blocks} blocks of width {width:,}, about {params:,} parameters"
@@ -87,9 +99,9 @@ def recipe_text(asked: dict[str, Any]) -> str:
     sections: dict[str, tuple[dict[str, Any], str]] = {
         "target": ({"dtype": str(dtype)[6:]} | spread, model),
         "data": ({"max_length": max_length} | held_out, counted if rows else "on the Hub: not counted"),
-        "features": (features, f"{place}; one pass of the target: {hours[0]}"),
+        "features": (features, f"{place}; one pass of the target: {took[0]}"),
         "head": ({"kind": kind}, f"{why}; {served if kind in SERVERS else OURS}"),
-        "train": (train, f"{steps:,} steps, {hours[1]}; {size(needed)} and a batch's, of {size(memory)}"),
+        "train": (train, f"{steps:,} steps, {took[1]}; {size(needed)} and a batch's, of {size(memory)}"),
     }
     if not gpus:
         sections["calibrate"] = few, "fewer and shorter answers than on a GPU, to questions of held-out rows"
@@ -105,14 +117,11 @@ def recipe_text(asked: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(target: TargetConfig, data: dict[str, Any]) -> tuple[int, list[int]]:
+def _measured(target: TargetConfig, data: DataConfig) -> tuple[int, list[int]]:
     """How many rows there are (0 where some are the Hub's), and tokens of the first ones, ascending."""
-    some = {"max_length": 2**20, "held_out": 0.0, "limit": SAMPLE}
-    config: DataConfig = validate({**data, **some}, DataConfig, "--data", {})
-    if not all(is_here(name) for name in config.conversations):
+    if not all(is_here(name) for name in data.conversations):
         return 0, [MOST]
-    sample, _, tally = tokenised(target, config)
+    sample, _, tally = tokenised(target, replace(data, max_length=2**20, held_out=0.0, limit=SAMPLE))
     print(tally.table(), file=sys.stderr)
-    read = sum(1 for name in config.conversations for _ in read_rows(name))
-    rows = min(read * len(sample.train) / tally.rows, data.get("limit") or inf)
-    return round(rows), sorted(len(row.input_ids) for row in sample.train)
+    read = sum(1 for name in data.conversations for _ in read_rows(name))
+    return round(read * len(sample.train) / tally.rows), sorted(len(row.input_ids) for row in sample.train)

@@ -15,16 +15,18 @@ import argparse
 import json
 import os
 import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from aerie.configs.errors import UserError, exit_codes, stop_on_signals
-from aerie.configs.read import as_dict, override, user_path
+from aerie.configs.read import as_dict, override, user_path, validate
+from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe, add_arguments, load, pairs_of
-from aerie.data.stage import INDEX, Share, feature_inputs, target_inputs
-from aerie.model.hub import quieten
+from aerie.data.stage import INDEX, Share, feature_stage, is_here, target_inputs
+from aerie.model.hub import quieten, require_target
 from aerie.model.storage import Manifest, Stage, Whole, directory_atomically, status_file, write_status, write_text
 
 BARRIER = timedelta(hours=12)  # processes wait for the slowest shard of the others
@@ -83,6 +85,8 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
     asked = {"target": {"path": arguments.target}, "data": {"conversations": arguments.data}, "run": arguments.run}
     asked["head"] = {"kind": arguments.kind} if arguments.kind else {}
     override(pairs_of(unknown), asked, {})
+    require_target(validate(asked["target"], TargetConfig, "--target", {}).path)
+    _require_rows(arguments.data)
     quieten()
     from aerie.data.init import recipe_text
 
@@ -197,6 +201,7 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.plan:
         print(f"show: {arguments.limit:,} rows")
         return 0
+    _require_rows(recipe.data.conversations)
     quieten()
     from aerie.data import tokens
 
@@ -214,10 +219,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
         if not arguments.is_whole:
             print("features: features.mode is online: nothing is cached")
         return 0
-    if recipe.features.after_blocks is None and recipe.head.kind != "eagle3":
-        recipe = replace(recipe, features=replace(recipe.features, after_blocks=()))
-    inputs = feature_inputs(recipe.target, recipe.data, recipe.features)
-    stage = Stage("features", recipe.paths.features, inputs, is_indexed=True)
+    stage = feature_stage(recipe)
     # By the sizes of the shards; --verify and `check` read every byte.
     is_there = isinstance(Manifest.check(stage.output, content=False, name=INDEX), Whole)
     if is_there and stage.is_whole() and not (arguments.verify or arguments.estimate):
@@ -225,6 +227,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
+    _require_rows(recipe.data.conversations)
     quieten()
     from aerie.data.features import prepare, time_forwards, write
 
@@ -275,6 +278,12 @@ def _reuse(arguments: argparse.Namespace, stage: Stage, status: Path) -> int:
         if not arguments.plan:
             write_status(status, arguments.command, "done")
     return 0
+
+
+def _require_rows(names: Iterable[str]) -> None:
+    """UserError, before the slow imports, for a source that is nowhere."""
+    for name in names:
+        is_here(name)
 
 
 def _device(recipe: Recipe) -> str:

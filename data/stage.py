@@ -4,7 +4,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.heads import TargetConfig
+from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import require_target
-from aerie.model.storage import FILE, file_digest, template_path
+from aerie.model.storage import FILE, Stage, file_digest, template_path
 
 COMMAND = "aerie features --config RECIPE"  # builds and mends a feature cache
 INDEX = "index.json"  # of a feature cache; written last
@@ -27,10 +28,15 @@ OTHER_FILES = (
     "merges.txt *.model *.py"
 ).split()
 ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 LINE_SECONDS = 10.0  # between two progress lines of a log file
-LINE = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_fmt}, {remaining} left{postfix}"
-OPEN_LINE = "{desc}: {n_fmt}{unit}, {rate_fmt}"
+LINE = "{desc}: {percentage:3.0f}% of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
+OPEN_LINE = "{desc}: {n_fmt}{unit}, {rate_noinv_fmt}"
+
+
+def size(num_bytes: float) -> str:
+    power = 3 if num_bytes >= 2**30 else 2 if num_bytes >= 2**20 else 1
+    return f"{num_bytes / 2 ** (10 * power):,.1f} {' KMG'[power]}iB"
 
 
 def sampled_if_large(path: Path) -> str:
@@ -58,7 +64,7 @@ def is_here(name: str) -> bool:
     path = Path(name).expanduser()
     is_file = name[0] == "." or path.suffix in (*ROW_SUFFIXES, ".txt", ".gz")
     if not path.exists() and (is_file or not HUB_NAME.fullmatch(name)):
-        raise UserError(f"{name}: no such file or directory; name local ones or Hub data sets (owner/name:split)")
+        raise UserError(f"{name}: no such file or directory; a data set of the Hub is OWNER/NAME or OWNER/NAME:SPLIT")
     return path.exists()
 
 
@@ -86,6 +92,14 @@ def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesCon
         "conversations": conversation_inputs(data.conversations),
         "features": {key: value for key, value in as_dict(features).items() if key not in readers},
     }
+
+
+def feature_stage(recipe: Recipe) -> Stage:
+    features = recipe.features
+    if features.after_blocks is None and recipe.head.kind != "eagle3":
+        features = replace(features, after_blocks=())
+    inputs = feature_inputs(recipe.target, recipe.data, features)
+    return Stage("features", recipe.paths.features, inputs, is_indexed=True)
 
 
 def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -390,7 +390,7 @@ def main() -> int:
     for run in COMMANDS:
         command = subparsers.add_parser(run.__name__, help=run.__doc__)
         if run is not results:
-            add_arguments(command, config_required=run not in (generate, chat, verify))
+            add_arguments(command)
         for flag, settings in ({"--head": HEAD} | OPTIONS.get(run.__name__, {})).items():
             command.add_argument(flag, **settings)
         command.set_defaults(run_command=run)

@@ -293,7 +293,8 @@ class Stage:
         match Manifest.check(self.output, self.inputs, content=False):
             case Foreign(manifest, changed):
                 what = f"holds another {manifest.facts.get('stage', 'output')} ({changed})"
-                raise UserError(f"{self.output}: {what}; choose another --run, or add --overwrite")
+                fix = "choose another --run" + ("" if changed.startswith("target.path:") else ", or add --overwrite")
+                raise UserError(f"{self.output}: {what}; {fix}")
             case Damaged() as damaged:
                 raise UserError(f"{damaged}; write it anew with --overwrite")
 
@@ -316,7 +317,7 @@ def sound_record(directory: Path) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
-    """'key: 1 there, 2 asked' of three keys that differ; digests come last."""
+    """'key: 1 there, 2 asked' of three keys that differ; the target comes first, digests last."""
 
     def compare(old: Any, new: Any, key: str) -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
@@ -325,7 +326,8 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
         shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in (str(old), str(new))]
         return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
 
-    rows = sorted(compare(there, asked, ""), key=lambda row: bool(OF_DIGESTS.search(row)))
+    order = lambda row: (not row.startswith("target.path:"), bool(OF_DIGESTS.search(row)))  # noqa: E731
+    rows = sorted(compare(there, asked, ""), key=order)
     return "; ".join(rows[:3])
 
 
@@ -333,7 +335,8 @@ def environment() -> dict[str, Any]:
     script, *words = sys.argv or [""]
     path = Path(script).resolve()
     inside = path.suffix == ".py" and path.is_relative_to(ROOT)  # no path of this machine
-    argv = [path.relative_to(ROOT).as_posix() if inside else path.name, *words]
+    name = path.relative_to(ROOT).as_posix() if inside else path.name
+    argv = ["aerie" if path.name == "__main__.py" else name, *words]
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):

@@ -58,9 +58,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, config: TargetConfig) -> None:
         self.model = model.eval().requires_grad_(False)
         self.recipe, self.config, self.decoder = config, model.config.get_text_config(), model.get_decoder()
-        layers = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        if other := layers - {"full_attention", "sliding_attention"}:
-            raise UserError(f"{config.path}: has {sorted(other)} layers; a draft tree needs plain attention")
+        require_plain_attention(self.config, config.path)
         first, last = _embedding_and_head(model, config.path)
         bias = None if getattr(last, "bias", None) is None else last.bias.detach()
         transform = final_transform(self.config)
@@ -149,7 +147,16 @@ def weights_size(config: TargetConfig) -> int:
 
 def load_config(config: TargetConfig) -> Any:
     with _readable(config, "read the target's configuration"):
-        return AutoConfig.from_pretrained(config.path, **_source(config))
+        hf_config = AutoConfig.from_pretrained(config.path, **_source(config))
+    require_plain_attention(hf_config.get_text_config(), config.path)
+    return hf_config
+
+
+def require_plain_attention(text_config: Any, path: str) -> None:
+    """UserError for recurrent layers and linear attention, whose state holds no branches."""
+    kinds = {*(getattr(text_config, "layer_types", None) or [])} | {text_config.model_type} & {"rwkv", "xlstm"}
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(f"{path}: has {sorted(other)} layers; a draft tree needs plain attention")
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

@@ -1,6 +1,7 @@
 """The whole recipe and where a run keeps its files: what the four `main.py` share."""
 
 import argparse
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig,
 from aerie.configs.schema.decode import USUAL, TreeConfig, completed
 from aerie.configs.schema.heads import DEFAULT_KIND, Eagle1Section, Eagle1Train, HeadConfig, TargetConfig, Train
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
+
+FLAGS = ("--config", "--target", "--dtype", "--device-map", "--plan", "--overwrite", "--is-whole")
 
 
 class Recipe(Section):
@@ -70,11 +73,11 @@ class RunPaths:
         return Path(recipe.output) if recipe.output else self.heads / recipe.head.kind
 
 
-def add_arguments(parser: argparse.ArgumentParser, config_required: bool = True) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every command's; any other `--section.key value` overrides the recipe."""
     words = "`aerie keys SECTION` prints the keys of a section, what they mean and their defaults."
     parser.epilog = f"Any key of the recipe can be set too: --section.key VALUE (--train.learning_rate 1e-4). {words}"
-    parser.add_argument("--config", type=user_path, required=config_required, help="the recipe (YAML)")
+    parser.add_argument("--config", type=user_path, help="the recipe (YAML)")
     parser.add_argument("--run", help="the run's directory")
     parser.add_argument("--target", help="directory or Hub id (overrides target.path)")
     parser.add_argument("--dtype", help="overrides target.dtype")
@@ -88,6 +91,8 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
     keys = {"run": "run", "target": "target.path", "dtype": "target.dtype", "device_map": "target.device_map"}
     flags = {key: getattr(arguments, flag, None) for flag, key in keys.items()}
     overrides = [*pairs_of(unknown), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
+    if arguments.config is None:
+        raise UserError("no recipe; name one with --config RECIPE.yaml")
     values, lines = read_yaml(arguments.config)
     kind, method = _kind_and_method(values)
     override([pair for pair in overrides if pair.startswith(("head.kind=", "calibrate.method="))], values, lines)
@@ -104,7 +109,12 @@ def pairs_of(words: list[str]) -> list[str]:
     pairs, rest = [], iter(words)
     for word in rest:
         if not word.startswith("--"):
-            raise UserError(f"{word}: not an option; overrides look like --train.learning_rate 1e-4")
+            fix = "overrides look like --train.learning_rate 1e-4"
+            if pairs:
+                fix = "a list is one word: --{} '[{}, {}]'".format(*pairs[-1].split("=", 1), word)
+            raise UserError(f"{word}: not an option; {fix}")
+        if close := difflib.get_close_matches(word.partition("=")[0], FLAGS, n=1, cutoff=0.85):
+            raise UserError(f"{word}: unknown option; did you mean {close[0]}?")
         pair = word[2:] if "=" in word else f"{word[2:]}={next(rest, '')}"
         if pair.endswith("=") and "=" not in word:
             raise UserError(f"{word}: needs a value")
