@@ -87,6 +87,8 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     """Each stage in a process of its own; its exit code where that is not 0."""
+    from aerie.train.resume import needs_target
+
     arguments.config = arguments.recipe or arguments.config
     recipe = load(arguments, unknown)
     stages, stop = _stages(recipe), None
@@ -97,6 +99,8 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in ("run", "target", "dtype", "device-map")}
     words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
     if arguments.plan:
+        if needs_target(recipe) and recipe.target.path not in made_here:
+            import_module("aerie.model.target").load_config(recipe.target)  # refuses layers that no draft tree fits
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
     write_text(recipe.paths.root / "recipe.yaml", dump(recipe))

@@ -85,7 +85,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UserError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from error
+        raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)}); check the indentation") from error
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path}: a recipe is a mapping of sections; this is {type(values).__name__}")
     lines: dict[str, str] = {}
@@ -185,7 +185,7 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
         return f"{prefix}: unknown {key} {tag!r}; {advice}"
     if kind.startswith("missing"):
         return f"{prefix}: required, and not set"
-    plain = {"dataclass_type": "Has keys of its own", "tuple_type": "Input should be a list"}
+    plain = {"dataclass_type": "Has keys of its own, indented below it", "tuple_type": "Input should be a list"}
     message = plain.get(kind, problem["msg"].removeprefix("Value error, "))
     is_told = isinstance(problem["input"], dict | list) or kind == "value_error"
     return f"{prefix}: {message[0].lower()}{message[1:]}" + ("" if is_told else f", not {problem['input']!r}")
