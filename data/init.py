@@ -45,8 +45,8 @@ def recipe_text(asked: dict[str, Any]) -> str:
     longest, context = lengths[int(0.99 * len(lengths))], getattr(text, "max_position_embeddings", None) or MOST
     max_length = asked["data"].get("max_length") or min(MOST, context, 64 * ceil(longest / 64))
     mean = sum(min(length, max_length) for length in lengths) / len(lengths)
-    held_out = {"held_out": min(0.2, round(40 / rows, 2))} if 0 < rows < 800 else {}  # to measure with
-    data = replace(data, **({} if "held_out" in asked["data"] else held_out))
+    if 0 < rows < 800 and "held_out" not in asked["data"]:
+        data = replace(data, held_out=min(0.2, round(40 / rows, 2)))  # to measure with
     first = [row.is_held_out for row in load_conversations(replace(data, limit=SAMPLE), Tally())] if rows else [False]
     share = first.count(False) / len(first) or 1.0
     trained_rows = min(round(rows * share), data.limit or rows)
@@ -98,7 +98,7 @@ def recipe_text(asked: dict[str, Any]) -> str:
     served = f"vLLM (aerie convert --to {SERVERS.get(kind)}) and SGLang (--to sglang) load it"
     sections: dict[str, tuple[dict[str, Any], str]] = {
         "target": ({"dtype": str(dtype)[6:]} | spread, model),
-        "data": ({"max_length": max_length} | held_out, counted if rows else "on the Hub: not counted"),
+        "data": ({"max_length": max_length, "held_out": data.held_out}, counted if rows else "on the Hub: not counted"),
         "features": (features, f"{place}; one pass of the target: {took[0]}"),
         "head": ({"kind": kind}, f"{why}; {served if kind in SERVERS else OURS}"),
         "train": (train, f"{steps:,} steps, {took[1]}; {size(needed)} and a batch's, of {size(memory)}"),

@@ -106,7 +106,7 @@ def load(arguments: argparse.Namespace, unknown: list[str]) -> Recipe:
 
 def pairs_of(words: list[str]) -> list[str]:
     """['--a.b', '3', '--c=4'] -> ['a.b=3', 'c=4']."""
-    pairs, rest = [], iter(words)
+    pairs, rest = list[str](), iter(words)
     for word in rest:
         if not word.startswith("--"):
             fix = "overrides look like --train.learning_rate 1e-4"
