@@ -39,13 +39,8 @@ help:
 
 demo: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE)
-	@$(call launched,zero1,train/main.py --config $(TARGET_RECIPE))
-	@$(call launched,zero1,data/main.py features --config $(RECIPE))
-	@$(call launched,zero2,train/main.py --config $(RECIPE))
-	@$(BIN)/python infer/main.py calibrate --config $(RECIPE)
-	@$(BIN)/python infer/main.py bench --config $(RECIPE)
-	@$(BIN)/python infer/main.py tune --config $(RECIPE)
-	@$(BIN)/python infer/main.py report --config $(RECIPE)
+	@$(BIN)/python configs/main.py run $(TARGET_RECIPE) --processes $(PROCESSES)
+	@$(BIN)/python configs/main.py run $(RECIPE) --processes $(PROCESSES)
 
 # Every method's head beside the demo's own, in a run of its own; SEEDED turns a recipe of the embedded default there.
 SEEDS := runs/seeds
