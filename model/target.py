@@ -183,7 +183,8 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
     text = hf_config.get_text_config()
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
-    names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
+    # of tied weights the first name, which is the one in the file
+    names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
     first, last = _embedding_and_head(skeleton, config.path)
     wanted = {"embedding": names[id(first.weight)]}
     if not text.tie_word_embeddings:
@@ -202,7 +203,7 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
                 if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                     stored[name] = handle.get_tensor(name).clone()
     if len(stored) < len(wanted):  # another format, or other names
-        target = Target.load(config)
+        target = Target.load(config if dtype is None else replace(config, dtype=str(dtype).removeprefix("torch.")))
         return target.config, target.vocab
     if dtype is None and config.dtype != "auto":
         dtype = getattr(torch, config.dtype)

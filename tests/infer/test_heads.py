@@ -168,11 +168,13 @@ def test_a_head_of_another_target_or_with_other_positions_is_noticed(
     # the same weights with as many digits as the head was trained with, with more or fewer, are no other target
     half = tiny.target(tmp_path / "half")
     tiny.llama().to(torch.bfloat16).save_pretrained(half)
+    tied = tiny.target(tmp_path / "tied", tie_word_embeddings=True)
     for place, trained, used in (
         (half, "float32", "bfloat16"),
         (half, "bfloat16", "float32"),
         (tmp_path / "own", "bfloat16", "float32"),
         (tmp_path / "own", "float32", "bfloat16"),
+        (tied, "float32", "bfloat16"),
     ):
         head = saved(load(place, trained), tmp_path / f"{place.name} {trained}")
         assert warnings(load(place, used), head) == []
