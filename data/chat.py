@@ -24,6 +24,8 @@ from aerie.model.storage import SHIPPED_TEMPLATE, first_line
 # A row's text, its answers as ascending (start, end) in characters (end exclusive), and its source.
 Rendered = tuple[str, list[tuple[int, int]], str]
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# gpt-oss's harmony format: a channel's name is ordinary text between two special tokens
+FINAL = re.compile(r"<\|channel\|>final.*?<\|message\|>(.*?)(?:<\|(?:end|return|call|start|channel)\|>|$)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,13 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
         raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """What a reader should see: no special tokens, and where there are channels, the `final` messages alone."""
+    if "<|channel|>" in tokenizer.get_added_vocab() and "<|channel|>" in (text := tokenizer.decode(ids)):
+        return "".join(FINAL.findall(text))
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Chat:

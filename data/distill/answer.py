@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.data import SamplingConfig, ServerConfig
-from aerie.data.chat import apply_template
+from aerie.data.chat import answer_text, apply_template
 from aerie.data.conversations import Message
 from aerie.model.storage import first_line
 
@@ -148,7 +148,7 @@ def local_target(decode: Callable[[list[int], int], list[int]], thinking: Thinki
             raise Unanswered("skipped", TOO_LONG)
         ids = decode(prompt, seed)
         has_ended = bool(ids) and ids[-1] in thinking.end_ids
-        text = str(thinking.tokenizer.decode(ids[:-1] if has_ended else ids, skip_special_tokens=True))
+        text = answer_text(thinking.tokenizer, ids[:-1] if has_ended else ids)
         return Answer(text, "stop" if has_ended else "length", len(ids), None, tuple(ids), tuple(prompt))
 
     return ask

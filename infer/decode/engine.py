@@ -16,7 +16,7 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import validate
 from aerie.configs.schema.decode import METHODS, USUAL, MethodConfig, TreeConfig, TypicalConfig, check_kind
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data.chat import apply_template
+from aerie.data.chat import answer_text, apply_template
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.methods import Drafters, kind_at, make_proposer
 from aerie.infer.decode.sampling import Decoding, Sampler, resolve
@@ -73,8 +73,8 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The answer without special tokens."""
-        return str(self.decoder.tokenizer.decode(self.new_ids, skip_special_tokens=True))
+        """The answer as a reader should see it; `new_ids` are all of it."""
+        return answer_text(self.decoder.tokenizer, self.new_ids)
 
 
 class SpeculativeDecoder:

@@ -25,6 +25,7 @@ from aerie.configs.errors import UserError, warn
 from aerie.configs.read import as_dict, validate
 from aerie.configs.schema.decode import MethodConfig
 from aerie.configs.schema.measure import BenchConfig
+from aerie.data.chat import answer_text
 from aerie.data.stage import bar
 from aerie.infer.decode.cache import CachedLM
 from aerie.infer.decode.engine import Clock, SpeculativeDecoder, make_decoder
@@ -67,7 +68,10 @@ def load_quietly(config: Any, threads: int | None) -> Target:
     warnings.filterwarnings("ignore")
     quieten()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    return Target.load(config, "cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
+    return Target.load(config, device)
 
 
 def describe(target: Target) -> dict[str, Any]:
@@ -218,7 +222,7 @@ def _answer(
         return Record(**facts, verify="none", status="error", message=first_line(error)), []
     counted, answer = generation.statistics, generation.new_ids
     ends = itertools.accumulate(counted.cycle_tokens, initial=1)
-    texts = [bench.tokenizer.decode(answer[:end], skip_special_tokens=True) for end in ends]
+    texts = [answer_text(bench.tokenizer, answer[:end]) for end in ends]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if torch.cuda.is_available():
         peak = sum(map(torch.cuda.max_memory_allocated, devices)) / 2**30

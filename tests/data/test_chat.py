@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from aerie.configs.errors import UserError
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data.chat import Chat, Row
+from aerie.data.chat import Chat, Row, answer_text
 from aerie.data.conversations import Conversation, Tally, UnusableRow
 from aerie.model.storage import template_path
 from aerie.model.target import target_end_ids
@@ -138,3 +138,20 @@ def test_end_of_turn_is_any_eos_of_tokenizer_or_generation_config(tmp_path: Path
     for listed, others in ((None, set[int]()), (3, {3}), ([3, 4], {3, 4})):
         GenerationConfig(eos_token_id=listed).save_pretrained(tmp_path)
         assert target_end_ids(TargetConfig(path=str(tmp_path)), tokenizer) == {tokenizer.eos_token_id, *others}
+
+
+def test_of_an_answer_with_channels_only_the_final_message_is_shown_and_it_only_grows() -> None:
+    tokenizer, marks = tiny.tokenizer(), ["<|start|>", "<|channel|>", "<|message|>", "<|return|>"]
+    plain = "<|channel|>final<|message|>Two owls."
+    ids = tokenizer(f"{plain}<|end|>")["input_ids"]
+    assert answer_text(tokenizer, ids) == plain  # ordinary text of this tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    thinking = "<|channel|>analysis<|message|>Owls, final.<|end|><|start|>assistant"
+    for text, shown in (
+        (f"{thinking}{plain}<|return|>", "Two owls."),
+        (thinking, ""),
+        ("Two owls.<|end|>", "Two owls."),
+    ):
+        ids = tokenizer(text)["input_ids"]
+        parts = [answer_text(tokenizer, ids[:end]) for end in range(1, len(ids) + 1)]
+        assert parts[-1] == shown and all(shown.startswith(part) for part in parts)
