@@ -244,7 +244,12 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
     words = f"aerie run {stored if stored.exists() else f'RECIPE.yaml --run {root}'}"
     words += " --overwrite" if "damaged" in states else ""
     if states == {"whole"}:
-        words = f"aerie push {heads / kinds[0]} --repo USER/NAME --dry-run; see {root / 'report/index.html'}"
+        summary = root / "report/summary.json"
+        words = f"aerie push {heads / kinds[0]} --repo USER/NAME --dry-run; see {summary.with_name('index.html')}"
+        rows = read_json(summary)["rows"] if summary.is_file() and not (root / "tune").is_dir() else []
+        speedups = [row["speedup"] or 0 for row in rows if row["method"] != "vanilla"]
+        if speedups and max(speedups) < 1:
+            words = f"aerie tune --config {stored}, for a tree that suits this machine: none is faster than vanilla yet"
     print("\n".join([*lines, f"next: {f'wait for {running}' if running else words}"]))
     return 0
 

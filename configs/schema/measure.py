@@ -110,7 +110,8 @@ class CalibrateConfig(Section):
 
 
 class TuneConfig(Section):
-    prompts: PromptsConfig  # that predict; held out from training
+    # that predict; the default: at most 24 held-out conversations, 128 new tokens each
+    prompts: PromptsConfig = PromptsConfig(num_prompts=24, max_new_tokens=128)
     measure: PromptsConfig | None = None  # others, on which the choice is timed; null: it is not
     levels: Annotated[int, Field(ge=2)] = 10  # the deepest tree
     k: Annotated[int, Field(ge=2)] = 10  # the widest frontier

@@ -1,5 +1,6 @@
 """The proof that methods are lossless: greedy answers on the real target, sampled ones by a miniature's exact law."""
 
+import sys
 import tempfile
 from argparse import Namespace
 from collections import Counter
@@ -143,6 +144,8 @@ def demonstrate(
     if options.plan:
         print(f"verify: {config.path} in {config.dtype}: {', '.join(row.asked.method for row in rows)}")
         return 0
+    work = f"{options.prompts} prompts on the target, {len(SETTINGS)} x {options.draws:,} draws on a miniature"
+    print(f"verify: {len(rows)} methods, each: {work} (--methods, --prompts, --draws)", file=sys.stderr, flush=True)
     target = load_quietly(config, threads)
     texts = [f"{task} {topic}." for topic in GIVEN["topics"] for task in GIVEN["tasks"]]
     if prompts is not None:

@@ -1,6 +1,7 @@
 """The fastest method for a run's heads: fixed trees are replayed from recorded drafts, stop rules decoded and timed."""
 
 import statistics
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
@@ -76,12 +77,14 @@ def record(
             frontier[depth] = level.frontier.cpu()
         drafts.append((tokens, survival, frontier, len(drafted)))
 
-    for number, ids in enumerate(prompts):
-        drafts.clear()
-        answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
-        padded = [*answer, *([-1] * levels)]
-        for place, draft in enumerate(drafts, start=1):
-            places.append((*draft, padded[place : place + levels], number, len(answer) - place))
+    with bar(len(prompts), "answers", "drafts") as progress:
+        for number, ids in enumerate(prompts):
+            drafts.clear()
+            answer = decoder.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, on_cycle=keep).new_ids
+            padded = [*answer, *([-1] * levels)]
+            for place, draft in enumerate(drafts, start=1):
+                places.append((*draft, padded[place : place + levels], number, len(answer) - place))
+            progress.update()
     return Recording(*map(np.array, zip(*places, strict=True)))
 
 
@@ -283,6 +286,7 @@ class HeadTuning:
         self.target, self.kind, self.head, self.prompts, self.config = target, kind, head, prompts, config
         self.drafter = Drafters(target).of(head)
         k = 1 if kind == "draft_lm" else config.k  # its methods are chains
+        self.announce(k)
         self.recording = record(target, self.drafter, prompts, config.levels, k, config.prompts.max_new_tokens)
         self.costs = measure_costs(target, self.drafter, prompts)
         self.trees = self.replay(trees_up_to(config.levels, k))[: SEARCH["shown"]]
@@ -292,6 +296,25 @@ class HeadTuning:
         self.rules: list[Prediction] = []
         self.fixed: Prediction | None = None  # the best tree without a rule, timed as it is; null: nothing was timed
         self.choice = self.trees[0]
+
+    def announce(self, k: int) -> None:
+        """Says what will be tried, and about how long it takes where each token takes a cycle of the widest tree."""
+        levels, new, asked = self.config.levels, self.config.prompts.max_new_tokens, len(self.prompts)
+        widest = tree_with(levels, k, SEARCH["nodes"][-1])
+        for _ in range(2):  # the first warms up
+            tried = self.decoder(widest).generate(self.prompts[0], max_new_tokens=min(new, 12), do_sample=False)
+        rules = len(rules_for(self.kind, widest, levels)) * (1 + self.is_calibrated)
+        fixed = (1 + len(SEARCH["timed_trees"])) * SEARCH["cost_prompts"] * SEARCH["cost_repetitions"]
+        fixed += (3 + SEARCH["finalists"]) * SEARCH["timed_prompts"] * SEARCH["timed_repetitions"]
+        answers = asked * (1 + SEARCH["finalists"]) + rules * min(asked, SEARCH["screening_prompts"])
+        minutes = cycle_ms([tried.statistics]) / 60_000 * (answers * new + fixed * SEARCH["timed_tokens"])
+        what = f"every tree of up to {levels} levels and k {k} on {asked} answers of up to {new} tokens"
+        line = f"tune: {self.kind}: {what}, then {rules} stop rules; at most about {minutes:,.0f} min"
+        print(line, file=sys.stderr, flush=True)
+
+    @property
+    def is_calibrated(self) -> bool:
+        return (head_directory(self.head) / CALIBRATOR).is_file()
 
     def decoder(self, tree: GrownConfig) -> SpeculativeDecoder:
         calibrate = calibrate_of(tree.calibrated, self.head)
@@ -324,7 +347,7 @@ class HeadTuning:
         """Tries stop rules on the best fixed tree; times the best ones, that tree and the published one."""
         best = self.trees[0]
         tried = rules_for(self.kind, best.tree, self.config.levels)
-        if (head_directory(self.head) / CALIBRATOR).is_file():
+        if self.is_calibrated:
             tried += [(method, replace(tree, calibrated="isotonic")) for method, tree in tried]
         screened = self.decoded(tried, self.prompts[: SEARCH["screening_prompts"]])
         finalists = self.decoded([(one.method, one.tree) for one in screened[: SEARCH["finalists"]]], self.prompts)

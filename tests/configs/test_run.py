@@ -111,7 +111,7 @@ def test_a_run_goes_to_its_report_and_status_says_what_is_left(folder: Path, cap
     assert re.search(r"train interrupted, exit code 130\n.*\n  train eagle1 +stopped  step", capfd.readouterr().out)
     assert run() == 0 and "features: whole, reused" in capfd.readouterr().out and status("run") == 0
     assert re.search(
-        r"bench +whole +6 answers.*\n  report +whole +best tau .*\nnext: aerie push", capfd.readouterr().out
+        r"bench +whole +6 answers.*\n  report +whole +best tau .*\nnext: aerie (push|tune)", capfd.readouterr().out
     )
     (folder / "run/heads/eagle1/model.safetensors").write_bytes(b"")
     assert status("run") == 0 and "next: aerie run run/recipe.yaml --overwrite" in capfd.readouterr().out
