@@ -19,11 +19,12 @@ from aerie.configs.read import load as load_row
 from aerie.configs.schema import decode
 from aerie.configs.schema.decode import METHODS, USUAL, Method, MethodConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, HeldOutPrompts, SamplingConfig
+from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, HeldOutPrompts, SamplingConfig, TuneConfig
 from aerie.configs.schema.recipe import Recipe, RunPaths, add_arguments, load, pairs_of
+from aerie.data.conversations import Message, RawRow, UnusableRow, read_rows, to_messages
 from aerie.data.stage import target_inputs
 from aerie.model import storage
-from aerie.model.hub import head_directory, is_on_hub
+from aerie.model.hub import head_directory, is_on_hub, require_target
 
 # No torch yet: --help and mistakes are answered at once.
 
@@ -228,7 +229,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
-    return _decode(arguments, unknown)
+    return _decode(arguments, unknown, _prompts(arguments))
 
 
 def chat(arguments: Namespace, unknown: list[str]) -> int:
@@ -236,11 +237,46 @@ def chat(arguments: Namespace, unknown: list[str]) -> int:
     return _decode(arguments, unknown)
 
 
-def _decode(arguments: Namespace, unknown: list[str]) -> int:
-    """Answers with the target, method and head that the command line or its recipe names."""
-    from aerie.infer.measure import generate as answers
+def _prompts(arguments: Namespace) -> list[list[Message]]:
+    """Of --prompt (`-`: stdin) or --prompts; UserError where one is empty."""
+    path, text = arguments.prompts, arguments.prompt
+    if (path is None) == (text is None):
+        raise UserError("generate needs either --prompt TEXT (--prompt - reads stdin) or --prompts FILE.jsonl")
+    text = sys.stdin.read().removesuffix("\n") if text == "-" else text
+    prompts = []
+    for row in read_rows(path) if path else [RawRow("--prompt", 1, text)]:
+        values = row.value if isinstance(row.value, dict) else {"prompt": row.value}
+        turns = next((values[name] for name in ("turns", "question", "prompt") if name in values), None)
+        turns = turns if isinstance(turns, list | None) else [turns]
+        try:
+            messages = to_messages(values) if turns is None else [{"role": "user", "content": turn} for turn in turns]
+        except UnusableRow as error:
+            raise UserError(f"{row.place}: {error}; or prompt, question or turns") from error
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()  # to be written anew
+        asked = [message["content"] for message in messages if message["role"] == "user"]
+        if not asked or not all(isinstance(text, str) and text.strip() for text in asked):
+            raise UserError(f"{row.place}: the prompt is empty, or no text")
+        if arguments.raw and len(messages) > 1:
+            raise UserError(f"{row.place}: several turns need the chat template; leave --raw out")
+        prompts.append(messages)
+    if not prompts:
+        raise UserError(f"{path}: holds no prompts")
+    return prompts
 
-    work = answers.chat if arguments.command == "chat" else partial(answers.generate, answers.read_prompts(arguments))
+
+def _check_sampling(arguments: Namespace) -> None:
+    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
+    names = ("temperature", "top_k", "top_p")
+    sampling = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    validate(sampling, SamplingConfig, "sampling", {})
+    if not arguments.temperature and {"top_k", "top_p"} & {*sampling}:
+        raise UserError("--top-k and --top-p: greedy decoding draws nothing; add --temperature 1")
+
+
+def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message]] | None = None) -> int:
+    """Answers (null: a chat) with the target, method and head that the command line or its recipe names."""
     given, row, recipe, pairs = arguments.head, arguments.row, None, pairs_of(unknown)
     command = arguments.command
     if arguments.config is None:
@@ -254,8 +290,11 @@ def _decode(arguments: Namespace, unknown: list[str]) -> int:
         others = [f"--{pair}" for pair in pairs if pair not in of_method]
         recipe = load(arguments, others)
         usual, target = USUAL[recipe.head.kind], recipe.target
+    require_target(target.path)
+    _check_sampling(arguments)
     from aerie.infer.decode.engine import make_decoder
     from aerie.infer.decode.methods import Drafters, check_levels, kind_at
+    from aerie.infer.measure import generate as answers
     from aerie.infer.measure.bench import load_quietly
     from aerie.model.target import load_tokenizer
 
@@ -280,13 +319,6 @@ def _decode(arguments: Namespace, unknown: list[str]) -> int:
     else:
         check_levels(asked.tree, asked.head, command)
     _check(target, [asked.head])
-    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
-    names = ("temperature", "top_k", "top_p")
-    sampling = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    validate(sampling, SamplingConfig, "sampling", {})
-    if not arguments.temperature and {"top_k", "top_p"} & {*sampling}:
-        raise UserError("--top-k and --top-p: greedy decoding draws nothing; add --temperature 1")
     if arguments.plan:
         law = "" if asked.typical is None else "; typical acceptance, NOT lossless where tokens are sampled"
         tree = as_dict(asked.tree) if asked.tree else "no tree"
@@ -298,7 +330,10 @@ def _decode(arguments: Namespace, unknown: list[str]) -> int:
         raise UserError(f"{target.path}: the tokenizer has no chat template; {fix}")
     decoder = make_decoder(Drafters(load_quietly(target, recipe.threads if recipe else None)), asked, asked.head)
     decoder.tokenizer = tokenizer
-    work(decoder, arguments)
+    if prompts is None:
+        answers.chat(decoder, arguments)
+    else:
+        answers.generate(prompts, decoder, arguments)
     return 0
 
 
@@ -313,9 +348,7 @@ def _recipe(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any, RunP
     name = arguments.command
     if any(word.startswith("--tree.") for word in unknown) and name in ("bench", "calibrate"):
         warn(f"--tree: {name} does not read it; set {'bench.rows' if name == 'bench' else 'calibrate.tree'}")
-    section = getattr(recipe, name) or {"bench": BenchConfig, "calibrate": CalibrateConfig}.get(name, lambda: None)()
-    if section is None:
-        raise UserError(f"{arguments.config}: has no section {name!r}; add one with its prompts")
+    section = getattr(recipe, name) or {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}[name]()
     for key, part in (("prompts", int(name != "bench")), ("measure", 0)):  # so that none is measured and fitted on
         prompts = getattr(section, key, None)
         if prompts is not None and prompts.path is None and not prompts.tasks:
@@ -345,7 +378,11 @@ def _check(target: TargetConfig, heads: Sequence[str | None]) -> None:
             raise UserError(f"{head}: holds no weights; train the head with: aerie train --config RECIPE")
 
 
-HEAD: dict[str, Any] = {"type": user_path, "help": "a head directory (default: the run's own)"}
+def _given_head(text: str) -> Path:
+    return user_path(text) if is_on_hub(user_path(text)) else head_directory(user_path(text))
+
+
+HEAD: dict[str, Any] = {"type": _given_head, "help": "a head directory (default: the run's own)"}
 FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
 COMMANDS = (generate, chat, calibrate, bench, tune, report, results, compare, verify)
@@ -372,7 +409,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "results": {"runs": {"type": user_path, "nargs": "+", "metavar": "RUN"}},
     "compare": {"--of": ROWS, "--against": ROWS, "--temperature": {"type": float, "help": "of the answers compared"}},
     "verify": {
-        "--head": {"type": user_path, "action": "append", "default": [], "help": "a head directory; one of each kind"},
+        "--head": {**HEAD, "action": "append", "default": [], "help": "a head directory; one of each kind"},
         "--methods": {"default": ",".join(METHODS), "help": "eagle2,sps,...; default: all"},
         "--prompts": {"type": int, "default": 20, "help": "greedy prompts (default 20)"},
         "--draws": {"type": int, "default": 2000, "help": "for each p-value (default 2000)"},
@@ -395,6 +432,9 @@ def main() -> int:
             command.add_argument(flag, **settings)
         command.set_defaults(run_command=run)
     arguments, unknown = parser.parse_known_args()
+    place = getattr(arguments, "run", None)
+    if place and arguments.config is None and (stored := user_path(place) / "recipe.yaml").is_file():
+        arguments.config = stored
     return int(arguments.run_command(arguments, unknown))
 
 

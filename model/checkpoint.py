@@ -161,8 +161,6 @@ def load_head(
 ) -> Head:
     """The head in a directory or on the Hub; vocab (embedding) and after_blocks fill in what its files leave out."""
     place = head_directory(directory)
-    if not place.is_dir():
-        raise UserError(f"{directory}: no such head directory; train one with: aerie train --config RECIPE")
     _, files, content = read_content(place, after_blocks)
     for guess in content.guesses:
         warn(f"{files.config_place}: {guess}")

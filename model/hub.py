@@ -17,13 +17,15 @@ SAFE, PICKLED = ("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.
 
 
 def head_directory(path: Path | str) -> Path:
-    """path, or else the snapshot of user/name[@revision] on the Hub, or OURS in it; UserError for a run."""
+    """path (or OURS in it), else the snapshot of user/name[@revision] on the Hub; UserError where there is no head."""
     found, place = HUB_ID.fullmatch(str(path)), Path(path)
     if found is None or place.exists():
-        heads = [] if (place / CONFIG).is_file() else sorted(place.glob(f"heads/*/{CONFIG}"))
-        if heads:
+        for head in (place / OURS, place):
+            if (head / CONFIG).is_file():
+                return head
+        if heads := sorted(place.glob(f"heads/*/{CONFIG}")):
             raise UserError(f"{path}: a run and no head; name {' or '.join(str(head.parent) for head in heads)}")
-        return place / OURS if (place / OURS / CONFIG).is_file() else place
+        raise UserError(f"{path}: no head, which has a {CONFIG}; train one with: aerie train --config RECIPE")
     from huggingface_hub import snapshot_download
 
     repo, revision = found["repo"], found["revision"]

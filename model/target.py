@@ -203,7 +203,8 @@ def load_vocab(config: TargetConfig, dtype: torch.dtype | None = None) -> tuple[
                 if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                     stored[name] = handle.get_tensor(name).clone()
     if len(stored) < len(wanted):  # another format, or other names
-        target = Target.load(config if dtype is None else replace(config, dtype=str(dtype).removeprefix("torch.")))
+        asked: dict[str, Any] = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
+        target = Target.load(replace(config, **asked))
         return target.config, target.vocab
     if dtype is None and config.dtype != "auto":
         dtype = getattr(torch, config.dtype)

@@ -70,6 +70,6 @@ def test_every_kind_of_prompt_and_of_target_gives_the_same_answer(paths: tuple[P
     assert half.target.dtype == torch.bfloat16 and half.generate([5, 6], max_new_tokens=2).statistics.new_tokens == 2
     with pytest.raises(UserError, match="tokenizer="):
         half.generate(TEXT)
-    for words, said in (({"dtype": "bfloat16"}, "leave dtype out"), ({"method": "eagle2"}, "drafts with eagle1")):
+    for words, said in (({"dtype": "bfloat16"}, "leave dtype out"), ({"method": "eagle2"}, "a head of kind eagle1")):
         with pytest.raises(UserError, match=said):
             SpeculativeDecoder.from_pretrained(model, **words)

@@ -406,4 +406,5 @@ def check_kind(method: str, kind: str, place: str) -> None:
         raise UserError(f"{place}: {method} needs no head; leave it out")
     if kind not in heads:
         fix = f"give another head, or method {USUAL.get(kind, 'vanilla')}"
-        raise UserError(f"{place}: {method} drafts with {' or '.join(heads)}, and this head is of kind {kind}; {fix}")
+        needed = f"a head of kind {' or '.join(heads)}"
+        raise UserError(f"{place}: {method} drafts with {needed}, and this one is {kind}; {fix}")

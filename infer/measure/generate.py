@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from aerie.configs.errors import UserError
-from aerie.data.conversations import Message, RawRow, UnusableRow, read_rows, to_messages
+from aerie.data.chat import answer_text
+from aerie.data.conversations import Message
 from aerie.infer.decode.engine import Generation, SpeculativeDecoder
 from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
@@ -35,7 +35,7 @@ class ColouredStreamer(BaseStreamer):
         ids = value.tolist()
         for part, (colour, end) in ((ids[: self.accepted], self._colours), (ids[self.accepted :], ("", ""))):
             self._ids += part
-            text = self.tokenizer.decode(self._ids, skip_special_tokens=True)
+            text = answer_text(self.tokenizer, self._ids)
             if part and not text.endswith("\ufffd"):  # half a character: wait for the rest
                 print(f"{colour}{text[len(self.text) :]}{end}", end="", flush=True)
                 self.text = text
@@ -43,34 +43,6 @@ class ColouredStreamer(BaseStreamer):
 
     def end(self) -> None:
         print(flush=True)
-
-
-def read_prompts(arguments: Namespace) -> list[list[Message]]:
-    """Of --prompt (`-`: stdin) or --prompts; UserError where one is empty."""
-    path, text = arguments.prompts, arguments.prompt
-    if (path is None) == (text is None):
-        raise UserError("generate needs either --prompt TEXT (- reads stdin) or --prompts FILE.jsonl")
-    text = sys.stdin.read().removesuffix("\n") if text == "-" else text
-    prompts = []
-    for row in read_rows(path) if path else [RawRow("--prompt", 1, text)]:
-        values = row.value if isinstance(row.value, dict) else {"prompt": row.value}
-        turns = next((values[name] for name in ("turns", "question", "prompt") if name in values), None)
-        turns = turns if isinstance(turns, list | None) else [turns]
-        try:
-            messages = to_messages(values) if turns is None else [{"role": "user", "content": turn} for turn in turns]
-        except UnusableRow as error:
-            raise UserError(f"{row.place}: {error}; or prompt, question or turns") from error
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()  # to be written anew
-        asked = [message["content"] for message in messages if message["role"] == "user"]
-        if not asked or not all(isinstance(text, str) and text.strip() for text in asked):
-            raise UserError(f"{row.place}: the prompt is empty, or no text")
-        if arguments.raw and len(messages) > 1:
-            raise UserError(f"{row.place}: several turns need the chat template; leave --raw out")
-        prompts.append(messages)
-    if not prompts:
-        raise UserError(f"{path}: holds no prompts")
-    return prompts
 
 
 def generate(prompts: list[list[Message]], decoder: SpeculativeDecoder, arguments: Namespace) -> None:
@@ -83,6 +55,8 @@ def generate(prompts: list[list[Message]], decoder: SpeculativeDecoder, argument
                 continue
             prompt = decoder.tokenizer(message["content"]) if arguments.raw else history
             streamer = None if arguments.json else ColouredStreamer(decoder.tokenizer)
+            if streamer is not None and len(prompts) + len(messages) > 2:
+                print(f"> {message['content']}")  # which one is answered
             generation = answer(decoder, prompt, arguments, generator, streamer)
             history.append({"role": "assistant", "content": generation.text})
             if arguments.json:
@@ -155,4 +129,7 @@ def answer(decoder: SpeculativeDecoder, prompt: Any, arguments: Namespace, gener
         f"{counted.verify} at T {counted.decoding.temperature:g}",
         file=sys.stderr,
     )
+    if not made.text.strip():
+        fix = "a model that thinks first may need a larger --max-new-tokens"
+        print(f"there is no text to show in these tokens: {fix}", file=sys.stderr)
     return made

@@ -102,14 +102,15 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
     ("generate --prompts {root}/rows.jsonl --raw", "several turns need the chat template; leave --raw out", None),
     ("generate --prompts {root}/q.txt", "q.txt: cannot be read; expected .json", None),
     ("chat --top-p 0.5", "greedy decoding draws nothing", "--top-p 0.5 --temperature 1"),
-    ("generate --method svip --head {root}/run/heads/medusa", "svip drafts with eagle1 or eagle3",
+    ("generate --method svip --head {root}/run/heads/medusa", "with a head of kind eagle1 or eagle3",
      "--method svip --head {root}/run/heads/eagle3"),
     (f"bench {ROWS.format('method: medusa, tree: {choices: {root}/deep.yaml}')}", "bench.rows.1: tree: is 3",
      ROWS.format("method: medusa, tree: {choices: {root}/shallow.yaml}")),
-    (f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}", "drafts with eagle1, and this head is of",
+    (f"bench {ROWS.format('method: eagle2, head: {root}/run/heads/eagle3')}", "of kind eagle1, and this one is eagle3",
      ROWS.format("method: eagle3, head: {root}/run/heads/eagle3")),
     ("bench --bench.prompts.path {root}/gone.jsonl", "no such file of prompts", None),
-    ("tune", "has no section 'tune'", None),
+    ("tune", "none.jsonl: no such file", None),
+    ("generate --head {root}/nowhere", "nowhere: no head, which has a config.json", None),
     ("calibrate --calibrate.method pld", "pld has no head", None),
     ("verify --methods eagle4", "--methods: method: input should be 'vanilla'", "--methods eagle2"),
     ("verify --draws 10", "200 draws are needed", "--draws 200"),
@@ -154,6 +155,8 @@ def test_a_head_without_weights_is_named(plan: Command, shared: Path, tmp_path: 
     shutil.copytree(shared / "run", run)
     (run / "heads" / "eagle1" / WEIGHTS).unlink()
     assert "eagle1: holds no weights; train the head" in plan("generate", "--run", str(run))[2]
+    shutil.copy(shared / "recipe.yaml", run)  # as `aerie run` leaves it
+    assert "eagle1: holds no weights; train the head" in plan("generate", "--run", str(run), config=False)[2]
 
 
 def test_what_only_loading_shows_is_one_line_too(command: Command, tmp_path: Path) -> None:
@@ -276,5 +279,6 @@ def test_a_recipe_of_a_run_a_target_data_and_a_head_is_measured_on_its_held_out_
     for command in ("bench", "calibrate", "report"):
         few = [f"--{command}.prompts.num_prompts=2", f"--{command}.prompts.max_new_tokens=8"]
         assert tiny.call(infer_main, command, "--config", config, *(few if command != "report" else [])) == 0
+    assert tiny.call(infer_main, "tune", "--config", config, "--plan") == 0
     rows = json.loads((tmp_path / "report" / "summary.json").read_text())["rows"]
     assert [(row["method"], row["task"]) for row in rows] == [("vanilla", "held_out"), ("eagle2", "held_out")]
