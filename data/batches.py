@@ -197,19 +197,15 @@ def forward(
     return target.features(input_ids.to(target.device), attention_mask, after_blocks), mask
 
 
-class OnlineFeatures:
-    def __init__(self, target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-        self.target, self.after_blocks, self.dtype = target, after_blocks, dtype or target.dtype
-
-    def __call__(self, batch: Batch) -> Batch:
-        if batch.features is not None:  # of a process without rows
-            return batch
-        ids, sizes = batch.input_ids, batch.documents
-        if sizes is not None:  # the target reads packed conversations one a row
-            ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
-        output, mask = forward(self.target, ids, batch.lengths, self.after_blocks)  # [N, T]
-        # Zero in padding, as in a cache. Copies: autograd cannot keep inference tensors.
-        states = {"features": output.last_hidden, "taps": output.taps}
-        copies = {k: v.to(ids.device, self.dtype, copy=True) for k, v in states.items() if v is not None}
-        used: dict[str, Any] = {k: v * mask[..., None] if sizes is None else v[mask][None] for k, v in copies.items()}
-        return replace(batch, **used)
+def with_states(target: Target, after_blocks: tuple[int, ...], dtype: torch.dtype, batch: Batch) -> Batch:
+    if batch.features is not None:  # of a process without rows
+        return batch
+    ids, sizes = batch.input_ids, batch.documents
+    if sizes is not None:  # the target reads packed conversations one a row
+        ids = pad_sequence(ids[0].split(sizes), batch_first=True)  # [N, T]
+    output, mask = forward(target, ids, batch.lengths, after_blocks)  # [N, T]
+    # Zero in padding, as in a cache. Copies: autograd cannot keep inference tensors.
+    states = {"features": output.last_hidden, "taps": output.taps}
+    copies = {k: v.to(ids.device, dtype, copy=True) for k, v in states.items() if v is not None}
+    used: dict[str, Any] = {k: v * mask[..., None] if sizes is None else v[mask][None] for k, v in copies.items()}
+    return replace(batch, **used)

@@ -152,8 +152,8 @@ class CachePlan:
         return shard.num_tokens * self.token_bytes + len(shard.rows) * ROW_BYTES + SHARD_BYTES
 
     def missing(self, share: Share = ALL) -> list[Shard]:
-        part = share.part(len(self.shards))
-        return [self.shards[number] for number in part if not self.shards[number].is_whole()]
+        part = (self.shards[number] for number in share.part(len(self.shards)))
+        return [shard for shard in part if not shard.is_whole()]
 
     def foreign(self) -> list[Path]:
         inputs, found = {shard.record: shard.inputs for shard in self.shards}, []
@@ -189,13 +189,10 @@ class CachePlan:
 
 @dataclass(frozen=True)
 class CachedRow:
-    """One row, states as stored; number counts over the whole cache."""
-
     input_ids: Tensor  # int64 [T]
     turns: Tensor  # int32 [T]
-    last_hidden: Tensor  # [T, D]
+    last_hidden: Tensor  # [T, D]; states as stored
     taps: Tensor | None  # [T, L*D]
-    number: int
     scales: Tensor | None = None  # [T, 1 + L] of fp8 and int8
     dtype: torch.dtype | None = None  # of the states in use; None: they are stored so
 
@@ -250,7 +247,7 @@ class FeatureCache(Sequence[CachedRow]):
         row = self._read(number, TOKENS, TOKEN_SUMS) | self._read(number, STATES, STATE_SUMS)
         taps, scales = row.get("taps"), row.get("scales")
         dtype = None if self.facts["storage"] is None else getattr(torch, self.facts["dtype"])
-        return CachedRow(row["input_ids"].long(), row["turns"], row["last_hidden"], taps, number, scales, dtype)
+        return CachedRow(row["input_ids"].long(), row["turns"], row["last_hidden"], taps, scales, dtype)
 
     def _read(self, number: int, names: Sequence[str], sums: str) -> dict[str, Tensor]:
         shard = bisect_right(self._first_rows, number) - 1

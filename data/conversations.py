@@ -27,7 +27,6 @@ UNKNOWN_KEYS = "keys of no known shape"
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]
 ROLES = {name: role for role, names in SHAPES["roles"].items() for name in names.split()}
 LISTS = ("conversations", "messages", "conversation")
-
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # a turn with one of them needs no text
 
 

@@ -23,10 +23,8 @@ COMMAND = "aerie features --config RECIPE"  # builds and mends a feature cache
 INDEX = "index.json"  # of a feature cache; written last
 WHOLE_FILE_BYTES = 10**9  # longer files are sampled
 SAMPLES, SAMPLE_BYTES = 256, 4096
-OTHER_FILES = (
-    "config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json chat_template* vocab* "
-    "merges.txt *.model *.py"
-).split()
+OTHER_FILES = "config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json".split()
+OTHER_FILES += "chat_template* vocab* merges.txt *.model *.py".split()
 ROW_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 LINE_SECONDS = 10.0  # between two progress lines of a log file
@@ -53,7 +51,6 @@ def target_inputs(config: TargetConfig) -> dict[str, Any]:
         patterns = dict.fromkeys(OTHER_FILES, sampled_if_large) | weights
         found = [(path, read) for pattern, read in patterns.items() for path in directory.glob(pattern)]
         inputs["files"] = {path.name: read(path) for path, read in found if path.is_file()}
-
     if config.chat_template is not None:
         inputs["chat_template"] = file_digest(template_path(config.chat_template))
     return inputs

@@ -43,9 +43,8 @@ def result_of(code: str, name: str, argument: str) -> str:
     return repr(scope["result"])
 
 
-ENVIRONMENT = Environment(  # noqa: S701 (plain text, no HTML)
-    variable_start_string="{", variable_end_string="}", undefined=StrictUndefined
-)
+# Plain text, no HTML.
+ENVIRONMENT = Environment(variable_start_string="{", variable_end_string="}", undefined=StrictUndefined)  # noqa: S701
 ENVIRONMENT.filters |= {
     "in_words": lambda number: dict(enumerate(FRAME["numbers"])).get(number, str(number)),
     "listing": lambda parts: " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts),
@@ -89,9 +88,7 @@ def draw_task(family: str, generator: Random) -> list[Turn]:
         **FUNCTIONS,
         **_book("words"),
         **book,
-        "choice": generator.choice,
-        "sample": generator.sample,
-        "random": generator.random,
+        **{name: getattr(generator, name) for name in ("choice", "sample", "random")},
         "integer": lambda low, high, step=1: generator.randrange(low, high + 1, step),
         "several": lambda count, options: [generator.choice(options) for _ in range(count)],
         "people": people,
@@ -163,7 +160,6 @@ PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most vocab_size tokens."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -204,8 +204,7 @@ def draft_vocabulary(
     """
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turns in rows:
-        tokens = np.asarray(input_ids)[np.asarray(turns) != 0]
-        np.add.at(counts, tokens, 1)
+        np.add.at(counts, np.asarray(input_ids)[np.asarray(turns) != 0], 1)
     if given is None:
         size = min(DEFAULT_SIZE, vocab_size) if size is None else size
         chosen = {"origin": origin, "size": size, "forced": sorted(forced)}

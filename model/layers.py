@@ -27,11 +27,10 @@ class Rotary:
         parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
         if (kind := parameters["rope_type"]) not in FIXED_ROPE_TYPES:
             raise UserError(f"rope_scaling: {kind!r} changes with the length; set head.rope_theta for a plain RoPE")
-        self.max_positions = config.max_position_embeddings
-        sizes = {"hidden_size": config.head_dim, "num_attention_heads": 1, "head_dim": config.head_dim}
+        self.max_positions, dim = config.max_position_embeddings, config.head_dim
+        sizes = {"hidden_size": dim, "head_dim": dim, "max_position_embeddings": self.max_positions}
         with torch.device("cpu"):
-            sizes |= {"max_position_embeddings": self.max_positions}
-            rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=parameters))
+            rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, num_attention_heads=1, rope_parameters=parameters))
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
         self._scale = float(rotary.attention_scaling)
         self._table = (torch.empty(0), torch.empty(0))  # cos and sin [rows, head_dim]
@@ -205,8 +204,7 @@ class DraftLayer:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.parts = [len(each.weight) // self.head_dim for each in projections[:2]]  # H and KV
         self.qkv = _stacked([each.weight for each in projections])  # [(H + 2 KV) * hd, inputs]
-        has_bias = attention.q_proj.bias is not None
-        self.bias = _stacked([each.bias for each in projections]) if has_bias else None
+        self.bias = None if attention.q_proj.bias is None else _stacked([each.bias for each in projections])
         self.qk_norms = (attention.q_norm, attention.k_norm) if attention.has_norms else None
         self.out = attention.o_proj.weight
         self.gate_up = _stacked([mlp.gate_proj.weight, mlp.up_proj.weight])  # [2 I, D]

@@ -121,13 +121,6 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_directory(path: Path) -> None:
-    old = path.with_name(f".{path.name}.old")
-    remove_tree(old)
-    if path.is_dir():
-        remove_tree(path.rename(old))
-
-
 def remove_temporaries(directory: Path) -> None:
     """What killed processes left; nobody else may be writing there."""
     for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
@@ -328,8 +321,7 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
         return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
 
     order = lambda row: (not row.startswith("target.path:"), bool(OF_DIGESTS.search(row)))  # noqa: E731
-    rows = sorted(compare(there, asked, ""), key=order)
-    return "; ".join(rows[:3])
+    return "; ".join(sorted(compare(there, asked, ""), key=order)[:3])
 
 
 def environment() -> dict[str, Any]:

@@ -34,7 +34,7 @@ MUTANTS = [  # file, what stands there once, what stands there instead
     (VERIFY, "p.index_copy(0, inner, left)[last]", "p[last]"),
     (VERIFY, "refused * (1 - accepted)", "refused"),
     (LOSSES, "beta=1.0).mean(-1)", "beta=1.0).sum(-1)"),
-    (LOSSES, "-(p * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),
+    (LOSSES, "-(law.inside.exp() * log_q).sum(-1)", "-(log_q.exp() * log_q).sum(-1)"),
     (LOSSES, "(log_p.exp() * (log_p - log_q)).sum(-1)", "(log_q.exp() * (log_q - log_p)).sum(-1)"),
     (LOSSES, "math.log1p(-beta)", "math.log(beta)"),
     (LOSSES, "torch.minimum(log_q, log_p).exp()", "torch.maximum(log_q, log_p).exp()"),

@@ -180,5 +180,5 @@ def rows(count: int, vocab_size: int = 320, hidden_size: int = 32, seed: int = 0
         turns = torch.cat([torch.full((n,), (at + 1) // 2 if at % 2 else 0) for at, n in enumerate(kept)])
         ids = torch.randint(5, vocab_size, (len(turns),), generator=generator)
         features = torch.randn(len(turns), hidden_size, generator=generator)
-        made.append(CachedRow(ids, turns.int(), features, None, number))
+        made.append(CachedRow(ids, turns.int(), features, None))
     return made

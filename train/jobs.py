@@ -15,7 +15,7 @@ from aerie.configs.read import as_dict
 from aerie.configs.schema.heads import DraftLMSection, Eagle3Section
 from aerie.configs.schema.recipe import Recipe
 from aerie.data import tokens
-from aerie.data.batches import Batch, OnlineFeatures, Order, ShardPools, TokenisedRow
+from aerie.data.batches import Batch, Order, ShardPools, TokenisedRow, with_states
 from aerie.data.cache import FeatureCache, rows_digest
 from aerie.data.conversations import Tally
 from aerie.data.features import check_rows, within_context
@@ -82,7 +82,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     rows = _rows(recipe, tokenizer, end_ids, text_config, vocab, taps)
     length, drafted = within_context(recipe.data, text_config, False).max_length, _num_drafted(recipe)
     if is_online and whole is not None:
-        features = OnlineFeatures(whole, taps, getattr(torch, recipe.features.dtype or "", None))
+        features = partial(with_states, whole, taps, getattr(torch, recipe.features.dtype or "", whole.dtype))
     if isinstance(section, DraftLMSection):
         head: Any = lm.new_causal_lm(section, tokenizer, settings.seed, None if vocab is None else len(vocab.embedding))
         objective: Any = lm.LMObjective(head, vocab, settings)
@@ -138,21 +138,18 @@ def _num_drafted(recipe: Recipe) -> int:
     return max(recipe.tree.levels, recipe.train.eval_depths, getattr(recipe.train, "unroll_steps", 0))
 
 
-def _rows(
-    recipe: Recipe, tokenizer: Any, end_ids: set[int], text_config: Any, vocab: Any, taps: tuple[int, ...]
-) -> Rows:
+def _rows(recipe: Recipe, tokenizer: Any, end_ids: set[int], text: Any, vocab: Any, taps: tuple[int, ...]) -> Rows:
     if reads_cache(recipe):
         asked = {"data": as_dict(recipe.data), "after_blocks": list(taps), "storage": recipe.features.storage}
-        expected = {"target": fingerprint(text_config, vocab), **asked}
-        cache = FeatureCache.open(recipe.paths.features, expected)
+        cache = FeatureCache.open(recipe.paths.features, {"target": fingerprint(text, vocab), **asked})
         train, at_once = cache.split("train"), recipe.features.shuffle_shards
         pools = None if at_once is None else ShardPools(train.shards, at_once)
         origin = {name: cache.fingerprint.get(name) for name in ("rows", "tokenizer", "template")}
         return Rows(train, cache.split("held_out"), train.lengths, train.tokens(), origin, pools)
-    config = within_context(recipe.data, text_config, rank() == 0)
+    config = within_context(recipe.data, text, rank() == 0)
     data = tokens.tokenize(config, tokenizer, end_ids, Tally(), rank() == 0)
-    if text_config is not None:
-        check_rows([*data.train, *data.held_out], text_config, recipe.target.path)
+    if text is not None:
+        check_rows([*data.train, *data.held_out], text, recipe.target.path)
     if rank() == 0:
         print(f"train: {tokens.statistics(data.train)}", flush=True)
     pairs = ((row.input_ids, row.turns) for row in data.train)

@@ -53,10 +53,8 @@ def build_accelerator(config: TrainConfig, directory: Path) -> Accelerator:
     )
     together = 1 if accelerator.distributed_type == DistributedType.NO else accelerator.num_processes
     if together != world_size():
-        raise UserError(
-            f"WORLD_SIZE: the launcher asked for {world_size()} processes and {together} trains; launch with "
-            f"--config_file configs/accelerate/zero2.yaml, or with torchrun"
-        )
+        fix = "launch with --config_file configs/accelerate/zero2.yaml, or with torchrun"
+        raise UserError(f"WORLD_SIZE: the launcher asked for {world_size()} processes and {together} trains; {fix}")
     if accelerator.state.deepspeed_plugin is not None:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "gradient_clipping": config.clip_norm,  # accelerator.clip_grad_norm_ clips nothing under DeepSpeed
@@ -77,12 +75,8 @@ def engine_and_machine(accelerator: Accelerator) -> tuple[str, str]:
     return f"{engine} {'float32' if precision == 'no' else precision}", f"{machine}, torch {torch.__version__}"
 
 
-def are_many() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def all_reduce(values: Tensor) -> Tensor:
-    if are_many():
+    if world_size() > 1:
         torch.distributed.all_reduce(values)
     return values
 

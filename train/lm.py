@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from aerie.data.batches import Batch, keyed_generator
 from aerie.model import target as targets
 from aerie.model.target import Target, VocabWeights, load_tokenizer
 from aerie.train import losses
-from aerie.train.losses import SumsAndCounts, Totals, chain_sums, likeliest
-from aerie.train.objectives import Objective, StepOutput, shifted, target_choices
+from aerie.train.losses import SumsAndCounts, Totals, likeliest
+from aerie.train.objectives import Objective, StepOutput, chain_sums, chosen_after, shifted
 
 KEY = 7001  # tells the draws of on-policy rows from others of the same (seed, epoch, row)
 
@@ -60,7 +60,7 @@ class LMObjective(Objective):
 
     def _sums(self, states: Tensor, tokens: Tensor, known: Tensor, goals: Tensor | None = None) -> Totals:
         """Of S slots: the LM's states [S, D], tokens, whether they are learnt, the target's states [S, Dt]."""
-        log_q = losses.log_law(self.logits(states))  # [S, num_columns]
+        log_q = self.logits(states).float().log_softmax(-1)  # [S, num_columns]
         drafted = log_q.detach().argmax(-1)
         # A token without a column cannot be learnt; the law there still is.
         told = log_q.gather(1, tokens.clamp(max=self.num_columns - 1)[:, None])[:, 0]  # [S]
@@ -77,8 +77,7 @@ class LMObjective(Objective):
         # A token of the target's padding is read as the LM's last one. Rows are padded on the right, where causal
         # attention never looks: no mask.
         given = input_ids[:, :-1].clamp(max=self.num_rows - 1)
-        hidden: Tensor = self.head.get_decoder()(input_ids=given, use_cache=False).last_hidden_state
-        return hidden
+        return cast(Tensor, self.head.get_decoder()(input_ids=given, use_cache=False).last_hidden_state)
 
     def logits(self, states: Tensor) -> Tensor:
         """[S, num_columns], with the LM's own scale and softcap."""
@@ -86,21 +85,14 @@ class LMObjective(Objective):
         return targets.transformed(self.head.get_output_embeddings()(states), *transform)[:, : self.num_columns]
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-
         if self.target is None:
             return self(batch).sums()
         # Along the conversation's own tokens depth k is depth one k tokens on: one forward answers for all depths.
-        chunk, width = self.settings.loss_chunk_slots, batch.input_ids.shape[1] - 1
-        choices = target_choices(batch, partial(likeliest, self.target.logits, chunk=chunk))  # [B, T]
-        asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
-        hit = torch.zeros_like(choices, dtype=torch.float32)  # [B, T]
-        if bool(asked.any()):
-            drafted = likeliest(self.logits, self.states(batch.input_ids)[asked[:, :-1]], chunk)
-            hit[asked] = (drafted == choices[asked]).float()
-        depths = range(self.settings.eval_depths)
-        alive = torch.stack([batch.supervised(k)[:, :width].float() for k in depths])  # [depths, B, T-1]
-        hits = torch.stack([shifted(hit, 1 + k)[:, :width] for k in depths]) * alive
-        return {**chain_sums(hits, alive), **self(batch).sums()}
+        chunk, depths = self.settings.loss_chunk_slots, self.settings.eval_depths
+        own, choose = (partial(likeliest, logits, chunk=chunk) for logits in (self.logits, self.target.logits))
+        tokens = chosen_after(batch, self.states(batch.input_ids), own)  # [B, T]
+        drafted = (shifted(tokens, 1 + k)[:, :-1][batch.supervised(k)[:, :-1]] for k in range(depths))
+        return {**chain_sums(batch, choose, drafted, depths), **self(batch).sums()}
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         if "chain" in means:

@@ -110,9 +110,7 @@ class MetricsFile:
 
 
 class Loop:
-    def __init__(
-        self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None = None
-    ) -> None:
+    def __init__(self, job: Job, accelerator: Accelerator, made_of: dict[str, Any], measure: Measure | None) -> None:
         """made_of: all that decides the weights; measure: gives a head's tau."""
         self.job, self.accelerator, self.measure = job, accelerator, measure
         self.config: TrainConfig = job.objective.settings
@@ -193,8 +191,7 @@ class Loop:
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(step, self.total, config)
                 # Accelerate and DeepSpeed divide by the accumulation and average over processes: undone here.
-                factor = self.world * config.accumulation
-                scales = {name: factor / max(count, 1.0) for name, count in counts.items()}
+                scales = {name: self.world * config.accumulation / max(count, 1.0) for name, count in counts.items()}
                 for batch in parts:
                     with accelerator.accumulate(self.module):
                         output = self.module(self._load(batch))

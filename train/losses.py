@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.schema.heads import LossName, TrainConfig
 from aerie.model.target import VocabWeights
-from aerie.train.launch import are_many
+from aerie.train.launch import world_size
 
 SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # by name: the two parts of a mean
 Totals = tuple[Tensor, ...]
@@ -28,19 +28,15 @@ class TargetLaw:
 
     log_p: Tensor  # [S, Vd], renormalised over the draft vocabulary
     log_mass: Tensor  # [S], of the draft vocabulary's share of the full law
-    slots: Tensor | None = None  # [n] of the S laws; None: all
+    slots: Tensor | None = None  # [n] of the S laws, which steps of an unroll share; None: all
 
     @classmethod
     def of_logits(cls, logits: Tensor, log_normaliser: Tensor | None = None) -> "TargetLaw":
         """From logits [S, Vd] and the log-sum-exp [S] of the full vocabulary (None: that is Vd)."""
-        log_p = log_law(logits)
+        log_p = logits.float().log_softmax(-1)
         if log_normaliser is None:
             return cls(log_p, log_p.new_zeros(log_p.shape[:1]))
         return cls(log_p, logits.float().logsumexp(-1) - log_normaliser)
-
-    def at(self, slots: Tensor) -> "TargetLaw":
-        # Steps of an unroll look up the same laws, made once for all.
-        return replace(self, slots=slots)
 
     @property
     def inside(self) -> Tensor:
@@ -53,18 +49,9 @@ class TargetLaw:
         return laws if self.slots is None else laws[self.slots]
 
 
-def log_law(logits: Tensor) -> Tensor:
-    return logits.float().log_softmax(-1)
-
-
 def smooth_l1(predicted: Tensor, true: Tensor) -> Tensor:
     """[S] from features [S, D]: a mean over D (EAGLE, arXiv 2401.15077, section 4.1, L_reg)."""
     return F.smooth_l1_loss(predicted.float(), true.float(), reduction="none", beta=1.0).mean(-1)
-
-
-def soft_cross_entropy(log_q: Tensor, p: Tensor) -> Tensor:
-    """[S]: -sum_v p(v) log q(v) (EAGLE, arXiv 2401.15077, section 4.1, L_cls)."""
-    return -(p * log_q).sum(-1)
 
 
 def kl(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -84,12 +71,6 @@ def acceptance(log_q: Tensor, log_p: Tensor) -> Tensor:
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
 
-def negative_log_alpha(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """[S]: -log alpha (LK losses, arXiv 2602.23881, likelihood form)."""
-    # Laws without common mass (alpha 0 in float32) have a gradient, too.
-    return -torch.minimum(log_q, log_p).logsumexp(-1)
-
-
 def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
     """[S]: lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-eta alpha) (LK losses, arXiv 2602.23881)."""
     # The mix has no gradient. KL is inside the draft vocabulary, alpha and TV are whole.
@@ -99,13 +80,15 @@ def lk_hybrid(log_q: Tensor, law: TargetLaw, config: TrainConfig) -> Tensor:
 
 
 LOSSES: dict[LossName, Callable[[Tensor, TargetLaw, TrainConfig], Tensor]] = {  # losses [S] between log q and the law
-    "soft_cross_entropy": lambda log_q, law, _: soft_cross_entropy(log_q, law.inside.exp()),
+    # -sum_v p(v) log q(v) (EAGLE, arXiv 2401.15077, section 4.1, L_cls)
+    "soft_cross_entropy": lambda log_q, law, _: -(law.inside.exp() * log_q).sum(-1),
     "kl": lambda log_q, law, _: kl(log_q, law.inside),
     "reverse_kl": lambda log_q, law, _: kl(law.inside, log_q),
     "jsd": jensen_shannon,
     # TV = 1 - alpha (arXiv 2211.17192, lemma 3.3): mass outside the draft vocabulary counts as distance.
     "total_variation": lambda log_q, law, _: 1.0 - acceptance(log_q, law.whole),
-    "negative_log_alpha": lambda log_q, law, _: negative_log_alpha(log_q, law.whole),
+    # LK losses' likelihood form (arXiv 2602.23881): laws without common mass (alpha 0 in float32) pull, too.
+    "negative_log_alpha": lambda log_q, law, _: -torch.minimum(log_q, law.whole).logsumexp(-1),
     "lk_hybrid": lk_hybrid,
 }
 
@@ -143,7 +126,7 @@ def summed(parts: Sequence[Totals]) -> Totals:
 
 def _calls(count: int, device: torch.device) -> int:
     # ZeRO-3 gathers the LM head at each call, so every process must call it equally often. Evaluation has whole copies.
-    if not (torch.is_grad_enabled() and are_many()):
+    if world_size() == 1 or not torch.is_grad_enabled():
         return count
     most = torch.tensor(count, device=device)
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
@@ -176,9 +159,3 @@ def by_target_state(states: Tensor, which: list[Tensor], columns: list[list[Tens
 def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor, chunk: int) -> Tensor:
     """argmax [S] of logits(states [S, D]), `chunk` slots at a time."""
     return torch.cat([logits(some).argmax(-1) for some in states.split(chunk)])
-
-
-def chain_sums(hits: Tensor, alive: Tensor) -> SumsAndCounts:
-    """Predicted tau - 1 (per start sum_k prod_{j<=k} hit_j) and accuracies from hits [depths, B, T-1] where alive."""
-    accuracies = {f"accuracy_at_{depth + 1}": (hits[depth].sum(), alive[depth].sum()) for depth in range(len(hits))}
-    return {"chain": (hits.cumprod(0).sum(), alive[0].sum()), **accuracies}

@@ -3,7 +3,7 @@
 Slot p is given the feature of t_p and the token t_{p+1}; from what a head returns the target would draw t_{p+2}.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,7 @@ from aerie.model.heads.multi_token import HydraHead, MedusaHead
 from aerie.model.layers import UnrollMemory
 from aerie.model.target import VocabWeights
 from aerie.train import losses
-from aerie.train.losses import SumsAndCounts, Totals, chain_sums, likeliest
+from aerie.train.losses import SumsAndCounts, Totals, likeliest
 
 Choose = Callable[[Tensor], Tensor]  # states [S, D] -> token ids [S]
 
@@ -73,7 +73,6 @@ class Objective(nn.Module):
         return batch.features[:, :-1].to(next(self.head.parameters()).dtype)
 
     def measure(self, batch: Batch) -> SumsAndCounts:
-        """Held-out sums."""
         raise NotImplementedError
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
@@ -99,13 +98,27 @@ def target_states(batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, list[Te
     return slots, batch.features[:, 1:][slots[0]], [shifted(number, k)[asked] for k, asked in enumerate(slots)]
 
 
-def target_choices(batch: Batch, choose: Choose) -> Tensor:
-    """The target's likeliest token [B, T] after each position that a supervised slot asks for, elsewhere 0."""
-    assert batch.features is not None
+def chosen_after(batch: Batch, states: Tensor, choose: Choose) -> Tensor:
+    """Tokens [B, T] after each position that a supervised slot asks for, of states [B, T or T-1, D]; elsewhere 0."""
     asked = shifted(batch.supervised(), -1)  # [B, T]: slot p asks for the law after t_{p+1}
-    choices = torch.zeros_like(batch.input_ids)
-    choices[asked] = choose(batch.features[asked])
-    return choices
+    chosen = torch.zeros_like(batch.input_ids)
+    chosen[asked] = choose(states[asked[:, : states.shape[1]]])
+    return chosen
+
+
+def chain_sums(batch: Batch, choose: Choose, drafted: Iterable[Tensor], depths: int) -> SumsAndCounts:
+    """Predicted tau - 1 (per start sum_k prod_{j<=k} hit_j) and accuracies of greedy chains from every slot.
+
+    choose is the target's; drafted: each depth's tokens [S_k], of the chains that are alive while a turn lasts.
+    """
+    assert batch.features is not None
+    goals = chosen_after(batch, batch.features, choose)
+    alive = torch.stack([batch.supervised(k)[:, :-1] for k in range(depths)])  # [depths, B, T-1]
+    hits = torch.zeros(alive.shape, device=alive.device)
+    for k, tokens in enumerate(drafted):
+        hits[k][alive[k]] = (tokens == shifted(goals, 1 + k)[:, :-1][alive[k]]).float()
+    accuracies = {f"accuracy_at_{k + 1}": (hits[k].sum(), alive[k].sum()) for k in range(depths)}
+    return {"chain": (hits.cumprod(0).sum(), alive[0].sum()), **accuracies}
 
 
 def unrolled(head: Any, batch: Batch, x: Tensor, num_steps: int, recomputes: bool = False) -> Iterator[Tensor]:
@@ -135,20 +148,6 @@ def _checkpointed(head: Any, x: Tensor, memories: list[UnrollMemory], tokens: Te
         memory.keys.append(key)
         memory.values.append(value)
     return cast(Tensor, out)
-
-
-def unrolled_hits(
-    head: Any, batch: Batch, start: Tensor, target_choice: Choose, choice: Choose, depths: int
-) -> tuple[Tensor, Tensor]:
-    """hits and alive, for chain_sums, of chains from every slot, alive while a turn lasts."""
-    choices, width = target_choices(batch, target_choice), start.shape[1]  # [B, T]
-    hits, alive = (torch.zeros(depths, *start.shape[:2], device=start.device) for _ in range(2))
-    for step, outputs in enumerate(unrolled(head, batch, start, depths)):
-        counted = batch.supervised(step)[:, :width]  # [B, T-1]
-        goals = shifted(choices, 1 + step)[:, :width][counted]  # [S], after f_{p+1+k}
-        alive[step] = counted.float()
-        hits[step][counted] = (choice(outputs[counted]) == goals).float()
-    return hits, alive
 
 
 class Eagle1Objective(Objective):
@@ -182,25 +181,23 @@ class Eagle1Objective(Objective):
             pieces = losses.in_chunks([predicted, true], self.settings.loss_chunk_slots)
             classification, alpha, agreement = losses.summed([*losses.by_piece(self._sums, pieces)])
         feature, count = losses.smooth_l1(predicted, true).sum(), slots.sum()
-        return StepOutput(
-            {"feature": (feature, count), "classification": (classification, count)},
-            {"alpha": (alpha, count), "greedy_agreement": (agreement, count)},
-        )
+        terms = {"feature": (feature, count), "classification": (classification, count)}
+        return StepOutput(terms, {"alpha": (alpha, count), "greedy_agreement": (agreement, count)})
 
     def _sums(self, predicted: Tensor, true: Tensor) -> Totals:
         """Sums of loss, alpha and greedy agreement over slots [S, D]."""
         with torch.no_grad():
             law = losses.TargetLaw.of_logits(self.target.logits(true))
-        log_q = losses.log_law(self.target.logits(predicted))  # [S, V]
+        log_q = self.target.logits(predicted).float().log_softmax(-1)  # [S, V]
         loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings).sum()
         with torch.no_grad():
-            agreement = log_q.argmax(-1) == law.whole.argmax(-1)
-            return loss, losses.acceptance(log_q, law.whole).sum(), agreement.sum()
+            return loss, losses.acceptance(log_q, law.whole).sum(), (log_q.argmax(-1) == law.whole.argmax(-1)).sum()
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         choose = partial(likeliest, self.target.logits, chunk=self.settings.loss_chunk_slots)
-        hits = unrolled_hits(self.head, batch, self.features(batch), choose, choose, self.settings.eval_depths)
-        return {**chain_sums(*hits), **self(batch).sums()}
+        steps = enumerate(unrolled(self.head, batch, self.features(batch), self.settings.eval_depths))
+        drafted = (choose(x[batch.supervised(k)[:, :-1]]) for k, x in steps)
+        return {**chain_sums(batch, choose, drafted, self.settings.eval_depths), **self(batch).sums()}
 
 
 class Eagle3Objective(Objective):
@@ -218,26 +215,21 @@ class Eagle3Objective(Objective):
         steps = unrolled(self.head, batch, self.head.fuse(batch.taps[:, :-1]), num_steps, recomputes)
         outputs = torch.cat([x[asked] for x, asked in zip(steps, slots, strict=True)])  # [S, D]
         step_of = torch.cat([torch.full_like(places, k) for k, places in enumerate(which)])  # [S]
-        columns = [[outputs], [step_of]]
-        pieces = losses.by_target_state(states, [torch.cat(which)], columns, max(1, chunk // num_steps))
+        at_once = max(1, chunk // num_steps)
+        pieces = losses.by_target_state(states, [torch.cat(which)], [[outputs], [step_of]], at_once)
         loss, hits, alpha, inside = losses.summed([*losses.by_piece(self._sums, pieces)])
         counts = [batch.supervised(k).sum() for k in range(num_steps)]
-        return StepOutput(
-            {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)},
-            {
-                **{f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)},
-                "alpha": (alpha, counts[0]),
-                "in_vocabulary": (inside, counts[0]),
-            },
-        )
+        terms = {f"loss_at_{k + 1}": (loss[k], counts[0]) for k in range(num_steps)}
+        accuracies = {f"accuracy_at_{k + 1}": (hits[k], counts[k]) for k in range(num_steps)}
+        return StepOutput(terms, {**accuracies, "alpha": (alpha, counts[0]), "in_vocabulary": (inside, counts[0])})
 
     def _sums(self, states: Tensor, which: list[Tensor], outputs: list[Tensor], steps: list[Tensor]) -> Totals:
         """Sums of loss [K] and hits [K]; of the first step's alpha and choices in the draft vocabulary."""
         (slots,), (out,), (step_of,), vocabulary = which, outputs, steps, self.head.vocabulary
         law, choices = losses.drafted_law(states, self.target, vocabulary.ids)
-        law, choice = law.at(slots), choices[slots]  # choice [S]
+        law, choice = replace(law, slots=slots), choices[slots]  # choice [S]
         inside = vocabulary.t2d[choice]
-        log_q = losses.log_law(self.head.logits(out))  # [S, Vd]
+        log_q = self.head.logits(out).float().log_softmax(-1)  # [S, Vd]
         loss = losses.LOSSES[self.settings.loss](log_q, law, self.settings)
         if self.settings.mask_outside_vocabulary:
             loss = loss * inside
@@ -247,37 +239,27 @@ class Eagle3Objective(Objective):
         with torch.no_grad():
             hits = vocabulary.target_ids(log_q.argmax(-1)) == choice
             first = step_of == 0
-            alpha = losses.acceptance(log_q[first], law.at(slots[first]).whole).sum()
+            alpha = losses.acceptance(log_q[first], replace(law, slots=slots[first]).whole).sum()
             return total, (steps_of * hits).sum(-1), alpha, (first * inside).sum()
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         assert batch.taps is not None
-        head, chunk = self.head, self.settings.loss_chunk_slots
-        target_choice = partial(likeliest, self.target.logits, chunk=max(1, chunk // self.settings.unroll_steps))
-
-        def drafted(states: Tensor) -> Tensor:  # a target token outside the draft vocabulary is always a miss
-            return head.vocabulary.target_ids(likeliest(head.logits, states, chunk))
-
-        start = head.fuse(batch.taps[:, :-1])
-        hits = unrolled_hits(head, batch, start, target_choice, drafted, self.settings.eval_depths)
-        return {**self(batch).sums(), **chain_sums(*hits)}
+        head, chunk, depths = self.head, self.settings.loss_chunk_slots, self.settings.eval_depths
+        choose = partial(likeliest, self.target.logits, chunk=max(1, chunk // self.settings.unroll_steps))
+        steps = enumerate(unrolled(head, batch, head.fuse(batch.taps[:, :-1]), depths))
+        columns = (likeliest(head.logits, x[batch.supervised(k)[:, :-1]], chunk) for k, x in steps)
+        # A target token outside the draft vocabulary is always a miss.
+        drafted = map(head.vocabulary.target_ids, columns)
+        return {**self(batch).sums(), **chain_sums(batch, choose, drafted, depths)}
 
 
-@dataclass(frozen=True)
-class KeyedDropout:
-    """Dropout on x [S, W], slots row after row, by masks of seed, epoch, row and place alone."""
-
-    rate: float
-    seeds: tuple[int, ...]  # of the rows
-    counts: tuple[int, ...]  # slots of each row
-    branch: int = 0  # of the head
-
-    def __call__(self, x: Tensor, place: int) -> Tensor:
-        kept = x.new_empty(x.shape)  # [S, W]
-        for part, seed in zip(kept.split(self.counts), self.seeds, strict=True):
-            keyed = keyed_generator(seed, self.branch, place).initial_seed()
-            part.bernoulli_(1.0 - self.rate, generator=torch.Generator(x.device).manual_seed(keyed))
-        return x * kept / (1.0 - self.rate)
+def keyed_dropout(rate: float, seeds: tuple[int, ...], counts: list[int], branch: int, x: Tensor, place: int) -> Tensor:
+    """Dropout on x [S, W], `counts` slots of each row, by masks of the rows' seeds, branch and place alone."""
+    kept = x.new_empty(x.shape)  # [S, W]
+    for part, seed in zip(kept.split(counts), seeds, strict=True):
+        keyed = keyed_generator(seed, branch, place).initial_seed()
+        part.bernoulli_(1.0 - rate, generator=torch.Generator(x.device).manual_seed(keyed))
+    return x * kept / (1.0 - rate)
 
 
 class MultiTokenObjective(Objective):
@@ -322,7 +304,7 @@ class MultiTokenObjective(Objective):
             features = self.head.prefix(features, (0, width))
         for k, asked in enumerate(slots):
             if self.settings.dropout and batch.seeds is not None:
-                drop = KeyedDropout(self.settings.dropout, batch.seeds, tuple(asked.sum(1).tolist()), k)
+                drop = partial(keyed_dropout, self.settings.dropout, batch.seeds, asked.sum(1).tolist(), k)
             if isinstance(self.head, HydraHead):
                 # Head k is given the embeddings of the tokens from t_{p+k+1} back to t_{p+1}.
                 tokens = [shifted(batch.input_ids, 1 + back)[:, :width][asked] for back in range(k + 1)]
@@ -337,31 +319,27 @@ class MultiTokenObjective(Objective):
         with torch.no_grad():
             target = losses.TargetLaw.of_logits(self.target.logits(states))
             choice = target.inside.argmax(-1)
-        laws = [losses.log_law(self.head.laws(k, out, self.target)) for k, out in enumerate(outputs)]  # [S_k, V]
+        laws = [self.head.laws(k, x, self.target).float().log_softmax(-1) for k, x in enumerate(outputs)]  # [S_k, V]
         label = law = laws[0].new_zeros(len(laws))
         if self.settings.label_weight:
             label = torch.stack([F.nll_loss(q, t, reduction="sum") for q, t in zip(laws, tokens, strict=True)])
         if self.settings.law_weight:
-            loss = losses.LOSSES[self.settings.loss]
-            sums = []
-            for q, at in zip(laws, which, strict=True):
-                sums.append(loss(q, target.at(at), self.settings).sum())
+            loss, sums = losses.LOSSES[self.settings.loss], []
+            for q, slots in zip(laws, which, strict=True):
+                sums.append(loss(q, replace(target, slots=slots), self.settings).sum())
             law = torch.stack(sums)
         with torch.no_grad():
             hits = torch.stack([(q.argmax(-1) == choice[at]).sum() for q, at in zip(laws, which, strict=True)])
-            alpha = losses.acceptance(laws[0], target.at(which[0]).whole).sum()
+            alpha = losses.acceptance(laws[0], replace(target, slots=which[0]).whole).sum()
         return label, law, hits, alpha
 
     def measure(self, batch: Batch) -> SumsAndCounts:
         """A greedy chain of at most num_heads drafted tokens."""
-        chunk, slots = self.settings.loss_chunk_slots, target_states(batch, self.num_heads)[0]
-        choices = target_choices(batch, partial(likeliest, self.target.logits, chunk=chunk))  # [B, T]
-        hits = torch.zeros(slots.shape, device=slots.device)  # [H, B, T-1]
-        for k, output in enumerate(self._outputs(batch, slots)):
-            drafted = likeliest(partial(self.head.laws, k, vocab=self.target), output, chunk)
-            hits[k][slots[k]] = (drafted == shifted(choices, 1 + k)[:, : slots.shape[-1]][slots[k]]).float()
-        depths = min(self.settings.eval_depths, self.num_heads)
-        return {**self(batch).sums(), **chain_sums(hits[:depths], slots[:depths].float())}
+        chunk, depths = self.settings.loss_chunk_slots, min(self.settings.eval_depths, self.num_heads)
+        outputs = enumerate(self._outputs(batch, target_states(batch, depths)[0]))
+        drafted = (likeliest(partial(self.head.laws, k, vocab=self.target), x, chunk) for k, x in outputs)
+        choose = partial(likeliest, self.target.logits, chunk=chunk)
+        return {**self(batch).sums(), **chain_sums(batch, choose, drafted, depths)}
 
 
 OBJECTIVES: dict[str, Callable[[Any, VocabWeights, Any], Objective]] = {  # of draft heads; a draft LM's is in lm.py

@@ -5,7 +5,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -149,10 +149,11 @@ def save(
     wait()
 
 
-def clear(directory: Path, keep: list[Path] | None = None) -> None:
-    for folder in {*folders(directory)} - {*(keep or [])}:
-        storage.remove_directory(folder)
+def clear(directory: Path, keep: Sequence[Path] = ()) -> None:
     storage.remove_temporaries(directory)
+    for folder in {*folders(directory)} - {*keep}:
+        # Renamed first: what a kill leaves of it is no save.
+        storage.remove_tree(folder.rename(folder.with_name(f".{folder.name}.old")))
 
 
 def training_alone(directory: Path) -> Lock:

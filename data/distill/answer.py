@@ -77,8 +77,7 @@ class Thinking:
             thought = "\n" * (not self.is_opened) + thought.strip("\n") + "\n" * (not is_open)
             return replace(answer, reasoning=thought, content=content and "\n\n" + content.lstrip("\n"))
         thought, closed, rest = content.partition(CLOSE)
-        begins = thought.lstrip().startswith(OPEN)
-        if (begins or self.is_opened) and (closed or answer.is_cut):
+        if (self.is_opened or thought.lstrip().startswith(OPEN)) and (closed or answer.is_cut):
             thought = thought if self.is_opened else thought.partition(OPEN)[2]
             return replace(answer, reasoning=thought, content=rest)
         return replace(answer, reasoning=None)

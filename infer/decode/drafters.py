@@ -77,9 +77,7 @@ class EagleDrafter(Drafter):
         # a drafted slot sees the drafted slots that its parent saw, and itself
         self._seen = torch.cat([self._seen.index_select(0, parents), self._own[count]], dim=1)
         mask = F.pad(self._seen, (self._length, 0))
-        features = self._hidden.index_select(1, parents)
-        # all slots of a level have one position
-        at = (position, position + 1)
+        features, at = self._hidden.index_select(1, parents), (position, position + 1)  # one for all slots of a level
         self._hidden = self._draft(tokens[None], features, at, mask[None, None], self._buffers)
         for buffer in self._buffers:
             buffer.length += count

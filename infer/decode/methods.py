@@ -87,8 +87,7 @@ def heads_by_kind(given: Sequence[Path], heads: Path | None) -> dict[str, str]:
             raise UserError(f"--head {head}: is of kind {kind}, as {named[kind]} is; give one of a kind")
         named[kind] = str(head)
     kinds = dict.fromkeys(kind for method in METHODS.values() for kind in method.heads)
-    there = {kind: str(heads / kind) for kind in kinds if heads and (heads / kind / CONFIG).is_file()}
-    return {**there, **named}
+    return {kind: str(heads / kind) for kind in kinds if heads and (heads / kind / CONFIG).is_file()} | named
 
 
 class Drafters:

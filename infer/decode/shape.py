@@ -82,9 +82,7 @@ class StaticTree(Shape):
     The stop rule is asked once the tokens of a level stand in the tree: no token that was drawn is ever dropped.
     """
 
-    def __init__(
-        self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate = unchanged
-    ) -> None:
+    def __init__(self, stop: Stop, choices: tuple[Choice, ...], children: Children, calibrate: Calibrate) -> None:
         inner, levels = {choice[:-1] for choice in choices}, max(map(len, choices))
         super().__init__(stop, levels, len(choices) + 1, len(inner) - 1, calibrate)
         self.choices, self.children, self.is_chain = choices, children, levels == len(choices)
@@ -132,8 +130,7 @@ class StaticTree(Shape):
             q, columns = torch.cat(laws), torch.arange(log_q.shape[-1], device=root.device)
             ids = drafter.target_ids(columns)
             # a leaf's law is not read
-            of = law_of[kept].clamp(max=len(q) - 1)
-            proposal = Proposal(rule, q[of], None if ids is columns else ids)
+            proposal = Proposal(rule, q[law_of[kept].clamp(max=len(q) - 1)], None if ids is columns else ids)
             if len(kept) < count:
                 node = torch.zeros_like(parents).scatter_(0, kept, torch.arange(len(kept), device=root.device))
                 parents, mask = node[parents[kept]], mask[kept][:, kept]
@@ -178,7 +175,7 @@ def _form(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) ->
 class DynamicTree(Shape):
     """EAGLE-2's tree (arXiv 2406.16858, sections 4.1, 4.2, 5.2); deterministic, so that pruning moves no law."""
 
-    def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate = unchanged) -> None:
+    def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate) -> None:
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k, calibrate)
         self.k, self.nodes = config.k, config.nodes
         self.by_survival, self.rerank = config.rank == "survival", config.rerank

@@ -26,8 +26,7 @@ class Verdict:
 
 def verify(tree: Tree, logits: Tensor, sampler: Sampler, typical: TypicalConfig | None = None) -> Verdict:
     """logits [N, V] are the target's; typical replaces the tree's rule where tokens are sampled."""
-    rule = rule_of(tree.proposal, sampler, typical)
-    if rule in ("R0", "R2"):
+    if rule_of(tree.proposal, sampler, typical) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
     if typical is not None:
         return accept_typical(tree, sampler.law(logits), typical)

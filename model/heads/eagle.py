@@ -162,15 +162,13 @@ class EagleHead(nn.Module):
             elif name.endswith("bias"):
                 parameter.data.zero_()
 
-    def forward(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory] | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory] = ()) -> Tensor:
         """Outputs [B, T, D] of tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and positions [B, T].
 
         With memories: one step of the parallel unroll, in which each slot's chain takes its next token.
         """
         x, embedded = self.enter(tokens, features)
-        length = tokens.shape[1] if memories is None else self.config.max_position_embeddings
+        length = self.config.max_position_embeddings if memories else tokens.shape[1]
         rope = self.rotary.at(positions, length, x)
         for layer, memory in zip(self.blocks, memories or [None] * len(self.blocks), strict=True):
             if self.gradient_checkpointing and self.training and memory is None:

@@ -82,8 +82,7 @@ class TokenLaws(nn.Module):
     def forward(self, index: int, state: Tensor, vocab: VocabWeights | None = None) -> Tensor:
         """Logits [..., V] of future token `index` (0: at t + 2) from states [..., D]."""
         if self.config.lm_head == "own":
-            logits = self.lm_heads[index](state)
-            return transformed(logits, self.config.logit_scale, self.config.final_logit_softcap)
+            return transformed(self.lm_heads[index](state), self.config.logit_scale, self.config.final_logit_softcap)
         vocab = vocab or self.vocab
         assert vocab is not None
         return vocab.logits(state)

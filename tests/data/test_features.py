@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from aerie.configs.errors import NotWritable, UserError
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
-from aerie.data.batches import OnlineFeatures, collate, grouped
+from aerie.data.batches import collate, grouped, with_states
 from aerie.data.cache import CachePlan, rows_digest
 from aerie.data.chat import Row
 from aerie.data.features import WRITING, plan_cache, within_context
@@ -72,7 +72,7 @@ def test_the_cache_holds_the_states_of_a_direct_forward_whatever_the_padding(tar
 def test_states_made_in_the_step_are_the_cached_ones_to_rounding(target: Target, tmp_path: Path, packed: bool) -> None:
     cache = caches.cache(tmp_path, target, TokenisedData(DATA.train[:6], []), after_blocks=(1, 2))
     cached = collate([cache[number] for number in range(6)], range(6), packed)
-    online = OnlineFeatures(target, (1, 2))(collate(DATA.train[:6], range(6), packed))
+    online = with_states(target, (1, 2), target.dtype, collate(DATA.train[:6], range(6), packed))
     assert online.documents == cached.documents and online.input_ids.equal(cached.input_ids)
     for found, expected in ((online.features, cached.features), (online.taps, cached.taps)):
         assert found is not None and expected is not None and found.dtype == expected.dtype

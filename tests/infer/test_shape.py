@@ -17,7 +17,7 @@ from aerie.configs.schema.decode import (
     StaticConfig,
 )
 from aerie.infer.decode.sampling import Sampler
-from aerie.infer.decode.shape import Children, StaticTree, make_shape
+from aerie.infer.decode.shape import Children, StaticTree, make_shape, unchanged
 from aerie.infer.decode.stop import Heuristic, Stop
 from aerie.infer.decode.tree import Tree
 from tests.infer.laws import GREEDY, TableDrafter, check_connected, node_paths, paths, sampler
@@ -108,7 +108,7 @@ def test_a_kept_pool_holds_the_laws_and_frontiers_of_the_same_tree(name: str, te
 def grow(
     drafter: TableDrafter, chosen: Sampler, choices: tuple[Choice, ...] = EAGLE1, children: Children = "sampled"
 ) -> Tree:
-    return StaticTree(Stop(), choices, children).grow(drafter, ROOT, 9, chosen)
+    return StaticTree(Stop(), choices, children, unchanged).grow(drafter, ROOT, 9, chosen)
 
 
 @pytest.mark.parametrize("choices", [LINE, EAGLE1, MEDUSA, ((0,), (3,), (3, 2), (3, 0), (3, 2, 1))])
@@ -173,6 +173,6 @@ def test_drawn_children_keep_the_form_and_record_their_laws(
 def test_growth_ends_at_what_is_left_to_write_and_at_the_stop_rule(levels: int, temperature: float) -> None:
     for stop, left in ((Stop(), levels), (Heuristic(HeuristicConfig(start=levels)), 9)):
         drafter = TableDrafter(3, sharpness=1.0)
-        tree = StaticTree(stop, EAGLE1, "sampled").grow(drafter, ROOT, left, sampler(temperature, 1.0))
+        tree = StaticTree(stop, EAGLE1, "sampled", unchanged).grow(drafter, ROOT, left, sampler(temperature, 1.0))
         assert len(tree) == 1 + sum((4, 8, 8, 3, 2)[:levels])
         assert tree.levels == tree.draft_forwards == drafter.calls == int(tree.depth.max()) == levels

@@ -14,7 +14,7 @@ from torch import Tensor
 from aerie.configs.schema.decode import ConfidenceConfig, TypicalConfig
 from aerie.infer.decode import verify as rejection
 from aerie.infer.decode.sampling import draw, entropy
-from aerie.infer.decode.shape import StaticTree
+from aerie.infer.decode.shape import StaticTree, unchanged
 from aerie.infer.decode.stop import Confidence, Stop
 from aerie.infer.decode.tree import Proposal, Tree, ancestors
 from aerie.infer.decode.verify import NOT_LOSSLESS, Verdict, accept_sibling, accept_typical, rule_of, verify, walk
@@ -186,7 +186,7 @@ def test_a_tree_is_decided_as_the_textbook_decides_it(rule: str, monkeypatch: py
 def test_what_is_drafted_and_verified_has_the_targets_law(choices: Any, children: Any, stop: Stop) -> None:
     """R1, R3 and R4 on synthetic laws, also with a stop rule: the first two tokens that are written."""
     draft, target, draws, ended = TableDrafter(1, sharpness=1.0), TableDrafter(2, sharpness=1.0), 1500, 0
-    shape, chosen, seen = StaticTree(stop, choices, children), sampler(1.0, 0.9), Counter[tuple[int, ...]]()
+    shape, chosen, seen = StaticTree(stop, choices, children, unchanged), sampler(1.0, 0.9), Counter[tuple[int, ...]]()
 
     def law(path: tuple[int, ...]) -> Tensor:
         return chosen.law(target.law(path)[None])  # [1, V]

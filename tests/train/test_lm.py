@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aerie.configs.schema.heads import DraftLMSection, DraftLMTrain, TargetConfig
-from aerie.data.batches import Batch, OnlineFeatures, collate
+from aerie.data.batches import Batch, collate, with_states
 from aerie.model.target import Target
 from aerie.train.lm import LMObjective, marked, new_causal_lm, redrawn, save_causal_lm
 from tests import tiny
@@ -82,7 +82,7 @@ def plain(count: int = 6) -> Batch:
 
 
 def drawn(batch: Batch, lm: Any, source: Target, barred: Any = (END,)) -> Any:
-    return OnlineFeatures(source, ())(redrawn(batch, lm, 320, barred))
+    return with_states(source, (), source.dtype, redrawn(batch, lm, 320, barred))
 
 
 def test_a_window_of_an_answer_is_redrawn_and_nothing_behind_it_is_learnt() -> None:

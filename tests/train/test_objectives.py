@@ -18,7 +18,7 @@ from aerie.model.heads.eagle import EagleDraft
 from aerie.model.layers import KeyValueBuffer
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
-from aerie.train.objectives import Eagle1Objective, Eagle3Objective, KeyedDropout, MultiTokenObjective, Objective
+from aerie.train.objectives import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective, keyed_dropout
 from tests import tiny
 
 VOCAB = tiny.vocab()
@@ -173,7 +173,7 @@ def test_head_ks_weight_decays_with_k() -> None:
 def test_nothing_as_large_as_half_of_all_pairs_of_slots_or_of_the_full_vocabularys_logits_is_ever_made() -> None:
     length, generator = 300, torch.Generator().manual_seed(0)
     states, taps = (torch.randn(length, size, generator=generator) for size in (32, 64))
-    row = CachedRow(torch.arange(5, 5 + length), torch.ones(length).int(), states, taps, 0)
+    row = CachedRow(torch.arange(5, 5 + length), torch.ones(length).int(), states, taps)
     made = objective("eagle3", {"max_position_embeddings": 512}, loss_chunk_slots=120)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         made(collate([row], [0])).total(made.weights).backward()
@@ -314,11 +314,11 @@ def test_noise_is_uniform_and_belongs_to_seed_epoch_and_row() -> None:
 
 def test_dropout_belongs_to_seed_epoch_row_and_place_alone_and_not_to_held_out_rows() -> None:
     rows = tiny.rows(2)
-    counts = tuple(len(starts(row)) for row in rows)
+    counts = [len(starts(row)) for row in rows]
 
     def masks(seed: int = 0, epoch: int = 0, branch: int = 0, place: int = 0) -> Tensor:
         seeds: Any = objective("medusa", dropout=0.4, seed=seed).prepare(collate(rows, range(2)), epoch).seeds
-        return KeyedDropout(0.4, seeds, counts, branch)(torch.ones(sum(counts), 500), place)
+        return keyed_dropout(0.4, seeds, counts, branch, torch.ones(sum(counts), 500), place)
 
     first = masks()
     one, other = first.split(counts)
