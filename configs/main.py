@@ -219,13 +219,21 @@ def _launched(command: list[str], processes: int, precision: str) -> int:
 
 
 def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
-    given, states = arguments.directory, set[str]()
-    # A directory in a run, such as its head's, speaks of the run, and one of runs of each of them.
+    given, lines, states, running = arguments.directory, list[str](), set[str](), ""
+    # A directory in a run, such as its head's, speaks of the run; one of runs, of each of them.
     root = next((place for place in (given, *given.parents[:2]) if [*place.glob("status*.json")]), given)
-    if root == given and (runs := sorted({path.parent for path in given.glob("*/status*.json")})):
-        print("\n".join(", ".join([*_said(run)[0][-1:], *_state(run / "report")[1]]) for run in runs))
+    found = sorted(root.glob("status*.json")) or sorted(root.glob("*/status.json"))
+    for path in found:
+        said, run = read_json(path), path.parent
+        with suppress(OSError), Lock(path.with_name(f".{path.name}.lock")) as lock:
+            if said["state"] == "running" and lock.acquire(wait=False) is True:  # a running stage would hold it
+                said |= {"state": "killed", "code": 137}
+        running = said["stage"].split()[0] if said["state"] == "running" else running
+        lines.append(f"{run}: {said['stage']} {said['state']}" + f", exit code {said['code']}" * (said["code"] != 0))
+        lines[-1] += "".join(f", {fact}" for fact in ([] if run == root else _state(run / "report")[1]))
+    if found and found[0].parent != root:
+        print("\n".join(lines))
         return 0
-    lines, running = _said(root)
     stages, stored, heads = ["features", "train", "calibrate", "bench", "report"], root / "recipe.yaml", root / "heads"
     kinds = sorted(path.name for path in heads.glob("[!.]*"))
     with suppress(UserError):
@@ -252,19 +260,6 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
             words = f"aerie tune --config {stored}, for a tree that suits this machine: none is faster than vanilla yet"
     print("\n".join([*lines, f"next: {f'wait for {running}' if running else words}"]))
     return 0
-
-
-def _said(root: Path) -> tuple[list[str], str]:
-    """How each job's last stage ended, and the stage that is running."""
-    lines, running = list[str](), ""
-    for path in sorted(root.glob("status*.json")):
-        said = read_json(path)
-        with suppress(OSError), Lock(path.with_name(f".{path.name}.lock")) as lock:
-            if said["state"] == "running" and lock.acquire(wait=False) is True:  # a running stage would hold it
-                said |= {"state": "killed", "code": 137}
-        running = said["stage"].split()[0] if said["state"] == "running" else running
-        lines.append(f"{root}: {said['stage']} {said['state']}" + f", exit code {said['code']}" * (said["code"] != 0))
-    return lines, running
 
 
 def _state(place: Path) -> tuple[str, list[str]]:

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shlex
-from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -86,7 +85,8 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
     asked["head"] = {"kind": arguments.kind} if arguments.kind else {}
     override(pairs_of(unknown), asked, {})
     require_target(validate(asked["target"], TargetConfig, "--target", {}).path)
-    _require_rows(arguments.data)
+    for name in arguments.data:
+        is_here(name)
     quieten()
     from aerie.data.init import recipe_text
 
@@ -201,7 +201,6 @@ def show(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.plan:
         print(f"show: {arguments.limit:,} rows")
         return 0
-    _require_rows(recipe.data.conversations)
     quieten()
     from aerie.data import tokens
 
@@ -227,7 +226,8 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
-    _require_rows(recipe.data.conversations)
+    for name in recipe.data.conversations:
+        is_here(name)
     quieten()
     from aerie.data.features import prepare, time_forwards, write
 
@@ -278,12 +278,6 @@ def _reuse(arguments: argparse.Namespace, stage: Stage, status: Path) -> int:
         if not arguments.plan:
             write_status(status, arguments.command, "done")
     return 0
-
-
-def _require_rows(names: Iterable[str]) -> None:
-    """UserError, before the slow imports, for a source that is nowhere."""
-    for name in names:
-        is_here(name)
 
 
 def _device(recipe: Recipe) -> str:

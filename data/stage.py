@@ -4,7 +4,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
-from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.model.hub import require_target
@@ -80,22 +79,14 @@ def conversation_inputs(names: Iterable[str], read: Callable[[Path], str] = samp
     return digests
 
 
-def feature_inputs(target: TargetConfig, data: DataConfig, features: FeaturesConfig) -> dict[str, Any]:
+def feature_stage(recipe: Recipe) -> Stage:
     # batch_tokens moves a state by rounding only; the others concern readers.
     readers = ("batch_tokens", "mode", "shuffle_shards")
-    return {
-        "target": target_inputs(target),
-        "data": as_dict(data),
-        "conversations": conversation_inputs(data.conversations),
-        "features": {key: value for key, value in as_dict(features).items() if key not in readers},
-    }
-
-
-def feature_stage(recipe: Recipe) -> Stage:
-    features = recipe.features
-    if features.after_blocks is None and recipe.head.kind != "eagle3":
-        features = replace(features, after_blocks=())
-    inputs = feature_inputs(recipe.target, recipe.data, features)
+    features = {key: value for key, value in as_dict(recipe.features).items() if key not in readers}
+    if features["after_blocks"] is None and recipe.head.kind != "eagle3":
+        features["after_blocks"] = []
+    data = {"data": as_dict(recipe.data), "conversations": conversation_inputs(recipe.data.conversations)}
+    inputs = {"target": target_inputs(recipe.target), **data, "features": features}
     return Stage("features", recipe.paths.features, inputs, is_indexed=True)
 
 
@@ -110,7 +101,7 @@ def state_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_since(made_of: dict[str, Any], target: dict[str, Any], conversations: dict[str, str]) -> str | None:
-    """A file that changed since a cache was made of these feature_inputs."""
+    """A file that changed since a cache was made of these inputs."""
     # What is not here (on another machine) is unchanged; opening the cache refuses another target.
     before = made_of["target"]
     then = {**before.get("files", {}), **made_of["conversations"], "target.chat_template": before.get("chat_template")}
@@ -168,5 +159,10 @@ def bar(total: int | None, unit: str, description: str, rank: int = 0, done: int
     if not sys.stderr.isatty():
         form = OPEN_LINE if total is None else LINE
         options = {"file": _Lines(), "bar_format": form, "mininterval": LINE_SECONDS, "delay": 1e-9}
-    options |= {"unit": f" {unit}", "unit_scale": True, "disable": rank != 0, "leave": total is not None}
+    options |= {
+        "unit": f" {unit}",
+        "unit_scale": total is None or total >= 1000,
+        "disable": rank != 0,
+        "leave": total is not None,
+    }
     return tqdm(desc=description, total=total, initial=done, **options)

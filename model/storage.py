@@ -320,8 +320,8 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
         shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in (str(old), str(new))]
         return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
 
-    order = lambda row: (not row.startswith("target.path:"), bool(OF_DIGESTS.search(row)))  # noqa: E731
-    return "; ".join(sorted(compare(there, asked, ""), key=order)[:3])
+    rows = sorted(compare(there, asked, ""), key=lambda row: (row[:12] != "target.path:", bool(OF_DIGESTS.search(row))))
+    return "; ".join(rows[:3])
 
 
 def environment() -> dict[str, Any]:

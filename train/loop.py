@@ -29,6 +29,7 @@ from aerie.train.losses import SumsAndCounts
 from aerie.train.objectives import Objective
 
 Measure = Callable[[Any], dict[str, float]]
+SAY_SECONDS = 5.0  # between two lines of the terminal
 METER = "meter-{}.pt"  # each process's sums since the last log line
 
 
@@ -142,7 +143,7 @@ class Loop:
             accelerator.init_trackers("aerie", None if self.progress.step else flat, options)
         self.say: Callable[[str], None] = lambda text: None  # prints a line above the bar, on the first process
         self._grad_norm: Any = 0.0
-        self._is_timed = False
+        self._is_timed, self._said_at = False, -math.inf
         self._since = time.monotonic() - self.progress.seconds
         self._saved_at = self.progress.step  # or begun, with nothing to save
 
@@ -300,7 +301,9 @@ class Loop:
         """A line of metrics and trackers."""
         step, best = self.progress.step, self.progress.best_step
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
-        self.say(" | ".join([f"step {step:,}/{self.total:,}", *shown(numbers)]))
+        if section != "train" or time.monotonic() - self._said_at >= SAY_SECONDS:
+            self.say(" | ".join([f"step {step:,}/{self.total:,}", *shown(numbers)]))
+            self._said_at = time.monotonic()
         if self.file is not None:
             self.file.write({"kind": self.job.kind, "step": step, "total_steps": self.total, **values})
             for tracker in self.accelerator.trackers:

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aerie.configs import main
 from aerie.data import main as data_main
+from aerie.data.stage import target_inputs
+from aerie.model.storage import Stage
 from aerie.train import main as train_main
 from tests import tiny
 from tests.configs.test_recipes import load
@@ -80,6 +82,41 @@ def test_init_refuses_what_cannot_be_trained_and_keeps_files(folder: Path, capsy
         init("--target", "target", "--data", "owner/name:train", "--out", "hub.yaml") == 0
     )  # neither asked nor counted
     assert load(Path("hub.yaml")).features.mode == "online"
+
+
+def test_a_plan_refuses_what_another_target_or_head_left_and_names_runs_apart(folder: Path, capsys: Any) -> None:
+    plan = partial(tiny.call, main, "run", "r.yaml", "--plan")
+    asked = ("--train.epochs", 3, "--train.accumulation", 2, "--data.held_out", 0.3)
+    assert init("--target", "target", "--out", "r.yaml", *asked) == 0
+    steps = re.search(r"# ([\d,]+) steps", capsys.readouterr().out)
+    recipe = load(Path("r.yaml"))
+    assert recipe.run == f"runs/{folder.name}-eagle1" and plan() == 0
+    assert tiny.call(train_main, "--config", "r.yaml", "--plan", "--features.mode", "online") == 0
+    assert steps and f"steps: {steps[1]} of 4 rows" in capsys.readouterr().out
+    assert tiny.call(data_main, "features", "--config", "r.yaml") == 0
+    capsys.readouterr()
+    tiny.target(folder / "other/target", seed=1)
+    for words, said in (
+        (("--target", "other/target"), r"target.path: target there, other/target asked; .*; choose another --run\n"),
+        (
+            ("--head.kind", "eagle3"),
+            r"after_blocks \(by default head.kind's\): .*; choose another --run, or add --over",
+        ),
+        (("--data.conversations", "a", "b"), r"a list is one word: --data.conversations '\[a, b\]'"),
+        (("--data.conversations", "chats"), "chats: no such file or directory; a data set of the Hub is OWNER/NAME"),
+        (("--confg", "r.yaml"), "did you mean --config?"),
+    ):
+        assert plan(*words) == 2
+        assert re.search(said, error := capsys.readouterr().err) and error.count("\n") == 1, error
+    assert plan("--target", "other/target", "--overwrite") == 0
+    Stage(
+        "calibration", Path(recipe.run, "calibration"), {"target": target_inputs(recipe.target), "head": [{}]}
+    ).finish()
+    assert plan() == 2 and "holds the calibrate of another head" in capsys.readouterr().err
+    for place in ("runs", f"{recipe.run}/features"):
+        assert tiny.call(main, "status", place) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"{recipe.run}: features done\n") and ("absent" in out) == (place != "runs")
 
 
 @pytest.mark.slow

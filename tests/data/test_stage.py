@@ -5,7 +5,8 @@ from typing import Any
 
 from aerie.configs.schema.data import DataConfig, FeaturesConfig
 from aerie.configs.schema.heads import TargetConfig
-from aerie.data.stage import Share, feature_inputs, state_inputs
+from aerie.configs.schema.recipe import Recipe
+from aerie.data.stage import Share, feature_stage, state_inputs
 from tests import tiny
 
 
@@ -15,7 +16,8 @@ def test_weights_taps_and_dtypes_decide_the_states_and_texts_only_the_rows(tmp_p
 
     def inputs(**features: Any) -> dict[str, Any]:
         data = DataConfig(conversations=(str(tmp_path / "rows"),))
-        return feature_inputs(TargetConfig(path=str(target)), data, FeaturesConfig(**features))
+        own = FeaturesConfig(**{"after_blocks": (), **features})
+        return feature_stage(Recipe("run", TargetConfig(path=str(target)), data, features=own)).inputs
 
     before = inputs()
     assert inputs(batch_tokens=64, shuffle_shards=2) == before

@@ -121,6 +121,13 @@ def test_what_is_no_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
         load_config(TargetConfig(str(tmp_path / "model-q4/model-q4.gguf")))
 
 
+@pytest.mark.parametrize("kind", ["mamba", "qwen3_next", "rwkv"])
+def test_layers_with_a_state_are_refused_by_their_configuration(tmp_path: Path, kind: str) -> None:
+    write_json(tmp_path / "config.json", {"model_type": kind})
+    with pytest.raises(UserError, match="a draft tree needs plain attention"):
+        load_config(TargetConfig(str(tmp_path)))
+
+
 def test_a_target_may_have_more_tokens_than_a_draft_but_no_other_ids() -> None:
     draft = {"a": 0, "b": 1, "c": 2}
     require_same_token_ids({**draft, "<tool>": 3}, draft, 3, "draft", "target")
