@@ -23,6 +23,7 @@ AT_ONCE = ("check", "compare", "convert", "init", "inspect", "keys", "push", "re
 # What a command asks for that the lines before it make.
 FIRST = {"compare": "records", "check": "index.json", "bench": "train the head", "push": "no measured results"}
 FIRST |= {"train": "no whole feature cache|no run has made", "features": "too few rows to time"}
+FIRST["run"] = "no run has made"
 OWNERS = {command: package for package, commands in PACKAGES.items() for command in commands}
 
 
