@@ -90,11 +90,9 @@ def hub_commit(name: str, revision: str | None) -> str | None:
     from huggingface_hub import HfApi
 
     repo = name.split(":")[0]
-    try:
-        with readable_errors(repo):
-            return HfApi().dataset_info(repo, revision=revision).sha
-    except UserError:
-        return None
+    with suppress(UserError), readable_errors(repo):
+        return HfApi().dataset_info(repo, revision=revision).sha
+    return None
 
 
 def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:

@@ -243,8 +243,7 @@ def write(recipe: Recipe, stage: Stage, share: Share, overwrite: bool, state: An
         tokens = sum(shard.num_tokens for shard in plan.shards)
         num_bytes = sum(num_bytes for num_bytes, _ in index.files.values())
         facts |= {"rows": sum(len(shard.rows) for shard in plan.shards), "tokens": tokens, "bytes": num_bytes}
-        facts |= {"batch_tokens": plan.batch_tokens}
-        seconds = stage.finish(**facts)["seconds"]
+        seconds = stage.finish(**facts, batch_tokens=plan.batch_tokens)["seconds"]
         print(f"features: {tokens:,} tokens, {size(num_bytes)} in {seconds:,.1f} s{speed}: {stage.output}", flush=True)
         if plan.storage.form is not None:
             output, mask = writer.forward(next(_batches(plan, plan.shards)))

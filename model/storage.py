@@ -303,10 +303,9 @@ class Stage:
 
 def sound_record(directory: Path) -> dict[str, Any]:
     """provenance.json; {} where it is missing or damaged."""
-    try:
+    with suppress(UserError):
         return Manifest.read(directory).as_json()
-    except UserError:
-        return {}
+    return {}
 
 
 def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
