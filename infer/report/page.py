@@ -100,7 +100,7 @@ def _figure(
 ) -> tuple[Figure, list[Axes]]:
     """A panel of this height in points for each title, below a legend of name -> colour."""
     legend = legend or {}
-    columns = 4 if max(map(len, legend), default=0) < 8 else 1
+    columns = 4 if max(map(len, legend), default=0) < 10 else 1
     total = (height + 42.0) * len(panels) + 16.0 * -(-len(legend) // columns) + 14.0
     figure = Figure(figsize=(WIDTH / POINTS, total / POINTS), dpi=POINTS, layout="constrained")
     every: list[Axes] = list(figure.subplots(len(panels), squeeze=False)[:, 0])
@@ -126,9 +126,10 @@ def _bars(rows: Rows, key: str, intervals: Sequence[list[float] | None]) -> Figu
     ends = [max(getattr(row, key) or 0.0, *(bounds or [0.0])) for row, bounds in zip(rows, intervals, strict=True)]
     limit = 1.25 * max([1.0, *ends])
     for place, (row, bounds) in enumerate(zip(rows, intervals, strict=True)):
+        bar = SERIES[(place - 1) % len(SERIES)] if row.tree else QUIET  # of few rows after vanilla: as by depth
         value, text, colour = getattr(row, key), "not measured" if row.status == "ok" else "failed: no figure", BAD
         if value is not None:
-            axes.barh(place, value, height=0.42, color=SERIES[place % len(SERIES)] if row.tree else QUIET)
+            axes.barh(place, value, height=0.42, color=bar)
             text, colour = f"{value:.2f}{unit}", INK
         if bounds and row.method != VANILLA:
             axes.plot(bounds, [place, place], color=INK, linewidth=1.3, marker="|", markersize=6)
@@ -271,7 +272,7 @@ def _training(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
     for name, curve in curves.items():
         key, _, depth = name.removeprefix("held_out_").partition("_at_")
         title = next((title for title in panels if key.endswith(title.split()[0])), shares)
-        colour = legend.get(f"depth {depth}", QUIET if key == "predicted_tau" else INK)
+        colour = legend.get(f"depth {depth}", MUTED if key == "predicted_tau" else INK)
         panels[title].append((curve["steps"], curve["values"], colour, DASHED if name.startswith("held") else "-"))
     drawn = {title: lines for title, lines in panels.items() if lines}
     figure, every = _figure(drawn, "step", legend, 90.0)
