@@ -39,7 +39,7 @@ def for_server(head: dict[str, Any], name: str, place: Path, target: TargetFacts
             facts = replace(target or TargetFacts.load(recorded), name=name)
             return layout, export(head["path"], layout, place, facts, pickled=False)[1]
         except UserError as error:
-            notes = [f"no server's layout goes along: {error}"]
+            notes = [f"no server's layout goes along{'' if target else ' without --target'}: {error}"]
     return "", notes
 
 

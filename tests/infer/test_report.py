@@ -188,6 +188,7 @@ def test_a_training_that_its_budget_ended_is_said_under_the_table_and_on_the_pag
     assert f"eagle1 head: training {words}\n" in out and "target: training" not in out
     for said in (f"Stopped early eagle1 head: {words}.", f"eagle1 head {words} 32 483 9,000 90 s", "parameters 32 "):
         assert said in words_of(run), said
+    assert call(commands, "results", run) == 0 and f"- eagle1 head: {words}.\n" in capsys.readouterr().out
     curves = read_json(run / "report" / "details.json")["training"]["curves"]["eagle1"]
     assert curves["loss"] == {"steps": [100, 200], "values": [0.01, 0.005]} and len(curves) == 4
     assert "tau by decoding" in (run / "report" / "training-eagle1.svg").read_text()
