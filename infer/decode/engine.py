@@ -119,7 +119,7 @@ class SpeculativeDecoder:
         elif keys or device:
             raise UserError(f"from_pretrained: the target is loaded already; leave {', '.join(keys) or 'device'} out")
         if isinstance(target, PreTrainedModel):
-            target = Target(target, TargetConfig(path=target.name_or_path or type(target).__name__))
+            target = Target(target, TargetConfig(path=target.name_or_path or f"a loaded {type(target).__name__}"))
         kind = kind_at(str(head)) if head else "none"
         named = {"method": method or USUAL.get(kind, "vanilla"), "tree": tree if head else None}
         asked = validate(named, MethodConfig, "from_pretrained", {})
