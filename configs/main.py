@@ -39,7 +39,9 @@ import yaml
 from aerie.configs.errors import REQUEUE, Requeued, UserError, exit_codes, stop_on_signals
 from aerie.configs.read import TAGS, Place, Section, as_dict, dump, sections, suggestion, user_path
 from aerie.configs.schema.recipe import Recipe, add_arguments, load
+from aerie.data.stage import feature_stage, is_here, size, target_inputs
 from aerie.model.storage import FILE, ROOT, Lock, Manifest, Stage, Whole, digest, read_json, sound_record, write_text
+from aerie.train import resume
 
 OWNERS = dict.fromkeys(("synthetic", "distill", "features"), "data") | {"train": "train"}  # in the order of a run
 OWNERS |= dict.fromkeys(("calibrate", "bench", "tune", "report"), "infer")
@@ -87,8 +89,6 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     """Each stage in a process of its own; its exit code where that is not 0."""
-    from aerie.train.resume import needs_target
-
     arguments.config = arguments.recipe or arguments.config
     recipe = load(arguments, unknown)
     stages, stop = _stages(recipe), None
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in ("run", "target", "dtype", "device-map")}
     words += [f"--{name}={value}" for name, value in flags.items() if value is not None]
     if arguments.plan:
-        if needs_target(recipe) and recipe.target.path not in made_here:
+        if resume.needs_target(recipe) and recipe.target.path not in made_here:
             import_module("aerie.model.target").load_config(recipe.target)  # refuses layers that no draft tree fits
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
@@ -126,19 +126,15 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 
 def _stages(recipe: Recipe) -> list[str]:
-    from aerie.train.resume import reads_cache
-
     # What is trained to be a target is measured only where its recipe says so.
     measures = recipe.output is None or recipe.bench
-    asked = vars(recipe) | {"features": reads_cache(recipe), "report": measures}
+    asked = vars(recipe) | {"features": resume.reads_cache(recipe), "report": measures}
     asked |= {"bench": measures, "calibrate": measures or recipe.calibrate}
     return [stage for stage in OWNERS if asked[stage]]
 
 
 def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
     """The files that stages make; UserError, before hours of work, for others that are not there."""
-    from aerie.data.stage import is_here, target_inputs
-
     asked = [section.prompts.path for section in (recipe.calibrate, recipe.bench, recipe.tune) if section]
     names, root = [recipe.target.path, *recipe.data.conversations, *filter(None, asked)], recipe.paths.root.absolute()
     made_here = [name for name in names if Path(name).absolute().is_relative_to(root)]
@@ -151,9 +147,6 @@ def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
 
 def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
     """UserError, before anything starts, for the output of another recipe."""
-    from aerie.data.stage import feature_stage
-    from aerie.train import resume
-
     features, paths = feature_stage(recipe), recipe.paths
     train = Stage("train", paths.head(recipe), resume.stage_inputs(recipe))
     if resume.reads_cache(recipe):
@@ -172,8 +165,6 @@ def _require_own_outputs(recipe: Recipe, stages: list[str]) -> None:
 @exit_codes()
 def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> None:
     """Exits with the code of a stage's own main, in this process or in several (None: one for each GPU)."""
-    from aerie.train.resume import reads_cache
-
     os.setpgid(0, 0)  # Ctrl-C goes to `run`, which hands it on once; its end is one, too
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 
@@ -186,8 +177,8 @@ def _do(stage: str, words: list[str], processes: int | None, recipe: Recipe) -> 
     command = [str(ROOT / OWNERS[stage] / "main.py"), *([] if stage == "train" else [stage]), *words]
     sys.argv = [*command, "--is-whole"]
     # A target that spans all GPUs has room for one process.
-    reads_target = stage == "features" or not reads_cache(recipe) or getattr(recipe.train, "measure_prompts", None)
-    processes = 1 if recipe.target.device_map is not None and reads_target else processes
+    has_target = stage == "features" or not resume.reads_cache(recipe) or getattr(recipe.train, "measure_prompts", None)
+    processes = 1 if recipe.target.device_map is not None and has_target else processes
     if stage in ("features", "train") and processes != 1 and stage_main() == 1:
         import torch
 
@@ -264,8 +255,6 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
 
 def _state(place: Path) -> tuple[str, list[str]]:
     """whole, damaged, stopped or absent; and what is worth telling."""
-    from aerie.data.stage import size
-
     found: Any = Manifest.check(place, content=False)
     if (place / "summary.json").is_file() and not (place / FILE).exists():  # the report
         rows = [row for row in read_json(place / "summary.json")["rows"] if row["status"] == "ok"]

@@ -122,8 +122,7 @@ def override(words: Sequence[str], values: dict[str, Any], lines: dict[str, str]
                     raise UserError(f"--{name}: {part} is no position in a list of {len(section)} (the first is 0)")
                 key = int(part)
             elif not isinstance(section, dict) or part.isdecimal():
-                what = "list in the recipe" if part.isdecimal() else "section"
-                raise UserError(f"--{name}: {parts[depth - 1]} is no {what}")
+                raise UserError(f"--{name}: {parts[depth - 1]} is no {'list' if part.isdecimal() else 'section'}")
             lines[".".join(parts[: depth + 1])] = f"--{name}"
             if depth == len(parts) - 1:
                 section[key] = value

@@ -226,8 +226,6 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     if arguments.is_whole:
         return 1
     stage.require_own_directory(arguments.overwrite)
-    for name in recipe.data.conversations:
-        is_here(name)
     quieten()
     from aerie.data.features import prepare, time_forwards, write
 

@@ -76,6 +76,8 @@ def conversation_inputs(names: Iterable[str], read: Callable[[Path], str] = samp
             digests[name] = read(Path(name))
         elif Path(name).is_dir():
             digests |= {str(path): read(path) for path in row_files(Path(name))}
+        else:
+            is_here(name)
     return digests
 
 

@@ -75,7 +75,8 @@ def is_whole(recipe: Recipe, stage: Stage) -> bool:
     if made_of := cache_record(recipe).get("inputs"):
         if digest(made_of["data"]) != digest(as_dict(recipe.data)):
             return False  # another cache: opening it says so
-        if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(recipe.data.conversations)):
+        here = [name for name in recipe.data.conversations if Path(name).exists()]  # others: on another machine
+        if changed := changed_since(made_of, stage.inputs["target"], conversation_inputs(here)):
             features = recipe.paths.features
             raise UserError(f"{features}: made before {changed} changed; rebuild with: {COMMAND} --overwrite")
     return stage.is_whole()

@@ -69,7 +69,7 @@ MISTAKES = [
     ("optim: [", "", "r.yaml:3: not YAML"),
     ("figure: {kind: sqare}", "", "r.yaml:2: figure: unknown kind 'sqare'; did you mean 'square'?"),
     ("parts: [{}, {stpes: 2}]", "", "r.yaml:2: parts.1.stpes: unknown key; did you mean 'parts.1.steps'?"),
-    ("", "parts.5.steps=1", "--parts.5.steps: parts is no list in the recipe"),
+    ("", "parts.5.steps=1", "--parts.5.steps: parts is no list"),
     ("", "learning_rate=1", "--learning_rate: unknown key; did you mean 'optim.learning_rate'?"),  # another section's
 ]
 
