@@ -16,7 +16,7 @@ from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.cache import CachePlan, Storage
-from aerie.data.conversations import Tally, load_conversations, read_rows
+from aerie.data.conversations import read_rows
 from aerie.data.stage import is_here, size
 from aerie.data.tokens import tokenised
 from aerie.model.heads.eagle import DEFAULT_SIZE
@@ -41,16 +41,10 @@ def recipe_text(asked: dict[str, Any]) -> str:
     dtype = torch.bfloat16 if gpus or 4 * params > memory / 2 else torch.float32
 
     data: DataConfig = validate(asked["data"], DataConfig, "--data", {})
-    rows, lengths = _measured(target, data)
+    data, rows, trained_rows, lengths = _measured(target, data, "held_out" not in asked["data"])
     longest, context = lengths[int(0.99 * len(lengths))], getattr(text, "max_position_embeddings", None) or MOST
     max_length = asked["data"].get("max_length") or min(MOST, context, 64 * ceil(longest / 64))
     mean = sum(min(length, max_length) for length in lengths) / len(lengths)
-    if 0 < rows < 800 and "held_out" not in asked["data"]:
-        data = replace(data, held_out=min(0.2, round(40 / rows, 2)))  # to measure with
-    first = [row.is_held_out for row in load_conversations(replace(data, limit=SAMPLE), Tally())] if rows else [False]
-    share = first.count(False) / len(first) or 1.0
-    trained_rows = min(round(rows * share), data.limit or rows)
-    rows = round(trained_rows / share)
     counted = f"{rows:,} rows, about {rows * mean:,.0f} tokens; 99 % of the rows have at most {longest:,}"
 
     kind, why = asked["head"].get("kind"), "as asked"
@@ -117,11 +111,15 @@ def recipe_text(asked: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(target: TargetConfig, data: DataConfig) -> tuple[int, list[int]]:
-    """How many rows there are (0 where some are the Hub's), and tokens of the first ones, ascending."""
+def _measured(target: TargetConfig, data: DataConfig, is_free: bool) -> tuple[DataConfig, int, int, list[int]]:
+    """With a held_out where it is free; all rows, those to train on (0: some are the Hub's), tokens, ascending."""
     if not all(is_here(name) for name in data.conversations):
-        return 0, [MOST]
-    sample, _, tally = tokenised(target, replace(data, max_length=2**20, held_out=0.0, limit=SAMPLE))
-    print(tally.table(), file=sys.stderr)
+        return data, 0, 0, [MOST]
     read = sum(1 for name in data.conversations for _ in read_rows(name))
-    return round(read * len(sample.train) / tally.rows), sorted(len(row.input_ids) for row in sample.train)
+    if is_free and 0 < read < 800:
+        data = replace(data, held_out=min(0.2, round(40 / read, 2)))  # to measure with
+    sample, _, tally = tokenised(target, replace(data, max_length=2**20, limit=SAMPLE))
+    print(tally.table(), file=sys.stderr)
+    first, trained = [*sample.train, *sample.held_out], round(read * len(sample.train) / tally.rows)
+    trained = min(trained, data.limit or trained)
+    return data, round(trained * len(first) / len(sample.train)), trained, sorted(len(row.input_ids) for row in first)
