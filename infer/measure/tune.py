@@ -298,23 +298,23 @@ class HeadTuning:
         self.choice = self.trees[0]
 
     def announce(self, k: int) -> None:
-        """Says what will be tried, and about how long it takes where each token takes a cycle of the widest tree."""
+        """Says what will be tried, and about how long it takes, from an answer with the widest tree."""
         levels, new, asked = self.config.levels, self.config.prompts.max_new_tokens, len(self.prompts)
         widest = tree_with(levels, k, SEARCH["nodes"][-1])
-        for _ in range(2):  # the first warms up
-            tried = self.decoder(widest).generate(self.prompts[0], max_new_tokens=min(new, 12), do_sample=False)
-        rules = len(rules_for(self.kind, widest, levels)) * (1 + self.is_calibrated)
-        fixed = (1 + len(SEARCH["timed_trees"])) * SEARCH["cost_prompts"] * SEARCH["cost_repetitions"]
-        fixed += (3 + SEARCH["finalists"]) * SEARCH["timed_prompts"] * SEARCH["timed_repetitions"]
-        answers = asked * (1 + SEARCH["finalists"]) + rules * min(asked, SEARCH["screening_prompts"])
-        minutes = cycle_ms([tried.statistics]) / 60_000 * (answers * new + fixed * SEARCH["timed_tokens"])
+        for ids in self.prompts[:2]:  # the first warms up
+            answer = self.decoder(widest).generate(ids, max_new_tokens=new, do_sample=False).statistics
+        rules = len(self.stop_rules(widest))
+        answers = asked * (answer.tau + SEARCH["finalists"]) + rules * SEARCH["screening_prompts"]
+        answers += (1 + len(SEARCH["timed_trees"])) * SEARCH["cost_prompts"] * SEARCH["cost_repetitions"]
         what = f"every tree of up to {levels} levels and k {k} on {asked} answers of up to {new} tokens"
-        line = f"tune: {self.kind}: {what}, then {rules} stop rules; at most about {minutes:,.0f} min"
-        print(line, file=sys.stderr, flush=True)
+        minutes = f"about {answers * answer.ms['wall'] / 60_000:.1f} min"
+        print(f"tune: {self.kind}: {what}, then {rules} stop rules; {minutes}", file=sys.stderr, flush=True)
 
-    @property
-    def is_calibrated(self) -> bool:
-        return (head_directory(self.head) / CALIBRATOR).is_file()
+    def stop_rules(self, tree: GrownConfig) -> list[tuple[Method, GrownConfig]]:
+        """Also with calibrated confidence, where the head has a calibrator."""
+        tried = rules_for(self.kind, tree, self.config.levels)
+        is_calibrated = (head_directory(self.head) / CALIBRATOR).is_file()
+        return tried + [(method, replace(tree, calibrated="isotonic")) for method, tree in tried if is_calibrated]
 
     def decoder(self, tree: GrownConfig) -> SpeculativeDecoder:
         calibrate = calibrate_of(tree.calibrated, self.head)
@@ -346,10 +346,7 @@ class HeadTuning:
     def try_rules(self) -> None:
         """Tries stop rules on the best fixed tree; times the best ones, that tree and the published one."""
         best = self.trees[0]
-        tried = rules_for(self.kind, best.tree, self.config.levels)
-        if self.is_calibrated:
-            tried += [(method, replace(tree, calibrated="isotonic")) for method, tree in tried]
-        screened = self.decoded(tried, self.prompts[: SEARCH["screening_prompts"]])
+        screened = self.decoded(self.stop_rules(best.tree), self.prompts[: SEARCH["screening_prompts"]])
         finalists = self.decoded([(one.method, one.tree) for one in screened[: SEARCH["finalists"]]], self.prompts)
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
         predictions, timed = [best, self.published, *finalists], []
