@@ -330,10 +330,8 @@ def _decode(arguments: Namespace, unknown: list[str], prompts: list[list[Message
         raise UserError(f"{target.path}: the tokenizer has no chat template; {fix}")
     decoder = make_decoder(Drafters(load_quietly(target, recipe.threads if recipe else None)), asked, asked.head)
     decoder.tokenizer = tokenizer
-    if prompts is None:
-        answers.chat(decoder, arguments)
-    else:
-        answers.generate(prompts, decoder, arguments)
+    work = answers.chat if prompts is None else partial(answers.generate, prompts)
+    work(decoder, arguments)
     return 0
 
 

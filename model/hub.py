@@ -25,7 +25,7 @@ def head_directory(path: Path | str) -> Path:
                 return head
         if heads := sorted(place.glob(f"heads/*/{CONFIG}")):
             raise UserError(f"{path}: a run and no head; name {' or '.join(str(head.parent) for head in heads)}")
-        raise UserError(f"{path}: no head, which has a {CONFIG}; train one with: aerie train --config RECIPE")
+        raise UserError(f"{path}: holds no head (no {CONFIG}); train the head with: aerie train --config RECIPE")
     from huggingface_hub import snapshot_download
 
     repo, revision = found["repo"], found["revision"]
@@ -55,8 +55,11 @@ def require_target(path: str) -> None:
 
 def quieten() -> None:
     """Silences transformers' log, and bars of the Hub and of loading but on the first process's terminal."""
+    from torch import cuda
     from transformers.utils import logging
 
+    if not cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
     logging.set_verbosity_error()
     if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
         logging.disable_progress_bar()

@@ -60,6 +60,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "RUN/tune").mkdir(parents=True)
     (root / "RUN/tune/tuned.yaml").write_text("method: eagle-chain\n")
     heads = root / "run/heads"
+    (root / "RUN/heads").symlink_to(heads)
+    tiny.recipe(root / "RUN/recipe.yaml", values)
     names = dict.fromkeys(("TARGET", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"), root / "target")
     names |= {
         "HEAD": heads / "eagle1",

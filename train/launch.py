@@ -26,8 +26,6 @@ def world_size() -> int:
 
 
 def be_quiet() -> None:
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
     for name in ("accelerate", "torch.distributed", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(deepspeed|accelerate|torch)\b")

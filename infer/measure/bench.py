@@ -68,10 +68,7 @@ def load_quietly(config: Any, threads: int | None) -> Target:
     warnings.filterwarnings("ignore")
     quieten()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints that it found no GPU
-    return Target.load(config, device)
+    return Target.load(config, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def describe(target: Target) -> dict[str, Any]:

@@ -38,6 +38,7 @@ ALPHA = 1e-3  # chance that a proof fails by bad luck, over all its p-values (Bo
 MIN_DRAWS = 200  # fewer leave the law hardly a cell
 EXPECTED = 5.0  # draws that every cell of the chi-square test must expect
 SETTINGS = (SamplingConfig(1.0), SamplingConfig(0.6, top_p=0.8))
+DRAWS_PER_MINUTE = 30_000  # of a mean method on one core
 LENGTHS = (32, 3, 12, 4, 20, 6)  # max_new_tokens of the prompts, in turn
 # all drafts refused; all accepted to their deepest node; an end token, or max_new_tokens, inside an accepted path
 EDGES = ("rejected", "accepted", "ended", "cut")
@@ -145,7 +146,8 @@ def demonstrate(
         print(f"verify: {config.path} in {config.dtype}: {', '.join(row.asked.method for row in rows)}")
         return 0
     work = f"{options.prompts} prompts on the target, {len(SETTINGS)} x {options.draws:,} draws on a miniature"
-    print(f"verify: {len(rows)} methods, each: {work} (--methods, --prompts, --draws)", file=sys.stderr, flush=True)
+    minutes = f"about {len(rows) * len(SETTINGS) * options.draws / DRAWS_PER_MINUTE:.1f} min for all draws"
+    print(f"verify: {len(rows)} methods, each: {work}; {minutes}", file=sys.stderr, flush=True)
     target = load_quietly(config, threads)
     texts = [f"{task} {topic}." for topic in GIVEN["topics"] for task in GIVEN["tasks"]]
     if prompts is not None:

@@ -110,7 +110,7 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
      ROWS.format("method: eagle3, head: {root}/run/heads/eagle3")),
     ("bench --bench.prompts.path {root}/gone.jsonl", "no such file of prompts", None),
     ("tune", "none.jsonl: no such file", None),
-    ("generate --head {root}/nowhere", "nowhere: no head, which has a config.json", None),
+    ("generate --head {root}/nowhere", "nowhere: holds no head (no config.json)", None),
     ("calibrate --calibrate.method pld", "pld has no head", None),
     ("verify --methods eagle4", "--methods: method: input should be 'vanilla'", "--methods eagle2"),
     ("verify --draws 10", "200 draws are needed", "--draws 200"),

@@ -168,5 +168,5 @@ def test_heads_are_found_by_their_kind(tmp_path: Path) -> None:
         find("sps")
     with pytest.raises(UserError, match="sps drafts with a head of kind draft_lm, and this one is eagle1"):
         find("sps", given=heads / "eagle1")
-    with pytest.raises(UserError, match="no head, which has"):
+    with pytest.raises(UserError, match="holds no head"):
         kind_at(tmp_path / "nowhere")
