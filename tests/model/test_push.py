@@ -303,7 +303,7 @@ def test_names_that_are_nowhere_are_one_sentence(hub: Hub, one: Path, monkeypatc
     for name, message in (
         ("me/none", "no such local directory, and no such repository on the Hub"),
         ("me/words", "the repository has no config.json"),
-        ("runs/x/heads/eagle1", "holds no head (no config.json); train the head"),  # too deep for a repository
+        ("runs/x/heads/eagle1", r"holds no head \(no config.json\); train the head"),  # too deep for a repository
     ):
         with pytest.raises(UserError, match=f"{name}: {message}"):
             load_head(name)
