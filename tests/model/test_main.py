@@ -45,7 +45,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, target: Path, cap
     (out / "precious").write_text("do not touch")
     for arguments, message in (
         ((*convert, out), "it is no earlier export; name a new directory"),
-        (("convert", tmp_path / "none", *convert[2:], new), "none/config.json: No such file"),
+        (("convert", tmp_path / "none", *convert[2:], new), "none: holds no head (no config.json)"),
         ((*convert, head / "config.json" / "sub"), "cannot be written (Not a directory)"),
         (("inspect", target), "a whole language model and no draft head: a target, or a draft_lm"),
         ((*push, "no-user"), "no repository name; it looks like user/name"),
