@@ -157,6 +157,11 @@ class Calibrator(Section):
     head: dict[str, str] = field(default_factory=dict)  # digests of the head's files
     scores: dict[str, Any] = field(default_factory=dict)  # on prompts that it was not fitted on
 
+    def __post_init__(self) -> None:
+        knots = (self.confidence, self.acceptance)
+        if len(knots[0]) != len(knots[1]) or any(list(values) != sorted(values) for values in knots):
+            raise ValueError("confidence and acceptance must have one length and ascend")
+
     def map(self, kind: Fit) -> Calibrate:
         knots = torch.tensor([self.confidence, self.acceptance])  # [2, K]
         if kind == "temperature":

@@ -303,18 +303,13 @@ class HeadTuning:
         widest = tree_with(levels, k, SEARCH["nodes"][-1])
         for ids in self.prompts[:2]:  # the first warms up
             answer = self.decoder(widest).generate(ids, max_new_tokens=new, do_sample=False).statistics
-        rules = len(self.stop_rules(widest))
-        answers = asked * (answer.tau + SEARCH["finalists"]) + rules * SEARCH["screening_prompts"]
+        rules = len(rules_for(self.kind, widest, levels))
+        answers = asked * (answer.tau + SEARCH["finalists"])
+        answers += (rules + SEARCH["calibrated"]) * SEARCH["screening_prompts"]
         answers += (1 + len(SEARCH["timed_trees"])) * SEARCH["cost_prompts"] * SEARCH["cost_repetitions"]
         what = f"every tree of up to {levels} levels and k {k} on {asked} answers of up to {new} tokens"
         minutes = f"about {answers * answer.ms['wall'] / 60_000:.1f} min"
         print(f"tune: {self.kind}: {what}, then {rules} stop rules; {minutes}", file=sys.stderr, flush=True)
-
-    def stop_rules(self, tree: GrownConfig) -> list[tuple[Method, GrownConfig]]:
-        """Also with calibrated confidence, where the head has a calibrator."""
-        tried = rules_for(self.kind, tree, self.config.levels)
-        is_calibrated = (head_directory(self.head) / CALIBRATOR).is_file()
-        return tried + [(method, replace(tree, calibrated="isotonic")) for method, tree in tried if is_calibrated]
 
     def decoder(self, tree: GrownConfig) -> SpeculativeDecoder:
         calibrate = calibrate_of(tree.calibrated, self.head)
@@ -346,7 +341,11 @@ class HeadTuning:
     def try_rules(self) -> None:
         """Tries stop rules on the best fixed tree; times the best ones, that tree and the published one."""
         best = self.trees[0]
-        screened = self.decoded(self.stop_rules(best.tree), self.prompts[: SEARCH["screening_prompts"]])
+        few = self.prompts[: SEARCH["screening_prompts"]]
+        screened = self.decoded(rules_for(self.kind, best.tree, self.config.levels), few)
+        if (head_directory(self.head) / CALIBRATOR).is_file():
+            again = [(one.method, replace(one.tree, calibrated="isotonic")) for one in screened[: SEARCH["calibrated"]]]
+            screened = sorted(screened + self.decoded(again, few), key=lambda one: one.ms_per_token)
         finalists = self.decoded([(one.method, one.tree) for one in screened[: SEARCH["finalists"]]], self.prompts)
         # the costs do not know what a stop rule, a calibrator and trees that change from cycle to cycle take
         predictions, timed = [best, self.published, *finalists], []
