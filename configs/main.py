@@ -104,9 +104,10 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
         print("\n".join(f"aerie {stage} {shlex.join(words)}" for stage in stages))
         return 0
     write_text(recipe.paths.root / "recipe.yaml", dump(recipe))
+    import_module("transformers.models.auto")  # torch with it; neither touches a GPU, and the stages start sooner
     for number, stage in enumerate(stages, start=1):
         print(f"run: {stage} ({number} of {len(stages)})", file=sys.stderr, flush=True)
-        # A fork: the stage's memory goes with it, and a new interpreter would start no sooner.
+        # A fork: the stage's memory goes with it.
         child: Any = FORK.Process(target=_do, args=(stage, words, arguments.processes, recipe))
         child.start()
         while child.exitcode is None:
