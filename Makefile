@@ -45,18 +45,20 @@ demo: $(STAMP)
 # Every method's head beside the demo's own, in a run of its own; SEEDED turns a recipe of the embedded default there.
 SEEDS := runs/seeds
 SEEDED := --run $(SEEDS) --target $(SEEDS)/target --data.conversations [$(SEEDS)/conversations/train.jsonl]
-# Steps end the training; the seconds are for machines that are much slower, 8 minutes in each of two lanes.
-SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED) --train.max_seconds 480 --train.max_steps 1000 --train.unroll_steps 5 --train.eval_every 0
-SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED) --train.max_seconds 170 --train.batch_size 8 --train.max_steps 900 --train.eval_every 0
-SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED) --train.max_seconds 115 --train.batch_size 8 --train.max_steps 400 --train.eval_every 0
-SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED) --train.max_seconds 95 --train.batch_size 8 --train.max_steps 400 --train.eval_every 0
-SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED) --train.max_seconds 100 --train.batch_size 8 --train.max_steps 450 --train.eval_every 0
+# Steps end the training; the seconds are a cap for machines that are much slower.
+SEEDS_EAGLE3 := configs/eagle3/embedded.yaml $(SEEDED) --train.max_seconds 900 --train.max_steps 800 --train.unroll_steps 5 --train.eval_every 0
+SEEDS_EAGLE1 := configs/embedded.yaml $(SEEDED) --train.max_seconds 400 --train.batch_size 8 --train.max_steps 720 --train.eval_every 0
+SEEDS_HYDRA := configs/hydra/embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 320 --train.eval_every 0
+SEEDS_MEDUSA := configs/medusa/embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 320 --train.eval_every 0
+SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED) --train.max_seconds 300 --train.batch_size 8 --train.max_steps 360 --train.eval_every 0
 
 bench: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE) --run $(SEEDS)
-	@$(call launched,zero1,train/main.py --config $(TARGET_RECIPE) --run $(SEEDS) --output $(SEEDS)/target \
-		--target $(SEEDS)/tokenizer --data.conversations [$(SEEDS)/conversations/train.jsonl])
-	@$(call launched,zero1,data/main.py features --config $(RECIPE) $(SEEDED))
+	@$(BIN)/python configs/main.py run $(TARGET_RECIPE) --run $(SEEDS) --output $(SEEDS)/target --target $(SEEDS)/tokenizer \
+		--data.conversations [$(SEEDS)/conversations/train.jsonl] --processes $(PROCESSES)
+	@$(BIN)/python data/main.py features --config $(RECIPE) $(SEEDED) --is-whole || \
+		$(BIN)/accelerate launch --config_file configs/accelerate/zero1.yaml --num_processes $(PROCESSES) \
+		data/main.py features --config $(RECIPE) $(SEEDED)
 	@echo "training the heads, two at a time; the EAGLE-3 head's lines are in $(SEEDS)/eagle3.log"
 	@$(BIN)/python train/main.py --config $(SEEDS_EAGLE3) >$(SEEDS)/eagle3.log 2>&1 & eagle3=$$!; \
 	trap 'kill $$eagle3 2>/dev/null' EXIT; \
@@ -76,17 +78,6 @@ bench: $(STAMP)
 bench-full: bench
 	@$(BIN)/python infer/main.py bench --config configs/bench/seeds-full.yaml
 	@$(BIN)/python infer/main.py report --config configs/bench/seeds-full.yaml --head $(SEEDS)/heads/eagle1
-
-# $(call launched,TOPOLOGY,COMMAND): nothing when the stage is whole; else the plan, which turns a mistake into one line and
-# exit code 2 (the launcher would make it 1 and a traceback), then the command under accelerate.
-define launched
-$(BIN)/python $(2) --is-whole; code=$$?; \
-if [ $$code -eq 1 ]; then \
-	WORLD_SIZE=$(if $(filter zero%,$(1)),$(PROCESSES),1) $(BIN)/python $(2) --plan && \
-	$(BIN)/accelerate launch --config_file configs/accelerate/$(1).yaml \
-		$(if $(filter zero%,$(1)),--num_processes $(PROCESSES)) $(2); \
-else exit $$code; fi
-endef
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
