@@ -39,8 +39,8 @@ help:
 
 demo: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE)
-	@$(BIN)/python configs/main.py run $(TARGET_RECIPE) --processes $(PROCESSES)
-	@$(BIN)/python configs/main.py run $(RECIPE) --processes $(PROCESSES)
+	@$(BIN)/aerie run $(TARGET_RECIPE) --processes $(PROCESSES)
+	@$(BIN)/aerie run $(RECIPE) --processes $(PROCESSES)
 
 # Every method's head beside the demo's own, in a run of its own; SEEDED turns a recipe of the embedded default there.
 SEEDS := runs/seeds

@@ -1,15 +1,4 @@
-"""Whole runs, and the keys of a recipe.
-
-aerie run RECIPE.yaml [--run DIRECTORY] [--section.key VALUE ...]
-aerie status DIRECTORY
-aerie keys [SECTION] [--markdown]
-"""
-
-import sys
-from pathlib import Path
-
-if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")  # the checkout's packages, as aerie.*
+"""aerie run, status and keys: whole runs, and the keys of a recipe."""
 
 import argparse
 import dataclasses
@@ -22,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import textwrap
 import threading
 import types
@@ -32,6 +22,7 @@ from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -361,7 +352,3 @@ def _type(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Section):
         return "section"
     return f"list of {_type(inner[0])}" if origin is tuple else TYPES.get(origin or hint, "anything")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

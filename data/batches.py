@@ -113,22 +113,20 @@ class ShardPools(NamedTuple):
     at_once: int
 
 
+@dataclass
 class Order:
     """Which rows each optimiser step takes, in however many processes."""
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        seed: int,
-        batch_size: int,
-        accumulation: int = 1,
-        world_size: int = 1,
-        pools: ShardPools | None = None,
-    ) -> None:
-        self.lengths, self.seed, self.pools = lengths, seed, pools
-        self.accumulation, self.world_size = accumulation, world_size
-        self.rows_per_step = batch_size * accumulation * world_size
-        self.steps_per_epoch = -(-len(lengths) // self.rows_per_step)
+    lengths: Sequence[int]  # of the rows, in tokens
+    seed: int
+    batch_size: int
+    accumulation: int = 1
+    world_size: int = 1
+    pools: ShardPools | None = None
+
+    def __post_init__(self) -> None:
+        self.rows_per_step = self.batch_size * self.accumulation * self.world_size
+        self.steps_per_epoch = -(-len(self.lengths) // self.rows_per_step)
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def epoch_of(self, step: int) -> int:

@@ -1,9 +1,4 @@
-"""The data commands.
-
-python data/main.py init --target TARGET --data DATA --out RECIPE.yaml
-python data/main.py synthetic|distill|show|features|check --config RECIPE [--section.key VALUE ...]
-accelerate launch data/main.py features --config RECIPE
-"""
+"""aerie init, synthetic, distill, show, features and check; for several GPUs: accelerate launch data/main.py."""
 
 import sys
 from pathlib import Path
@@ -43,18 +38,16 @@ def main() -> int:
         return options
 
     add(synthetic, "write the embedded corpus and train its tokenizer")
-    distill_options = add(distill, "have the target answer prompts")
-    distill_options.add_argument("--merge", action="store_true", help="only put the jobs' answers together")
-    distill_options.add_argument(
-        "--retry-failed", action="store_true", help="ask this share's failed and skipped rows again"
-    )
+    asking = add(distill, "have the target answer prompts")
+    asking.add_argument("--merge", action="store_true", help="only put the jobs' answers together")
+    asking.add_argument("--retry-failed", action="store_true", help="ask this share's failed and skipped rows again")
     options = add(show, "print conversations with the loss mask")
     options.add_argument("--limit", type=int, default=3, help="rows (3)")
     options.add_argument("--plain", action="store_true", help="brackets instead of colour")
     options = add(features, "run the target over the conversations and cache its states")
     options.add_argument("--verify", action="store_true", help="read a whole cache too, and mend it")
     options.add_argument("--estimate", action="store_true", help="--plan with hours from timed forwards")
-    for shared in (options, distill_options):
+    for shared in (options, asking):
         shared.add_argument("--shard", default="1/1", metavar="I/N", help="make the I-th of N shares")
         shared.add_argument("--is-whole", action="store_true", help="exit code 1 if something is left to do")
     add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
@@ -179,18 +172,13 @@ def _local_target(recipe: Recipe, thinking: Any) -> Any:
     decoder = SpeculativeDecoder.from_pretrained(target, str(head) if drafts else None, tree=recipe.tree)
     print(f"distill: {recipe.target.path} answers {f'with {head}' if drafts else 'alone'}", flush=True)
 
+    settings: dict[str, Any] = {"do_sample": sampling.temperature > 0, "temperature": sampling.temperature}
+    settings |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k or 0, 0)}
+    settings |= {"max_new_tokens": sampling.max_tokens, "eos_token_id": sorted(thinking.end_ids)}
+
     def decode(prompt: list[int], seed: int) -> list[int]:
-        generation = decoder.generate(
-            prompt,
-            generator=torch.Generator(target.device).manual_seed(seed),
-            do_sample=sampling.temperature > 0,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=max(sampling.top_k or 0, 0),
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=sorted(thinking.end_ids),
-        )
-        return generation.new_ids
+        generator = torch.Generator(target.device).manual_seed(seed)
+        return decoder.generate(prompt, generator=generator, **settings).new_ids
 
     return local_target(decode, thinking, min(decoder.limits.values()) - sampling.max_tokens)
 
@@ -229,12 +217,11 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     quieten()
     from aerie.data.features import prepare, time_forwards, write
 
-    overwrite = arguments.overwrite
     if not (arguments.plan or arguments.estimate):
         with status_file(status, "features") as ended:
-            ended["state"] = write(recipe, stage, share, overwrite, _processes(recipe))
+            ended["state"] = write(recipe, stage, share, arguments.overwrite, _processes(recipe))
         return 0
-    plan, _, _ = prepare(recipe, stage, share, overwrite)
+    plan, _, _ = prepare(recipe, stage, share, arguments.overwrite)
     if arguments.estimate:
         time_forwards(recipe, plan, share, _device(recipe))
     return 0

@@ -161,10 +161,5 @@ def bar(total: int | None, unit: str, description: str, rank: int = 0, done: int
     if not sys.stderr.isatty():
         form = OPEN_LINE if total is None else LINE
         options = {"file": _Lines(), "bar_format": form, "mininterval": LINE_SECONDS, "delay": 1e-9}
-    options |= {
-        "unit": f" {unit}",
-        "unit_scale": total is None or total >= 1000,
-        "disable": rank != 0,
-        "leave": total is not None,
-    }
-    return tqdm(desc=description, total=total, initial=done, **options)
+    options |= {"unit": f" {unit}", "unit_scale": total is None or total >= 1000, "leave": total is not None}
+    return tqdm(desc=description, total=total, initial=done, disable=rank != 0, **options)

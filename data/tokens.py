@@ -12,7 +12,7 @@ from datetime import date
 from importlib.metadata import version
 from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as arrow  # type: ignore[import-untyped]
@@ -184,12 +184,6 @@ def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
     return "\n\n".join(shown)
 
 
-class CountedVocabulary(NamedTuple):
-    vocabulary: DraftVocabulary
-    facts: dict[str, Any]
-    line: str
-
-
 def draft_vocabulary(
     rows: Iterable[tuple[Any, Any]],
     vocab_size: int,
@@ -197,10 +191,10 @@ def draft_vocabulary(
     size: int | None = None,
     forced: Collection[int] = (),
     given: DraftVocabulary | None = None,
-) -> CountedVocabulary:
+) -> tuple[DraftVocabulary, dict[str, Any], str]:
     """The `size` (None: 32,000 at most) most frequent supervised tokens of (input_ids, turns), with the forced ids.
 
-    given: a warm start's vocabulary, to ask its coverage alone; origin names data and tokenizer.
+    And facts and a line about it. given: a warm start's, whose coverage alone is asked; origin: data and tokenizer.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)  # [V], of the supervised tokens
     for input_ids, turns in rows:
@@ -214,8 +208,7 @@ def draft_vocabulary(
     coverage, num_tokens, key = given.coverage(counts), int(counts.sum()), digest(chosen)
     facts = {"key": key, "size": given.size, "coverage": round(coverage, 6), "counted_tokens": num_tokens}
     share = f"{coverage:.2%} of {num_tokens:,} supervised tokens"
-    line = f"draft vocabulary: {given.size:,} of {vocab_size:,} tokens cover {share} (key {key})"
-    return CountedVocabulary(given, facts, line)
+    return given, facts, f"draft vocabulary: {given.size:,} of {vocab_size:,} tokens cover {share} (key {key})"
 
 
 def forced_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> frozenset[int]:

@@ -93,23 +93,24 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
             features = lambda batch: make(lm.redrawn(batch, head, objective.num_columns, end_ids))  # noqa: E731
         save: Any = partial(lm.save_causal_lm, tokenizer)
     else:
-        counted: tokens.CountedVocabulary | None = None
+        vocabulary, facts, counted = None, dict[str, Any](), ""
         num_tokens, path = len(vocab.embedding), recipe.target.path
         if isinstance(section, Eagle3Section) and section.init_from is None:
             forced = tokens.forced_ids(tokenizer, end_ids, num_tokens)
-            counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, section.draft_vocab_size, forced)
-        vocabulary = None if counted is None else counted.vocabulary
+            size = section.draft_vocab_size
+            vocabulary, facts, counted = tokens.draft_vocabulary(rows.tokens, num_tokens, rows.origin, size, forced)
         if section.init_from is None and section.max_position_embeddings is None:
             positions = max(text_config.max_position_embeddings, length + drafted)
             section = replace(section, max_position_embeddings=positions)
         head = new_head(section, text_config, vocab, settings.seed, path, taps, vocabulary).float()
         # A warm start keeps its vocabulary, which must be able to end a turn.
-        if isinstance(section, Eagle3Section) and counted is None:
-            head.vocabulary.check_ends(end_ids, f"head.init_from: {section.init_from}")
-            counted = tokens.draft_vocabulary(rows.tokens, len(head.vocabulary.t2d), rows.origin, given=head.vocabulary)
+        if isinstance(section, Eagle3Section) and vocabulary is None:
+            own = head.vocabulary
+            own.check_ends(end_ids, f"head.init_from: {section.init_from}")
+            _, facts, counted = tokens.draft_vocabulary(rows.tokens, len(own.t2d), rows.origin, given=own)
         objective = OBJECTIVES[section.kind](head, vocab, settings)
         known: dict[str, Any] = {"target_path": path, "target": fingerprint(text_config, vocab)}
-        known |= {} if counted is None else {"draft_vocabulary": counted.facts}
+        known |= {"draft_vocabulary": facts} if facts else {}
         save = partial(save_head, **known)
     sizes = head.config.get_text_config() if isinstance(section, DraftLMSection) else head.config
     positions = getattr(sizes, "max_position_embeddings", None) or length + drafted
@@ -119,7 +120,7 @@ def build(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) 
     if rank() == 0 and not isinstance(section, DraftLMSection):
         for sentence in position_warnings(head.config, text_config, section.init_from or "head"):
             warn(sentence)
-        print("" if counted is None else f"{counted.line}\n", end="", flush=True)
+        print(counted and f"{counted}\n", end="", flush=True)
     state, metrics = paths.state(state_name(recipe)), paths.root / "metrics.jsonl"
     return Job(state_name(recipe), objective, rows, output, state, metrics, save, features, whole, overwrite)
 

@@ -1,7 +1,6 @@
 """Trains what the recipe's section `head` names, and writes it to RUN/heads/KIND (or the recipe's `output`).
 
 accelerate launch --config_file configs/accelerate/zero2.yaml train/main.py --config RECIPE [--section.key VALUE ...]
-python train/main.py --config RECIPE --plan
 """
 
 import sys
@@ -103,8 +102,8 @@ def _train(recipe: Recipe, stage: Stage, overwrite: bool, stop: resume.StopReque
             resume.forget_saves(stage.output, job.state)
             done = f"{progress.step:,} steps in {progress.seconds:,.0f} s, best at step {progress.best_step:,}"
             if ending == "budget":
-                done += f"; stopped by the time budget (train.max_seconds {recipe.train.max_seconds:g})"
-                done += f" at step {progress.step:,} of {loop.total:,}"
+                limit = f"train.max_seconds {recipe.train.max_seconds:g}"
+                done += f"; stopped by the time budget ({limit}) at step {progress.step:,} of {loop.total:,}"
             print(f"train {recipe.head.kind}: {done}: {stage.output}", flush=True)
         # Before the process group, whose end could wait for a module that it owns.
         del loop

@@ -103,16 +103,9 @@ class MarginalGainConfig(Section):
     threshold: Annotated[Share, Field(lt=1.0)] = 0.5  # expected tokens; its README
 
 
-StopConfig = Annotated[
-    ConstantConfig
-    | HeuristicConfig
-    | EntropyConfig
-    | ConfidenceConfig
-    | VoteConfig
-    | ProbabilitySumConfig
-    | MarginalGainConfig,
-    Discriminator("rule"),
-]
+LengthRule = ConstantConfig | HeuristicConfig | EntropyConfig | ConfidenceConfig  # of chains, and of trees
+TreeRule = VoteConfig | ProbabilitySumConfig | MarginalGainConfig  # by the frontier's survival
+StopConfig = Annotated[LengthRule | TreeRule, Discriminator("rule")]
 Choice = tuple[int, ...]  # a node of a static tree: the ranks of the children on its path
 Fit = Literal["temperature", "isotonic"]
 PUBLISHED = Path(__file__).resolve().parent.parent / "trees"
@@ -132,10 +125,7 @@ class ChainConfig(Section, kw_only=True):
     children: Literal["best", "sampled"] = "sampled"
     stop: StopConfig = ConstantConfig()  # when to end a draft early
     calibrated: Fit | None = None  # read confidences through this fit of `aerie calibrate`
-
-    @property
-    def k(self) -> int:
-        return 1
+    k = 1  # a path does not branch
 
     @property
     def nodes(self) -> int:

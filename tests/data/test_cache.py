@@ -47,7 +47,7 @@ def test_a_cache_of_another_target_or_recipe_is_refused_with_both_values_and_the
     expected = {"target": fingerprint(text_config, ends), "after_blocks": (1, 3), "storage": None}
     assert len(FeatureCache.open(cache.directory, expected)) == 15
     for name, value in (("after_blocks", [1, 2]), ("target", "other"), ("storage", "fp8")):
-        with pytest.raises(UserError, match=rf"{name}: .* there, .* asked; rebuild with: .* features .*--overwrite"):
+        with pytest.raises(UserError, match=rf"{name}.*: .* there, .* asked; rebuild with: .* features .*--overwrite"):
             FeatureCache.open(cache.directory, {name: value})
     with pytest.raises(UserError, match=r"index.json: No such file"):
         FeatureCache.open(tmp_path / "nowhere")

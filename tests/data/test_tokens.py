@@ -124,13 +124,13 @@ def test_supervised_tokens_are_counted_special_ones_are_drafted_and_the_key_foll
     special = set(range(len(tiny.SPECIAL)))
     forced = forced_ids(tiny.tokenizer(), {300, 4000}, 320)  # the LM head has no row for 4000
     assert forced == {*special, 300}
-    with_forced = draft_vocabulary(ROWS, 320, ORIGIN, 8, forced)
+    with_forced, _, _ = draft_vocabulary(ROWS, 320, ORIGIN, 8, forced)
     # 3 is special and frequent; 5 is the first of the rest
-    assert set(with_forced.vocabulary.ids.tolist()) == {*forced, 9, 5}
-    counted = draft_vocabulary(ROWS, 10, ORIGIN, 1)
-    assert counted.vocabulary.ids.tolist() == [3]
-    assert counted.facts == {"key": counted.facts["key"], "size": 1, "coverage": 0.75, "counted_tokens": 4}
-    given = draft_vocabulary(ROWS, 10, ORIGIN, given=counted.vocabulary).facts
-    assert given == {**counted.facts, "key": given["key"]}
+    assert set(with_forced.ids.tolist()) == {*forced, 9, 5}
+    counted, facts, _ = draft_vocabulary(ROWS, 10, ORIGIN, 1)
+    assert counted.ids.tolist() == [3]
+    assert facts == {"key": facts["key"], "size": 1, "coverage": 0.75, "counted_tokens": 4}
+    given = draft_vocabulary(ROWS, 10, ORIGIN, given=counted)[1]
+    assert given == {**facts, "key": given["key"]}
     others = (draft_vocabulary(ROWS, 10, ORIGIN, 1, [4]), draft_vocabulary(ROWS, 10, {**ORIGIN, "rows": "c"}, 1))
-    assert len({found.facts["key"] for found in (counted, *others)}) == 3
+    assert len({facts["key"], *(found[1]["key"] for found in others)}) == 3
