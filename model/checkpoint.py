@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aerie.configs.errors import UserError, warn
 from aerie.configs.schema.heads import HeadConfig
-from aerie.model.formats.content import HeadContent
+from aerie.model.formats.content import HeadContent, table
 from aerie.model.formats.layouts import read_content, write_tensors
 from aerie.model.heads import HEADS, AnyConfig, Head
 from aerie.model.heads.eagle import EMBEDDING, TAP_CONVENTION, DraftVocabulary, Eagle3Config, Eagle3Head, EagleHead
@@ -38,7 +38,7 @@ def new_head(
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
     size = vocab.embedding.shape[0] if vocabulary is None else vocabulary.size
-    head = empty_head(config_for(section, text_config, vocab, after_blocks, size))
+    head = HEADS[section.kind].module(config_for(section, text_config, vocab, after_blocks, size))
     head.initialise(vocab, torch.Generator().manual_seed(seed), getattr(section, "initializer_range", 0.02))
     if isinstance(head, Eagle3Head):
         if vocabulary is not None:
@@ -165,7 +165,7 @@ def load_head(
     for guess in content.guesses:
         warn(f"{files.config_place}: {guess}")
     state = completed(content, vocab, files.weights_place)
-    head = empty_head(content.config)
+    head = HEADS[content.kind].module(content.config)
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
         head.saves_embedding = not is_targets(state[EMBEDDING], vocab)
     head.load_state_dict(state)
@@ -175,14 +175,8 @@ def load_head(
     return head.to(dtype or stored)
 
 
-def empty_head(config: AnyConfig) -> Head:
-    module: Any = next(kind.module for kind in HEADS.values() if kind.config is type(config))
-    return module(config)
-
-
 def head_facts(directory: Path | str) -> dict[str, Any]:
-    facts = read_json(head_directory(directory) / CONFIG).get("aerie")
-    return dict(facts) if isinstance(facts, dict) else {}
+    return table(read_json(head_directory(directory) / CONFIG), "aerie")
 
 
 def check_sizes(config: AnyConfig, vocab: VocabWeights, head_path: str, target_path: str) -> None:
@@ -209,7 +203,7 @@ def check_content(content: HeadContent, place: Path) -> DraftVocabulary | None:
     """The draft vocabulary; UserError for missing, unexpected, misshapen and broken tensors."""
     tensors = content.tensors
     with torch.device("meta"):  # names and shapes without memory for them
-        expected = empty_head(content.config).state_dict()
+        expected = HEADS[content.kind].module(content.config).state_dict()
     for name in tensors.keys() & expected.keys() - {*TABLES}:
         if tensors[name].dtype not in FLOATS:
             raise UserError(f"{place}: {name} holds {tensors[name].dtype}: quantised heads are not read")

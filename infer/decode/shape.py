@@ -267,7 +267,6 @@ class Proposer:
 
 class Drafting(Proposer):
     keep = False  # true: every tree has its pool
-    _sampler: Sampler
 
     def __init__(self, drafter: Drafter, shape: Shape) -> None:
         self.drafter, self.shape = drafter, shape

@@ -35,7 +35,7 @@ from aerie.infer.decode.tree import root_only
 from aerie.infer.measure import record as results
 from aerie.infer.measure.cycles import Recorder, append_lines, keep_answers, keep_pools, lines_of
 from aerie.infer.measure.record import Key, Origin, Overhead, Record, Reference, line_of, tree_shape
-from aerie.infer.measure.suite import Suite, asked_of, suite_of
+from aerie.infer.measure.suite import Suite, suite_of
 from aerie.infer.measure.tasks import Prompt, encode_turn, load_prompts, pinned, prompt_inputs
 from aerie.model.hub import quieten
 from aerie.model.storage import Foreign, Manifest, Stage, Whole, first_line, remove_temporaries, write_json, write_text
@@ -118,9 +118,11 @@ def measured(
 ) -> dict[str, Any]:
     """The bench and its facts."""
     asked, kinds = pinned(section.prompts), [head and kind_at(head) for head in heads]
-    prompts, decoders = load_prompts(asked), make_decoders(target, suite_of(section).rows, heads)
-    bench = Bench(target, tokenizer, decoders, kinds, section, output)
-    write_json(output / results.SUITE, as_dict(asked_of(section, prompts, target)))
+    prompts, longest = load_prompts(asked), getattr(target.config, "max_position_embeddings", None)
+    suite = suite_of(section, prompts)
+    bench = Bench(target, tokenizer, make_decoders(target, suite.rows, heads), kinds, section, output)
+    what = results.Asked(suite.main, suite.points, section.by_task, section.contexts, longest)
+    write_json(output / results.SUITE, as_dict(what))
     records = run(bench, prompts, seed)
     if section.reference:
         records = measure_reference(bench, records)
@@ -140,11 +142,12 @@ def run(bench: Bench, prompts: list[Prompt], seed: int) -> list[Record]:
             raise UserError(f"bench.sweeps.{number}: no prompt is of task {foreign[0]!r}; tasks are {', '.join(tasks)}")
     bench.directory.mkdir(parents=True, exist_ok=True)
     turns: list[tuple[Prompt, list[Origin]]] = []
-    for (sampling, asked), prompt in itertools.product(bench.suite.rows_for(prompts).items(), prompts):
+    rows_for = suite_of(bench.config, prompts).rows_for(prompts)
+    for (sampling, asked), prompt in itertools.product(rows_for.items(), prompts):
         if rows := asked.get((prompt.task, prompt.prompt_id)):
             for turn in range(len(prompt.turns)):
-                named = {**asdict(sampling), "task": prompt.task, "prompt_id": prompt.prompt_id, "turn": turn}
-                turns.append((prompt, [Origin(row, bench.suite.rows[row].method, **named) for row in rows]))
+                asked_here = (*sampling, prompt.task, prompt.prompt_id, turn)
+                turns.append((prompt, [Origin(row, bench.suite.rows[row].method, *asked_here) for row in rows]))
     cycles_path, few = bench.directory / CYCLES, min(WARM_UP_TOKENS, bench.config.prompts.max_new_tokens)
     records_path = bench.directory / results.RECORDS
     done = {record.key: record for record in _known(records_path, prompts)}

@@ -146,14 +146,8 @@ def summarise(nodes: pd.DataFrame, cycles: pd.DataFrame, temperature: float, bin
         row |= {"acceptance": mean(here.acceptance), "cycles": before}
         row |= {"survived": reached[depth] / len(cycles) if len(cycles) else None}
         by_depth.append(row | {"conditional": reached[depth] / before if before else None})
-    chosen = held_out(nodes.prompt)
-    whole, fitted, other = (
-        {"prompts": part.prompt.nunique(), **reliability(part, bins)} for part in (nodes, nodes[~chosen], nodes[chosen])
-    )
-    is_split = bool(fitted["nodes"] and other["nodes"])
-    difference = {name: other[name] - fitted[name] if is_split else None for name in ("ece", "brier")}
-    halves = {"seed": SPLIT, "fit": fitted, "held_out": other, "difference": difference}
-    return {"temperature": temperature, **whole, "cycles": len(cycles), "by_depth": by_depth, "halves": halves}
+    whole = {"prompts": nodes.prompt.nunique(), **reliability(nodes, bins)}
+    return {"temperature": temperature, **whole, "cycles": len(cycles), "by_depth": by_depth}
 
 
 def analyse(recording: Recording, bins: int = 20) -> dict[str, Any]:

@@ -188,10 +188,9 @@ def _law_columns(cycle: Cycle) -> Record | None:
 
 def lines_of(origin: Origin, records: Sequence[Record]) -> list[str]:
     """The lines of cycles.jsonl, without frontiers; numbers have 7 digits, and are null where they are not finite."""
-    text = json.dumps([{**asdict(origin), **{**record, "frontier": ()}} for record in records])
+    shown = [{name: value for name, value in record.items() if name != "frontier"} for record in records]
+    text = json.dumps([{**asdict(origin), **record} for record in shown])
     lines = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.7g}"), parse_constant=lambda _: None)
-    for line in lines:
-        del line["frontier"]
     return [json.dumps(line) + "\n" for line in lines]
 
 

@@ -309,10 +309,9 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     if analysis is not None and analysis["schema"] != SCHEMA:
         fix = "is of another version; make it again: aerie calibrate --overwrite"
         raise UserError(f"{calibration / 'analysis.json'}: {fix}")
-    tuning = _read(bench.parent / "tune" / "tune.json")
-    if tuning is not None:
-        tuning |= {"measured": _read(bench.parent / "tune" / "measured.json")}
-        tuning["file"] = str(bench.parent / "tune" / "tuned.yaml")
+    tune = bench.parent / "tune"
+    if (tuning := _read(tune / "tune.json")) is not None:
+        tuning |= {"measured": _read(tune / "measured.json"), "file": str(tune / "tuned.yaml")}
     trainings = facts.get("trainings", {})
     curves = tables.training_curves(bench.parent / "metrics.jsonl")
     reference = _read(bench / files.REFERENCE, files.Reference)

@@ -196,10 +196,6 @@ class Line:
     def at(self, value: Any) -> Any:
         return next((point for point in self.points if point.value == value), None)
 
-    @property
-    def published(self) -> bool:
-        return isinstance(self.points[0], Published)
-
 
 @dataclass(frozen=True)
 class Grid:

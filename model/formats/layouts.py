@@ -157,11 +157,10 @@ def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = F
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    index = read_json(path)
-    where = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(where, dict) or any(Path(str(name)).name != name for name in where.values()):
+    where = table(read_json(path), "weight_map")
+    if not where or any(Path(str(name)).name != name for name in where.values()):
         raise UserError(f"{path}: has no weight_map from tensors to files beside it; fetch it anew")
-    return dict(where)
+    return where
 
 
 def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The draft heads, by kind."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from aerie.model.heads.eagle import Eagle1Config, Eagle1Head, Eagle3Config, Eagle3Head
 from aerie.model.heads.multi_token import HydraConfig, HydraHead, MedusaConfig, MedusaHead
@@ -11,7 +12,7 @@ AnyConfig = Eagle1Config | Eagle3Config | MedusaConfig | HydraConfig
 
 class Kind(NamedTuple):
     config: type[AnyConfig]  # of config.json
-    module: type[Head]
+    module: Callable[[Any], Head]  # of a config
     architecture: str  # as config.json declares it
 
 
