@@ -19,7 +19,7 @@ from aerie.model.heads import AnyConfig
 from aerie.model.heads.eagle import EMBEDDING, Eagle3Config
 from aerie.model.hub import RECORDS, head_directory, is_on_hub
 from aerie.model.storage import CONFIG, digests, directory_atomically, plainly, read_json, write_json
-from aerie.model.target import fingerprint, fingerprints
+from aerie.model.target import other_weights
 
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # not inherited by the next
 BOOKKEEPING = re.compile(  # keys of config.json that drafting does not need, or that `unread` reports
@@ -45,7 +45,7 @@ def export(
     state = _completed(files, content, target)
     check_taps(content.config, directory, after_blocks, target)
     facts = {name: value for name, value in table(files.values, "aerie").items() if name not in OF_AN_EXPORT}
-    other = other_weights(facts, target)
+    other = other_weights(facts.get("target"), target.path, target.text_config, target.vocab)
     if other is not None and not any_target:
         raise UserError(f"{source}: {other}; give its own target, or --any-target")
     values, new, added = write_eagle(to, dataclasses.replace(content, tensors=state), target)
@@ -97,15 +97,6 @@ def check_taps(
     if own is not None and target is not None and own[-1] >= target.num_blocks:
         here = f"{target.path} has {target.num_blocks} blocks"
         raise UserError(f"{place}: reads states after blocks {list(own)}, and {here}")
-
-
-def other_weights(facts: dict[str, Any], target: TargetFacts) -> str | None:
-    """A sentence about other weights than the target's, rounded or not."""
-    recorded = facts.get("target")
-    if recorded is None or recorded in fingerprints(target.text_config, target.vocab):
-        return None
-    here = fingerprint(target.text_config, target.vocab)
-    return f"was trained on a target with other weights than {target.path} (fingerprint {recorded}, not {here})"
 
 
 def _completed(files: HeadFiles, content: HeadContent, target: TargetFacts) -> dict[str, Tensor]:
@@ -160,7 +151,8 @@ def inspect_head(
             passed(vocabulary.check_ends, target.end_ids, str(files.weights_place))
         passed(checkpoint.check_sizes, config, target.vocab, str(directory), target.path)
         passed(check_taps, config, directory, None, target)
-        problems += [f"{directory}: {other}"] if (other := other_weights(facts, target)) else []
+        other = other_weights(facts.get("target"), target.path, target.text_config, target.vocab)
+        problems += [f"{directory}: {other}"] if other else []
         remarks += checkpoint.position_warnings(config, target.text_config, str(directory))
     embedding = "not in the file: the target's" if content.is_embedding_optional else "none of its own"
     if EMBEDDING in tensors:

@@ -225,9 +225,12 @@ def fingerprint(text_config: Any, vocab: VocabWeights, dtype: torch.dtype | None
     return digest([facts, [sample(vocab.embedding), sample(vocab.lm_head)]])
 
 
-def fingerprints(text_config: Any, vocab: VocabWeights) -> set[str]:
-    """In the target's own dtype and in narrower ones."""
-    return {fingerprint(text_config, vocab, dtype) for dtype in (None, torch.bfloat16, torch.float16)}
+def other_weights(recorded: str | None, path: str, text_config: Any, vocab: VocabWeights) -> str | None:
+    """A sentence where a head's recorded target had other weights than the one at path, rounded or not."""
+    here, *rounded = (fingerprint(text_config, vocab, dtype) for dtype in (None, torch.bfloat16, torch.float16))
+    if recorded in (None, here, *rounded):
+        return None
+    return f"was trained on a target with other weights than {path} (fingerprint {recorded}, not {here})"
 
 
 def default_taps(num_blocks: int) -> tuple[int, ...] | None:

@@ -21,7 +21,7 @@ from aerie.infer.measure.bench import Bench, Stopwatch, make_decoders, measure_o
 from aerie.infer.measure.lossless import PROMPT, SampledProver
 from aerie.infer.measure.record import OVERHEAD, RECORDS, Overhead, Record, read_as, read_records
 from aerie.infer.measure.statistics import group, summary_row
-from aerie.infer.measure.suite import asked_of, suite_of
+from aerie.infer.measure.suite import suite_of
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target, load_tokenizer
@@ -185,8 +185,8 @@ def test_a_sweep_is_measured_on_its_prompts_beside_the_rows_and_vanilla_or_refus
     # level 3 is the bench's own row; level 1 is asked the first prompt of each task, 0.7 the drawing one, vanilla too
     extra = {(5, 0.0, "count", "a"), (5, 0.0, "draw", "a"), (0, 0.7, "draw", "a"), (2, 0.7, "draw", "a")}
     assert found == main | extra
-    written = asked_of(config, PROMPTS, place[0])
-    assert written.max_context == 112 and len(written.main) == 5
+    written = suite_of(config, PROMPTS)
+    assert len(written.main) == 5
     points = [(point.row, point.temperature, point.value, point.prompts) for point in written.points]
     first = (("count", "a"), ("draw", "a"))
     assert points == [(5, 0.0, 1, first), (1, 0.0, 3, first), (2, 0.7, 0.7, first[1:])]
