@@ -151,7 +151,7 @@ def demonstrate(
     target = load_quietly(config, threads)
     texts = [f"{task} {topic}." for topic in GIVEN["topics"] for task in GIVEN["tasks"]]
     if prompts is not None:
-        texts = [prompt.text for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))]
+        texts = [prompt.turns[0] for prompt in load_prompts(replace(prompts, num_prompts=options.prompts))]
     plain = SpeculativeDecoder(target)
     plain.tokenizer = load_tokenizer(config)
     references = [reference(target, plain.encode(text).to(target.device)) for text in texts[: options.prompts]]

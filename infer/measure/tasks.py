@@ -44,13 +44,8 @@ COLUMNS_OF: dict[str, Callable[[Row], Row]] = {  # what their templates are fill
 class Prompt:
     prompt_id: str
     task: str
-    text: str  # the first turn
-    more: tuple[str, ...] = ()
+    turns: tuple[str, ...]
     system: str | None = None
-
-    @property
-    def turns(self) -> tuple[str, ...]:
-        return self.text, *self.more
 
 
 def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfig) -> Prompt:
@@ -74,9 +69,8 @@ def prompt_of(task: str, row: Any, number: int, place: str, config: PromptsConfi
     texts = [turns] if isinstance(turns, str) else turns
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
         raise UserError(f"{place}: a question is a text or a list of texts, none empty")
-    first, *more = texts[: config.turns]
-    identity = values.get(column)
-    return Prompt(str(number if identity is None else identity), task, first, tuple(more), config.system_prompt)
+    identity, turns = values.get(column), tuple(texts[: config.turns])
+    return Prompt(str(number if identity is None else identity), task, turns, config.system_prompt)
 
 
 def load_prompts(config: PromptsConfig) -> list[Prompt]:
@@ -102,7 +96,7 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
         turns = tuple(str(message["content"]) for message in row.messages if message["role"] == "user")
         if row.is_held_out and (turns := turns[: config.turns or 1]) and len("".join(turns)) <= data.max_length:
             system = config.system_prompt or data.system_prompt
-            found.setdefault(turns, Prompt(str(number), "held_out", turns[0], turns[1:], system))
+            found.setdefault(turns, Prompt(str(number), "held_out", turns, system))
         if config.num_prompts is not None and len(found) == 2 * config.num_prompts:
             break
     if len(found) <= config.part:
@@ -124,7 +118,7 @@ def _of_file(path: Path, config: PromptsConfig) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot read the prompts: {error}") from error
     numbered = [(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()][: config.num_prompts]
-    return [Prompt(number, config.task or path.stem, line, (), config.system_prompt) for number, line in numbered]
+    return [Prompt(number, config.task or path.stem, (line,), config.system_prompt) for number, line in numbered]
 
 
 def _of_task(task: TaskConfig, config: PromptsConfig) -> list[Prompt]:

@@ -239,9 +239,9 @@ class Prediction:
 def check_apart(config: TuneConfig) -> None:
     """UserError where a prompt of tune.measure is one of tune.prompts."""
     check_sources(config.measure or config.prompts)
-    texts = {prompt.text for prompt in load_prompts(config.prompts)}
+    texts = {prompt.turns[0] for prompt in load_prompts(config.prompts)}
     for prompt in load_prompts(config.measure) if config.measure else []:
-        if prompt.text in texts:
+        if prompt.turns[0] in texts:
             raise UserError(f"tune.measure: prompt {prompt.prompt_id!r} is in tune.prompts too; measure on others")
 
 

@@ -31,9 +31,9 @@ TREE = {"levels": 3, "k": 2, "nodes": 6}
 TREES: dict[Method, dict[str, int]] = {"vanilla": {}, "eagle2": TREE, "pld": {}, "eagle-chain": {"levels": 3}}
 ROWS = (*(MethodConfig.of(method, **tree) for method, tree in TREES.items()), MethodConfig("lookahead"))
 PROMPTS = [
-    Prompt("a", "count", "Please count 4 boats.", ("Now sort 5 owls.", "And 6 lamps.")),
-    Prompt("b", "count", "Please paint 9 stones."),
-    Prompt("a", "draw", "Please draw 3 letters.", ("Again.",)),
+    Prompt("a", "count", ("Please count 4 boats.", "Now sort 5 owls.", "And 6 lamps.")),
+    Prompt("b", "count", ("Please paint 9 stones.",)),
+    Prompt("a", "draw", ("Please draw 3 letters.", "Again.")),
 ]
 COLD, WARM = SamplingConfig(), SamplingConfig(1.0)
 CONFIG = BenchConfig(PromptsConfig("p.jsonl", max_new_tokens=6), ROWS, (COLD, WARM), warmup_prompts=1, cycles=True)
@@ -87,7 +87,7 @@ def test_a_later_turn_follows_vanillas_answers_in_every_row(place: Place, measur
     found = {(r.row, r.temperature, r.prompt_key): r for r in measured[1]}
     for temperature in (0.0, 1.0):
         first, second = (found[0, temperature, ("count", "a", turn)].text for turn in (0, 1))
-        said = [PROMPTS[0].text, first, PROMPTS[0].more[0], second, PROMPTS[0].more[1]]
+        said = [PROMPTS[0].turns[0], first, PROMPTS[0].turns[1], second, PROMPTS[0].turns[2]]
         turns = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
         ids = place[1].apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
         for row in range(len(ROWS)):

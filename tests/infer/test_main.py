@@ -242,6 +242,7 @@ def test_bench_calibrate_compare_and_report_follow_each_other(command: Command, 
     code, out, err = command("bench")
     assert code == 0 and "bench: 12 answers" in out and "ms per token" in out, err
     first = tiny.read_rows(records)
+    assert json.loads((records.parent / "suite.json").read_text())["max_context"] > 0
     assert all(row["identical"] and row["identical_to_generate"] for row in first if row["temperature"] == 0)
     (records.parent / "provenance.json").unlink()  # as a kill leaves it
     assert "no bench, or one that was stopped" in command("report")[2]

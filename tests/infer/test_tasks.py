@@ -51,7 +51,7 @@ def test_a_recipe_without_prompts_asks_what_training_never_sees_and_no_two_stage
     rows = list(load_conversations(data, Tally()))
     one, other = (load_prompts(HeldOutPrompts(data=data, part=part, num_prompts=None)) for part in (0, 1))
     assert all(rows[int(prompt.prompt_id) - 1].is_held_out for prompt in (*one, *other))
-    asked, apart = ({prompt.text for prompt in prompts} for prompts in (one, other))
+    asked, apart = ({prompt.turns[0] for prompt in prompts} for prompts in (one, other))
     assert asked | apart == {row.messages[0]["content"] for row in rows if row.is_held_out} and not asked & apart
     assert load_prompts(HeldOutPrompts(data=data, part=1, num_prompts=3)) == other[:3]
     assert {len(p.turns) for p in load_prompts(HeldOutPrompts(data=data, part=0, turns=9))} == {1, 2, 3}
@@ -60,10 +60,10 @@ def test_a_recipe_without_prompts_asks_what_training_never_sees_and_no_two_stage
 
 
 def test_gpqa_lists_all_answers_in_an_order_of_its_own_that_never_changes() -> None:
-    text = prompt_of("gpqa_diamond", GPQA, 1, "x", ANY).text
+    text = prompt_of("gpqa_diamond", GPQA, 1, "x", ANY).turns[0]
     assert sorted(line[3:] for line in text.splitlines() if line[1:3] == ") ") == ["a", "b", "c", "d"]
-    assert text == prompt_of("gpqa_diamond", dict(reversed(GPQA.items())), 9, "y", ANY).text
-    others = [prompt_of("gpqa_diamond", {**GPQA, "Question": f"{n}?"}, 1, "x", ANY).text for n in range(20)]
+    assert text == prompt_of("gpqa_diamond", dict(reversed(GPQA.items())), 9, "y", ANY).turns[0]
+    others = [prompt_of("gpqa_diamond", {**GPQA, "Question": f"{n}?"}, 1, "x", ANY).turns[0] for n in range(20)]
     assert {line[0] for text in others for line in text.splitlines() if line.endswith(") a")} == set("ABCD")
 
 
@@ -78,17 +78,17 @@ def test_a_file_of_questions_gives_as_many_of_each_category_whatever_the_task(tm
     assert [(prompt.prompt_id, prompt.task) for prompt in chosen] == wanted
     assert chosen[0].turns == ("a\u2028b", "c") and len(load_prompts(PromptsConfig(path, num_prompts=99))) == 11
     mine = loaded(TaskConfig("mine", path), turns=1, system_prompt="Be brief.")
-    assert mine[4] == Prompt("4", "mine", "a\u2028b", (), "Be brief.") and len(mine) == 11
+    assert mine[4] == Prompt("4", "mine", ("a\u2028b",), "Be brief.") and len(mine) == 11
     (tmp_path / "p.txt").write_text("one\n\ntwo \nthree\n")
     prompts = load_prompts(PromptsConfig(str(tmp_path / "p.txt"), num_prompts=2))
-    assert [(prompt.prompt_id, prompt.text) for prompt in prompts] == [("1", "one"), ("3", "two ")]
+    assert [(prompt.prompt_id, prompt.turns[0]) for prompt in prompts] == [("1", "one"), ("3", "two ")]
 
 
 def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Path) -> None:
     path = str(tiny.write_rows(tmp_path / "g.jsonl", [{"question": f"q{n}"} for n in range(90)]))
-    assert [p.text for p in loaded(TaskConfig("gsm8k", path))] == [f"q{n}" for n in range(80)]  # 80 by default
+    assert [p.turns[0] for p in loaded(TaskConfig("gsm8k", path))] == [f"q{n}" for n in range(80)]  # 80 by default
     drawn = loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=1), num_prompts=5)
-    assert len(drawn) == 6 and {p.text for p in drawn} - {f"q{n}" for n in range(6)}
+    assert len(drawn) == 6 and {p.turns[0] for p in drawn} - {f"q{n}" for n in range(6)}
     assert drawn == loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=1))
     assert drawn != loaded(TaskConfig("gsm8k", path, num_prompts=6, seed=2))
     levels = [{"problem": f"p{n}", "level": 1 + (n > 5), "unique_id": str(n)} for n in range(9)]
@@ -100,7 +100,7 @@ def test_a_task_gives_its_first_rows_or_drawn_ones_and_levels_alike(tmp_path: Pa
 def test_a_column_of_questions_is_read_from_rows_of_any_format(tmp_path: Path) -> None:
     for name, text in {"q.jsonl": '{"question": "a"}\n', "q.csv": "answer,question\nb,a\n", "q.txt": "a\n"}.items():
         (tmp_path / name).write_text(text)
-        assert load_prompts(PromptsConfig(str(tmp_path / name))) == [Prompt("1", "q", "a")]
+        assert load_prompts(PromptsConfig(str(tmp_path / name))) == [Prompt("1", "q", ("a",))]
 
 
 def test_broken_questions_are_one_sentence(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_target_without_a_template_is_told_how_to_pass_one(tmp_path: Path) -> 
     tokenizer, target = load_tokenizer(config), Target.load(config)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"target\.chat_template"):
-        encode_turn(Prompt("", "", "x"), (), tokenizer, target)
+        encode_turn(Prompt("", "", ("x",)), (), tokenizer, target)
 
 
 def test_a_data_set_is_read_by_its_subset_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_data_set_is_read_by_its_subset_and_split(tmp_path: Path, monkeypatch:
     configs = json.dumps([{"config_name": "main", "data_files": files}])
     (repository / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     prompts = loaded(TaskConfig("gsm8k"), num_prompts=2)
-    assert [(prompt.prompt_id, prompt.text) for prompt in prompts] == [("1", "test 0"), ("2", "test 1")]
+    assert [(prompt.prompt_id, prompt.turns[0]) for prompt in prompts] == [("1", "test 0"), ("2", "test 1")]
 
 
 def test_published_sets_are_read_at_pinned_commits_others_at_the_hubs(monkeypatch: pytest.MonkeyPatch) -> None:
