@@ -135,7 +135,7 @@ def test_a_killed_bench_measures_only_what_is_missing(place: Place, tmp_path: Pa
     assert again[:7] == lines[:7] and again[7:] != lines[7:]  # other times
     untimed = [[{**line, "t_draft": 0, "t_verify": 0} for line in cycles_of(path)] for path in (tmp_path, measured[0])]
     assert untimed[0] == untimed[1]
-    other = [replace(PROMPTS[0], more=("Now sort 5 owls.", "Stop.")), *PROMPTS[1:]]
+    other = [replace(PROMPTS[0], turns=("Please count 4 boats.", "Now sort 5 owls.", "Stop.")), *PROMPTS[1:]]
     with pytest.raises(UserError, match="prompt 'a' of 'count' was another one; measure anew with --overwrite"):
         run(bench(place, tmp_path), other, seed=3)
 
