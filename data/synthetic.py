@@ -172,11 +172,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
-        clean_up_tokenization_spaces=False,
-        chat_template="".join(FRAME["chat_template"]),
-    )
+    named = {"eos_token": END, "pad_token": PAD, "additional_special_tokens": [USER, ASSISTANT, SYSTEM]}
+    settings = {"clean_up_tokenization_spaces": False, "chat_template": "".join(FRAME["chat_template"])}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, **settings)

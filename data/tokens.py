@@ -160,11 +160,9 @@ def statistics(rows: Sequence[Row]) -> str:
     lengths = [len(row.input_ids) for row in rows]
     num_supervised, num_slots = sum(row.num_supervised for row in rows), sum(row.num_slots for row in rows)
     num_turns = sum(len(set(row.turns) - {0}) for row in rows)
-    return (
-        f"{len(rows):,} rows | {sum(lengths):,} tokens | {num_supervised:,} supervised "
-        f"({num_supervised / max(sum(lengths), 1):.1%}) | {num_slots:,} slots | {num_turns:,} turns | "
-        f"longest {max(lengths, default=0):,}"
-    )
+    num_tokens, longest = sum(lengths), max(lengths, default=0)
+    learnt = f"{num_supervised:,} supervised ({num_supervised / max(num_tokens, 1):.1%}) | {num_slots:,} slots"
+    return f"{len(rows):,} rows | {num_tokens:,} tokens | {learnt} | {num_turns:,} turns | longest {longest:,}"
 
 
 def show(rows: Sequence[Row], tokenizer: Any, color: bool = True) -> str:
