@@ -54,7 +54,7 @@ SEEDS_DRAFT_LM := configs/draft_lm/sps-embedded.yaml $(SEEDED) --train.max_secon
 
 bench: $(STAMP)
 	@$(BIN)/python data/main.py synthetic --config $(RECIPE) --run $(SEEDS)
-	@$(BIN)/python configs/main.py run $(TARGET_RECIPE) --run $(SEEDS) --output $(SEEDS)/target --target $(SEEDS)/tokenizer \
+	@$(BIN)/aerie run $(TARGET_RECIPE) --run $(SEEDS) --output $(SEEDS)/target --target $(SEEDS)/tokenizer \
 		--data.conversations [$(SEEDS)/conversations/train.jsonl] --processes $(PROCESSES)
 	@$(BIN)/python data/main.py features --config $(RECIPE) $(SEEDED) --is-whole || \
 		$(BIN)/accelerate launch --config_file configs/accelerate/zero1.yaml --num_processes $(PROCESSES) \
