@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, unknown: list[str]) -> int:
                 os.kill(child.pid, signal.SIGUSR1 if isinstance(raised, Requeued) else signal.SIGINT)
         if child.exitcode < 0:
             why = f"killed by signal {-child.exitcode}, often for want of memory; the same command goes on"
-            print(f"error: {stage}: {why}", file=sys.stderr)
+            print(f"\nerror: {stage}: {why}", file=sys.stderr)  # below a progress bar
         if child.exitcode:
             return child.exitcode if child.exitcode > 0 else 128 - child.exitcode
         if stop is not None:
@@ -134,6 +134,9 @@ def _require_files(recipe: Recipe, stages: list[str]) -> list[str]:
         target_inputs(recipe.target) if name == recipe.target.path else is_here(name)
     if "report" in stages and find_spec("matplotlib") is None:
         raise UserError("report: matplotlib is not installed; pip install aerie[report]")
+    for name in recipe.train.trackers:
+        if find_spec(name) is None and find_spec(f"{name}X") is None:  # tensorboardX serves too
+            raise UserError(f"train.trackers: {name} is not installed; run: pip install {name}")
     return made_here
 
 

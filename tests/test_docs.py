@@ -41,6 +41,12 @@ def lines() -> Iterator[tuple[str, list[str]]]:
 LINES = list(lines())
 
 
+def test_every_file_that_a_page_links_is_there() -> None:
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which every name of the docs is there: small, and made here."""

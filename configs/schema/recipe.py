@@ -111,10 +111,13 @@ def pairs_of(words: list[str]) -> list[str]:
         if not word.startswith("--"):
             fix = "overrides look like --train.learning_rate 1e-4"
             if pairs:
-                fix = "a list is one word: --{} '[{}, {}]'".format(*pairs[-1].split("=", 1), word)
+                key, first = pairs[-1].split("=", 1)
+                fix = f"a list is one word: --{key} '[{first.strip('[,')}, {word.strip('],')}]'"
             raise UserError(f"{word}: not an option; {fix}")
         if close := difflib.get_close_matches(word.partition("=")[0], FLAGS, n=1, cutoff=0.85):
-            raise UserError(f"{word}: unknown option; did you mean {close[0]}?")
+            is_elsewhere = close[0] == word.partition("=")[0]
+            fix = "this command has no such option" if is_elsewhere else f"unknown option; did you mean {close[0]}?"
+            raise UserError(f"{word}: {fix}")
         pair = word[2:] if "=" in word else f"{word[2:]}={next(rest, '')}"
         if pair.endswith("=") and "=" not in word:
             raise UserError(f"{word}: needs a value")

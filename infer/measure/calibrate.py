@@ -95,9 +95,11 @@ def write_calibration(output: Path, recording: Recording, bins: int, head: str |
         calibrator = replace(calibrator, head=digests(places[1]))
     for place in places:
         write_json(place / CALIBRATOR, asdict(calibrator))
-    eces = ", ".join(f"{scores['held_out'][fit]['ece']:.4f} {fit}" for fit in ("before", *KINDS))
+    found = {fit: scores["held_out"][fit]["ece"] for fit in ("before", *KINDS)}
+    eces, best = ", ".join(f"{ece:.4f} {fit}" for fit, ece in found.items()), min(found, key=found.__getitem__)
+    advice = "use none of them" if best == "before" else f"use it with --tree.calibrated {best}"
     on = f"{scores['held_out_prompts']} prompts that the calibrator was not fitted on"
-    return [line, f"calibrate: ECE on {on}: {eces}; use it with --tree.calibrated temperature or isotonic"]
+    return [line, f"calibrate: ECE on {on}: {eces}; {advice}"]
 
 
 def places_of(output: Path, head: str | None) -> list[Path]:
