@@ -240,6 +240,8 @@ def status(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if states == {"whole"}:
         summary = root / "report/summary.json"
         words = f"aerie push {heads / kinds[0]} --repo USER/NAME --dry-run; see {summary.with_name('index.html')}"
+        if (tuned := root / "tune/tuned.yaml").is_file():
+            words = f"aerie chat --run {root} --row {tuned}; {words}"
         rows = read_json(summary)["rows"] if summary.is_file() and not (root / "tune").is_dir() else []
         speedups = [row["speedup"] or 0 for row in rows if row["method"] != "vanilla"]
         if speedups and max(speedups) < 1:
@@ -267,6 +269,8 @@ def _state(place: Path) -> tuple[str, list[str]]:
     counts = {"rows": sum(rows.values()) if isinstance(rows, dict) else rows}
     counts |= {name: facts.get(name) for name in ("tokens", "answers")}
     told = [f"{count:,} {name}" for name, count in counts.items() if count]
+    if (tuned := place / "tuned.yaml").is_file():
+        told.append(tuned.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2])
     bytes_there = size(sum(num_bytes for num_bytes, _ in record.manifest.files.values()))
     return "whole", [*told, bytes_there, f"{when:%Y-%m-%d %H:%M}", f"{facts['seconds']:,.0f} s"]
 

@@ -228,6 +228,7 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
     """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
+    pairs_of(unknown)  # a mistyped option is told before what is missing for it
     return _decode(arguments, unknown, _prompts(arguments))
 
 
@@ -384,7 +385,7 @@ FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {"type": int, "nargs": "+", "required": True, "help": "rows of bench.rows, from 0; pooled"}
 COMMANDS = (generate, chat, calibrate, bench, tune, report, results, compare, verify)
 DECODING: dict[str, dict[str, Any]] = {
-    "--method": {"choices": get_args(Method), "help": "default: the usual one of the head"},
+    "--method": {"help": f"default: the usual one of the head; {', '.join(get_args(Method))}"},
     "--row": {**FILE, "help": "a method and its tree"},
     "--max-new-tokens": {"type": int},
     "--temperature": {"type": float},
@@ -430,8 +431,11 @@ def main() -> int:
         command.set_defaults(run_command=run)
     arguments, unknown = parser.parse_known_args()
     place = getattr(arguments, "run", None)
-    if place and arguments.config is None and (stored := user_path(place) / "recipe.yaml").is_file():
-        arguments.config = stored
+    if place and arguments.config is None:
+        stored = user_path(place) / "recipe.yaml"
+        arguments.config = stored if stored.is_file() else None
+        if arguments.config is None and arguments.target is None:
+            raise UserError(f"{stored}: not there; name a run that is, or a recipe with --config")
     return int(arguments.run_command(arguments, unknown))
 
 

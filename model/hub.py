@@ -1,5 +1,6 @@
 """The Hugging Face Hub: heads fetched by repository name; its errors, without tokens."""
 
+import difflib
 import os
 import re
 import sys
@@ -25,7 +26,9 @@ def head_directory(path: Path | str) -> Path:
                 return head
         if heads := sorted(place.glob(f"heads/*/{CONFIG}")):
             raise UserError(f"{path}: a run and no head; name {' or '.join(str(head.parent) for head in heads)}")
-        raise UserError(f"{path}: holds no head (no {CONFIG}); train the head with: aerie train --config RECIPE")
+        close = difflib.get_close_matches(place.name, [other.parent.name for other in place.parent.glob(f"*/{CONFIG}")])
+        fix = f"did you mean {place.parent / close[0]}?" if close else "train the head: aerie train --config RECIPE"
+        raise UserError(f"{path}: holds no head (no {CONFIG}); {fix}")
     from huggingface_hub import snapshot_download
 
     repo, revision = found["repo"], found["revision"]

@@ -314,8 +314,10 @@ def differences(there: dict[str, Any], asked: dict[str, Any]) -> str:
     def compare(old: Any, new: Any, key: str) -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
             prefix = f"{key}." if key else ""
-            return [row for k in sorted({*old, *new}) for row in compare(old.get(k), new.get(k), prefix + k)]
-        key += " (by default head.kind's)" if key.endswith("after_blocks") else ""
+            return [row for k in sorted({*old, *new}) for row in compare(old.get(k), new.get(k), f"{prefix}{k}")]
+        if isinstance(old, list) and isinstance(new, list) and any(isinstance(item, dict) for item in [*old, *new]):
+            return compare(dict(enumerate(old)), dict(enumerate(new)), key)
+        key += " (null: those of head.kind)" if key.endswith("after_blocks") else ""
         shown = [text if len(text) <= 40 else f"{text[:37]}..." for text in (str(old), str(new))]
         return [] if digest(old) == digest(new) else [f"{key}: {shown[0]} there, {shown[1]} asked"]
 

@@ -1,6 +1,7 @@
 """Answers on the command line: streamed with accepted draft tokens in colour, as lines of JSON, or turn by turn."""
 
 import json
+import re
 import sys
 from argparse import Namespace
 from contextlib import suppress
@@ -17,6 +18,8 @@ from aerie.infer.decode.engine import Generation, SpeculativeDecoder
 from aerie.infer.decode.sampling import resolve
 from aerie.infer.decode.shape import Cycle
 from aerie.infer.decode.tree import Tree, describe
+
+COMMANDS = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 class ColouredStreamer(BaseStreamer):
@@ -78,7 +81,7 @@ def chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
             import readline  # input() then edits its line and remembers those before
 
             typed = readline.get_line_buffer
-        print("/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer", file=sys.stderr)
+        print(COMMANDS, file=sys.stderr)
     while True:
         try:
             text = input("\n> " if is_terminal else "").strip()
@@ -91,6 +94,9 @@ def chat(decoder: SpeculativeDecoder, arguments: Namespace) -> None:
             break
         if text in ("", "/reset"):
             history = [] if text else history
+            continue
+        if re.fullmatch(r"/\w*", text):
+            print(COMMANDS, file=sys.stderr)
             continue
         history.append({"role": "user", "content": text})
         room = limit - decoder.encode(history).shape[1]

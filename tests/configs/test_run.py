@@ -100,7 +100,7 @@ def test_a_plan_refuses_what_another_target_or_head_left_and_names_runs_apart(fo
         (("--target", "other/target"), r"target.path: target there, other/target asked; .*; choose another --run\n"),
         (
             ("--head.kind", "eagle3"),
-            r"after_blocks \(by default head.kind's\): .*; choose another --run, or add --over",
+            r"after_blocks \(null: those of head.kind\): .*; choose another --run, or add --over",
         ),
         (("--data.conversations", "a", "b"), r"a list is one word: --data.conversations '\[a, b\]'"),
         (("--data.conversations", "chats"), "chats: no such file or directory; a data set of the Hub is OWNER/NAME"),

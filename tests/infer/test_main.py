@@ -112,7 +112,7 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
     ("tune", "none.jsonl: no such file", None),
     ("generate --head {root}/nowhere", "nowhere: holds no head (no config.json)", None),
     ("calibrate --calibrate.method pld", "pld has no head", None),
-    ("verify --methods eagle4", "--methods: method: input should be 'vanilla'", "--methods eagle2"),
+    ("verify --methods eagle4", "--methods: method: unknown 'eagle4'; did you mean", "--methods eagle2"),
     ("verify --draws 10", "200 draws are needed", "--draws 200"),
 ]  # fmt: skip
 

@@ -88,7 +88,7 @@ MISTAKES = [
     ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
     ("eagle1", "--head.max_position_embeddings 100", "max_position_embeddings: 100 is less than data.max_length"),
     ("eagle1", "--head.init_from /no/head", "/no/head: holds no head"),
-    ("eagle1", "--train.trackers [tensorbord]", "train.trackers.0: input should be 'tensorboard', 'wandb', "),
+    ("eagle1", "--train.trackers [tensorbord]", "train.trackers.0: unknown 'tensorbord'; did you mean 'tensorboard'?"),
     ("eagle1", "--train.trackers [tensorboard,dvclive]", "dvclive is not installed; run: pip install dvclive"),
     ("draft_lm", "--head.init_from OTHER", "choose a draft LM with the target's tokenizer"),
     ("draft_lm", "--train.on_policy 0.5", "train.on_policy: a cache has no states of tokens"),
