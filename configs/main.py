@@ -268,7 +268,8 @@ def _state(place: Path) -> tuple[str, list[str]]:
     rows = facts.get("rows") or facts.get("summary", {}).get("kept")
     counts = {"rows": sum(rows.values()) if isinstance(rows, dict) else rows}
     counts |= {name: facts.get(name) for name in ("tokens", "answers")}
-    told = [f"{count:,} {name}" for name, count in counts.items() if count]
+    told = ["stopped by the time budget"] if facts.get("ended") == "budget" else []
+    told += [f"{count:,} {name}" for name, count in counts.items() if count]
     if (tuned := place / "tuned.yaml").is_file():
         told.append(tuned.read_text(encoding="utf-8").partition("\n")[0].partition(": ")[2])
     bytes_there = size(sum(num_bytes for num_bytes, _ in record.manifest.files.values()))

@@ -40,6 +40,8 @@ class Section:
 
 
 def _listed(cls: Any, values: Any) -> Any:
+    if isinstance(values, str) and "name" in cls.__dataclass_fields__:
+        return {"name": values}
     if not isinstance(values, dict):
         return values
     lists = {field.name for field in dataclasses.fields(cls) if _is_list(field.type)}

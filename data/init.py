@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 
+from aerie.configs.errors import warn
 from aerie.configs.read import validate
 from aerie.configs.schema.data import DataConfig
 from aerie.configs.schema.heads import TargetConfig
@@ -120,6 +121,8 @@ def _measured(target: TargetConfig, data: DataConfig, is_free: bool) -> tuple[Da
         data = replace(data, held_out=min(0.2, round(40 / read, 2)))  # to measure with
     sample, _, tally = tokenised(target, replace(data, max_length=2**20, limit=SAMPLE))
     print(tally.table(), file=sys.stderr)
+    if len(sample.held_out) < 2:
+        warn(f"--data: {read} rows leave too few to measure with; name questions in bench.prompts.path")
     first, trained = [*sample.train, *sample.held_out], round(read * len(sample.train) / tally.rows)
     trained = min(trained, data.limit or trained)
     return data, round(trained * len(first) / len(sample.train)), trained, sorted(len(row.input_ids) for row in first)

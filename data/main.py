@@ -51,7 +51,7 @@ def main() -> int:
         shared.add_argument("--shard", default="1/1", metavar="I/N", help="make the I-th of N shares")
         shared.add_argument("--is-whole", action="store_true", help="exit code 1 if something is left to do")
     add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
-    summary = "write a recipe that suits a target, its data and this machine; other --section.key VALUE go into it"
+    summary = "write a recipe that suits target, data and machine; --section.key VALUE goes into it (see aerie keys)"
     options = commands.add_parser("init", help=summary, description=summary, allow_abbrev=False)
     options.add_argument("--target", required=True, help="directory or Hub id")
     options.add_argument("--data", required=True, nargs="+", help="files or directories of conversations, or Hub ids")

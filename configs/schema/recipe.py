@@ -28,7 +28,7 @@ class Recipe(Section):
     tree: TreeConfig | None = None  # what differs from that of the head's usual method
     calibrate: CalibrateConfig | None = None  # how far its confidence can be trusted; null: all defaults
     bench: BenchConfig | None = None  # tau and speedup of methods; null: all defaults
-    tune: TuneConfig | None = None  # search for the fastest tree; needed by `aerie tune` alone
+    tune: TuneConfig | None = None  # search for the fastest tree; where it is set, `aerie run` does it too
     synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as configs/embedded.yaml has it
     distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
     output: Place | None = None  # of training; null: RUN/heads/KIND

@@ -7,11 +7,36 @@ from importlib import import_module
 from aerie.configs.errors import exit_codes
 
 PACKAGES = {
-    "configs": ("run", "status", "keys"),
-    "data": ("init", "synthetic", "check", "show", "features", "distill"),
-    "train": ("train",),
-    "infer": ("generate", "chat", "calibrate", "bench", "tune", "report", "results", "compare", "verify"),
-    "model": ("inspect", "convert", "push"),
+    "configs": {
+        "run": "do what is left of a recipe, to the report",
+        "status": "what a run has, and what to type next",
+        "keys": "the keys of a recipe: meaning, type, default",
+    },
+    "data": {
+        "init": "write a recipe that suits a target, its data and this machine",
+        "synthetic": "write a corpus, questions and a tokenizer",
+        "check": "read every byte of a feature cache",
+        "show": "conversations with the loss mask in colour",
+        "features": "cache the target's hidden features",
+        "distill": "have the target answer the prompts",
+    },
+    "train": {"train": "train a head"},
+    "infer": {
+        "generate": "answers to prompts",
+        "chat": "talk with the target",
+        "calibrate": "how confidence predicts acceptance",
+        "bench": "tau and speedup of every method asked for",
+        "tune": "the tree that suits a head on this machine",
+        "report": "a page of what was measured",
+        "results": "the tables of runs in Markdown",
+        "compare": "the difference between two rows of a bench",
+        "verify": "prove that methods are lossless",
+    },
+    "model": {
+        "inspect": "what a head is, and whether it fits a target",
+        "convert": "write a head in another program's layout",
+        "push": "ship a head to the Hub",
+    },
 }
 
 
@@ -26,7 +51,7 @@ def main() -> int:
             print(f"error: {command}: no command{f'; did you mean {close[0]!r}?' if close else ''}", file=sys.stderr)
             return 2
         print("usage: aerie COMMAND [OPTION ...]; aerie COMMAND --help tells a command's options\n")
-        print("\n".join(f"  {package:8} {', '.join(commands)}" for package, commands in PACKAGES.items()))
+        print("\n".join(f"  {name:10} {words}" for commands in PACKAGES.values() for name, words in commands.items()))
         return 0 if command in ("-h", "--help") else 2
     if command == "train":
         del sys.argv[1]  # train/main.py has one command

@@ -157,8 +157,8 @@ def test_pictures_are_files_those_of_earlier_input_go_and_rows_may_be_by_task(tm
 
 
 def test_the_headline_has_the_tuned_row_measured_where_it_was(swept: Path, tmp_path: Path) -> None:
-    headline = "Tuned to this machine 1.50 × predicted, not measured eagle2, 6 levels, k 10, 60 nodes"
-    assert f"{headline} to use it: aerie generate --row {swept / 'tune' / 'tuned.yaml'}" in words_of(swept)
+    headline = "Tuned to this machine 1.50 × predicted, not measured eagle2, 6 levels, k 10, 60 nodes to use it:"
+    assert f"{headline} aerie chat --run runs/made-up --row {swept / 'tune' / 'tuned.yaml'}" in words_of(swept)
     run = shutil.copytree(swept, tmp_path / "run")
     row = {"tau": 2.0, "speedup": 1.4, "speedup_ci95": [1.2, 1.6], "chosen_against_it": 1.0}
     figures = {"predicted_over_measured": 1.07, "predicted_tau_over_measured": 1.5, "names": ["vanilla", "a tree"]}
