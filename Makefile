@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo bench bench-full test soak lint clean
 help:
-	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (about 12 minutes, set-up included)"
+	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (at most 10 minutes, set-up included)"
 	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (about 36 minutes the first time)"
 	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
 	@echo "make test   the tests (at most 10 minutes; .venv/bin/python -m pytest -m 'not slow': at most 90 s)"

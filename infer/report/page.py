@@ -288,7 +288,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     """Writes every file of the report from two stages' directories; returns the rows over all tasks.
 
     facts: run, commit, target (with `name`), head (with `kind`), hardware and the commands that made the run. Where the
-    suite asks for rows by task, summary.json and the text tables have these, the page the pooled ones.
+    suite asks for rows by task, summary.json and table.csv have these, the page and table.md the pooled ones.
     """
     records = files.read_records(bench / files.RECORDS)
     if not records:
@@ -359,7 +359,7 @@ def write_report(bench: Path, calibration: Path, output: Path, facts: dict[str, 
     }
     write_json(output / "summary.json", summary)
     write_json(output / "details.json", details)
-    texts |= {"table.md": tables.markdown_table(shown), "table.csv": tables.csv_table(shown)}
+    texts |= {"table.md": tables.markdown_table(rows), "table.csv": tables.csv_table(shown)}
     texts |= {"sweeps.csv": tables.csv_table(sweeps, sweeps=True)} if sweeps else {}
     for name, text in texts.items():
         write_text(output / name, text)
