@@ -184,10 +184,9 @@ def _sentence(problem: Any, values: Any, schema: type, source: str, lines: dict[
         close = difflib.get_close_matches(tag, choices.split(", "), n=1, cutoff=0.5)
         advice = f"did you mean {close[0]!r}?" if close else f"known here: {choices}"
         return f"{prefix}: unknown {key} {tag!r}; {advice}"
-    if kind == "literal_error":
-        choices = re.findall("'(.+?)'", problem["ctx"]["expected"])
-        if close := difflib.get_close_matches(str(problem["input"]), choices, n=1):
-            return f"{prefix}: unknown {problem['input']!r}; did you mean {close[0]!r}?"
+    choices = re.findall("'(.+?)'", problem["ctx"]["expected"]) if kind == "literal_error" else []
+    if close := difflib.get_close_matches(str(problem["input"]), choices, n=1):
+        return f"{prefix}: unknown {problem['input']!r}; did you mean {close[0]!r}?"
     if kind.startswith("missing"):
         return f"{prefix}: required, and not set"
     plain = {"dataclass_type": "Has keys of its own, indented below it", "tuple_type": "Input should be a list"}

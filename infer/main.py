@@ -432,8 +432,7 @@ def main() -> int:
     arguments, unknown = parser.parse_known_args()
     place = getattr(arguments, "run", None)
     if place and arguments.config is None:
-        stored = user_path(place) / "recipe.yaml"
-        arguments.config = stored if stored.is_file() else None
+        arguments.config = stored if (stored := user_path(place) / "recipe.yaml").is_file() else None
         if arguments.config is None and arguments.target is None:
             raise UserError(f"{stored}: not there; name a run that is, or a recipe with --config")
     return int(arguments.run_command(arguments, unknown))

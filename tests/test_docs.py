@@ -10,7 +10,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from aerie.__main__ import PACKAGES
+from aerie.__main__ import OWNERS
 from tests import tiny
 from tests.infer.test_main import write_recipe
 
@@ -24,7 +24,6 @@ AT_ONCE = ("check", "compare", "convert", "init", "inspect", "keys", "push", "re
 FIRST = {"compare": "records", "check": "index.json", "bench": "train the head", "push": "no measured results"}
 FIRST |= {"train": "no whole feature cache|no run has made", "features": "too few rows to time"}
 FIRST["run"] = "no run has made"
-OWNERS = {command: package for package, commands in PACKAGES.items() for command in commands}
 
 
 def lines() -> Iterator[tuple[str, list[str]]]:

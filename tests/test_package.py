@@ -34,7 +34,7 @@ def test_an_installed_wheel_works_beside_a_users_own_modules(tmp_path: Path) -> 
         return subprocess.run(command, cwd=mine, env=environment, check=True, capture_output=True, text=True).stdout
 
     assert python("-c", CODE).strip() == f"{site / 'aerie/__init__.py'} SpeculativeDecoder"
-    assert "  chat       talk with the target" in python("-m", "aerie", "--help")
+    assert "  chat        talk with the target" in python("-m", "aerie", "--help")
     assert (site / "bin" / "aerie").is_file() and (site / "aerie/data/corpus/words.yaml").is_file()
     for template in ROOT.glob("[dim]*/**/*.jinja"):
         assert (site / "aerie" / template.relative_to(ROOT)).is_file()

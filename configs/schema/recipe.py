@@ -14,8 +14,8 @@ from aerie.configs.schema.decode import USUAL, TreeConfig, completed
 from aerie.configs.schema.heads import DEFAULT_KIND, Eagle1Section, Eagle1Train, HeadConfig, TargetConfig, Train
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
 
-FLAGS = ("--config", "--target", "--dtype", "--device-map", "--plan", "--overwrite", "--is-whole")
-FLAGS += ("--prompt", "--prompts", "--method", "--max-new-tokens", "--temperature", "--top-k", "--top-p")
+FLAGS = ["--config", "--target", "--dtype", "--device-map", "--plan", "--overwrite", "--is-whole"]
+FLAGS += ["--prompt", "--prompts", "--method", "--max-new-tokens", "--temperature", "--top-k", "--top-p"]
 
 
 class Recipe(Section):
