@@ -53,7 +53,7 @@ def test_words_for_lists_short_dtypes_and_the_home_directory_are_read_as_meant(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "recipe.yaml").write_text(
         "run: ~/run\ntarget: {path: ~/target, dtype: bf16}\ndata: {conversations: ~/rows.jsonl}\n"
-        "train: {trackers: wandb}\nbench: {rows: {method: vanilla, head: ~/head}, prompts: {tasks: {name: gsm8k}}}\n"
+        "train: {trackers: wandb}\nbench: {rows: {method: vanilla, head: ~/head}, prompts: {tasks: gsm8k}}\n"
     )
     recipe = load(Path("~/recipe.yaml"), "--features.after_blocks", "2", "--features.dtype", "torch.half")
     target, features, train, bench = recipe.target, recipe.features, recipe.train, recipe.bench

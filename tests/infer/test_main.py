@@ -111,6 +111,8 @@ WRONG: list[tuple[str, str, str | None]] = [  # a command line, the message, the
     ("bench --bench.prompts.path {root}/gone.jsonl", "no such file of prompts", None),
     ("tune", "none.jsonl: no such file", None),
     ("generate --head {root}/nowhere", "nowhere: holds no head (no config.json)", None),
+    ("generate --head {root}/run/heads/eagel1", "did you mean {root}/run/heads/eagle1?", None),
+    ("generate --promt hi", "--promt: unknown option; did you mean --prompt?", None),
     ("calibrate --calibrate.method pld", "pld has no head", None),
     ("verify --methods eagle4", "--methods: method: unknown 'eagle4'; did you mean", "--methods eagle2"),
     ("verify --draws 10", "200 draws are needed", "--draws 200"),
@@ -146,6 +148,7 @@ def test_a_plan_says_which_tree_and_head_a_method_has(plan: Command, shared: Pat
         assert told in plan("generate", *words, config="--target" not in words)[1], words
     assert f", {heads / 'eagle1'} -> " in plan("calibrate")[1]
     assert "needs --config" in plan("generate", config=False)[2]
+    assert "nowhere/recipe.yaml: not there" in plan("generate", "--run", "nowhere", config=False)[2]
     assert "warning: --tree: bench does not read it" in plan("bench", "--tree.levels", "4")[2]
     assert sorted(path.name for path in (shared / "run").iterdir()) == ["heads"]  # a plan leaves nothing
 
