@@ -32,7 +32,7 @@ help:
 	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (at most 10 minutes, set-up included)"
 	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (about 36 minutes the first time)"
 	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
-	@echo "make test   the tests (at most 10 minutes; .venv/bin/python -m pytest -m 'not slow': at most 90 s)"
+	@echo "make test   the tests (at most 10 minutes; .venv/bin/python -m pytest -m 'not slow': about 3)"
 	@echo "make soak   50 kills of features, training and bench at random moments, and other long trials (at most 15 minutes)"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  removes caches and runs/embedded; .venv and other runs stay"
