@@ -351,7 +351,7 @@ def _type(hint: Any) -> str:
     if origin is typing.Annotated:
         rules = [rule for metadata in inner[1:] for rule in getattr(metadata, "metadata", [metadata])]
         limits = {sign: getattr(rule, name) for rule in rules for name, sign in BOUNDS.items() if hasattr(rule, name)}
-        bounds = [f"{sign} {limit:g}" for sign, limit in limits.items() if limit != inf]
+        bounds = [f"{sign} {limit:,.12g}" for sign, limit in limits.items()]
         return " ".join([_type(inner[0]), ", ".join(bounds)]).strip()
     if origin in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(map(_type, inner)))

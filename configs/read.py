@@ -18,7 +18,15 @@ from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError, m
 from aerie.configs.errors import UserError
 
 T = TypeVar("T")
-Place = Annotated[str, AfterValidator(os.path.expanduser)]  # a path, or the Hub's name for one
+
+
+def _named(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError("a path has at least one character, and no NUL")
+    return text
+
+
+Place = Annotated[str, AfterValidator(_named), AfterValidator(os.path.expanduser)]  # a path, or the Hub's name for one
 TAGS = ("kind", "shape", "rule")  # the key that tells the members of a union apart
 
 
@@ -29,9 +37,12 @@ def user_path(text: str) -> Path:
 
 @typing.dataclass_transform(frozen_default=True)
 class Section:
-    """Its subclasses are frozen dataclasses that refuse unknown keys, and take one value for a list of one."""
+    """Its subclasses are frozen dataclasses that refuse unknown keys and numbers that are not finite.
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    They take one value for a list of one.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init_subclass__(cls, kw_only: bool = False) -> None:

@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from aerie.configs.read import Place, Section
-from aerie.configs.schema.heads import Float
+from aerie.configs.schema.heads import Float, Seed, Share
 
 
 class SyntheticConfig(Section):
     num_conversations: PositiveInt = 12000  # to train on
     num_prompts: PositiveInt = 120  # measuring prompts, disjoint from the conversations
     vocab_size: Annotated[int, Field(ge=300)] = 2048  # of the byte-level BPE trained on the corpus
-    seed: int = 0  # of the draws
+    seed: Seed = 0  # of the draws
 
 
 class DataConfig(Section):
@@ -26,9 +26,9 @@ class DataConfig(Section):
     system_prompt: str | None = None  # for conversations without one
     max_length: Annotated[int, Field(ge=8)] = 2048  # tokens; longer conversations are cut
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share, by hash, that training never sees
-    limit: int | None = None  # only the first conversations, after the hash split
+    limit: PositiveInt | None = None  # only the first conversations, after the hash split
     supervise: Literal["assistant", "all"] = "assistant"  # all: every token but the first
-    min_supervised_share: float = 0.01  # of the tokens; below it, stop
+    min_supervised_share: Share = 0.01  # of the tokens; below it, stop
 
     def __post_init__(self) -> None:
         if (self.prompt_field is None) != (self.completion_field is None):
@@ -38,7 +38,7 @@ class DataConfig(Section):
 class FeaturesConfig(Section):
     mode: Literal["cached", "online"] = "cached"  # online: the target runs in the training step
     # taps, the residual stream after k blocks; null: what the head needs (EAGLE-3: 2, n//2, n-3)
-    after_blocks: tuple[int, ...] | None = None
+    after_blocks: tuple[NonNegativeInt, ...] | None = None
     batch_tokens: PositiveInt = 8192  # tokens of one target forward, padding included
     shard_tokens: PositiveInt = 262144  # tokens of one safetensors shard
     dtype: Float | None = None  # that training sees; null: the target's
@@ -75,7 +75,7 @@ class SourceConfig(Section):
 class SamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0  # the target's own law; 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
-    top_k: int | None = None  # null: the server's default; in process 0 is off
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # null: the server's default; 0 is off (vLLM: -1, too)
     max_tokens: PositiveInt = 2048  # of one answer
 
 
@@ -131,4 +131,4 @@ class DistillConfig(Section):
     exclude: tuple[QuestionsConfig, ...] = ()  # that no prompt may overlap, beside the recipe's own prompts
     ngram: Annotated[int, Field(ge=3)] = 13  # words in a row that no prompt may share with an evaluation question
     gate: GateConfig = GateConfig()  # which answers are kept
-    seed: int = 0  # of the prompts' order and of each answer's draws
+    seed: Seed = 0  # of the prompts' order and of each answer's draws

@@ -4,18 +4,14 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import Place, Section, adapter, read_yaml, validate
-from aerie.configs.schema.heads import KINDS
-
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Finite = Annotated[NonNegativeFloat, Field(lt=inf)]
+from aerie.configs.schema.heads import KINDS, Seed, Share
 
 
 class ConstantConfig(Section):
@@ -38,8 +34,8 @@ class EntropyConfig(Section):
     """SVIP: stop when sqrt(c * H) > h, H in nats. The defaults are its code's; c: 1 is the paper's text."""
 
     rule: Literal["entropy"] = "entropy"
-    c: Annotated[Finite, Field(gt=0.0)] = 0.15  # how q's entropy is weighed
-    h: Finite = 0.3  # the threshold (section 3.1)
+    c: PositiveFloat = 0.15  # how q's entropy is weighed
+    h: NonNegativeFloat = 0.3  # the threshold (section 3.1)
     # Whose entropy counts on a tree: the best path's, the frontier's mean by survival or minimum, or each node's own.
     over: Literal["top_path", "value_weighted", "minimum", "per_node"] = "top_path"
 
@@ -61,7 +57,7 @@ class VoteConfig(Section):
     rule: Literal["vote"] = "vote"
     # that vote (table 4 has each alone)
     signals: tuple[Literal["probability", "momentum", "expectation"], ...] = ("probability", "momentum", "expectation")
-    votes: int | None = None  # null: two, or one where there is one signal
+    votes: PositiveInt | None = None  # null: two, or one where there is one signal
     probability_threshold: Share = 0.15  # section 4.1; votes where the summed survival is below it
     momentum_threshold: Share = 0.6  # section 4.1; a ratio below it is a decline
     momentum_from: PositiveInt = 1  # the first depth with a ratio; the root's S is 1
@@ -70,7 +66,7 @@ class VoteConfig(Section):
     expectation: Literal["tail_sum", "leaf_sum"] = "tail_sum"  # equations 22 and 23, or 26
     # Added to E_d: the target's own token, and 2 as the extended code counts depths from 0 at the second level (table 4
     # needs that much). 0: equations 22 and 26 to the letter, at most the depth.
-    bonus: Finite = 3.0
+    bonus: NonNegativeFloat = 3.0
     over: Literal["frontier", "selected"] = "frontier"  # the tail: each level's frontier, or the reranked tree
 
     def __post_init__(self) -> None:
@@ -260,7 +256,7 @@ class LookaheadConfig(Section):
     window: PositiveInt = 7  # W: the window's columns
     guesses: PositiveInt = 7  # G: n-grams of each first token, verified at once
     pool_from_text: bool = False  # also n-grams of prompt and answer (POOL_FROM_PROMPT there)
-    seed: int = 0  # of the window's first tokens
+    seed: Seed = 0  # of the window's first tokens
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -10,6 +10,8 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "floa
 spelt_out = BeforeValidator(lambda name: SHORT.get(str(name).removeprefix("torch."), str(name).removeprefix("torch.")))
 Float = Annotated[Literal["float32", "bfloat16", "float16"], spelt_out]
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], spelt_out]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "aim", "comet_ml", "clearml", "dvclive", "swanlab"]
 DEFAULT_KIND = "eagle1"
 EAGLE = ("eagle", "eagle-chain", "deagle", "svip", "ddd", "opt-tree")
@@ -84,7 +86,7 @@ class HydraSection(_LayerSizes, _MultiToken, kw_only=True):
     methods = ("hydra",)
     kind: Literal["hydra"] = "hydra"
     prefix_layer: bool = False  # Hydra++ (with num_layers 4): a decoder layer over last_hidden
-    initializer_range: float = 0.02  # of the prefix layer's matrices
+    initializer_range: PositiveFloat = 0.02  # of the prefix layer's matrices
 
     def __post_init__(self) -> None:
         sizes = [name for name in _LayerSizes.__dataclass_fields__ if getattr(self, name) is not None]
@@ -99,7 +101,7 @@ class DraftLMSection(_LayerSizes, _AnyHead, kw_only=True):
     kind: Literal["draft_lm"] = "draft_lm"
     num_hidden_layers: PositiveInt = 1  # decoder layers
     hidden_size: PositiveInt | None = None  # width; needed without init_from
-    initializer_range: float = 0.02  # of its matrices
+    initializer_range: PositiveFloat = 0.02  # of its matrices
 
     def __post_init__(self) -> None:
         needed = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
@@ -117,7 +119,7 @@ KINDS: dict[str, type[_AnyHead]] = {section.kind: section for section in get_arg
 LossName = Literal[
     "soft_cross_entropy", "kl", "reverse_kl", "jsd", "total_variation", "negative_log_alpha", "lk_hybrid"
 ]
-Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -126,29 +128,34 @@ class TrainConfig(Section, kw_only=True):
 
     kind: str  # the head's
     epochs: PositiveInt = 20  # passes over the training conversations; its README advises 20 to 40
-    max_steps: int | None = None  # optimiser steps; null: epochs decide
-    max_seconds: float | None = None  # this stage's budget: stops at the next step and saves
+    max_steps: PositiveInt | None = None  # optimiser steps; null: epochs decide
+    max_seconds: NonNegativeFloat | None = None  # this stage's budget: stops at the next step and saves
     batch_size: PositiveInt = 4  # conversations per process and forward
     accumulation: PositiveInt = 1  # batches of one optimiser step
     learning_rate: PositiveFloat = 3e-5  # at the end of the warm-up (its DeepSpeed script: 5e-5)
-    warmup_steps: int = 2000  # optimiser steps in which the rate rises from zero
+    warmup_steps: NonNegativeInt = 2000  # optimiser steps in which the rate rises from zero
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up, to zero at the last step
     final_rate: Share = 0.0  # share of the learning rate that linear and cosine end at
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's decay rates of the two moments
-    weight_decay: float = 0.01  # AdamW's (its DeepSpeed script: 0)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's decay rates of the two moments
+    weight_decay: NonNegativeFloat = 0.01  # AdamW's (its DeepSpeed script: 0)
     clip_norm: PositiveFloat = 0.5  # the published accelerate script clips by value
     lk_eta: NonNegativeFloat = 3.0  # lk_hybrid: lambda = exp(-eta alpha) (arXiv 2602.23881)
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # jsd: the target's weight in the mixture (arXiv 2310.08461)
     loss_chunk_slots: PositiveInt = 4096  # slots whose laws are held at once
     gradient_checkpointing: bool = False  # compute the layers again in the backward pass: less memory, more time
-    seed: int = 0  # of new weights, the order of the rows and the noise
+    seed: Seed = 0  # of new weights, the order of the rows and the noise
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl; the terminal shows one in five seconds at most
-    eval_every: int = 500  # steps; 0: only at the end
-    eval_conversations: int = 64  # held-out rows of an evaluation
+    eval_every: NonNegativeInt = 500  # steps; 0: only at the end
+    eval_conversations: NonNegativeInt = 64  # held-out rows of an evaluation
     eval_depths: PositiveInt = 5  # drafted tokens per start slot of the predicted tau
     save_every: PositiveInt = 500  # steps between saves to go on from
     keep_last: PositiveInt = 2  # saves; with 2, a broken newest one costs save_every steps
     trackers: tuple[Tracker, ...] = ()  # tensorboard, wandb, trackio or another of accelerate's
+
+    def __post_init__(self) -> None:
+        weights = {name: value for name, value in vars(self).items() if name.endswith("_weight")}
+        if weights and not any(weights.values()):
+            raise ValueError(f"{' and '.join(weights)} are both zero: nothing would be learnt")
 
 
 class DraftHeadTrain(TrainConfig, kw_only=True):
@@ -163,9 +170,9 @@ class Eagle1Train(DraftHeadTrain, kw_only=True):
     """EAGLE (arXiv 2401.15077), section 4.1."""
 
     kind: Literal["eagle1"] = "eagle1"
-    feature_weight: float = 1.0  # of the Smooth-L1 between drafted and true feature
-    classification_weight: float = 0.1  # of the loss between the laws
-    feature_noise: float = 0.1  # half-width of the uniform noise on input features; 0 switches it off
+    feature_weight: NonNegativeFloat = 1.0  # of the Smooth-L1 between drafted and true feature
+    classification_weight: NonNegativeFloat = 0.1  # of the loss between the laws
+    feature_noise: NonNegativeFloat = 0.1  # half-width of the uniform noise on input features; 0 switches it off
 
 
 class Eagle3Train(DraftHeadTrain, kw_only=True):
@@ -186,10 +193,6 @@ class MultiTokenTrain(DraftHeadTrain, kw_only=True):
     law_weight: NonNegativeFloat = 0.0  # of the loss to the target's law (Hydra++: 1, with label_weight 0)
     head_decay: Decay = 0.8  # head k = 1, 2, ... weighs head_decay ** k (Medusa, eq. 1; Hydra: 1)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each block's inputs (Hydra++: 0.2)
-
-    def __post_init__(self) -> None:
-        if self.label_weight + self.law_weight == 0.0:
-            raise ValueError("label_weight and law_weight are both zero")
 
 
 class DraftLMTrain(TrainConfig, kw_only=True):

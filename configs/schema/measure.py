@@ -2,18 +2,19 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from aerie.configs.read import Place, Section
 from aerie.configs.schema.data import DataConfig, QuestionsConfig
-from aerie.configs.schema.decode import Finite, Method, MethodConfig, TreeConfig
+from aerie.configs.schema.decode import Method, MethodConfig, TreeConfig
+from aerie.configs.schema.heads import Seed
 
 
 class TaskConfig(QuestionsConfig):
     """One task; a row with `turns` (Spec-Bench) is a question as it stands."""
 
     num_prompts: PositiveInt | None = None  # null: the section's
-    seed: int | None = None  # draws the prompts from the whole set; null: the first ones
+    seed: Seed | None = None  # draws the prompts from the whole set; null: the first ones
 
 
 class PromptsConfig(Section):
@@ -45,7 +46,7 @@ class HeldOutPrompts(PromptsConfig, kw_only=True):
 
 
 class SamplingConfig(Section):
-    temperature: Finite = 0.0  # 0: greedy
+    temperature: NonNegativeFloat = 0.0  # 0: greedy
     top_k: NonNegativeInt = 0  # 0: off
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: off
 
@@ -99,7 +100,7 @@ class CalibrateConfig(Section):
     method: Method | None = None  # null: the usual one of the recipe's head
     tree: TreeConfig | None = None  # what differs from the method's
     bins: PositiveInt = 20  # of the reliability diagram
-    temperature: Finite = 0.0  # of the decoding
+    temperature: NonNegativeFloat = 0.0  # of the decoding
     oracle_levels: PositiveInt | None = None  # also draft this deep at every cycle: the oracle draft length; SVIP: 40
     ranks: PositiveInt = 10  # of a law's best tokens that a rebuilt static tree tries
     nodes: Annotated[int, Field(ge=2)] | None = None  # of the rebuilt tree, with the root; null: as many as before

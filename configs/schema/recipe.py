@@ -5,13 +5,13 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import PositiveInt, model_validator
 
 from aerie.configs.errors import UserError
 from aerie.configs.read import Place, Section, override, read_yaml, user_path, validate
 from aerie.configs.schema.data import DataConfig, DistillConfig, FeaturesConfig, SyntheticConfig
 from aerie.configs.schema.decode import USUAL, TreeConfig, completed
-from aerie.configs.schema.heads import DEFAULT_KIND, Eagle1Section, Eagle1Train, HeadConfig, TargetConfig, Train
+from aerie.configs.schema.heads import DEFAULT_KIND, Eagle1Section, Eagle1Train, HeadConfig, Seed, TargetConfig, Train
 from aerie.configs.schema.measure import BenchConfig, CalibrateConfig, TuneConfig
 
 FLAGS = ["--config", "--target", "--dtype", "--device-map", "--plan", "--overwrite", "--is-whole"]
@@ -32,8 +32,8 @@ class Recipe(Section):
     synthetic: SyntheticConfig | None = None  # a made-up corpus (`aerie synthetic`), as configs/embedded.yaml has it
     distill: DistillConfig | None = None  # answers that the target writes itself (`aerie distill`)
     output: Place | None = None  # of training; null: RUN/heads/KIND
-    threads: int | None = None  # torch threads per process; null: torch's choice
-    seed: int = 0  # of measuring: the draws of sampled rows, the bootstrap of intervals
+    threads: PositiveInt | None = None  # torch threads per process; null: torch's choice
+    seed: Seed = 0  # of measuring: the draws of sampled rows, the bootstrap of intervals
 
     @property
     def paths(self) -> "RunPaths":

@@ -14,7 +14,7 @@ from aerie.configs.errors import UserError, warn
 from aerie.configs.read import Section, validate
 from aerie.configs.schema import decode as schema
 from aerie.configs.schema.decode import METHODS, USUAL, Fit, MethodConfig, TreeConfig, check_kind
-from aerie.configs.schema.heads import KINDS
+from aerie.configs.schema.heads import KINDS, Share
 from aerie.infer.decode.drafters import DRAFTERS, Lookahead, PromptLookup, load_draft_lm
 from aerie.infer.decode.sampling import token_ids
 from aerie.infer.decode.shape import Calibrate, Drafter, Drafting, Proposer, make_shape, unchanged
@@ -148,8 +148,8 @@ class Calibrator(Section):
     """Two monotone fits of acceptance to confidence."""
 
     temperature: PositiveFloat  # of sigmoid(logit(c) / temperature)
-    confidence: tuple[schema.Share, ...]  # the knots' places, ascending
-    acceptance: tuple[schema.Share, ...]  # their heights, never falling
+    confidence: tuple[Share, ...]  # the knots' places, ascending
+    acceptance: tuple[Share, ...]  # their heights, never falling
     decoded_at: float = 0.0  # temperature of the decoding that it was fitted on
     head: dict[str, str] = field(default_factory=dict)  # digests of the head's files
     scores: dict[str, Any] = field(default_factory=dict)  # on prompts that it was not fitted on

@@ -1,13 +1,16 @@
 """Every recipe that ships loads, so none can rot."""
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from pydantic import TypeAdapter, ValidationError
 
-from aerie.configs.read import ALIASES, suggestion
+from aerie.configs.errors import UserError
+from aerie.configs.read import ALIASES, sections, suggestion
 from aerie.configs.schema import recipe as pipeline
 from aerie.configs.schema.decode import StaticConfig
 
@@ -63,6 +66,34 @@ def test_words_for_lists_short_dtypes_and_the_home_directory_are_read_as_meant(
     assert (target.dtype, features.dtype, features.after_blocks) == ("bfloat16", "float16", (2,))
     assert bench is not None and train.trackers == ("wandb",) and bench.rows[0].head == f"{tmp_path}/head"
     assert [task.name for task in bench.prompts.tasks] == ["gsm8k"]
+
+
+def test_no_number_of_a_recipe_is_negative() -> None:
+    for field in {field for cls, _, _ in sections(pipeline.Recipe) for field in fields(cls) if field.name != "values"}:
+        for value in (-2, [-2], [-2, -2]):
+            with pytest.raises(ValidationError):
+                TypeAdapter(field.type).validate_python(value)
+                pytest.fail(f"{field.name} takes {value}")
+
+
+OUTSIDE = "train.max_steps=0 data.limit=0 threads=0 seed=1e400 train.betas=[1,0.9] train.weight_decay=.inf"
+OUTSIDE += " train.max_seconds=.nan head.rope_theta=.inf train.feature_noise=.nan calibrate.temperature=.inf"
+OUTSIDE += " distill.server.timeout_s=.inf run= data.conversations=['']"
+
+
+@pytest.mark.parametrize("word", OUTSIDE.split())
+def test_a_number_that_means_nothing_and_a_path_of_nothing_are_refused(word: str) -> None:
+    key, values = word.split("=")[0], ["--distill.server.urls", "http://a", "--distill.sources", "[{path: a}]"]
+    with pytest.raises(UserError) as caught:
+        load(CONFIGS / "embedded.yaml", *values, f"--{word}")
+    assert str(caught.value).startswith(f"--{key}") and "\n" not in str(caught.value)
+
+
+def test_weights_of_a_loss_are_not_all_zero() -> None:
+    for kind, keys in {"eagle1": ("feature", "classification"), "medusa": ("label", "law")}.items():
+        words = [f"--train.{key}_weight=0" for key in keys]
+        with pytest.raises(UserError, match=f"{keys[0]}_weight and {keys[1]}_weight are both zero"):
+            load(CONFIGS / "embedded.yaml", f"--head.kind={kind}", "--train={}", *words)
 
 
 def test_names_of_other_programs_lead_to_ours() -> None:
